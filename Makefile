@@ -1,0 +1,73 @@
+# Every target sets up what it needs; the second run of any of them sets up nothing.
+
+PYTHON ?= python3
+TORCH  ?= 2.13.0
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.stamp-$(TORCH)
+PYTEST_ARGS ?=
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup system demo test check format bench clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## create .venv and install Paceline with its development tools
+
+demo: $(STAMP) ## start 4 ranks and all-reduce with every algorithm
+	$(BIN)/python examples/demo_comm.py
+
+test: system check ## everything that must pass: check, then the tests
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: $(STAMP) ## ruff, mypy --strict, import-linter
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict
+	$(BIN)/lint-imports
+
+format: $(STAMP) ## rewrite the sources the way `make check` wants them
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP) ## run the benchmarks, write their tables and plots
+	$(BIN)/python -m bench
+
+# torch comes first and by itself, so that nothing else decides which build of it is installed. A .venv that
+# already has this torch (any local build of it) is kept.
+$(STAMP): pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { \
+		rm -rf $(VENV); $(MAKE) --no-print-directory system WANT=python3-venv; \
+		$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }; }
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "Paceline needs Python 3.11 or later: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@$(BIN)/python -c 'import sys, importlib.metadata as m; sys.exit(m.version("torch").split("+")[0] != "$(TORCH)")' \
+		2>/dev/null || $(BIN)/python -m pip install --quiet "torch==$(TORCH)"
+	$(BIN)/python -m pip install --quiet -e ".[dev]"
+	@rm -f $(VENV)/.stamp-*
+	@touch $@
+
+# Tools of the operating system that some tests use. Missing ones are installed where that is possible and
+# otherwise only named: the tests that need them are skipped.
+system: ## install mpirun and ip when they are missing and we may
+	@missing="$(WANT)"; \
+	command -v mpirun >/dev/null 2>&1 || missing="$$missing openmpi-bin"; \
+	command -v ip >/dev/null 2>&1 || missing="$$missing iproute2"; \
+	[ -n "$$missing" ] || exit 0; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then \
+		echo installing $$missing; \
+		export DEBIAN_FRONTEND=noninteractive; \
+		{ apt-get install -y -q --no-install-recommends $$missing || \
+		  { apt-get update -q && apt-get install -y -q --no-install-recommends $$missing; }; } \
+			</dev/null >.system.log 2>&1 && rm -f .system.log || \
+			echo "could not install $$missing (see .system.log): tests that need them will be skipped"; \
+	else \
+		echo "not installed, tests that need them will be skipped: $$missing"; \
+	fi
+
+clean: ## remove everything that make creates
+	rm -rf $(VENV) .system.log .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,4 @@
+"""Combines the work of many: federated averaging and its robust forms.
+
+Must not know parallel, engines, nor the training loop.
+"""

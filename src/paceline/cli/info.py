@@ -1,0 +1,96 @@
+"""`paceline info`: what this machine has that a run depends on.
+
+Must not import torch: its version comes from the package's metadata.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+from typing import Annotated
+
+import typer
+
+import paceline
+
+_PACKAGES = ("torch", "numpy", "msgpack", "cloudpickle", "ray", "optuna", "starlette", "mlflow", "matplotlib")
+
+
+def info(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+) -> None:
+    """Show versions, cores, memory and limits of this machine.
+
+    Example: paceline info --json
+    """
+    facts = collect()
+    if as_json:
+        import json
+
+        typer.echo(json.dumps(facts, indent=2))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column()
+    for name, value in facts.items():
+        if isinstance(value, dict):
+            for inner, item in value.items():
+                table.add_row(inner, _shown(inner, item))
+        else:
+            table.add_row(name, _shown(name, value))
+    Console().print(table)
+
+
+def collect() -> dict[str, object]:
+    """All that `paceline info` shows, as plain data: sizes in bytes, None for what is absent or unlimited."""
+    import psutil
+
+    memory = psutil.virtual_memory()
+    return {
+        "paceline": paceline.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "cores": {"cores_usable": len(os.sched_getaffinity(0)), "cores_total": os.cpu_count()},
+        "memory": {"memory_total": memory.total, "memory_available": memory.available},
+        "shared_memory": _shared_memory(),
+        "limits": {
+            "open_files": _limit(resource.RLIMIT_NOFILE),
+            "processes": _limit(resource.RLIMIT_NPROC),
+            "locked_memory": _limit(resource.RLIMIT_MEMLOCK),
+        },
+    }
+
+
+def _version(package: str) -> str | None:
+    import importlib.metadata
+
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _shared_memory() -> dict[str, int | None]:
+    try:
+        disk = os.statvfs("/dev/shm")
+    except OSError:
+        return {"shm_total": None, "shm_free": None}
+    return {"shm_total": disk.f_blocks * disk.f_frsize, "shm_free": disk.f_bavail * disk.f_frsize}
+
+
+def _limit(which: int) -> int | None:
+    soft, _ = resource.getrlimit(which)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _shown(name: str, value: object) -> str:
+    if value is None:
+        return "[dim]not installed[/dim]" if name in _PACKAGES else "unlimited"
+    if isinstance(value, int) and name.startswith(("memory_", "shm_", "locked_")):
+        return f"{value / 2**30:.1f} GiB" if value >= 2**30 else f"{value / 2**20:.1f} MiB"
+    return str(value)

@@ -1,0 +1,4 @@
+"""Tensors between ranks: contexts, collectives, transports, compression.
+
+Must not know models, training, nor who started the ranks.
+"""

@@ -1,0 +1,118 @@
+"""Canonical all-reduce: the same bits for any number of ranks and any split of the shards among them.
+
+Idea: the sum is defined by the shards alone, as one fixed balanced binary tree over the shard index
+(fold.py). A rank folds the largest whole subtrees of the
+shards it holds; those partials travel. Each rank owns a slice of the tensor, gets everybody's partials of
+that slice, folds them along the tree and shares the result.
+What travels: with one partial per rank the ring's optimum, 2(N-1)/N of the message per rank; a rank that
+holds p partials sends its slices p times.
+What it costs: 2 rounds of latency, as `direct`; the fold reads what `direct` reads. 16-bit floats travel
+as fp32 partials.
+What it asks: a window where there is one, else messages between any two ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache, lru_cache
+
+import torch
+from torch import Tensor
+
+from paceline.comm.algorithms.hops import cut
+from paceline.comm.algorithms.job import Job
+from paceline.comm.algorithms.window import reduce_in_window
+from paceline.comm.algorithms.work import Recipe
+from paceline.comm.calls import Call
+from paceline.comm.cost import Links, Situation
+from paceline.comm.fold import Node, covering_nodes, fold_shards, run_blocks, tree_fold
+from paceline.comm.ops import ReduceOp, accumulator_dtype, finish, kernel_of
+from paceline.comm.transport.base import Transport
+from paceline.core.errors import UsageError
+
+
+def run(job: Job) -> None:
+    """Every rank's contribution is one shard."""
+    if job.compression is not None:
+        raise UsageError(
+            "algorithm='canonical' cannot be compressed: what is lost depends on who sends what",
+            remedy="use algorithm='direct', 'ring', 'tree' or 'hierarchical' with compression",
+        )
+    size = job.transport.world_size
+    flat = job.flat.to(accumulator_dtype(job.flat.dtype))
+    _combine(job.transport, job.call, recipe(size, job.op), [flat], job.out, job.deadline)
+
+
+def sum_shards(
+    transport: Transport,
+    call: Call,
+    shards_held: Mapping[int, Tensor],
+    holdings: Mapping[int, Sequence[int]],
+    shards: int,
+    op: ReduceOp,
+    out: Tensor,
+    deadline: float,
+) -> None:
+    """Sums shards that are spread over the ranks as `holdings` says; this rank holds `shards_held`."""
+    nodes = tuple(tuple(covering_nodes(holdings[rank], shards)) for rank in range(transport.world_size))
+    partials = fold_shards(shards_held, nodes[transport.rank], kernel_of(op), shards)
+    _combine(transport, call, recipe_for(nodes, shards, op), partials, out, deadline)
+
+
+@cache
+def recipe(size: int, op: ReduceOp) -> Recipe:
+    """One shard per rank, folded along the tree."""
+    return recipe_for(tuple((Node(rank, 0),) for rank in range(size)), size, op)
+
+
+@lru_cache(maxsize=256)
+def recipe_for(nodes: tuple[tuple[Node, ...], ...], shards: int, op: ReduceOp) -> Recipe:
+    """How the partials that the ranks hold (`nodes` by rank) become the sum; the same splits come again
+    and again."""
+    sources = tuple((rank, position) for rank, held in enumerate(nodes) for position in range(len(held)))
+    return Recipe(
+        tree_fold([nodes[rank][position] for rank, position in sources], shards), sources, op, shards
+    )
+
+
+def _combine(
+    transport: Transport, call: Call, recipe: Recipe, partials: Sequence[Tensor], out: Tensor, deadline: float
+) -> None:
+    if transport.window is not None:
+        reduce_in_window(transport, transport.window, call, recipe, partials, out, deadline)
+    else:
+        _by_messages(transport, call, recipe, partials, out, deadline)
+
+
+def _by_messages(
+    transport: Transport, call: Call, recipe: Recipe, partials: Sequence[Tensor], out: Tensor, deadline: float
+) -> None:
+    rank, size = transport.rank, transport.world_size
+    slices = cut(out.numel(), size)
+    start, stop = slices[rank]
+    wide = accumulator_dtype(out.dtype)
+    peers = [peer for peer in range(size) if peer != rank]
+    sends = [(peer, partial[slice(*slices[peer])]) for peer in peers for partial in partials]
+    inputs = [
+        partials[position][start:stop] if source == rank else torch.empty(stop - start, dtype=wide)
+        for source, position in recipe.sources
+    ]
+    arriving = [
+        (source, tensor) for (source, _), tensor in zip(recipe.sources, inputs, strict=True) if source != rank
+    ]
+    transport.exchange(call, sends, arriving, deadline)
+    total = torch.empty(stop - start, dtype=wide)
+    run_blocks(recipe.fold, kernel_of(recipe.op), inputs, total)
+    finish(recipe.op, total, recipe.contributions)
+    out[start:stop].copy_(total)
+    transport.exchange(
+        call,
+        [(peer, out[start:stop]) for peer in peers],
+        [(peer, out[slice(*slices[peer])]) for peer in peers],
+        deadline,
+    )
+
+
+def cost(situation: Situation, links: Links) -> float:
+    """Never chosen by itself: asking for the same bits is the caller's decision."""
+    return float("inf")

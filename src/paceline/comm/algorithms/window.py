@@ -1,0 +1,147 @@
+"""The all-reduce in shared memory: every rank reads its peers' memory and folds the slice it owns.
+
+Three ways, chosen by size and by where the tensors live; all ranks choose alike, because they look at the
+same published facts:
+
+* small (up to one slot): each rank puts its data into its slot, one tick, everybody folds everything. One
+  barrier.
+* spread (tensors that peers can reach): each rank folds its slice from all inputs and writes the result
+  into all outputs, see `spread.py`. Two barriers.
+* anything else goes through slots of the window in a pipeline of chunks, see `pipeline.py`.
+
+Used by `direct` (one partial per rank, folded left to right) and by `canonical` (any partials, folded
+along the tree).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from paceline.comm.algorithms.pipeline import Slots, run
+from paceline.comm.algorithms.spread import ADDRESS, Place, spread
+from paceline.comm.algorithms.work import Recipe, Work
+from paceline.comm.calls import Call
+from paceline.comm.fold import NOTHING
+from paceline.comm.ops import ReduceOp, accumulator_dtype, kernel_of
+from paceline.comm.transport.base import Transport, Window
+
+
+def reduce_in_window(
+    transport: Transport,
+    window: Window,
+    call: Call,
+    recipe: Recipe,
+    partials: Sequence[Tensor],
+    out: Tensor,
+    deadline: float,
+) -> None:
+    """Folds everybody's partials (flat, one dtype, out's size) into `out` on every rank."""
+    dtype = partials[0].dtype if partials else accumulator_dtype(out.dtype)
+    if out.numel() * dtype.itemsize * recipe.most_partials <= window.small.shape[2]:
+        small_reduce(transport, window, recipe, dtype, out.shape).run(call, partials, out, deadline)
+        return
+    work = Work(
+        transport.rank, transport.world_size, transport.traffic, window, call, recipe, partials, out, deadline
+    )
+    one_each = len(recipe.sources) == transport.world_size and recipe.most_partials == 1
+    reach = one_each and window.can_reach(call, deadline)
+    source = _location(window, partials[0], reach) if one_each else 0
+    target = _location(window, out, reach)
+    slots = None if source and target else Slots(work)
+    if slots is not None:
+        slots.fill(0)
+    work.wait(window.tick(call, source, target))
+    sources, targets = window.locations(call, deadline)
+    if all(sources) and all(targets):
+        spread(
+            work, [Place(window, source) for source in sources], [Place(window, target) for target in targets]
+        )
+        return
+    if slots is None:
+        slots = Slots(work)
+        slots.fill(0)
+    if any(source and target for source, target in zip(sources, targets, strict=True)):
+        work.wait(window.tick())  # somebody took it for the other way and has filled its slot only now
+    run(work, slots)
+
+
+class SmallReduce:
+    """A reduction of small tensors, prepared: the same views serve every call of one dtype and shape."""
+
+    __slots__ = ("_divisor", "_kernel", "_mine", "_programs", "_total", "_traffic", "_volume", "_window")
+
+    def __init__(
+        self, transport: Transport, window: Window, recipe: Recipe, dtype: torch.dtype, shape: torch.Size
+    ) -> None:
+        self._window, self._traffic = window, transport.traffic
+        self._kernel = kernel_of(recipe.op)
+        self._divisor = recipe.contributions if recipe.op is ReduceOp.AVERAGE else 1
+        size, others = shape.numel(), transport.world_size - 1
+
+        def view(parity: int, rank: int, position: int) -> Tensor:
+            start = position * size * dtype.itemsize
+            return window.small[parity, rank, start : start + size * dtype.itemsize].view(dtype).view(shape)
+
+        own = [source for source in recipe.sources if source[0] == transport.rank]
+        wide = accumulator_dtype(dtype)
+        scratch = [torch.empty(shape, dtype=wide) for _ in range(recipe.fold.temporaries)]
+        self._total = torch.empty(shape, dtype=wide)  # for results that are narrower than the sum
+        self._mine = [[view(parity, *source) for source in own] for parity in (0, 1)]
+        inputs = [[view(parity, *source) for source in recipe.sources] for parity in (0, 1)]
+        self._programs = [recipe.fold.bind(tensors, scratch, wide) for tensors in inputs]
+        nbytes = size * dtype.itemsize
+        self._volume = (len(own) * nbytes * others, (len(recipe.sources) - len(own)) * nbytes, others)
+
+    def run(self, call: Call, partials: Sequence[Tensor], out: Tensor, deadline: float) -> None:
+        window = self._window
+        parity = window.next_slot()
+        slots = self._mine[parity]
+        if len(slots) == 1:
+            slots[0].copy_(partials[0])
+        else:
+            for slot, partial in zip(slots, partials, strict=True):
+                slot.copy_(partial)
+        window.meet(call, deadline)
+        total = out if out.dtype == self._total.dtype else self._total
+        kernel = self._kernel
+        for widened, left, right, target in self._programs[parity]:
+            into = total if target is None else target
+            if widened is not None:
+                into.copy_(widened)
+            if right is not NOTHING:
+                kernel(total if left is None else left, total if right is None else right, out=into)
+        if self._divisor != 1:
+            total.div_(self._divisor)
+        if total is not out:
+            out.copy_(total)
+        traffic = self._traffic
+        sent, received, messages = self._volume
+        traffic.sent += sent
+        traffic.received += received
+        traffic.messages += messages
+        traffic.rounds += 1
+
+
+def small_reduce(
+    transport: Transport, window: Window, recipe: Recipe, dtype: torch.dtype, shape: torch.Size
+) -> SmallReduce:
+    key = (recipe, dtype, shape)
+    prepared = window.prepared.get(key)
+    if prepared is None:
+        if len(window.prepared) >= 1024:  # shapes without end would hold memory without end
+            window.prepared.clear()
+        prepared = window.prepared[key] = SmallReduce(transport, window, recipe, dtype, shape)
+    return cast(SmallReduce, prepared)
+
+
+def _location(window: Window, tensor: Tensor, reach: bool) -> int:
+    """What a rank publishes of a tensor: where it is in the window (from 1), else its address if peers can
+    reach that, else 0."""
+    offset = window.offset_of(tensor)
+    if offset is not None:
+        return offset + 1
+    return tensor.data_ptr() | ADDRESS if reach else 0

@@ -1,0 +1,510 @@
+"""DistributedContext: a rank's view of its group, and everything it can do with the others.
+
+A thin face: arguments are checked and turned into calls here; what a call does is in collectives.py,
+reduction.py and
+algorithms/, how bytes move is in transport/. Roots are named `root_rank`. Every operation also has an
+asynchronous form (`async_op=True`) that
+returns a handle.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Items
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.comm import collectives, reduction
+from paceline.comm.arguments import check_rank, check_timeout, check_world, host_groups
+from paceline.comm.calls import Call
+from paceline.comm.compression import PowerSGD
+from paceline.comm.compression.base import Compression
+from paceline.comm.cost import Choice, Links, load_links
+from paceline.comm.ops import ReduceOp, check_op, parse_op
+from paceline.comm.parcel import Parcel, pack, unpack
+from paceline.comm.payload import open_payload
+from paceline.comm.reduction import Reducer
+from paceline.comm.sequence import Handle, Sequence
+from paceline.comm.transport.base import ANY_SOURCE, Transport, memory_of
+from paceline.core.errors import UsageError
+
+DEFAULT_TIMEOUT = 300.0
+
+
+class DistributedContext:
+    """One rank of a group. `DistributedContext(world_size, rank)` finds the other ranks; `paceline.spawn`
+    passes a ready one."""
+
+    def __init__(
+        self,
+        world_size: int | None = None,
+        rank: int | None = None,
+        *,
+        address: str | None = None,
+        backend: str = "auto",
+        timeout: float = DEFAULT_TIMEOUT,
+        hosts: Items[Items[int]] | None = None,
+    ) -> None:
+        from paceline.comm.rendezvous import join  # a spawned rank never needs it
+
+        check_world(world_size, rank)
+        check_timeout(timeout)
+        transport, links = join(world_size, rank, address, backend, timeout)
+        self._start(transport, timeout, links, hosts)
+
+    @classmethod
+    def from_transport(
+        cls,
+        transport: Transport,
+        *,
+        timeout: float = DEFAULT_TIMEOUT,
+        links: Links | None = None,
+        hosts: Items[Items[int]] | None = None,
+    ) -> DistributedContext:
+        """A context over a transport that is already connected."""
+        context = cls.__new__(cls)
+        context._start(transport, timeout, links if links is not None else load_links(), hosts)
+        return context
+
+    @classmethod
+    def from_segment(
+        cls, fd: int, rank: int, world_size: int, *, timeout: float | None = None
+    ) -> DistributedContext:
+        """A context over a shared segment that the launcher made for all ranks."""
+        from paceline.comm.transport.shm.transport import ShmTransport
+
+        return cls.from_transport(
+            ShmTransport(fd, rank, world_size), timeout=DEFAULT_TIMEOUT if timeout is None else timeout
+        )
+
+    def _start(
+        self, transport: Transport, timeout: float, links: Links, hosts: Items[Items[int]] | None
+    ) -> None:
+        self._transport = transport
+        self._sequence = Sequence(transport, timeout)
+        self._reducer = Reducer(transport, links, host_groups(hosts, transport.world_size))
+        self._messengers: dict[int, ThreadPoolExecutor] = {}
+
+    @property
+    def rank(self) -> int:
+        return self._transport.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._transport.world_size
+
+    @property
+    def is_master(self) -> bool:
+        return self._transport.rank == 0
+
+    @property
+    def backend(self) -> str:
+        return self._transport.name
+
+    @property
+    def transport(self) -> Transport:
+        return self._transport
+
+    def __repr__(self) -> str:
+        return f"DistributedContext(rank={self.rank}, world_size={self.world_size}, backend={self.backend!r})"
+
+    # point to point
+
+    def send(
+        self,
+        message: Any,
+        dest_rank: int,
+        *,
+        tag: int = 0,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Sends a tensor, an array or plain Python data. Returns when `message` may be changed again."""
+        self._check_peer("dest_rank", dest_rank)
+        tag = _checked_tag(tag)
+        self._sequence.check_open()
+        parcel = pack(message, f"send(dest_rank={dest_rank})")
+        if async_op:
+            parcel = Parcel(parcel.head, parcel.body.clone())
+
+        def post() -> None:
+            head = memoryview(len(parcel.head).to_bytes(8, "little") + parcel.head)
+            body = memory_of(parcel.body)
+            self._timed(
+                "send", lambda: self._transport.post(dest_rank, tag, (head, body), self._deadline(timeout))
+            )
+
+        return self._perhaps_later(post, -2, f"send(dest_rank={dest_rank})", async_op)
+
+    def receive(
+        self,
+        source_rank: int = ANY_SOURCE,
+        *,
+        tag: int | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """The next message from `source_rank` (-1: from anybody). A timeout loses nothing: the message can
+        still be received later."""
+        if source_rank != ANY_SOURCE:
+            self._check_peer("source_rank", source_rank)
+        elif self.world_size == 1:
+            raise UsageError(
+                "receive() in a group of one rank: there is nobody to send", remedy="start more ranks"
+            )
+        tag = None if tag is None else _checked_tag(tag)
+        self._sequence.check_open()
+
+        def take() -> Any:
+            message = self._timed(
+                "receive",
+                lambda: self._transport.take(
+                    source_rank, tag, self._deadline(timeout), own_deadline=timeout is not None or async_op
+                ),
+            )
+            size = int.from_bytes(message.body[:8], "little")
+            body = (
+                torch.frombuffer(message.body[8 + size :], dtype=torch.uint8)
+                if len(message.body) > 8 + size
+                else torch.empty(0, dtype=torch.uint8)
+            )
+            return unpack(message.body[8 : 8 + size], body)
+
+        return self._perhaps_later(take, source_rank, f"receive(source_rank={source_rank})", async_op)
+
+    # collectives that move
+
+    def broadcast(
+        self, data: Any = None, root_rank: int = 0, *, timeout: float | None = None, async_op: bool = False
+    ) -> Any:
+        """The root's data on every rank; the others' argument is ignored."""
+        self._check_root(root_rank)
+        parcel = pack(data, "broadcast") if self.rank == root_rank else None
+
+        def work(call: Call, deadline: float) -> Any:
+            arrived = collectives.broadcast(self._transport, call, parcel, root_rank, deadline)
+            return data if self.rank == root_rank else unpack(arrived.head, arrived.body)
+
+        return self._sequence.run(
+            "broadcast", f"broadcast(root_rank={root_rank})", work, timeout=timeout, async_op=async_op
+        )
+
+    def scatter(
+        self, chunks: Any = None, root_rank: int = 0, *, timeout: float | None = None, async_op: bool = False
+    ) -> Any:
+        """The root's chunk for this rank. The root passes a list with one chunk per rank (sizes may
+        differ), or a tensor or array that is cut by rows."""
+        self._check_root(root_rank)
+        parts = reduction.chunks_of(chunks, self.world_size, "scatter") if self.rank == root_rank else []
+        parcels = {
+            peer: pack(part, f"scatter: chunk {peer}") for peer, part in enumerate(parts) if peer != root_rank
+        }
+
+        def work(call: Call, deadline: float) -> Any:
+            sources = [] if self.rank == root_rank else [root_rank]
+            arrived = collectives.transfer(self._transport, call, parcels, sources, deadline)
+            return (
+                parts[root_rank]
+                if self.rank == root_rank
+                else unpack(arrived[root_rank].head, arrived[root_rank].body)
+            )
+
+        return self._sequence.run(
+            "scatter", f"scatter(root_rank={root_rank})", work, timeout=timeout, async_op=async_op
+        )
+
+    def gather(
+        self, data: Any, root_rank: int = 0, *, timeout: float | None = None, async_op: bool = False
+    ) -> Any:
+        """Everybody's data as a list by rank on the root, None elsewhere. Sizes and kinds may differ."""
+        self._check_root(root_rank)
+        outgoing = {} if self.rank == root_rank else {root_rank: pack(data, "gather")}
+
+        def work(call: Call, deadline: float) -> Any:
+            sources = self._peers() if self.rank == root_rank else []
+            arrived = collectives.transfer(self._transport, call, outgoing, sources, deadline)
+            return self._by_rank(arrived, data) if self.rank == root_rank else None
+
+        return self._sequence.run(
+            "gather", f"gather(root_rank={root_rank})", work, timeout=timeout, async_op=async_op
+        )
+
+    def all_gather(self, data: Any, *, timeout: float | None = None, async_op: bool = False) -> Any:
+        """Everybody's data as a list by rank, on every rank. Sizes and kinds may differ."""
+        parcel = pack(data, "all_gather")
+
+        def work(call: Call, deadline: float) -> Any:
+            peers = self._peers()
+            return self._by_rank(
+                collectives.transfer(self._transport, call, dict.fromkeys(peers, parcel), peers, deadline),
+                data,
+            )
+
+        return self._sequence.run("all_gather", "all_gather()", work, timeout=timeout, async_op=async_op)
+
+    def all_to_all(self, chunks: Any, *, timeout: float | None = None, async_op: bool = False) -> Any:
+        """Chunk p goes to rank p; returns the list of chunks that came, by rank. A tensor or array is cut
+        by rows."""
+        parts = reduction.chunks_of(chunks, self.world_size, "all_to_all")
+        parcels = {
+            peer: pack(part, f"all_to_all: chunk {peer}")
+            for peer, part in enumerate(parts)
+            if peer != self.rank
+        }
+
+        def work(call: Call, deadline: float) -> Any:
+            return self._by_rank(
+                collectives.transfer(self._transport, call, parcels, self._peers(), deadline),
+                parts[self.rank],
+            )
+
+        return self._sequence.run("all_to_all", "all_to_all()", work, timeout=timeout, async_op=async_op)
+
+    def barrier(self, *, timeout: float | None = None, async_op: bool = False) -> Handle[None] | None:
+        """Returns when every rank has called it."""
+        return self._sequence.run(
+            "barrier",
+            "barrier()",
+            lambda call, deadline: collectives.barrier(self._transport, call, deadline),
+            timeout=timeout,
+            async_op=async_op,
+        )
+
+    # collectives that combine
+
+    def all_reduce(
+        self,
+        data: Any,
+        op: ReduceOp | str = ReduceOp.SUM,
+        algorithm: str = "auto",
+        *,
+        out: Any = None,
+        compression: Compression | PowerSGD | None = None,
+        name: str = "default",
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """The combination of everybody's data, in the kind it was passed. `out=data` works in place and
+        allocates nothing.
+
+        `compression` shortens what travels; its error feedback remembers what was lost under `name`, one
+        name per tensor.
+        """
+        if isinstance(compression, PowerSGD):
+            return self._power_sgd(data, parse_op(op), algorithm, compression, out, timeout)
+        op = parse_op(op)
+        if type(data) is Tensor and (out is None or out is data) and compression is None and not async_op:
+            prepared = self._reducer.prepared(data, op, algorithm)
+            if prepared is not None:
+                result = self._sequence.run_prepared(
+                    prepared, data, torch.empty_like(data) if out is None else data, timeout
+                )
+                if result is not None:
+                    return result
+        payload = open_payload(data, "all_reduce")
+        on_gpu = bool(payload.parts) and payload.parts[0].is_cuda
+        plan = self._reducer.plan(payload.flat, payload.shape, op, algorithm, compression, on_gpu)
+        target, restore = reduction.result_memory(payload, out, "all_reduce")
+
+        def work(call: Call, deadline: float) -> Any:
+            plan.run(self._reducer.job(call, op, payload.flat, target, deadline, compression, name))
+            return restore(target)
+
+        return self._sequence.run(
+            "all_reduce", plan.text, work, algorithm=plan.algorithm, timeout=timeout, async_op=async_op
+        )
+
+    def ring_all_reduce(self, data: Any, *, timeout: float | None = None, async_op: bool = False) -> Any:
+        """The average of everybody's data, by the ring algorithm."""
+        return self.all_reduce(data, ReduceOp.AVERAGE, "ring", timeout=timeout, async_op=async_op)
+
+    def canonical_sum(
+        self,
+        shards_held: Mapping[int, Tensor],
+        shards: int,
+        *,
+        op: ReduceOp | str = ReduceOp.SUM,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """The sum over all shards in the fixed tree order: the same bits for any number of ranks and any
+        split of the shards.
+
+        Each rank passes the shards it holds, none is fine too. op=AVERAGE divides by the number of shards.
+        """
+        op = parse_op(op)
+        flats = reduction.open_shards(shards_held, shards)
+        for flat in flats.values():
+            check_op(op, flat.dtype)
+        shape = list(next(iter(shards_held.values())).shape) if flats else []
+
+        def work(call: Call, deadline: float) -> Tensor:
+            return reduction.canonical_sum(self._transport, call, op, shape, flats, shards, deadline)
+
+        text = f"canonical_sum({op.name}, shards={shards})"
+        return self._sequence.run(
+            "canonical_sum", text, work, algorithm="canonical", timeout=timeout, async_op=async_op
+        )
+
+    def reduce(
+        self,
+        data: Any,
+        root_rank: int = 0,
+        op: ReduceOp | str = ReduceOp.SUM,
+        *,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """The combination of everybody's data on the root, None elsewhere."""
+        self._check_root(root_rank)
+        op = parse_op(op)
+        payload = open_payload(data, "reduce")
+        check_op(op, payload.flat.dtype)
+        result = torch.empty_like(payload.flat)
+        text = f"reduce({op.name}, {payload.shape}, root_rank={root_rank})"
+
+        def work(call: Call, deadline: float) -> Any:
+            reduction.reduce(self._transport, call, op, payload.flat, result, root_rank, deadline)
+            return payload.restore(result) if self.rank == root_rank else None
+
+        return self._sequence.run(
+            "reduce", text, work, algorithm="direct", timeout=timeout, async_op=async_op
+        )
+
+    def reduce_scatter(
+        self,
+        data: Any,
+        op: ReduceOp | str = ReduceOp.SUM,
+        *,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """This rank's chunk of the combination. `data` is a list with one chunk per rank (sizes may
+        differ), or a tensor or array cut by rows."""
+        op = parse_op(op)
+        parts = reduction.chunks_of(data, self.world_size, "reduce_scatter")
+        chunks = [open_payload(part, f"reduce_scatter: chunk {peer}") for peer, part in enumerate(parts)]
+        for chunk in chunks:
+            check_op(op, chunk.flat.dtype)
+        text = f"reduce_scatter({op.name}, {' | '.join(chunk.shape for chunk in chunks)})"
+
+        def work(call: Call, deadline: float) -> Any:
+            return reduction.reduce_scatter(self._transport, call, op, chunks, deadline)
+
+        return self._sequence.run(
+            "reduce_scatter", text, work, algorithm="direct", timeout=timeout, async_op=async_op
+        )
+
+    # memory, statistics, choice
+
+    def empty(self, *size: int | Items[int], dtype: torch.dtype | None = None) -> Tensor:
+        """An uninitialised tensor in memory that the other ranks reach directly; reducing it in place
+        copies nothing."""
+        shape = torch.Size(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)  # type: ignore[arg-type]
+        dtype = dtype or torch.get_default_dtype()
+        if any(side < 0 for side in shape):
+            raise UsageError(f"empty: {list(shape)} is not a shape", remedy="sizes are whole numbers from 0")
+        return self._transport.empty(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+
+    def explain_all_reduce(self, nbytes: int) -> Choice:
+        """Which algorithm algorithm="auto" takes for a message of `nbytes`, and why
+        (`print(choice.reason)`)."""
+        return self._reducer.choose(nbytes)
+
+    def enable_profiling(self, enabled: bool = True) -> None:
+        self._sequence.profiling = enabled
+
+    def get_communication_stats(self) -> dict[str, Any]:
+        """Since enable_profiling(): per operation and algorithm, calls, messages, bytes as sent, seconds,
+        bandwidth."""
+        return self._sequence.stats.to_dict()
+
+    # life
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leaves the group. With an error, ranks that wait for this one are told at once."""
+        self._sequence.close(error)
+        for messenger in self._messengers.values():
+            messenger.shutdown(wait=True)
+        self._messengers.clear()
+
+    def __enter__(self) -> DistributedContext:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(error)
+
+    def _power_sgd(
+        self, data: Any, op: ReduceOp, algorithm: str, compression: PowerSGD, out: Any, timeout: float | None
+    ) -> Any:
+        if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
+            raise UsageError(f"PowerSGD of {op.name}: it approximates sums only", remedy="use SUM or AVERAGE")
+        tensors = [data] if isinstance(data, Tensor) else list(data)
+
+        def average(flat: Tensor) -> Tensor:
+            reduced: Tensor = self.all_reduce(flat, ReduceOp.AVERAGE, algorithm, timeout=timeout)
+            return reduced
+
+        reduced = compression.reduce(tensors, average)
+        if op is ReduceOp.SUM:
+            reduced = [tensor * self.world_size for tensor in reduced]
+        if out is not None:
+            for target, tensor in zip([out] if isinstance(out, Tensor) else out, reduced, strict=True):
+                target.copy_(tensor)
+            return out
+        return reduced[0] if isinstance(data, Tensor) else type(data)(reduced)
+
+    def _timed(self, operation: str, action: Callable[[], Any]) -> Any:
+        if not self._sequence.profiling:
+            return action()
+        before, start = self._transport.traffic.snapshot(), time.monotonic()
+        result = action()
+        self._sequence.stats.record(
+            operation, "", before, self._transport.traffic.snapshot(), time.monotonic() - start
+        )
+        return result
+
+    def _perhaps_later(self, action: Callable[[], Any], queue: int, what: str, async_op: bool) -> Any:
+        """Now, or in the background: sends in order, and receives from one source in order."""
+        if not async_op:
+            return action()
+        messenger = self._messengers.get(queue)
+        if messenger is None:
+            messenger = self._messengers[queue] = ThreadPoolExecutor(
+                1, thread_name_prefix="paceline-messages"
+            )
+        return Handle(messenger.submit(action), what)
+
+    def _deadline(self, timeout: float | None) -> float:
+        return time.monotonic() + (self._sequence.timeout if timeout is None else timeout)
+
+    def _peers(self) -> list[int]:
+        return [peer for peer in range(self.world_size) if peer != self.rank]
+
+    def _by_rank(self, arrived: Mapping[int, Parcel], own: Any) -> list[Any]:
+        return [
+            own if rank == self.rank else unpack(arrived[rank].head, arrived[rank].body)
+            for rank in range(self.world_size)
+        ]
+
+    def _check_root(self, root_rank: int) -> None:
+        check_rank("root_rank", root_rank, self.world_size)
+
+    def _check_peer(self, name: str, peer: int) -> None:
+        check_rank(name, peer, self.world_size)
+        if peer == self.rank:
+            raise UsageError(f"{name}={peer} is this rank itself", remedy="name another rank")
+
+
+def _checked_tag(tag: object) -> int:
+    if not isinstance(tag, int) or isinstance(tag, bool) or not 0 <= tag < 1 << 31:
+        raise UsageError(f"tag={tag!r}", remedy="a tag is a whole number from 0 to 2147483647")
+    return tag

@@ -1,0 +1,218 @@
+"""The order in which partial results are combined, as a small program that is planned once and run block
+by block.
+
+A `Fold` is a list of binary steps over numbered inputs. `left_fold(n)` combines them one after the other;
+`tree_fold(nodes)` combines
+them along the canonical tree: the balanced binary tree over shard indices in which a node of level l
+covers 2**l shards, aligned. Because
+every partial is a whole node of that one tree, the bits of the result do not depend on who computed which
+partial.
+
+Pure planning plus torch kernels; knows nothing of ranks or memory layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.comm.ops import Kernel, accumulator_dtype
+from paceline.core.errors import InternalError
+
+BLOCK_BYTES = 256 * 1024
+"""Blocks this large stay in the second-level cache while all partials of them are folded."""
+
+
+NOTHING = torch.empty(0)
+"""Stands for an operand that is not there: the step only copies."""
+
+BoundStep = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+"""(copied into the target first, left, right, target); None in the last three is the result."""
+
+
+@dataclass(frozen=True, order=True)
+class Node:
+    """A node of the canonical tree: covers shards [index * 2**level, (index + 1) * 2**level)."""
+
+    index: int
+    level: int
+
+    @property
+    def first(self) -> int:
+        return self.index << self.level
+
+
+@dataclass(frozen=True)
+class Fold:
+    """Steps (target, left, right) over registers; registers 0..inputs-1 are the inputs, later ones are
+    temporaries, the last step
+    writes the result."""
+
+    inputs: int
+    temporaries: int
+    steps: tuple[tuple[int, int, int], ...]
+
+    @property
+    def starts_with_first_input(self) -> bool:
+        """Whether the result may be built up in the first input's own memory."""
+        return bool(self.steps) and self.steps[0] == (self.inputs + self.temporaries, 0, 1)
+
+    def run(self, kernel: Kernel, inputs: Sequence[Tensor], out: Tensor, scratch: Sequence[Tensor]) -> None:
+        """Folds the inputs into `out`; `scratch` holds `temporaries` tensors of at least out's size and of
+        out's dtype."""
+        size = out.numel()
+        for widened, left, right, target in self.bind(inputs, [spare[:size] for spare in scratch], out.dtype):
+            into = out if target is None else target
+            if widened is not None:
+                into.copy_(widened)
+            if right is not NOTHING:
+                kernel(out if left is None else left, out if right is None else right, out=into)
+
+    def bind(self, inputs: Sequence[Tensor], scratch: Sequence[Tensor], wide: torch.dtype) -> list[BoundStep]:
+        """The steps over actual memory, with None where the result goes; can be kept and run many times."""
+        if not self.steps:
+            return [(inputs[0], None, NOTHING, None)]
+        registers: list[Tensor | None] = [*inputs, *scratch, None]
+        bound: list[BoundStep] = []
+        for target, left, right in self.steps:
+            a, b, into = registers[left], registers[right], registers[target]
+            # Two narrow operands would be added in their own dtype and rounded; one wide operand widens
+            # the sum.
+            if a is not None and b is not None and a.dtype != wide and b.dtype != wide:
+                bound.append((a, into, b, into))
+            else:
+                bound.append((None, a, b, into))
+        return bound
+
+
+def left_fold(inputs: int) -> Fold:
+    """((0 + 1) + 2) + ...: the cheapest order, and the same on every rank."""
+    out = inputs
+    steps = [(out, 0, 1)] if inputs > 1 else []
+    steps += [(out, out, index) for index in range(2, inputs)]
+    return Fold(inputs, 0, tuple(steps))
+
+
+def tree_fold(nodes: Sequence[Node], shards: int) -> Fold:
+    """Combines whole nodes that together cover every shard exactly once, along the canonical tree."""
+    order = sorted(range(len(nodes)), key=lambda position: nodes[position].first)
+    steps: list[tuple[int, int, int]] = []
+    free: list[int] = []
+    used = 0
+    stack: list[tuple[Node, int]] = []  # a binary counter: levels fall from bottom to top
+    first_temporary = len(nodes)
+
+    def temporary() -> int:
+        nonlocal used
+        if free:
+            return free.pop()
+        used += 1
+        return first_temporary + used - 1
+
+    def merge() -> None:
+        _, b = stack.pop()
+        left, a = stack.pop()
+        target = a if a >= first_temporary else b if b >= first_temporary else temporary()
+        steps.append((target, a, b))
+        if b >= first_temporary and b != target:
+            free.append(b)
+        stack.append((Node(left.index >> 1, left.level + 1), target))
+
+    for position in order:
+        node = nodes[position]
+        # A ragged end: a node whose sibling lies beyond the last shard stands for its parent too.
+        stack.append((node, position))
+        while len(stack) > 1 and _siblings(stack[-2][0], stack[-1][0]):
+            merge()
+    while len(stack) > 1:
+        top = stack[-1][0]
+        below = stack[-2][0]
+        while top.level < below.level:
+            top = Node(top.index >> 1, top.level + 1)
+        stack[-1] = (top, stack[-1][1])
+        if not _siblings(below, top):
+            raise InternalError(
+                f"nodes {list(nodes)} do not cover {shards} shards", remedy="report this with the list"
+            )
+        merge()
+    if not steps:
+        return Fold(len(nodes), 0, ())
+    return _result_in_out(Fold(len(nodes), used, tuple(steps)))
+
+
+def _siblings(left: Node, right: Node) -> bool:
+    return left.level == right.level and left.index % 2 == 0 and right.index == left.index + 1
+
+
+def _result_in_out(fold: Fold) -> Fold:
+    """Renames the temporary that ends as the result to the output register, which saves one buffer and one
+    copy."""
+    final = fold.steps[-1][0]
+    out = fold.inputs + fold.temporaries - 1
+
+    def rename(register: int) -> int:
+        if register == final:
+            return out
+        return register - 1 if register > final else register
+
+    steps = tuple((rename(t), rename(a), rename(b)) for t, a, b in fold.steps)
+    return Fold(fold.inputs, fold.temporaries - 1, steps)
+
+
+def covering_nodes(shards_held: Iterable[int], shards: int) -> list[Node]:
+    """The maximal nodes of the canonical tree over `shards` leaves whose every existing leaf is held."""
+    held = set(shards_held)
+
+    def cover(node: Node) -> list[Node]:
+        first = node.first
+        last = min(first + (1 << node.level), shards)
+        leaves = range(first, last)
+        if all(leaf in held for leaf in leaves):
+            return [node] if last > first else []
+        if node.level == 0:
+            return []
+        below = node.level - 1
+        return cover(Node(2 * node.index, below)) + cover(Node(2 * node.index + 1, below))
+
+    top = max(shards - 1, 0).bit_length()
+    return [_trim(node, shards) for node in cover(Node(0, top))]
+
+
+def _trim(node: Node, shards: int) -> Node:
+    """The lowest node that covers the same existing leaves: a ragged node equals its left child."""
+    while node.level > 0 and (2 * node.index + 1) << (node.level - 1) >= shards:
+        node = Node(2 * node.index, node.level - 1)
+    return node
+
+
+def fold_shards(
+    tensors: Mapping[int, Tensor], nodes: Sequence[Node], kernel: Kernel, shards: int
+) -> list[Tensor]:
+    """This rank's partials: each node's shards, folded along the tree below it, in the accumulator's
+    dtype."""
+    partials: list[Tensor] = []
+    for node in nodes:
+        last = min(node.first + (1 << node.level), shards)
+        leaves = [tensors[shard] for shard in range(node.first, last)]
+        fold = tree_fold([Node(shard, 0) for shard in range(node.first, last)], shards)
+        wide = accumulator_dtype(leaves[0].dtype)
+        if len(leaves) == 1:
+            partials.append(leaves[0] if leaves[0].dtype == wide else leaves[0].to(wide))
+            continue
+        out = torch.empty(leaves[0].numel(), dtype=wide)
+        run_blocks(fold, kernel, leaves, out)
+        partials.append(out)
+    return partials
+
+
+def run_blocks(fold: Fold, kernel: Kernel, inputs: Sequence[Tensor], out: Tensor) -> None:
+    """Runs a fold over long tensors in blocks that fit the cache."""
+    size = out.numel()
+    block = max(1, BLOCK_BYTES // out.element_size())
+    scratch = [torch.empty(min(block, size), dtype=out.dtype) for _ in range(fold.temporaries)]
+    for start in range(0, size, block):
+        stop = min(start + block, size)
+        fold.run(kernel, [tensor[start:stop] for tensor in inputs], out[start:stop], scratch)

@@ -1,0 +1,247 @@
+"""Where ranks find each other: a small key-value store that rank 0 serves (or torchrun's agent, or an
+existing group has).
+
+Every rank claims its number and says hello; a rank that waits says for whom in the log, and names them
+when it gives up. Bad news is
+told through the store too, so that everybody stops with the same reason. Data is JSON. The store lives
+only until the group stands: rank 0
+closes it, and the address is free for the next group. Knows nothing of transports.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, Self
+
+from torch.distributed import DistError, PrefixStore, Store, TCPStore
+
+from paceline.comm.calls import ranks_text
+from paceline.comm.environment import Address
+from paceline.core.errors import RendezvousError
+
+_log = logging.getLogger("paceline.comm")
+
+FIRST_NOTICE = 2.0
+NEXT_NOTICE = 30.0
+_PROBE_SECONDS = 5.0
+_MAX_PAUSE = 0.05
+_FAREWELL_SECONDS = 1.0
+_BAD, _FINISHED = "bad", "finished"
+
+
+class StoreGoneError(Exception):
+    """The store went away before the group was complete: rank 0 ended, or this was the store of an earlier
+    group."""
+
+
+class Patience:
+    """A wait with a deadline: pauses that grow, and a line in the log now and then that says what is
+    waited for."""
+
+    def __init__(self, deadline: float) -> None:
+        self._deadline = deadline
+        self._pause = 0.001
+        self._notice_at = time.monotonic() + FIRST_NOTICE
+
+    def pause(self, what: Callable[[], str]) -> None:
+        """Sleeps a little; raises RendezvousError with `what()` at the deadline."""
+        now = time.monotonic()
+        if now >= self._deadline:
+            raise RendezvousError(f"{what()}, and the time for it is over")
+        if now >= self._notice_at:
+            self._notice_at = now + NEXT_NOTICE
+            _log.warning("%s", what())
+        time.sleep(min(self._pause, max(self._deadline - now, 0.0)))
+        self._pause = min(self._pause * 1.5, _MAX_PAUSE)
+
+
+def serve(address: Address) -> TCPStore:
+    """Rank 0's store at `address`; only this machine can reach it where the address is a loopback one."""
+    try:
+        listener = _listener(address)
+    except OSError as error:
+        raise RendezvousError(
+            f"rank 0 cannot serve at {address}: {error.strerror or error}",
+            remedy="another program, another group or a second rank 0 is there: choose another port (address= or MASTER_PORT)",
+        ) from error
+    port = listener.getsockname()[1]
+    seconds = timedelta(seconds=60)
+    return TCPStore(
+        address.host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=seconds,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _listener(address: Address) -> socket.socket:
+    if address.is_loopback:
+        family, _, _, _, target = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server((str(target[0]), address.port), family=family, backlog=1024)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(
+            ("", address.port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True
+        )
+    return socket.create_server(("", address.port), backlog=1024)
+
+
+def connect(rank: int, address: Address, deadline: float) -> Store:
+    """A client of the store at `address`, as soon as somebody serves there."""
+    patience = Patience(deadline)
+    reason = "nobody listens there yet"
+    while True:
+        try:
+            # Asked by hand first: the store's own attempts fill the log with what is no more than an early
+            # start.
+            with socket.create_connection((address.host, address.port), timeout=_PROBE_SECONDS):
+                pass
+            limit = min(_PROBE_SECONDS, max(deadline - time.monotonic(), 0.1))
+            return TCPStore(
+                address.host,
+                address.port,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=limit),
+            )
+        except ConnectionRefusedError:
+            reason = "nobody listens there yet"
+        except socket.gaierror as error:
+            reason = f"that name is not known here ({error.strerror})"
+        except OSError as error:
+            reason = f"it cannot be reached ({error.strerror or error})"
+        except DistError:
+            reason = "what listens there is not a rendezvous"
+        patience.pause(lambda: f"rank {rank} waits for rank 0 at {address}: {reason}")
+
+
+class Meeting:
+    """One rank's part in one meeting; a context manager that tells the others when it fails."""
+
+    def __init__(
+        self, store: Store, prefix: str, rank: int, world_size: int, deadline: float, where: str
+    ) -> None:
+        self._store = PrefixStore(prefix, store) if prefix else store
+        self.rank = rank
+        self.world_size = world_size
+        self.deadline = deadline
+        self.where = where
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is None or isinstance(error, StoreGoneError):
+            return
+        try:
+            if not self._store.check([_BAD]):
+                news = (
+                    str(error.message)
+                    if isinstance(error, RendezvousError)
+                    else f"{type(error).__name__}: {error}"
+                )
+                self._store.set(_BAD, json.dumps({"rank": self.rank, "text": news}))
+            # Whoever is still there looks every few hundredths of a second; rank 0 takes the store with it.
+            if self.rank == 0:
+                time.sleep(10 * _MAX_PAUSE)
+        except DistError:
+            _log.debug("nobody left to be told that rank %d gave up", self.rank)
+
+    @property
+    def store(self) -> Store:
+        return self._store
+
+    def enter(self, hello: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+        """Claims this rank's number, says hello, and returns everybody's hello."""
+        if self._ask(lambda: self._store.check([_FINISHED])):
+            raise StoreGoneError
+        taken = self._ask(lambda: self._store.add(f"claim/{self.rank}", 1)) != 1
+        if taken:
+            raise RendezvousError(
+                f"rank {self.rank} is taken at {self.where}: {self._holder()}",
+                remedy="give every process a rank of its own",
+            )
+        self.tell("hello", {**hello, "world_size": self.world_size})
+        first = self.hear("hello", 0)
+        if first["world_size"] != self.world_size:
+            raise RendezvousError(
+                f"rank {self.rank} expects {self.world_size} ranks, rank 0 expects {first['world_size']}",
+                remedy="start all ranks with the same world_size",
+            )
+        return self.gather("hello")
+
+    def tell(self, topic: str, content: Mapping[str, Any]) -> None:
+        self._ask(lambda: self._store.set(f"{topic}/{self.rank}", json.dumps(content)))
+
+    def hear(self, topic: str, rank: int) -> dict[str, Any]:
+        return self._heard(topic, [rank])[rank]
+
+    def gather(self, topic: str) -> dict[int, dict[str, Any]]:
+        """What every rank told about `topic`."""
+        return self._heard(topic, list(range(self.world_size)))
+
+    def look(self) -> None:
+        """Raises if somebody has given up."""
+        if self._ask(lambda: self._store.check([_BAD])):
+            news = json.loads(self._ask(lambda: self._store.get(_BAD)))
+            raise RendezvousError(f"rank {news['rank']} gave up: {news['text']}")
+
+    def finish(self, leave: Callable[[], None]) -> None:
+        """Returns when every rank is ready; rank 0 then ends the meeting with `leave`."""
+        self.tell("done", {})
+        if self.rank == 0:
+            self.gather("done")
+            self._ask(lambda: self._store.set(_FINISHED, "1"))
+            self._let_them_read()
+            leave()
+            return
+        patience = Patience(self.deadline)
+        while not self._ask(lambda: self._store.check([_FINISHED])):
+            self.look()
+            patience.pause(lambda: f"rank {self.rank} waits for rank 0 to complete the group")
+        self.tell("seen", {})
+
+    def _let_them_read(self) -> None:
+        """A server that closes under a question fills its clients' logs: wait a moment until nobody has
+        any left."""
+        keys = [f"seen/{rank}" for rank in range(1, self.world_size)]
+        patience = Patience(time.monotonic() + _FAREWELL_SECONDS)
+        try:
+            while not self._ask(lambda: self._store.check(keys)):
+                patience.pause(lambda: "some ranks have not seen that the group is complete")
+        except RendezvousError as error:
+            _log.debug("%s", error.message)
+
+    def _heard(self, topic: str, ranks: list[int]) -> dict[int, dict[str, Any]]:
+        keys = [f"{topic}/{rank}" for rank in ranks]
+        patience = Patience(self.deadline)
+        while not self._ask(lambda: self._store.check(keys)):
+            self.look()
+            patience.pause(lambda: self._waiting_text(topic, ranks))
+        values = self._ask(lambda: self._store.multi_get(keys))
+        return {rank: json.loads(value) for rank, value in zip(ranks, values, strict=True)}
+
+    def _waiting_text(self, topic: str, ranks: list[int]) -> str:
+        missing = [
+            rank for rank in ranks if not self._ask(lambda rank=rank: self._store.check([f"{topic}/{rank}"]))
+        ]  # type: ignore[misc]
+        return f"rank {self.rank} waits for {ranks_text(missing or ranks)} at {self.where}"
+
+    def _holder(self) -> str:
+        try:
+            hello = self.hear("hello", self.rank)
+        except (RendezvousError, StoreGoneError):
+            return "by a process that has not said who it is"
+        return f"by process {hello.get('pid')} on {hello.get('hostname')}"
+
+    def _ask(self, question: Callable[[], Any]) -> Any:
+        try:
+            return question()
+        except DistError as error:
+            raise StoreGoneError(str(error)) from error

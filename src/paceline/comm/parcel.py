@@ -1,0 +1,99 @@
+"""Messages as bytes: tensors, arrays and plain Python data, without pickle.
+
+A single tensor or array travels as a short description and its raw memory, copied nowhere on the way out;
+everything else goes through the wire
+format of `core.wire`. Tensors inside lists and dicts work too. CUDA tensors arrive on the CPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.comm.ops import dtype_name
+from paceline.comm.payload import check_dense, to_flat_cpu
+from paceline.comm.transport.base import memory_of
+from paceline.core import wire
+from paceline.core.errors import PeerError
+
+_DTYPES = {
+    dtype_name(dtype): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and not dtype_name(dtype).startswith("q")
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """`head` describes, `body` is flat uint8 memory."""
+
+    head: bytes
+    body: Tensor
+
+
+@cache
+def _teach_wire() -> None:
+    wire.register(Tensor, "tensor", _tensor_to_plain, _tensor_from_plain)
+
+
+def pack(message: Any, what: str) -> Parcel:
+    _teach_wire()
+    if type(message) is Tensor or isinstance(message, torch.nn.Parameter):
+        check_dense(message, what)
+        head = {"tensor": dtype_name(message.dtype), "shape": list(message.shape)}
+        return Parcel(_joined(head), _raw(message))
+    if isinstance(message, np.ndarray) and message.dtype.kind in "biufc" and message.dtype.isnative:
+        head = {"array": message.dtype.str, "shape": list(message.shape)}
+        flat = np.ascontiguousarray(message).reshape(-1).view(np.uint8)
+        return Parcel(_joined(head), torch.from_numpy(flat if flat.flags.writeable else flat.copy()))
+    data = bytearray().join(wire.encode(message))
+    body = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return Parcel(_joined({"plain": True}), body)
+
+
+def unpack(head: bytes | memoryview, body: Tensor) -> Any:
+    """The message again; `body` becomes its memory where it can."""
+    _teach_wire()
+    about = wire.decode(head)
+    if not isinstance(about, dict):
+        raise PeerError(
+            "a peer sent a message without a description",
+            remedy="run the same Paceline version on every rank",
+        )
+    if "plain" in about:
+        return wire.decode(memory_of(body))
+    shape = tuple(about["shape"])
+    if "tensor" in about:
+        return _typed(body, _DTYPES[about["tensor"]], shape)
+    return body.numpy().view(np.dtype(about["array"])).reshape(shape)
+
+
+def _typed(body: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    if body.data_ptr() % dtype.itemsize:
+        body = body.clone()
+    return body.view(dtype).view(shape)
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    flat = to_flat_cpu(tensor)
+    return flat.resolve_conj().resolve_neg().view(torch.uint8)
+
+
+def _joined(plain: object) -> bytes:
+    return b"".join(wire.encode(plain))
+
+
+def _tensor_to_plain(tensor: Tensor) -> Any:
+    check_dense(tensor, "message")
+    return [dtype_name(tensor.dtype), list(tensor.shape), _raw(tensor).numpy()]
+
+
+def _tensor_from_plain(plain: Any) -> Tensor:
+    name, shape, raw = plain
+    body = torch.from_numpy(raw if raw.flags.writeable else raw.copy())
+    return _typed(body, _DTYPES[name], tuple(shape))

@@ -1,0 +1,145 @@
+"""What callers pass to a collective, as one flat tensor, and back into the same kind of thing.
+
+A tensor, a list or tuple of tensors, a NumPy array or a list of numbers becomes a `Payload`: a flat,
+contiguous CPU tensor plus the
+recipe that turns a flat result into the caller's kind again. Knows nothing of ranks or messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.core.errors import UsageError
+
+KINDS = "a tensor, a list of tensors, a NumPy array, a number or a list of numbers"
+
+
+@dataclass(frozen=True)
+class Payload:
+    """One caller's data: `flat` is 1-D and contiguous; `restore(flat_result)` gives the caller's kind
+    back."""
+
+    flat: Tensor
+    shape: str
+    restore: Callable[[Tensor], Any]
+    parts: tuple[Tensor, ...] = ()
+
+
+def open_payload(data: Any, what: str) -> Payload:
+    """Reads the caller's data without copying where its memory is already flat."""
+    if isinstance(data, Tensor):
+        return _from_tensor(data, what)
+    if isinstance(data, np.ndarray | np.generic):
+        return _from_array(data, what)
+    if isinstance(data, bool | int | float | complex):
+        flat = _tensor_from_numbers([data], what)
+        return Payload(flat, f"{_dtype(flat)} number", lambda result: result.tolist()[0])
+    if isinstance(data, list | tuple):
+        if data and all(isinstance(part, Tensor) for part in data):
+            return _from_tensors(data, what)
+        flat = _tensor_from_numbers(data, what)
+        kind = type(data)
+        return Payload(flat, f"{_dtype(flat)}[{flat.numel()}] numbers", lambda result: kind(result.tolist()))
+    raise UsageError(f"{what}: cannot reduce a {type(data).__name__}", remedy=f"pass {KINDS}")
+
+
+def describe(tensor: Tensor) -> str:
+    return f"{_dtype(tensor)}{list(tensor.shape)}"
+
+
+def to_flat_cpu(tensor: Tensor) -> Tensor:
+    """The tensor's values in logical order, 1-D and contiguous on the CPU; a view where it can be one."""
+    return tensor.detach().to("cpu").contiguous().view(-1)
+
+
+def check_dense(tensor: Tensor, what: str) -> None:
+    if tensor.layout is not torch.strided:
+        raise UsageError(
+            f"{what}: a tensor of layout {tensor.layout} cannot travel",
+            remedy="call .to_dense() (or .coalesce() and send its parts)",
+        )
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise UsageError(
+            f"{what}: the tensor is on device {tensor.device}",
+            remedy="move it to the CPU or to a CUDA device",
+        )
+    if tensor.is_quantized:
+        raise UsageError(f"{what}: quantized tensors cannot travel", remedy="call .dequantize() first")
+
+
+def _from_tensor(tensor: Tensor, what: str) -> Payload:
+    check_dense(tensor, what)
+
+    def restore(result: Tensor) -> Tensor:
+        return result.view(tensor.shape).to(tensor.device)
+
+    return Payload(to_flat_cpu(tensor), describe(tensor), restore, (tensor,))
+
+
+def _from_tensors(parts: Sequence[Tensor], what: str) -> Payload:
+    for part in parts:
+        check_dense(part, what)
+    dtypes = {part.dtype for part in parts}
+    if len(dtypes) > 1:
+        names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        raise UsageError(
+            f"{what}: the list mixes dtypes ({names})",
+            remedy="reduce tensors of each dtype in a call of its own",
+        )
+    flat = torch.cat([to_flat_cpu(part) for part in parts])
+    kind = type(parts)
+
+    def restore(result: Tensor) -> Any:
+        chunks = torch.split(result, [part.numel() for part in parts])
+        return kind(  # type: ignore[call-arg]
+            chunk.view(part.shape).to(part.device) for chunk, part in zip(chunks, parts, strict=True)
+        )
+
+    return Payload(flat, "+".join(describe(part) for part in parts), restore, tuple(parts))
+
+
+def _from_array(array: np.ndarray[Any, Any] | np.generic, what: str) -> Payload:
+    values = np.ascontiguousarray(array)
+    try:
+        flat = torch.from_numpy(values.reshape(-1) if values.flags.writeable else values.reshape(-1).copy())
+    except TypeError as error:
+        raise UsageError(
+            f"{what}: an array of dtype {values.dtype} has no numbers in it", remedy=f"pass {KINDS}"
+        ) from error
+    shape = array.shape
+
+    def restore(result: Tensor) -> Any:
+        back = result.numpy().reshape(shape)
+        return back if isinstance(array, np.ndarray) else back[()]
+
+    return Payload(flat, f"{_dtype(flat)}{list(shape)}", restore)
+
+
+def _tensor_from_numbers(numbers: Sequence[Any], what: str) -> Tensor:
+    for index, number in enumerate(numbers):
+        if not isinstance(number, bool | int | float | complex | np.generic):
+            raise UsageError(
+                f"{what}: element {index} of the list is a {type(number).__name__} ({number!r:.40})",
+                remedy=f"pass {KINDS}",
+            )
+    # Python floats are doubles: float32 would change the numbers that come back.
+    dtype = torch.float64 if not numbers or any(isinstance(number, float) for number in numbers) else None
+    if any(isinstance(number, complex) for number in numbers):
+        dtype = torch.complex128
+    try:
+        return torch.tensor(numbers, dtype=dtype)
+    except (RuntimeError, OverflowError, ValueError, TypeError) as error:
+        raise UsageError(
+            f"{what}: these numbers do not fit a tensor: {error}",
+            remedy="use integers within 64 bits, or floats",
+        ) from error
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

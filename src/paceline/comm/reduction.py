@@ -1,0 +1,342 @@
+"""All-reduce and its relatives from the caller's data to the caller's data: plan, choose the algorithm,
+run it, restore the kind.
+
+Everything that can be wrong with the arguments is found here, before anything travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.comm import algorithms
+from paceline.comm.algorithms import canonical, direct
+from paceline.comm.algorithms.hops import cut
+from paceline.comm.algorithms.job import Job
+from paceline.comm.algorithms.window import SmallReduce, small_reduce
+from paceline.comm.calls import Call, signature_of
+from paceline.comm.collectives import transfer
+from paceline.comm.compression.base import Compression
+from paceline.comm.cost import Choice, Links, Situation, decide
+from paceline.comm.fold import left_fold, run_blocks
+from paceline.comm.ops import ReduceOp, accumulator_dtype, check_op, dtype_name, finish, kernel_of
+from paceline.comm.parcel import Parcel, pack, unpack
+from paceline.comm.payload import Payload, check_dense, describe, open_payload, to_flat_cpu
+from paceline.comm.transport.base import Transport
+from paceline.core.errors import UsageError
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What all_reduce will do with data of one dtype and shape."""
+
+    text: str
+    algorithm: str
+    run: Callable[[Job], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A small all-reduce with everything looked up."""
+
+    text: str
+    algorithm: str
+    signature: int
+    small: SmallReduce
+
+
+_UNKNOWN = Prepared("", "", 0, None)  # type: ignore[arg-type]
+_RECIPES = {"direct": direct.recipe, "canonical": canonical.recipe}
+
+
+class Reducer:
+    """Plans and runs reductions of one group."""
+
+    def __init__(self, transport: Transport, links: Links, groups: Groups = ()) -> None:
+        self._transport = transport
+        self._links = links
+        self._groups = groups
+        self._plans: dict[tuple[Any, ...], Plan] = {}
+        self._prepared: dict[tuple[Any, ...], Prepared | None] = {}
+
+    def plan(
+        self,
+        flat: Tensor,
+        shape: str,
+        op: ReduceOp,
+        algorithm: str,
+        compression: Compression | None,
+        on_gpu: bool,
+    ) -> Plan:
+        key = (flat.dtype, shape, op, algorithm, on_gpu, compression.name if compression is not None else "")
+        plan = self._plans.get(key)
+        if plan is None:
+            check_op(op, flat.dtype)
+            squeezed = ""
+            if compression is not None:
+                check_compressible(op, flat.dtype)
+                squeezed = f", {compression.name}"
+            chosen = algorithm
+            if algorithm == "auto":
+                chosen = self.choose(
+                    flat.numel() * flat.element_size(), on_gpu=on_gpu, compressed=compression is not None
+                ).algorithm
+            text = f"all_reduce({op.name}, {shape}, {chosen}{squeezed})"
+            plan = self._plans[key] = Plan(text, chosen, algorithms.load(chosen).run)
+        return plan
+
+    def prepared(self, data: Tensor, op: ReduceOp, algorithm: str) -> Prepared | None:
+        """The short way for small CPU tensors in shared memory, which come again and again; None: take the
+        long way."""
+        key = (data.dtype, data.shape, op, algorithm)
+        entry = self._prepared.get(key, _UNKNOWN)
+        if entry is _UNKNOWN:
+            entry = self._prepared[key] = self._prepare(data, op, algorithm)
+        if entry is None or data.requires_grad or not data.is_cpu or data.layout is not torch.strided:
+            return None
+        return entry
+
+    def _prepare(self, data: Tensor, op: ReduceOp, algorithm: str) -> Prepared | None:
+        transport = self._transport
+        window = transport.window
+        if window is None or data.is_quantized or accumulator_dtype(data.dtype) != data.dtype:
+            return None
+        if len(self._prepared) >= 4096:
+            self._prepared.clear()
+        plan = self.plan(data, describe(data), op, algorithm, None, False)
+        recipe = _RECIPES.get(plan.algorithm)
+        if recipe is None or data.numel() * data.element_size() > window.small.shape[2]:
+            return None
+        small = small_reduce(transport, window, recipe(transport.world_size, op), data.dtype, data.shape)
+        return Prepared(plan.text, plan.algorithm, signature_of(plan.text), small)
+
+    def choose(self, nbytes: int, *, on_gpu: bool = False, compressed: bool = False) -> Choice:
+        """What algorithm="auto" picks for a message, and why."""
+        transport = self._transport
+        situation = Situation(
+            nbytes,
+            transport.world_size,
+            len(self._groups) or transport.topology.hosts,
+            transport.window is not None and not compressed,
+            getattr(transport, "backend", ""),
+            on_gpu,
+            compressed,
+        )
+        predictions = {name: algorithms.load(name).cost(situation, self._links) for name in algorithms.NAMES}
+        return decide(situation, predictions, self._links)
+
+    def job(
+        self,
+        call: Call,
+        op: ReduceOp,
+        flat: Tensor,
+        out: Tensor,
+        deadline: float,
+        compression: Compression | None,
+        name: str,
+    ) -> Job:
+        return Job(self._transport, call, op, flat, out, deadline, compression, name, self._groups)
+
+
+def check_compressible(op: ReduceOp, dtype: torch.dtype) -> None:
+    if op not in (ReduceOp.SUM, ReduceOp.AVERAGE) or accumulator_dtype(dtype) not in (
+        torch.float32,
+        torch.float64,
+    ):
+        raise UsageError(
+            f"compression works on SUM and AVERAGE of floating-point values, not on "
+            f"{op.name} of {dtype_name(dtype)}",
+            remedy="call without compression",
+        )
+
+
+def result_memory(payload: Payload, out: Any, what: str) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    """Where the result goes, flat, and how it becomes the caller's: new memory, or `out` and nothing else."""
+    if out is None:
+        return torch.empty_like(payload.flat), payload.restore
+    targets = [out] if isinstance(out, Tensor) else list(out) if isinstance(out, list | tuple) else []
+    sources = payload.parts
+    if (
+        not targets
+        or len(targets) != len(sources)
+        or not all(isinstance(target, Tensor) for target in targets)
+    ):
+        raise UsageError(
+            f"{what}: out has to be a tensor (or a list of tensors) like the data",
+            remedy="pass out=data to work in place",
+        )
+    for target, source in zip(targets, sources, strict=True):
+        if target.shape != source.shape or target.dtype != source.dtype:
+            raise UsageError(
+                f"{what}: out is {dtype_name(target.dtype)}{list(target.shape)}, "
+                f"the data is {dtype_name(source.dtype)}{list(source.shape)}",
+                remedy="out has to have the data's shape and dtype",
+            )
+    if len(targets) == 1 and targets[0].is_contiguous() and targets[0].device.type == "cpu":
+        return targets[0].detach().view(-1), lambda _: out
+    return torch.empty_like(payload.flat), lambda flat: _scatter_into(out, targets, flat)
+
+
+def _scatter_into(out: Any, targets: list[Tensor], flat: Tensor) -> Any:
+    with torch.no_grad():
+        parts = torch.split(flat, [target.numel() for target in targets])
+        for target, part in zip(targets, parts, strict=True):
+            target.copy_(part.view(target.shape))
+    return out
+
+
+def chunks_of(data: Any, world_size: int, what: str) -> list[Any]:
+    """The data's chunk for each rank: a list's own, else a tensor's or array's rows, as evenly as they go."""
+    if isinstance(data, list | tuple):
+        if len(data) != world_size:
+            raise UsageError(
+                f"{what}: a list of {len(data)} chunks for {world_size} ranks",
+                remedy="pass one chunk per rank",
+            )
+        return list(data)
+    rows = getattr(data, "shape", None)
+    if not rows:
+        raise UsageError(
+            f"{what}: cannot cut a {type(data).__name__} into chunks",
+            remedy="pass a list with one chunk per rank",
+        )
+    edges = [len(data) * part // world_size for part in range(world_size + 1)]
+    return [data[start:stop] for start, stop in pairwise(edges)]
+
+
+def reduce_scatter(
+    transport: Transport, call: Call, op: ReduceOp, chunks: list[Payload], deadline: float
+) -> Any:
+    """This rank's chunk of everybody, folded in rank order."""
+    rank, size = transport.rank, transport.world_size
+    peers = [peer for peer in range(size) if peer != rank]
+    mine = chunks[rank]
+    arrived = {peer: torch.empty_like(mine.flat) for peer in peers}
+    transport.exchange(call, [(peer, chunks[peer].flat) for peer in peers], list(arrived.items()), deadline)
+    arrived[rank] = mine.flat
+    total = torch.empty(mine.flat.numel(), dtype=accumulator_dtype(mine.flat.dtype))
+    run_blocks(left_fold(size), kernel_of(op), [arrived[peer] for peer in range(size)], total)
+    finish(op, total, size)
+    return mine.restore(total.to(mine.flat.dtype))
+
+
+def reduce(
+    transport: Transport, call: Call, op: ReduceOp, flat: Tensor, out: Tensor, root: int, deadline: float
+) -> None:
+    """The combination on the root. In shared memory everybody may as well have it; elsewhere only finished
+    slices go to the root."""
+    if transport.window is not None:
+        algorithms.load("direct").run(Job(transport, call, op, flat, out, deadline))
+        return
+    rank, size = transport.rank, transport.world_size
+    slices = cut(flat.numel(), size)
+    chunks = [Payload(flat[start:stop], "", lambda result: result) for start, stop in slices]
+    out[slice(*slices[rank])] = reduce_scatter(transport, call, op, chunks, deadline)
+    peers = [peer for peer in range(size) if peer != root]
+    if rank == root:
+        transport.exchange(call, [], [(peer, out[slice(*slices[peer])]) for peer in peers], deadline)
+    else:
+        transport.exchange(call, [(root, out[slice(*slices[rank])])], [], deadline)
+
+
+def open_shards(tensors: Mapping[int, Tensor], shards: int) -> dict[int, Tensor]:
+    """This rank's shards, flat, after checking that they can be summed."""
+    if not isinstance(shards, int) or shards < 1:
+        raise UsageError(
+            f"canonical_sum: shards={shards!r}",
+            remedy="shards is the number of shards over all ranks, at least 1",
+        )
+    flats: dict[int, Tensor] = {}
+    shapes: set[str] = set()
+    for index, tensor in tensors.items():
+        what = f"canonical_sum: shard {index!r}"
+        if not isinstance(index, int) or not 0 <= index < shards:
+            raise UsageError(
+                f"{what} is not one of {shards}",
+                remedy=f"shard indices are whole numbers from 0 to {shards - 1}",
+            )
+        if not isinstance(tensor, Tensor):
+            raise UsageError(f"{what} is a {type(tensor).__name__}", remedy="pass {shard_index: tensor, ...}")
+        check_dense(tensor, what)
+        shapes.add(open_payload(tensor, what).shape)
+        flats[index] = to_flat_cpu(tensor)
+    if len(shapes) > 1:
+        raise UsageError(
+            f"canonical_sum: shards differ: {', '.join(sorted(shapes))}",
+            remedy="all shards have one shape and dtype",
+        )
+    return flats
+
+
+def canonical_sum(
+    transport: Transport,
+    call: Call,
+    op: ReduceOp,
+    shape: list[int],
+    flats: Mapping[int, Tensor],
+    shards: int,
+    deadline: float,
+) -> Tensor:
+    """Sums shards that are spread over the ranks in any way; every rank gets the result."""
+    holdings, about = _holdings(transport, call, shape, flats, deadline)
+    _check_cover(holdings, shards)
+    total = torch.empty(about.numel, dtype=about.dtype)
+    canonical.sum_shards(transport, call, flats, holdings, shards, op, total, deadline)
+    return total.view(about.shape)
+
+
+@dataclass(frozen=True)
+class _About:
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return int(torch.Size(self.shape).numel())
+
+
+def _holdings(
+    transport: Transport, call: Call, shape: list[int], flats: Mapping[int, Tensor], deadline: float
+) -> tuple[dict[int, list[int]], _About]:
+    """Who holds which shards, and of what they are: a rank without any learns it from the others."""
+    dtype = dtype_name(next(iter(flats.values())).dtype) if flats else ""
+    mine = pack([sorted(flats), dtype, shape if flats else []], "canonical_sum")
+    peers = [peer for peer in range(transport.world_size) if peer != transport.rank]
+    parcels: dict[int, Parcel] = transfer(transport, call, dict.fromkeys(peers, mine), peers, deadline)
+    parcels[transport.rank] = mine
+    told = {rank: unpack(parcel.head, parcel.body) for rank, parcel in sorted(parcels.items())}
+    kinds = {(name, tuple(size)): rank for rank, (_, name, size) in told.items() if name}
+    if len(kinds) != 1:
+        listing = (
+            "; ".join(f"rank {rank} has {name}{list(size)}" for (name, size), rank in kinds.items())
+            or "nobody has any"
+        )
+        raise UsageError(
+            f"canonical_sum: the ranks' shards do not fit together: {listing}",
+            remedy="all shards have one shape and dtype",
+        )
+    name, size = next(iter(kinds))
+    return {rank: list(held) for rank, (held, _, _) in told.items()}, _About(getattr(torch, name), size)
+
+
+def _check_cover(holdings: Mapping[int, list[int]], shards: int) -> None:
+    owners: dict[int, list[int]] = {}
+    for rank, held in holdings.items():
+        for shard in held:
+            owners.setdefault(shard, []).append(rank)
+    missing = [shard for shard in range(shards) if shard not in owners]
+    double = {shard: ranks for shard, ranks in owners.items() if len(ranks) > 1}
+    if missing or double:
+        parts = [f"nobody holds {missing}"] if missing else []
+        parts += [f"shard {shard} is held by ranks {ranks}" for shard, ranks in double.items()]
+        raise UsageError(
+            f"canonical_sum over {shards} shards: {'; '.join(parts)}",
+            remedy="each shard is held by exactly one rank",
+        )

@@ -1,0 +1,183 @@
+"""One proven connection between two ranks: frames out without blocking, frames in as they come.
+
+A frame is a header of 32 bytes (length, sequence or tag, signature, kind, number) and, for most kinds, a body of `length` bytes.
+What the socket does not take at once waits in the outbox. Knows frames, not what they ask for.
+"""
+
+from __future__ import annotations
+
+import enum
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.comm.transport.base import HEADER_BYTES
+from paceline.core.errors import WireError
+
+_HEADER = struct.Struct("<QqQBxxxI")
+assert _HEADER.size == HEADER_BYTES
+
+INLINE_BYTES = 64 * 1024
+"""Messages of collectives up to this size travel inside their frame, larger ones beside it."""
+
+_NOTE_BYTES = 256 * 1024
+_MESSAGE_BYTES = 1 << 40
+_READ_BUDGET = 4 << 20
+_MAX_VECTOR = 64
+
+
+class Kind(enum.IntEnum):
+    DATA = 1  # of a collective, with its body
+    BULK = 2  # of a collective; the body travels beside
+    ACCEPT = 3  # the receiver of a BULK is ready for it
+    MESSAGE = 4  # point to point
+    STATUS = 5
+    WHERE = 6  # a question ...
+    HERE = 7  # ... and its answer
+    FAILURE = 8
+    BYE = 9
+    HEARD = 10  # everything up to the BYE or FAILURE was read
+
+
+_LIMITS = {
+    Kind.DATA: INLINE_BYTES,
+    Kind.MESSAGE: _MESSAGE_BYTES,
+    Kind.STATUS: _NOTE_BYTES,
+    Kind.HERE: _NOTE_BYTES,
+    Kind.FAILURE: _NOTE_BYTES,
+}
+
+
+@dataclass(slots=True)
+class Frame:
+    kind: Kind
+    length: int
+    sequence: int
+    signature: int
+    number: int
+    body: bytearray
+
+
+class Link:
+    """Many threads may put frames in, one thread reads."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.put_bytes = 0
+        self.sent_bytes = 0
+        self._outbox: deque[memoryview] = deque()
+        self._lock = threading.Lock()
+        self._header = bytearray(HEADER_BYTES)
+        self._have = 0
+        self._frame: Frame | None = None
+        self._broken = False
+
+    def put(
+        self,
+        kind: Kind,
+        pieces: Sequence[memoryview] = (),
+        *,
+        length: int | None = None,
+        sequence: int = 0,
+        signature: int = 0,
+        number: int = 0,
+    ) -> int:
+        """Sends a frame as far as the socket takes it; the pieces stay in use until `sent_bytes` reaches the returned mark."""
+        size = sum(len(piece) for piece in pieces)
+        header = _HEADER.pack(size if length is None else length, sequence, signature, kind, number)
+        with self._lock:
+            self._outbox.append(memoryview(header))
+            self._outbox.extend(piece for piece in pieces if len(piece))
+            self.put_bytes += HEADER_BYTES + size
+            mark = self.put_bytes
+            self._flush()
+        return mark
+
+    @property
+    def waiting(self) -> bool:
+        """Whether frames wait for the socket to take more."""
+        return bool(self._outbox)
+
+    def flush(self) -> None:
+        with self._lock:
+            self._flush()
+
+    def settle(self) -> None:
+        """Copies what still waits, so that the callers' memory is free."""
+        with self._lock:
+            self._outbox = deque(memoryview(bytes(piece)) for piece in self._outbox)
+
+    def _flush(self) -> None:
+        try:
+            while self._outbox and not self._broken:
+                sent = self.sock.sendmsg(
+                    [self._outbox[index] for index in range(min(len(self._outbox), _MAX_VECTOR))]
+                )
+                self.sent_bytes += sent
+                while sent:
+                    piece = self._outbox.popleft()
+                    if sent < len(piece):
+                        self._outbox.appendleft(piece[sent:])
+                        break
+                    sent -= len(piece)
+        except BlockingIOError:
+            return
+        except OSError:
+            # The reader finds the end of the connection too, and can say more about it.
+            self._broken = True
+        if self._broken:
+            self._outbox.clear()
+
+    def read(self) -> tuple[list[Frame], bool]:
+        """The frames that are complete by now, and whether the connection has ended. Never blocks."""
+        frames: list[Frame] = []
+        budget = _READ_BUDGET
+        try:
+            while budget > 0:
+                view = self._next_room()
+                count = self.sock.recv_into(view)
+                if count == 0:
+                    return frames, True
+                budget -= count
+                self._took(count, frames)
+        except BlockingIOError:
+            return frames, False
+        except OSError:
+            return frames, True
+        return frames, False
+
+    def close(self) -> None:
+        with self._lock:
+            self._broken = True
+            self._outbox.clear()
+        self.sock.close()
+
+    def _next_room(self) -> memoryview:
+        if self._frame is None:
+            return memoryview(self._header)[self._have :]
+        return memoryview(self._frame.body)[self._have :]
+
+    def _took(self, count: int, frames: list[Frame]) -> None:
+        self._have += count
+        if self._frame is None:
+            if self._have < HEADER_BYTES:
+                return
+            self._frame, self._have = _opened(self._header), 0
+        if self._have == len(self._frame.body):
+            frames.append(self._frame)
+            self._frame, self._have = None, 0
+
+
+def _opened(header: bytearray) -> Frame:
+    length, sequence, signature, code, number = _HEADER.unpack(header)
+    try:
+        kind = Kind(code)
+    except ValueError:
+        raise WireError(f"a frame of the unknown kind {code}") from None
+    limit = _LIMITS.get(kind)
+    if limit is not None and length > limit:
+        raise WireError(f"a {kind.name} frame of {length} bytes; at most {limit} are allowed")
+    return Frame(kind, length, sequence, signature, number, bytearray(length if limit is not None else 0))

@@ -1,0 +1,129 @@
+"""The backend's own all-reduce (Gloo, NCCL, MPI), behind one face.
+
+The order of summation, the precision on the way and the dtypes are the backend's. Blocks until the result is there; a thread that must
+stay free does not call `all_reduce` itself. Knows torch's groups, not Paceline's calls.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, Store
+
+from paceline.comm.ops import ReduceOp, dtype_name, finish
+from paceline.comm.transport.bulk import abort
+from paceline.core.errors import UnavailableError, UsageError
+
+BACKENDS = ("gloo", "nccl", "mpi")
+
+_GLOO_DTYPES = frozenset(
+    (
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.int8,
+        torch.uint8,
+        torch.int32,
+        torch.int64,
+    )
+)
+
+
+class NativeGroup:
+    """`group` is a process group or backend of torch; `device` is where it wants tensors (None: where they are)."""
+
+    def __init__(
+        self, backend: str, group: Any, world_size: int, rank: int, device: torch.device | None = None
+    ) -> None:
+        self.backend = backend
+        self._group = group
+        self._world_size = world_size
+        self._peers = [peer for peer in range(world_size) if peer != rank]
+        self._device = device
+
+    def check(self, op: ReduceOp, tensor: Tensor) -> None:
+        """Refuses what the backend would refuse, before anything travels."""
+        if self.backend == "gloo" and tensor.dtype not in _GLOO_DTYPES and not tensor.is_complex():
+            allowed = ", ".join(sorted(dtype_name(dtype) for dtype in _GLOO_DTYPES))
+            raise UsageError(
+                f"Gloo's own all-reduce does not know {dtype_name(tensor.dtype)}",
+                remedy=f"use algorithm='auto', or one of {allowed}",
+            )
+        if tensor.is_complex() and op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
+            raise UsageError(
+                f"the backend's own all-reduce cannot do {op.name} of complex numbers",
+                remedy="use algorithm='auto'",
+            )
+
+    def all_reduce(self, op: ReduceOp, tensor: Tensor, deadline: float) -> None:
+        values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        moved = values if self._device is None or values.is_cuda else values.to(self._device)
+        options = dist.AllreduceOptions()
+        options.reduceOp = _torch_op(op)
+        options.timeout = timedelta(seconds=max(deadline - time.monotonic(), 0.001) + 1)
+        self._group.allreduce([moved], options).wait()
+        if moved.is_cuda:
+            torch.cuda.current_stream(moved.device).synchronize()
+        if moved is not values:
+            values.copy_(moved)
+        finish(op, tensor, self._world_size)
+
+    def abort(self) -> None:
+        """Ends an all-reduce that is under way; the group is of no use afterwards."""
+        if self.backend == "gloo":
+            backend = self._group
+            if hasattr(backend, "_get_backend"):
+                backend = backend._get_backend(torch.device("cpu"))
+            abort(backend, self._peers)
+        elif self.backend == "nccl":
+            self._group.abort()
+
+    def close(self) -> None:
+        self._group = None
+
+
+def check_backend(backend: str) -> None:
+    """Refuses a backend that this build of torch does not have."""
+    if backend == "nccl" and not (dist.is_nccl_available() and torch.cuda.is_available()):
+        raise UnavailableError(
+            "backend='nccl' needs a CUDA build of torch and a GPU; there is none here",
+            remedy="use backend='gloo' or 'auto'",
+        )
+    if backend == "mpi" and not dist.is_mpi_available():
+        raise UnavailableError(
+            "backend='mpi': this build of torch was made without MPI",
+            remedy="use backend='gloo' (it also runs under mpirun), or build torch with MPI",
+        )
+
+
+def own_group(
+    backend: str, gloo: Any, store: Store, rank: int, world_size: int, local_rank: int
+) -> NativeGroup:
+    """A native group for a context that has no torch group of its own; for Gloo the one that carries large messages."""
+    if backend == "nccl":
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        nccl: Any = dist.ProcessGroupNCCL  # type: ignore[attr-defined,unused-ignore]
+        return NativeGroup(
+            backend, nccl(PrefixStore("nccl", store), rank, world_size), world_size, rank, device
+        )
+    if backend == "mpi":
+        mpi: Any = dist.ProcessGroupMPI  # type: ignore[attr-defined,unused-ignore]
+        return NativeGroup(backend, mpi.create(list(range(world_size))), world_size, rank)
+    return NativeGroup("gloo", gloo, world_size, rank)
+
+
+def _torch_op(op: ReduceOp) -> Any:
+    return {
+        ReduceOp.SUM: dist.ReduceOp.SUM,
+        ReduceOp.AVERAGE: dist.ReduceOp.SUM,
+        ReduceOp.MIN: dist.ReduceOp.MIN,
+        ReduceOp.MAX: dist.ReduceOp.MAX,
+        ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
+    }[op]

@@ -1,0 +1,93 @@
+"""Memory for tensors that every rank of the group can reach: this rank's own part of the segment, handed
+out and taken back.
+
+First fit over a sorted list of free ranges; ranges given back return their pages to the system. One owner,
+no locks between ranks.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import mmap
+import threading
+import weakref
+
+import torch
+from torch import Tensor
+
+from paceline.core.errors import ResourceError
+
+_ALIGN = 4096  # whole pages, so that a freed range can be returned
+
+
+class Arena:
+    def __init__(self, memory: memoryview, mapping: mmap.mmap, start: int, size: int) -> None:
+        self._memory = memory
+        self._mapping = mapping
+        self._start = start
+        self._size = size
+        self._free: list[tuple[int, int]] = [(start, size)]  # (offset, length), sorted
+        self._lock = threading.Lock()
+
+    def empty(self, nbytes: int) -> Tensor:
+        """A uint8 tensor of `nbytes` that lives in the segment; its range is free again when the last view
+        of it is gone."""
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        length = -(-nbytes // _ALIGN) * _ALIGN
+        offset = self._take(length)
+        block = self._memory[offset : offset + nbytes]
+        weakref.finalize(block, self._give_back, offset, length).atexit = False
+        return torch.frombuffer(block, dtype=torch.uint8)
+
+    def _take(self, length: int) -> int:
+        with self._lock:
+            for index, (offset, room) in enumerate(self._free):
+                if room >= length:
+                    if room == length:
+                        del self._free[index]
+                    else:
+                        self._free[index] = (offset + length, room - length)
+                    return offset
+        raise ResourceError(
+            f"no room for {length} bytes of shared memory: {self._size} are set aside for this rank",
+            remedy="free shared tensors, or use torch.empty",
+        )
+
+    def _give_back(self, offset: int, length: int) -> None:
+        self._return_pages(offset, length)
+        with self._lock:
+            index = bisect.bisect(self._free, (offset, length))
+            if index < len(self._free) and self._free[index][0] == offset + length:
+                length += self._free.pop(index)[1]
+            if index > 0 and sum(self._free[index - 1]) == offset:
+                index -= 1
+                before, room = self._free.pop(index)
+                offset, length = before, room + length
+            self._free.insert(index, (offset, length))
+
+    def _return_pages(self, offset: int, length: int) -> None:
+        # MADV_REMOVE frees the pages of the file behind the mapping; without it they stay until the group
+        # ends.
+        if not self._mapping.closed and hasattr(mmap, "MADV_REMOVE"):
+            self._mapping.madvise(mmap.MADV_REMOVE, offset, length)
+
+
+def map_segment(fd: int, size: int) -> mmap.mmap:
+    """The whole segment in this process's address space; memory is used only where it is written."""
+    try:
+        mapping = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_NORESERVE", 0))
+    except (OSError, ValueError, OverflowError) as error:
+        raise ResourceError(
+            f"cannot map {size >> 30} GiB of address space for the group's shared memory: {error}",
+            remedy="lift the address-space limit (`ulimit -v unlimited`), or use backend='gloo'",
+        ) from error
+    if hasattr(mmap, "MADV_DONTDUMP"):
+        mapping.madvise(mmap.MADV_DONTDUMP)
+    return mapping
+
+
+def address_of(memory: memoryview) -> int:
+    """Where a piece of the mapping begins in this process."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))

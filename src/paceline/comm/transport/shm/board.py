@@ -1,0 +1,180 @@
+"""Who does what: one row per rank, written by that rank alone and read by all.
+
+A row holds the rank's tick and bells (words to wait on), its process, its state, and, while it waits, its
+status as text. Reading a row
+never blocks; a row that changes while it is read is read again. Knows calls and statuses, not algorithms.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+from typing import Any
+
+from paceline.comm.calls import Peer, RankState, Status
+from paceline.comm.transport.shm import sync
+from paceline.comm.transport.shm.layout import Layout
+from paceline.comm.transport.watch import Widen
+
+# 32-bit words of a row; words that others wait on have a cache line of their own.
+TICK, BELL = 0, 16  # BELL + 16 * lane
+STATE, PID, STATUS_VERSION, STATUS_LENGTH, FAILURE_LENGTH, REACHES = 64, 65, 66, 67, 68, 69
+# 64-bit words.
+START_TIME, WORD = 35, 36  # WORD: an address in the rank's memory, what stands there, another address
+SIGNATURES = 40  # two entries of four, one per parity of the window call, see window.py
+_STATUS_AT, _STATUS_MAX = 1024, 3072
+_FAILURE_AT, _FAILURE_MAX = 4096, 4096
+
+
+class Board:
+    """This rank's row, and a reading of everybody's."""
+
+    def __init__(
+        self, memory: memoryview, address: int, layout: Layout, rank: int, *, same_process: bool = False
+    ) -> None:
+        self.rank = rank
+        self.widen: Widen | None = None  # for ranks that are part of a larger group, see watch.Watch
+        self.world_size = layout.world_size
+        self._memory = memory
+        self._layout = layout
+        self._same_process = same_process
+        rows = memory[layout.row(0) : layout.row(layout.world_size)]
+        self.words = rows.cast("I")
+        self.longs = rows.cast("Q")
+        self._row_words = (layout.row(1) - layout.row(0)) // 4
+        self._address = address + layout.row(0)
+        self._pidfds: dict[int, int | None] = {}
+
+    def word(self, rank: int, index: int) -> int:
+        """The position in `words` of a rank's word."""
+        return rank * self._row_words + index
+
+    def long(self, rank: int, index: int) -> int:
+        return rank * self._row_words // 2 + index
+
+    def address(self, rank: int, index: int) -> int:
+        return self._address + self.word(rank, index) * 4
+
+    def enter(self) -> None:
+        pid = os.getpid()
+        self.longs[self.long(self.rank, START_TIME)] = _start_time(pid)
+        self.words[self.word(self.rank, PID)] = pid
+        self._set_state(RankState.RUNNING)
+
+    def leave(self, failure: dict[str, Any] | None) -> None:
+        if failure is not None:
+            self._write(_FAILURE_AT, _FAILURE_MAX, FAILURE_LENGTH, failure)
+        self.post(None)
+        self._set_state(RankState.LEFT if failure is None else RankState.FAILED)
+        for index in (TICK, BELL, BELL + 16):
+            sync.wake(self.address(self.rank, index))
+        for peer in range(self.world_size):
+            for index in (BELL, BELL + 16):
+                sync.wake(self.address(peer, index))
+        for pidfd in self._pidfds.values():
+            if pidfd is not None:
+                os.close(pidfd)
+        self._pidfds.clear()
+
+    def post(self, status: Status | None) -> None:
+        """Lets the others read what this rank waits for; None: it goes on."""
+        version = self.word(self.rank, STATUS_VERSION)
+        self.words[version] = (self.words[version] + 1) & 0xFFFFFFFF
+        sync.fence()
+        if status is None:
+            self.words[self.word(self.rank, STATUS_LENGTH)] = 0
+        else:
+            self._write(_STATUS_AT, _STATUS_MAX, STATUS_LENGTH, status.to_plain())
+        sync.fence()
+        self.words[version] = (self.words[version] + 1) & 0xFFFFFFFF
+
+    def peer(self, rank: int) -> Peer:
+        state = RankState(self.words[self.word(rank, STATE)])
+        pid = self.words[self.word(rank, PID)]
+        if state is RankState.FAILED:
+            failure = self._read(rank, _FAILURE_AT, FAILURE_LENGTH) or {"kind": "", "text": "no reason given"}
+            return Peer(state, None, failure, pid)
+        if state is RankState.RUNNING and rank != self.rank and not self._alive(rank, pid):
+            # It may have left in good order between the two readings.
+            if RankState(self.words[self.word(rank, STATE)]) is not RankState.RUNNING:
+                return self.peer(rank)
+            return Peer(RankState.DEAD, None, {"kind": "", "text": f"process {pid} is gone"}, pid)
+        return Peer(state, self._status(rank), None, pid)
+
+    def peers(self) -> dict[int, Peer]:
+        return {rank: self.peer(rank) for rank in range(self.world_size)}
+
+    def _status(self, rank: int) -> Status | None:
+        version = self.word(rank, STATUS_VERSION)
+        for _ in range(100):
+            before = self.words[version]
+            plain = self._read(rank, _STATUS_AT, STATUS_LENGTH)
+            sync.fence()
+            if before % 2 == 0 and self.words[version] == before:
+                return None if plain is None else Status.from_plain(plain)
+        return None
+
+    def _set_state(self, state: RankState) -> None:
+        sync.fence()
+        self.words[self.word(self.rank, STATE)] = state.value
+
+    def _write(self, at: int, limit: int, length_word: int, plain: Any) -> None:
+        data = json.dumps(plain).encode()
+        if len(data) > limit:
+            data = json.dumps(_shortened(plain)).encode()
+        start = self._layout.row(self.rank) + at
+        self._memory[start : start + len(data)] = data
+        self.words[self.word(self.rank, length_word)] = len(data)
+
+    def _read(self, rank: int, at: int, length_word: int) -> Any:
+        length = self.words[self.word(rank, length_word)]
+        if length == 0:
+            return None
+        start = self._layout.row(rank) + at
+        try:
+            return json.loads(bytes(self._memory[start : start + length]))
+        except ValueError:
+            return None  # torn by a concurrent write; the caller compares versions
+
+    def _alive(self, rank: int, pid: int) -> bool:
+        if self._same_process:
+            return True
+        if rank not in self._pidfds:
+            try:
+                self._pidfds[rank] = os.pidfd_open(pid)
+            except ProcessLookupError:
+                return False
+            except OSError:
+                self._pidfds[rank] = (
+                    None  # no pidfd here (old kernel, sandbox): look the process up each time
+                )
+            if _start_time(pid) != self.longs[self.long(rank, START_TIME)]:
+                return False  # the number was given to another process
+        pidfd = self._pidfds[rank]
+        if pidfd is None:
+            return _start_time(pid) == self.longs[self.long(rank, START_TIME)]
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        return not poll.poll(0)
+
+
+def _shortened(plain: Any) -> Any:
+    if isinstance(plain, str):
+        return plain if len(plain) <= 300 else plain[:297] + "..."
+    if isinstance(plain, list):
+        return [_shortened(part) for part in plain[:64]]
+    if isinstance(plain, dict):
+        return {key: _shortened(value) for key, value in list(plain.items())[:16]}
+    return plain
+
+
+def _start_time(pid: int) -> int:
+    """When the process started, in clock ticks since boot; 0 if there is no such process (or it is a
+    zombie)."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return 0
+    return 0 if fields[0] == b"Z" else int(fields[19])

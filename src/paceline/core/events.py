@@ -1,0 +1,155 @@
+"""What happens in a run, as frozen dataclasses that are one JSON object each.
+
+Readers of a journal may be older than its writer: fields they do not know are dropped, event types they do
+not know (or can no longer read) come back as UnknownEvent, which writes itself out unchanged. Must not know
+who writes or reads them, and never asks a clock: `time` is wall-clock seconds, given by whoever saw it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar, final
+
+from paceline.core import typed
+from paceline.core.errors import UsageError, WireError
+
+E = TypeVar("E", bound="type[Event]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """The common part; concrete events are final and register themselves by name."""
+
+    type: ClassVar[str] = ""
+    time: float
+
+
+_known: dict[str, type[Event]] = {}
+
+
+def register(cls: E) -> E:
+    """Class decorator: make `cls` readable. Its `type` is its name in snake_case."""
+    name = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+    other = _known.get(name)
+    if other is not None and other.__qualname__ != cls.__qualname__:
+        raise UsageError(f"two events are called {name}: {other!r} and {cls!r}", remedy="rename one of them")
+    cls.type = name
+    _known[name] = cls
+    return cls
+
+
+@final
+@register
+@dataclass(frozen=True, kw_only=True)
+class WorkerStarted(Event):
+    """A worker process runs and can be given work."""
+
+    rank: int
+    pid: int
+    host: str
+
+
+@final
+@register
+@dataclass(frozen=True, kw_only=True)
+class WorkerFailed(Event):
+    """A worker is gone; `phase` is what it was doing, `reason` one sentence for people."""
+
+    rank: int
+    pid: int
+    phase: str
+    reason: str
+
+
+@final
+@register
+@dataclass(frozen=True, kw_only=True)
+class StepCommitted(Event):
+    """Every member has applied this step; `samples` counts those of the step."""
+
+    step: int
+    epoch: int
+    loss: float
+    samples: int
+    hash: str | None = None
+
+
+@final
+@register
+@dataclass(frozen=True, kw_only=True)
+class Note(Event):
+    """A sentence for people who read the journal."""
+
+    text: str
+    rank: int | None = None
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class UnknownEvent(Event):
+    """An event of a newer (or broken) writer: its name and its fields as they were."""
+
+    name: str
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+def to_json(event: Event) -> str:
+    """One line of standard JSON; NaN and infinities, which JSON lacks, become strings."""
+    if isinstance(event, UnknownEvent):
+        plain = {"type": event.name, "time": event.time, **event.data}
+    else:
+        if _known.get(event.type) is not type(event):
+            raise UsageError(
+                f"{type(event).__name__} is not a registered event",
+                remedy="decorate it with @events.register",
+            )
+        plain = {"type": event.type, **dataclasses.asdict(event)}
+    try:
+        return json.dumps(_finite(plain), allow_nan=False, separators=(",", ":"))
+    except TypeError as error:
+        raise UsageError(
+            f"a {event.type} event holds what JSON cannot: {error}", remedy="give events plain data only"
+        ) from error
+
+
+def from_json(line: str | bytes) -> Event:
+    """The event of one line; WireError when the line is not an event at all."""
+    try:
+        data = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"not JSON: {error}", remedy="the line was cut short or overwritten") from error
+    if not isinstance(data, dict) or not isinstance(data.get("type"), str):
+        raise WireError("JSON, but not an event: it has no type", remedy="check that the file is a journal")
+    name = data.pop("type")
+    cls = _known.get(name)
+    if cls is not None:
+        fields = typed.fields_of(cls)
+        try:
+            event = typed.convert({key: value for key, value in data.items() if key in fields}, cls, name)
+        except (typed.MismatchError, typed.MissingKeyError):
+            return _unknown(name, data)
+        if isinstance(event, Event):
+            return event
+    return _unknown(name, data)
+
+
+def _unknown(name: str, data: dict[str, Any]) -> UnknownEvent:
+    try:
+        time = typed.convert(data.pop("time", math.nan), float, "time")
+    except typed.MismatchError:
+        time = math.nan
+    return UnknownEvent(time=time, name=name, data=data)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

@@ -1,0 +1,146 @@
+"""The run's journal: events appended to a file, one JSON line each, and read back while it grows.
+
+A writer that dies in the middle of a line leaves a torn last line. Readers do not see it (its writer may not
+be done); the next writer ends it, and from then on it is reported as damage. Must not know what events mean.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self, final
+
+from paceline.core import events
+from paceline.core.errors import PlatformError, ResourceError, UsageError, WireError
+from paceline.core.events import Event
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A complete line that is not an event."""
+
+    offset: int
+    text: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What was read: events, damaged lines, and the offset at which to read on."""
+
+    events: tuple[Event, ...]
+    damage: tuple[Damage, ...]
+    offset: int
+
+
+@final
+class Journal:
+    """The writing end. Safe to share between threads; every event is in the file when `append` returns.
+
+    With `fsync=True` it is also on the disk, which survives a crash of the machine and costs milliseconds.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, fsync: bool = False) -> None:
+        self.path = Path(path)
+        self._fsync = fsync
+        self._lock = threading.Lock()
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise PlatformError(
+                f"the journal {self.path} cannot be opened: {error.strerror}",
+                remedy="check that its folder exists and may be written to",
+            ) from error
+        size = os.fstat(self._fd).st_size
+        self._torn = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
+
+    def append(self, event: Event) -> None:
+        """Write one event."""
+        line = events.to_json(event).encode() + b"\n"
+        with self._lock:
+            if self._fd < 0:
+                raise UsageError(f"the journal {self.path} is closed", remedy="append before closing it")
+            self._write(b"\n" + line if self._torn else line)
+            if self._fsync:
+                os.fsync(self._fd)
+
+    def _write(self, data: bytes) -> None:
+        view = memoryview(data)
+        try:
+            while view:
+                view = view[os.write(self._fd, view) :]
+                self._torn = bool(view)
+        except OSError as error:
+            raise ResourceError(
+                f"the journal {self.path} cannot be written: {error.strerror}",
+                remedy="free space on its disk or put the run's folder elsewhere",
+            ) from error
+
+    def close(self) -> None:
+        with self._lock:
+            if self._fd >= 0:
+                os.close(self._fd)
+                self._fd = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read(path: str | os.PathLike[str], from_offset: int = 0, *, max_bytes: int | None = None) -> Chunk:
+    """Every complete line from `from_offset` on; call again with the chunk's offset to follow a live journal.
+
+    `max_bytes` bounds how much is read at once (a single longer line is still read whole).
+    """
+    try:
+        with open(path, "rb") as file:
+            file.seek(from_offset)
+            data = file.read(-1 if max_bytes is None else max_bytes)
+            if max_bytes is not None and b"\n" not in data:
+                data += file.readline()
+    except FileNotFoundError:
+        raise UsageError(
+            f"there is no journal at {path}", remedy="give the run's own folder or file"
+        ) from None
+    found: list[Event] = []
+    damage: list[Damage] = []
+    offset = from_offset
+    # What follows the last newline is torn, or not written to its end yet.
+    for line in data.split(b"\n")[:-1]:
+        if line.strip():
+            try:
+                found.append(events.from_json(line))
+            except WireError as error:
+                damage.append(Damage(offset, line.decode("utf-8", "replace"), error.message))
+        offset += len(line) + 1
+    return Chunk(tuple(found), tuple(damage), offset)
+
+
+def iterate(
+    path: str | os.PathLike[str], *, on_damage: Callable[[Damage], None] | None = None
+) -> Iterator[Event]:
+    """All events, never the whole file at once; damaged lines go to `on_damage`, else to the log."""
+    offset = 0
+    while True:
+        chunk = read(path, offset, max_bytes=1 << 20)
+        for damaged in chunk.damage:
+            if on_damage is None:
+                _log.warning("%s: byte %d: skipped a damaged line: %s", path, damaged.offset, damaged.reason)
+            else:
+                on_damage(damaged)
+        yield from chunk.events
+        if chunk.offset == offset:
+            return
+        offset = chunk.offset

@@ -1,0 +1,4 @@
+"""Who reads which sample: permutations, virtual shards, positions.
+
+Must not know checkpoint, nor what is learned from the samples.
+"""

@@ -1,0 +1,173 @@
+"""A rank, from the fork to its end: own session, the caller's surroundings, the entry function, a report.
+
+Runs only in a child of the fork server. The entry, named by "module:function", gets a `Task` and returns the
+descriptor of a payload with its result. Must not know what the entry does.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import importlib
+import io
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn, final
+
+from paceline.core.errors import InternalError
+from paceline.engines.local import payload, protocol, randomness, report, system, threads
+from paceline.engines.local.protocol import Message, Order, Plain
+
+# Not SIGUSR1 or 2, which schedulers and users take for themselves.
+STACK_SIGNAL = signal.SIGRTMIN + 7
+
+_FAILED_CODE = 1
+_BROKEN_CODE = 70
+
+
+@final
+@dataclass
+class Task:
+    """What an entry gets: who it is, what to work on, and a way to report a failure before peers notice."""
+
+    rank: int
+    workers: int
+    payload: int
+    descriptors: tuple[int, ...]
+    options: Mapping[str, Plain]
+    job: socket.socket = field(repr=False)
+    shared: tuple[type, ...] = ()
+    failed: bool = False
+
+    def fail(self, error: BaseException) -> None:
+        """Report a failure now; only the first counts."""
+        if self.failed:
+            return
+        self.failed = True
+        when = time.monotonic()
+        descriptors = [payload.dump(report.describe(error))]
+        try:
+            descriptors.append(payload.dump(error, shared=self.shared))
+        except Exception:
+            # The exception holds something that cannot travel; its text does.
+            descriptors = descriptors[:1]
+        protocol.send(
+            self.job, Message(protocol.FAILED, self.rank, when=when, descriptors=tuple(descriptors))
+        )
+        protocol.close_all(descriptors)
+
+
+def run(order: Order, rank: int, server_pid: int, job: socket.socket, descriptors: Sequence[int]) -> NoReturn:
+    """Be rank `rank`; never returns. `descriptors`: payload, stdout, stderr, then the caller's own."""
+    code = _BROKEN_CODE
+    try:
+        os.setsid()
+        system.die_with_parent(server_pid)
+        call, stdout, stderr, *own = descriptors
+        _reset_signals()
+        _take_stdio(stdout, stderr)
+        _offer_stacks(job, rank)
+        code = _work(order, Task(rank, order.workers, call, tuple(own), order.options, job))
+    except ConnectionError:
+        # The parent no longer listens on the job socket: it has given up on this group and said why.
+        code = _FAILED_CODE
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _work(order: Order, task: Task) -> int:
+    __tracebackhide__ = True
+    code = 0
+    try:
+        _take_surroundings(order, task.rank)
+        threads.apply(
+            threads.choose(order.threads, order.environ, len(os.sched_getaffinity(0)), order.workers)
+        )
+        result = _resolve(order.entry)(task)
+        protocol.send(
+            task.job, Message(protocol.RETURNED, task.rank, when=time.monotonic(), descriptors=(result,))
+        )
+        os.close(result)
+    except BaseException as error:
+        code = _FAILED_CODE
+        task.fail(error)
+    # Where the interpreter would normally end: background threads finish, exit handlers run, output is
+    # written.
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        # Closed by the user, or nobody reads any more; the results are safe already.
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    return code
+
+
+def _resolve(entry: str) -> Callable[[Task], int]:
+    module, _, name = entry.partition(":")
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except AttributeError as error:
+        raise InternalError(f"there is no entry {entry!r}") from error
+    if not callable(function):
+        raise InternalError(f"the entry {entry!r} is not a function")
+    return function  # type: ignore[no-any-return]
+
+
+def _reset_signals() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    # A rank has no terminal, so Ctrl-C cannot reach it; one that interrupts itself is interrupted.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _take_stdio(stdout: int, stderr: int) -> None:
+    for descriptor, target in ((stdout, 1), (stderr, 2)):
+        os.dup2(descriptor, target)
+        os.close(descriptor)
+    # Written line by line, so that the lines of several ranks do not cut each other.
+    sys.stdout = _text_stream(1, "strict")
+    sys.stderr = _text_stream(2, "backslashreplace")
+    sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr  # type: ignore[misc]
+
+
+def _text_stream(descriptor: int, errors: str) -> io.TextIOWrapper:
+    raw = open(descriptor, "wb", closefd=False)  # noqa: SIM115 - lives as long as the process
+    return io.TextIOWrapper(raw, encoding="utf-8", errors=errors, line_buffering=True)
+
+
+def _take_surroundings(order: Order, rank: int) -> None:
+    os.environ.clear()
+    os.environ.update(order.environ)
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(order.workers),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(order.workers),
+    )
+    if order.cwd is not None:
+        os.chdir(order.cwd)
+    sys.path[:] = order.sys_path
+    sys.argv[:] = order.argv
+    # Files may have been written since the server last looked.
+    importlib.invalidate_caches()
+    with contextlib.suppress(OSError):
+        # The machine's rules may have changed since; the cores the server has are good as well.
+        os.sched_setaffinity(0, order.affinity)
+    randomness.renew()
+
+
+def _offer_stacks(job: socket.socket, rank: int) -> None:
+    """Give the parent a file in which stacks appear, on a crash by themselves and on request by signal."""
+    stacks = os.memfd_create("paceline-stacks")
+    faulthandler.enable(file=stacks, all_threads=True)
+    faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True, chain=False)
+    protocol.send(job, Message(protocol.READY, rank, pid=os.getpid(), descriptors=(stacks,)))

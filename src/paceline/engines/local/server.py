@@ -1,0 +1,129 @@
+"""The fork server: a process with one thread that has imported what ranks need and forks them on request.
+
+Started by `client` as a child of the user's process, to which it belongs alone. It ends when that process
+closes the control socket or is gone, and takes everything it ever started with it. Must not know what ranks
+do.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import sys
+import traceback
+import weakref
+from typing import NoReturn
+
+from paceline.core.errors import PacelineError, UsageError
+from paceline.engines.local import protocol, system
+from paceline.engines.local.fleet import Fleet
+from paceline.engines.local.protocol import Order
+
+
+def main(control_descriptor: int, parent_pid: int) -> NoReturn:
+    """Serve until the parent is gone."""
+    code = 1
+    try:
+        with socket.socket(fileno=control_descriptor) as control:
+            _serve(control, parent_pid)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        # Torch's own shutdown takes longer than everything here and has nothing to do.
+        os._exit(code)
+
+
+def _serve(control: socket.socket, parent_pid: int) -> None:
+    system.adopt_orphans()
+    wake_read, wake_write = _wake_on_child_exit()
+    try:
+        parent = os.pidfd_open(parent_pid)
+    except ProcessLookupError:
+        return
+    fleet = Fleet(private=(control.fileno(), parent, wake_read, wake_write))
+    # With a second thread in the process no further rank can be forked; those that run may finish.
+    while fleet.sockets() or system.own_thread_count() == 1:
+        poll = select.poll()
+        for descriptor in (control.fileno(), parent, wake_read, *fleet.sockets()):
+            poll.register(descriptor, select.POLLIN)
+        ready = {descriptor for descriptor, _ in poll.poll()}
+        if wake_read in ready:
+            os.read(wake_read, 4096)
+            fleet.reap()
+        for descriptor in ready & fleet.sockets():
+            fleet.listen(descriptor)
+        # The descriptor catches what the socket cannot: a copy of the parent's end held by a process it
+        # forked.
+        if parent in ready or (control.fileno() in ready and not _accept(control, fleet)):
+            break
+    fleet.kill_everything()
+
+
+def _accept(control: socket.socket, fleet: Fleet) -> bool:
+    """Carry out one request; False when the parent has closed the socket."""
+    request = protocol.receive(control)
+    if request is None:
+        return False
+    order_file, call, job_descriptor, stdout, stderr, *own = request.descriptors
+    job = socket.socket(fileno=job_descriptor)
+    try:
+        order = protocol.read_order(order_file)
+        _preload(order)
+        fleet.start(order, job, (call, stdout, stderr, *own))
+    except PacelineError as error:
+        fleet.refuse(job, error)
+    finally:
+        protocol.close_all((order_file, call, stdout, stderr, *own))
+    return True
+
+
+def _preload(order: Order) -> None:
+    missing = [name for name in order.preload if name not in sys.modules]
+    if not missing:
+        return
+    here = sys.path[:]
+    # "" stands for the caller's folder, which need not be the server's.
+    sys.path[:] = [os.path.join(order.cwd or "/", entry) for entry in order.sys_path]
+    try:
+        for name in missing:
+            _import(name)
+    finally:
+        sys.path[:] = here
+    # What is here now stays for good: ranks need not scan, copy or dismantle it. Torch has finalizers by the
+    # hundred, which would cost each rank more time at its end than its start takes.
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
+    gc.collect()
+    gc.freeze()
+
+
+def _import(name: str) -> None:
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        raise UsageError(
+            f"the module {name!r} could not be imported for the ranks:\n{traceback.format_exc().rstrip()}",
+            remedy="import it once in a plain Python to see what is wrong, or leave it out of preload=",
+        ) from error
+    count = system.own_thread_count()
+    if count > 1:
+        raise UsageError(
+            f"importing {name!r} started {count - 1} thread(s); a process with threads cannot fork safely",
+            remedy=f"leave {name!r} out of preload= and import it inside the function",
+            spoils_server=True,
+        )
+
+
+def _wake_on_child_exit() -> tuple[int, int]:
+    # Without a handler, however empty, Python does not write to the wake-up pipe.
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    # The server outlives a Ctrl-C at the prompt; whether ranks do is the parent's decision.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(write)
+    return read, write

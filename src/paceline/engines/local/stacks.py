@@ -1,0 +1,65 @@
+"""Stacks that ranks wrote into their stack files, for people: who is where, equal stacks told once.
+
+Must not know how stacks are asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+
+_FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)$')
+_INNERMOST = 3
+_OUTERMOST = 5
+
+
+def read(descriptor: int) -> str:
+    """All that was written to a stack file so far."""
+    return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace")
+
+
+def frames(dump: str) -> list[str]:
+    """The innermost frames of the interrupted thread, innermost first, without the process's own start."""
+    found: list[str] = []
+    for line in _current_thread(dump):
+        match = _FRAME.match(line)
+        if match is None:
+            continue
+        if match["file"].endswith("engines/local/child.py"):
+            # Below are the process's own beginnings, and the last frame before them is the entry.
+            return _shorten(found[: max(1, len(found) - 1)])
+        found.append(f"{match['file']}:{match['line']} in {match['name']}")
+    return _shorten(found)
+
+
+def tell(by_rank: Mapping[int, list[str]]) -> str:
+    """Lines that say where each rank is; ranks at the same place share an entry."""
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for rank, where in sorted(by_rank.items()):
+        groups.setdefault(tuple(where), []).append(rank)
+    lines: list[str] = []
+    for place, ranks in groups.items():
+        lines.append(f"  {name_ranks(ranks)}: {place[0] if place else 'no Python code was running'}")
+        lines += [f"      called from {frame}" for frame in place[1:]]
+    return "\n".join(lines)
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """`rank 3`, or `ranks 0, 1, 4`."""
+    numbers = ", ".join(map(str, sorted(ranks)))
+    return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"
+
+
+def _shorten(found: list[str]) -> list[str]:
+    """Where it is and where the user's code called it; what is in between matters least."""
+    left_out = len(found) - _INNERMOST - _OUTERMOST
+    if left_out <= 0:
+        return found
+    return [*found[:_INNERMOST], f"{left_out} more", *found[-_OUTERMOST:]]
+
+
+def _current_thread(dump: str) -> list[str]:
+    blocks = re.split(r"^(?=(?:Current thread|Thread) 0x)", dump, flags=re.MULTILINE)
+    current = [block for block in blocks if block.startswith("Current thread")]
+    return (current or blocks)[-1].splitlines()

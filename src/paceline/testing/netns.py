@@ -1,0 +1,148 @@
+"""Several hosts on one machine: network namespaces behind a switch, with real interfaces, rates and byte counters.
+
+    with Hosts(2) as hosts:
+        hosts.rate("1gbit")
+        process = hosts.start(0, [sys.executable, "train.py"])
+
+Needs root and iproute2; `why_not()` says what is missing. Names are unique to the process, and everything is gone when the block ends:
+interfaces and routes live in the namespaces and go with them. Must not know what runs on the hosts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, final
+
+from paceline.core.errors import PlatformError, ResourceError
+
+_serial = itertools.count()
+_END_SECONDS = 5.0
+
+
+def why_not() -> str:
+    """Why this machine cannot have such hosts; empty if it can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        return f"{' and '.join(missing)} not found: install iproute2"
+    name = f"pl{os.getpid()}x{next(_serial)}"
+    probe = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
+    if probe.returncode:
+        return f"this system does not allow network namespaces: {probe.stderr.strip()}"
+    _ip("netns", "del", name)
+    return ""
+
+
+@final
+class Hosts:
+    """`count` hosts with the addresses 10.77.0.1, 10.77.0.2, ... on one switch."""
+
+    def __init__(self, count: int) -> None:
+        self._prefix = f"pl{os.getpid()}x{next(_serial)}"
+        self.names = [f"{self._prefix}h{number}" for number in range(count)]
+        self.addresses = [f"10.77.0.{number + 1}" for number in range(count)]
+        self._switch = f"{self._prefix}sw"
+        self._processes: list[subprocess.Popen[Any]] = []
+
+    def __enter__(self) -> Self:
+        try:
+            _ip("netns", "add", self._switch)
+            _ip("-n", self._switch, "link", "add", "br0", "type", "bridge")
+            _ip("-n", self._switch, "link", "set", "br0", "up")
+            for number, name in enumerate(self.names):
+                _ip("netns", "add", name)
+                _ip("-n", name, "link", "set", "lo", "up")
+                peer = ("peer", "name", f"p{number}", "netns", self._switch)
+                _ip("-n", name, "link", "add", "eth0", "type", "veth", *peer)
+                _ip("-n", name, "addr", "add", f"{self.addresses[number]}/24", "dev", "eth0")
+                _ip("-n", name, "link", "set", "eth0", "up")
+                _ip("-n", self._switch, "link", "set", f"p{number}", "master", "br0")
+                _ip("-n", self._switch, "link", "set", f"p{number}", "up")
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def rate(self, rate: str, latency: str = "50ms") -> None:
+        """Shapes every host's link, in both directions, to a rate such as "1gbit"."""
+        # The burst has to hold the largest segment that the kernel hands over at once.
+        shape = ("root", "tbf", "rate", rate, "burst", "256kb", "latency", latency)
+        for number, name in enumerate(self.names):
+            _run("ip", "netns", "exec", name, "tc", "qdisc", "replace", "dev", "eth0", *shape)
+            _run("ip", "netns", "exec", self._switch, "tc", "qdisc", "replace", "dev", f"p{number}", *shape)
+
+    def cut(self, number: int) -> None:
+        """Takes a host off the switch: its packets vanish, nothing is refused."""
+        _ip("-n", self._switch, "link", "set", f"p{number}", "down")
+
+    def heal(self, number: int) -> None:
+        _ip("-n", self._switch, "link", "set", f"p{number}", "up")
+
+    def sent_bytes(self, number: int) -> int:
+        """What the host's interface has put on the wire so far, all headers included."""
+        command = ("ip", "netns", "exec", self.names[number], "cat", "/sys/class/net/eth0/statistics/tx_bytes")
+        return int(_run(*command))
+
+    def start(
+        self, number: int, command: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any
+    ) -> subprocess.Popen[Any]:
+        """Starts a process on a host; what still runs when the block ends is killed."""
+        process = subprocess.Popen(
+            ["ip", "netns", "exec", self.names[number], *command],
+            env=None if env is None else dict(env),
+            **options,
+        )
+        self._processes.append(process)
+        return process
+
+    def close(self) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()
+        for process in self._processes:
+            process.wait()
+            for stream in (process.stdin, process.stdout, process.stderr):
+                if stream is not None:
+                    stream.close()
+        self._processes.clear()
+        existing = _run("ip", "netns", "list").split()
+        for name in (*self.names, self._switch):
+            if name in existing:
+                self._end_all(name)
+                _ip("netns", "del", name)
+
+    def _end_all(self, name: str) -> None:
+        """Ends what processes of a host left behind: a namespace lives as long as anything in it."""
+        end = time.monotonic() + _END_SECONDS
+        while pids := _run("ip", "netns", "pids", name).split():
+            _run("kill", "-9", *pids, check=False)
+            if time.monotonic() > end:
+                raise ResourceError(f"processes {', '.join(pids)} in {name} do not end")
+            time.sleep(0.01)
+
+
+def _ip(*arguments: str) -> None:
+    _run("ip", *arguments)
+
+
+def _run(*command: str, check: bool = True) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if check and done.returncode:
+        raise PlatformError(f"`{' '.join(command)}` failed: {done.stderr.strip()}", remedy=why_not_remedy())
+    return done.stdout
+
+
+def why_not_remedy() -> str:
+    return "run as root, with iproute2 installed, on a Linux that allows network namespaces"

@@ -1,0 +1,50 @@
+"""Every test is checked for leaks: what it started must be gone when it ends."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from paceline.testing import leaks
+
+_FAILED = pytest.StashKey[bool]()
+
+# So that processes whose parent died are still recognised as ours.
+leaks.mark()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
+    report = yield
+    if report.failed:
+        item.stash[_FAILED] = True
+    return report
+
+
+@pytest.fixture(autouse=True)
+def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails a passing test that leaves a thread, a process, a file descriptor or a shared-memory file behind.
+
+    `@pytest.mark.leaky("reason")` turns it off. What module and session fixtures hold is not counted.
+    """
+    before = leaks.snapshot()
+    yield
+    # A failed test's traceback keeps its locals alive, and has something more useful to say anyway.
+    if request.node.stash.get(_FAILED, False) or request.node.get_closest_marker("leaky"):
+        return
+    left = leaks.since(before, kept=_fork_server())
+    if left:
+        pytest.fail("the test left behind:\n  " + "\n  ".join(left), pytrace=False)
+
+
+def _fork_server() -> leaks.Kept:
+    """The warm fork server is meant to outlive the call that started it."""
+    client = sys.modules.get("paceline.engines.local.client")
+    server = client._holder.server if client is not None else None
+    if server is None:
+        return leaks.Kept()
+    return leaks.Kept(
+        pids=frozenset({server.pid}), descriptors=frozenset({server.control.fileno(), server.watch})
+    )

@@ -1,0 +1,278 @@
+"""The server and its ranks over time: nobody is left behind, nothing piles up."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from tests.engines.local.plain_entry import launch, pid_of, rank_of
+from tests.engines.local.processes import all_gone, eventually, watch
+
+from paceline.core.errors import PeerLostError, RankFailedError
+from paceline.engines.local import client, shutdown
+from paceline.engines.local.child import Task
+from paceline.testing import leaks
+
+FOREVER = 3600
+# Standard streams, control socket, the parent's descriptor, both ends of the wake-up pipe.
+IDLE_FILES = 7
+
+
+def test_one_server_serves_many_launches():
+    servers = {parent for _ in range(3) for _, parent in launch(pid_of)}
+    assert servers == {client.server().pid}
+
+
+def test_shutdown_ends_the_server_and_the_next_launch_starts_another():
+    launch(rank_of)
+    first = client.server().pid
+    with watch([first]) as gone:
+        shutdown()
+        assert all_gone(gone, 0)
+    shutdown()
+    assert {parent for _, parent in launch(pid_of)} == {client.server().pid}
+    assert client.server().pid != first
+
+
+def test_thirty_quick_launches_leave_nothing():
+    launch(rank_of)
+    server = client.server().pid
+    # The server closes a group's socket just after it has said that the group is done.
+    assert eventually(lambda: _open_files(server) == IDLE_FILES)
+    before = leaks.snapshot()
+    for _ in range(30):
+        assert launch(rank_of, workers=3) == [0, 1, 2]
+    assert leaks.since(before) == []
+    assert eventually(lambda: _open_files(server) == IDLE_FILES)
+    assert client.server().pid == server
+
+
+def test_failures_and_timeouts_leave_nothing():
+    launch(rank_of)
+    server = client.server().pid
+    # The server closes a group's socket just after it has said that the group is done.
+    assert eventually(lambda: _open_files(server) == IDLE_FILES)
+    before = leaks.snapshot()
+    for kind in ("raise", "die") * 4:
+        with contextlib.suppress(RankFailedError, PeerLostError):
+            launch(_end_badly, kind, workers=2, grace=0.02)
+    assert leaks.since(before) == []
+    assert eventually(lambda: _open_files(server) == IDLE_FILES)
+
+
+def _end_badly(task: Task, kind: str) -> None:
+    if task.rank == 0:
+        if kind == "die":
+            os._exit(1)
+        raise ValueError(kind)
+    time.sleep(FOREVER)
+
+
+def _open_files(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def test_a_killed_server_is_an_error_and_the_next_launch_works(tmp_path):
+    launch(rank_of)
+    server = client.server().pid
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(launch, _announce_with_child, str(gate), workers=2)
+        pids = _read_pids(gate, ranks=2)
+        with watch(pids) as gone:
+            os.kill(server, signal.SIGKILL)
+            with pytest.raises(
+                PeerLostError, match=rf"the fork server \(pid {server}\) was killed by signal 9"
+            ) as caught:
+                future.result(20)
+            assert all_gone(gone, 5)
+    assert caught.value.ranks == (0, 1)
+    assert launch(rank_of) == [0, 1]
+
+
+def test_a_server_that_died_between_launches_is_replaced():
+    launch(rank_of)
+    with watch([client.server().pid]) as gone:
+        os.kill(client.server().pid, signal.SIGKILL)
+        assert all_gone(gone, 5)
+    assert launch(rank_of) == [0, 1]
+
+
+def test_shutdown_from_another_thread_ends_running_ranks(tmp_path):
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(launch, _announce_with_child, str(gate), workers=1)
+        pids = _read_pids(gate, ranks=1)
+        with watch(pids) as gone:
+            shutdown()
+            assert all_gone(gone, 5)
+        with pytest.raises(PeerLostError, match="fork server"):
+            future.result(20)
+
+
+def _announce_with_child(task: Task, gate: str) -> None:
+    """Start subprocesses, one in this rank's group and one that left it, tell all pids, and hang."""
+    command = [sys.executable, "-c", "import time; time.sleep(3600)"]
+    children = [subprocess.Popen(command).pid]
+    with open(gate, "w") as file:
+        print(os.getpid(), *children, file=file)
+    time.sleep(FOREVER)
+
+
+def _read_pids(gate: Any, ranks: int) -> list[int]:
+    pids: list[int] = []
+    while len(pids) < 2 * ranks:
+        with open(gate) as file:
+            pids += map(int, file.read().split())
+    return pids
+
+
+@pytest.mark.parametrize("how", ["return", "raise", "kill"])
+def test_subprocesses_of_ranks_end_with_them(how):
+    pids: list[int] = []
+    read, write = os.pipe()
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, read)
+        # Ranks write to the pipe through their standard output.
+        saved = os.dup(1)
+        os.dup2(write, 1)
+        try:
+            with contextlib.suppress(RankFailedError, PeerLostError):
+                launch(_start_subprocesses, how, workers=2)
+        finally:
+            os.dup2(saved, 1)
+            os.close(saved)
+            os.close(write)
+        with os.fdopen(os.dup(read)) as file:
+            pids = [int(word) for word in file.read().split()]
+        assert len(pids) == 6
+        with watch(pids) as gone:
+            assert all_gone(gone, 5)
+
+
+def _start_subprocesses(task: Task, how: str) -> None:
+    command = [sys.executable, "-c", "import time; time.sleep(3600)"]
+    quiet: Any = {"stdout": subprocess.DEVNULL}
+    in_group = subprocess.Popen(command, **quiet)
+    own_session = subprocess.Popen(command, start_new_session=True, **quiet)
+    # A daemon: its parent ends at once.
+    script = (
+        f"import subprocess, sys; print(subprocess.Popen({command}, start_new_session=True, stdout=-3).pid)"
+    )
+    daemon = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, check=True).stdout
+    print(in_group.pid, own_session.pid, int(daemon))
+    if how == "raise":
+        raise ValueError
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_launches_from_several_threads_at_once(tmp_path):
+    names = [str(tmp_path / name) for name in ("a", "b")]
+    for name in names:
+        os.mkfifo(name)
+    with ThreadPoolExecutor(2) as pool:
+        # Each group waits for a rank of the other, so they only finish if they run side by side.
+        first = pool.submit(launch, _meet, *names)
+        second = pool.submit(launch, _meet, *reversed(names))
+        assert first.result(30) == [0, 1]
+        assert second.result(30) == [0, 1]
+
+
+def _meet(task: Task, mine: str, other: str) -> int:
+    if task.rank == 0:
+        first, second = sorted((mine, other))
+        for name in (first, second):
+            with open(name, "w" if name == mine else "r"):
+                pass
+    return task.rank
+
+
+def test_a_failure_in_one_group_does_not_touch_another(tmp_path):
+    gates = [str(tmp_path / name) for name in "ab"]
+    for gate in gates:
+        os.mkfifo(gate)
+    with ThreadPoolExecutor(1) as pool:
+        patient = pool.submit(launch, _wait_at, gates, workers=2)
+        with pytest.raises(PeerLostError):
+            launch(_end_badly, "die", workers=2, grace=0.02)
+        for gate in gates:
+            with open(gate, "w"):
+                pass
+        assert patient.result(30) == [0, 1]
+
+
+def _wait_at(task: Task, gates: list[str]) -> int:
+    with open(gates[task.rank]) as file:
+        file.read()
+    return task.rank
+
+
+def test_a_process_that_the_user_forks_starts_its_own_server():
+    launch(rank_of)
+    mine = client.server().pid
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            parents = {parent for _, parent in launch(pid_of)}
+            shutdown()
+            code = 0 if parents and mine not in parents else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert {parent for _, parent in launch(pid_of)} == {mine}
+
+
+def test_ranks_can_launch_ranks():
+    assert launch(_nested, workers=2) == [[0, 1], [0, 1]]
+
+
+def _nested(task: Task) -> list[Any]:
+    return launch(rank_of, workers=2)
+
+
+def test_a_second_interrupt_waits_until_nobody_is_left(monkeypatch):
+    """Ctrl-C while the first one is still being dealt with: the ranks are gone before it takes effect."""
+    from paceline.engines.local.group import Group
+
+    launch(rank_of)
+    listen, interrupts = Group.listen, iter([True, True, True])
+
+    def interrupted(self: Group, seconds: float) -> None:
+        if self.all_ready and next(interrupts, False):
+            raise KeyboardInterrupt
+        listen(self, seconds)
+
+    monkeypatch.setattr(Group, "listen", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        launch(time_away, workers=2)
+    assert _children_of(client.server().pid) == []
+
+
+def time_away(task: Task) -> None:
+    time.sleep(FOREVER)
+
+
+def _children_of(pid: int) -> Sequence[str]:
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return file.read().split()
+
+
+def test_launching_needs_no_threads_and_no_signal_handlers():
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    count = threading.active_count()
+    launch(rank_of)
+    assert threading.active_count() == count
+    assert {number: signal.getsignal(number) for number in signal.valid_signals()} == handlers
