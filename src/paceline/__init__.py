@@ -7,6 +7,52 @@ This module only maps public names to the modules that hold them and loads each 
 from __future__ import annotations
 
 import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from paceline.comm.compression import (
+        PowerSGD as PowerSGD,
+        cast_gradients as cast_gradients,
+        quantize_gradients as quantize_gradients,
+        sparsify_gradients as sparsify_gradients,
+    )
+    from paceline.comm.context import DistributedContext as DistributedContext
+    from paceline.comm.ops import ReduceOp as ReduceOp
+    from paceline.core.errors import (
+        CommTimeoutError as CommTimeoutError,
+        ConfigError as ConfigError,
+        DisagreementError as DisagreementError,
+        InternalError as InternalError,
+        PacelineError as PacelineError,
+        PeerError as PeerError,
+        PeerLostError as PeerLostError,
+        PlatformError as PlatformError,
+        RankFailedError as RankFailedError,
+        RendezvousError as RendezvousError,
+        ResourceError as ResourceError,
+        UnavailableError as UnavailableError,
+        UsageError as UsageError,
+        WireError as WireError,
+    )
+    from paceline.frontends.process_group import (
+        all_gather as all_gather,
+        all_reduce as all_reduce,
+        barrier as barrier,
+        broadcast as broadcast,
+        destroy_process_group as destroy_process_group,
+        gather as gather,
+        get_distributed_info as get_distributed_info,
+        get_rank as get_rank,
+        get_world_size as get_world_size,
+        init_process_group as init_process_group,
+        no_sync as no_sync,
+        recv as recv,
+        reduce_scatter as reduce_scatter,
+        scatter as scatter,
+        send as send,
+    )
+    from paceline.frontends.spawn import spawn as spawn
+    from paceline.parallel.ddp import DistributedDataParallel as DistributedDataParallel
 
 __version__ = "0.1.0"
 

@@ -130,7 +130,7 @@ def _messages(ctx: Any) -> None:
             assert group.recv(torch.empty(2), 0, tag=7, async_op=True).wait().tolist() == [1.0, 1.0]
         group.send(ctx.rank, dest_rank=0)
     group.barrier()
-    group.barrier(async_op=True).wait()  # type: ignore[union-attr]
+    group.barrier(async_op=True).wait()
 
 
 @pytest.mark.parametrize("function", [_all_reduce, _reduce_and_broadcast, _gathers, _scatters, _messages])
@@ -166,12 +166,13 @@ def test_mistakes_are_refused_before_anything_travels():
 
 
 def _does_not_fit(ctx: Any) -> str:
-    with pytest.raises(UsageError, match=r"broadcast: float32\[2\] does not fit into float64\[2\]"):
+    try:
         group.broadcast(ones(0) if ctx.rank == 0 else torch.ones(2, dtype=torch.float64))
-        assert ctx.rank == 0
-        raise UsageError("broadcast: float32[2] does not fit into float64[2], elsewhere")
-    return "told"
+    except UsageError as error:
+        return error.message
+    return "sent"
 
 
 def test_what_does_not_fit_is_not_converted():
-    assert spawn(_does_not_fit, workers=2, threads=1) == ["told"] * 2
+    told = spawn(_does_not_fit, workers=2, threads=1)
+    assert told == ["sent", "broadcast: float32[2] does not fit into float64[2]"]

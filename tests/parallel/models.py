@@ -91,6 +91,6 @@ class Branches(nn.Module):
         self.right = nn.Linear(4, 1)
         self.never = nn.Linear(4, 1)
 
-    def forward(self, x: Tensor, side: str) -> Tensor:
-        out: Tensor = getattr(self, side)(self.trunk(x))
-        return out
+    def forward(self, x: Tensor, *sides: str) -> Tensor:
+        hidden = self.trunk(x)
+        return torch.stack([getattr(self, side)(hidden) for side in sides])

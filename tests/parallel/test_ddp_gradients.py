@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import socket
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from tests.parallel.models import (
 )
 from torch import Tensor, nn
 
+from paceline.comm.context import DistributedContext
 from paceline.core.errors import UsageError
 from paceline.parallel.ddp import no_sync
 
@@ -43,6 +45,23 @@ def test_gradients_have_the_bits_of_one_process_on_every_rank(workers):
     for results in ranks(_one_backward, Net(), workers=workers):
         for way, result in zip(WAYS, results, strict=True):
             assert equal(result, expected), way
+
+
+def _over_gloo(ctx: Any, model: nn.Module, port: int) -> list[Tensor | None]:
+    with DistributedContext(
+        ctx.world_size, ctx.rank, address=f"127.0.0.1:{port}", backend="gloo"
+    ) as messages:
+        ddp = DDP(model, TINY_BUCKETS, context=messages, overlap=True)
+        loss(ddp(batch(ctx.rank))).backward()
+        return grads(ddp)
+
+
+def test_without_shared_memory_the_bits_are_the_same():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    expected = expected_average(Net(), 3)
+    for result in ranks(_over_gloo, Net(), port, workers=3):
+        assert equal(result, expected)
 
 
 def _train(ctx: Any, steps: int, set_to_none: bool, mb: float) -> tuple[dict[str, Tensor], bool]:

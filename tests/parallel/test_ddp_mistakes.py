@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,7 +26,7 @@ from paceline.comm import default_group
 from paceline.comm.compression import PowerSGD
 from paceline.comm.context import DistributedContext
 from paceline.comm.transport.shm.layout import create_segment
-from paceline.core.errors import DisagreementError, PacelineError, UsageError
+from paceline.core.errors import DisagreementError, PacelineError, PeerLostError, UsageError
 from paceline.parallel.ddp import no_sync
 
 
@@ -60,24 +62,37 @@ def test_the_group_survives_an_error_that_all_ranks_make():
         assert group_works
 
 
-def _full(ctx: Any) -> str:
-    ddp = DDP(Net(), TINY_BUCKETS, overlap=True)
-    for parameter in ddp.module.last.parameters():
-        parameter.requires_grad_(ctx.rank == 0)
+def _one_leaves_out(ctx: Any) -> str:
+    ddp = DDP(Branches(), TINY_BUCKETS, overlap=True)
+    sides = ("left", "right", "never") if ctx.rank == 0 else ("left", "never")
     try:
-        output = ddp.module.norm(ddp.module.first(batch(ctx.rank))) if ctx.rank else ddp(batch(ctx.rank))
-        if ctx.rank:
-            ddp.module.last.weight.requires_grad_(True)
-        loss(output).backward()
+        loss(ddp(batch(ctx.rank), *sides)).backward()
     except PacelineError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
 
 
 def test_a_rank_that_alone_leaves_parameters_out_names_them_and_the_others_do_not_hang():
-    zero, one = ranks(_full)
-    assert "'last.weight' (rank 1)" in one
-    assert zero.startswith(("DisagreementError", "PeerLostError"))
+    started = time.monotonic()
+    zero, one = ranks(_one_leaves_out)
+    assert one.startswith(
+        "UsageError: backward ended without a gradient for 'right.weight', 'right.bias' (rank 1)"
+    )
+    assert zero.startswith("DisagreementError")
+    assert time.monotonic() - started < 5 + 5  # the ranks' own start included
+
+
+def _dies(ctx: Any) -> None:
+    ddp = DDP(Branches(), TINY_BUCKETS)
+    if ctx.rank == 1:
+        ddp.module.trunk.weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+    loss(ddp(batch(ctx.rank), "left", "right", "never")).backward()
+
+
+def test_a_rank_that_is_killed_in_backward_is_named_by_the_others():
+    with pytest.raises(PeerLostError) as caught:
+        ranks(_dies, workers=3)
+    assert caught.value.ranks == (1,)
 
 
 def _mismatched(ctx: Any, kind: str) -> None:

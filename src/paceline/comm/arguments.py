@@ -1,5 +1,6 @@
 """What may be passed for a world size, a rank, a timeout, host groups: checked in one place, refused with
-what is allowed."""
+what is allowed.
+"""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 together.
 
 `Call` is one collective call as this rank made it. `Status` is what a waiting rank lets its peers read.
-`judge` looks at everybody's status
-and says whether waiting on is pointless and why. Pure: reads no clock, no memory, no socket.
+`judge` looks at everybody's status and says whether waiting on is pointless and why. Pure: reads no clock,
+no memory, no socket.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 from paceline.core.errors import CommTimeoutError, DisagreementError, PacelineError, PeerLostError
 
 _AGREE = "every rank has to make the same collective calls in the same order, with the same shapes and dtypes"
+_LATE = "look at the line where the late rank is; if it is only slow, give a larger timeout"
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
@@ -182,6 +183,9 @@ def failure_from(error: BaseException) -> dict[str, Any]:
     failure: dict[str, Any] = {"kind": type(error).__name__, "text": f"{type(error).__name__}: {error}"}
     if isinstance(error, PeerLostError):
         failure["ranks"] = list(error.ranks)
+    if isinstance(error, CommTimeoutError):
+        failure["text"] = error.message
+        failure["waiting_for"] = list(error.waiting_for)
     if isinstance(error, DisagreementError):
         failure["text"] = error.message
         failure["calls"] = {str(rank): text for rank, text in error.calls.items()}
@@ -202,6 +206,9 @@ def failure_of(rank: int, peer: Peer, mine: Status) -> PacelineError:
             ranks=lost,
             remedy="look at that rank's own log",
         )
+    if failure.get("kind") == "CommTimeoutError":
+        late = tuple(int(late) for late in failure.get("waiting_for", ()))
+        return CommTimeoutError(f"rank {rank} gave up: {failure['text']}", waiting_for=late, remedy=_LATE)
     return PeerLostError(
         f"rank {rank} failed ({peer.reason}) while this rank was in {mine}",
         ranks=(rank,),
@@ -239,5 +246,5 @@ def timed_out(me: int, peers: Mapping[int, Peer], mine: Status, seconds: float) 
     return CommTimeoutError(
         f"rank {me} waited {seconds:.1f} s in {mine} for {ranks_text(late)}:{listing}",
         waiting_for=late,
-        remedy="look at the line where the late rank is; if it is only slow, give a larger timeout",
+        remedy=_LATE,
     )

@@ -1,8 +1,8 @@
-"""Collectives that move data without combining it, on any transport: broadcast, scatter, gather,
-all-gather, all-to-all, barrier.
+"""Collectives that move data without combining it, on any transport: broadcast, scatter, gather, all-gather,
+all-to-all, barrier.
 
-Sizes may differ from rank to rank: a first round tells them (16 bytes per message), a second one carries
-the data.
+Sizes may differ from rank to rank: a first round tells them (16 bytes per message), a second one carries the
+data.
 Knows parcels and peers; who may call what, and when, is the context's business.
 """
 

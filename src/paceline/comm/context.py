@@ -1,18 +1,15 @@
 """DistributedContext: a rank's view of its group, and everything it can do with the others.
 
 A thin face: arguments are checked and turned into calls here; what a call does is in collectives.py,
-reduction.py and
-algorithms/, how bytes move is in transport/. Roots are named `root_rank`. Every operation also has an
-asynchronous form (`async_op=True`) that
-returns a handle.
+reduction.py and algorithms/, how bytes move is in transport/. Roots are named `root_rank`. Every operation
+also has an asynchronous form (`async_op=True`) that returns a handle.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Items
+from collections.abc import Callable, Mapping, Sequence as Items
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any

@@ -1,11 +1,9 @@
-"""Which algorithm for which message: an alpha-beta model of the links, and the choice it leads to, with
-its reason.
+"""Which algorithm for which message: an alpha-beta model of the links, and the choice it leads to, with its
+reason.
 
 A link costs `latency + bytes * per_byte`. Defaults are those of an ordinary machine; `paceline bench comm`
-measures this one and
-saves the result, which later groups load. Rank 0's links are used by the whole group, so that all ranks
-choose alike.
-Predicts only; moves nothing.
+measures this one and saves the result, which later groups load. Rank 0's links are used by the whole group,
+so that all ranks choose alike. Predicts only; moves nothing.
 """
 
 from __future__ import annotations

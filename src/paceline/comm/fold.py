@@ -1,12 +1,10 @@
-"""The order in which partial results are combined, as a small program that is planned once and run block
-by block.
+"""The order in which partial results are combined, as a small program that is planned once and run block by
+block.
 
 A `Fold` is a list of binary steps over numbered inputs. `left_fold(n)` combines them one after the other;
-`tree_fold(nodes)` combines
-them along the canonical tree: the balanced binary tree over shard indices in which a node of level l
-covers 2**l shards, aligned. Because
-every partial is a whole node of that one tree, the bits of the result do not depend on who computed which
-partial.
+`tree_fold(nodes)` combines them along the canonical tree: the balanced binary tree over shard indices in
+which a node of level l covers 2**l shards, aligned. Because every partial is a whole node of that one tree,
+the bits of the result do not depend on who computed which partial.
 
 Pure planning plus torch kernels; knows nothing of ranks or memory layouts.
 """

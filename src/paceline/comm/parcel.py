@@ -1,8 +1,8 @@
 """Messages as bytes: tensors, arrays and plain Python data, without pickle.
 
 A single tensor or array travels as a short description and its raw memory, copied nowhere on the way out;
-everything else goes through the wire
-format of `core.wire`. Tensors inside lists and dicts work too. CUDA tensors arrive on the CPU.
+everything else goes through the wire format of `core.wire`. Tensors inside lists and dicts work too. CUDA
+tensors arrive on the CPU.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What callers pass to a collective, as one flat tensor, and back into the same kind of thing.
 
 A tensor, a list or tuple of tensors, a NumPy array or a list of numbers becomes a `Payload`: a flat,
-contiguous CPU tensor plus the
-recipe that turns a flat result into the caller's kind again. Knows nothing of ranks or messages.
+contiguous CPU tensor plus the recipe that turns a flat result into the caller's kind again. Knows nothing of
+ranks or messages.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""All-reduce and its relatives from the caller's data to the caller's data: plan, choose the algorithm,
-run it, restore the kind.
+"""All-reduce and its relatives from the caller's data to the caller's data: plan, choose the algorithm, run
+it, restore the kind.
 
 Everything that can be wrong with the arguments is found here, before anything travels.
 """

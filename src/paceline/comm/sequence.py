@@ -1,9 +1,8 @@
-"""The order of calls on one rank: numbers them, runs them here or in the background, and remembers when
-the group is broken.
+"""The order of calls on one rank: numbers them, runs them here or in the background, and remembers when the
+group is broken.
 
 Collectives of a group run in one order on every rank. A synchronous call runs in the caller's thread; as
-long as asynchronous ones are
-under way it queues behind them. Knows nothing of what a call does.
+long as asynchronous ones are under way it queues behind them. Knows nothing of what a call does.
 """
 
 from __future__ import annotations
@@ -12,8 +11,7 @@ import copy
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError as FutureTimeoutError
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor

@@ -1,5 +1,6 @@
 """What communication cost: per operation and algorithm, calls, messages, bytes, seconds. Counting only, no
-printing."""
+printing.
+"""
 
 from __future__ import annotations
 

@@ -226,7 +226,7 @@ def send(
     group: DistributedContext | None = None,
     timeout: float | None = None,
     async_op: bool = False,
-) -> Handle[None] | None:
+) -> Any:
     """Sends a tensor, an array or plain Python data to one rank."""
     dest = _one("send", "dest_rank", dest_rank, "dst", dst)
     if dest is None:
@@ -261,7 +261,7 @@ def recv(
 
 def barrier(
     *, group: DistributedContext | None = None, timeout: float | None = None, async_op: bool = False
-) -> Handle[None] | None:
+) -> Any:
     """Returns when every rank has called it."""
     return _group("barrier", group).barrier(timeout=timeout, async_op=async_op)
 

@@ -18,6 +18,7 @@ import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, NoReturn, final
 
 import torch
@@ -75,7 +76,6 @@ class DistributedDataParallel(nn.Module):
         self._mode = mode
         self._no_sync_depth = 0
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
-        self._broadcast_buffers = broadcast_buffers
         self._sync: GradientSync | None = None
         # In a tuple, so that it is not registered as a second child with parameters of its own.
         self._fast: tuple[TorchDDP, ...] = ()
@@ -94,7 +94,8 @@ class DistributedDataParallel(nn.Module):
         self._context = context if context is not None else default_group.required(_WHAT)
         if self._context.world_size > 1:
             settings = (
-                f"bucket_size_mb={bucket_size_mb:g}, find_unused_parameters={bool(find_unused_parameters)}, "
+                f"bucket_size_mb={float(bucket_size_mb)}, "
+                f"find_unused_parameters={bool(find_unused_parameters)}, "
                 f"broadcast_buffers={bool(broadcast_buffers)}, "
                 f"compression={None if compression is None else compression.name}"
             )
@@ -108,7 +109,7 @@ class DistributedDataParallel(nn.Module):
             find_unused=find_unused_parameters,
             compression=compression,
             overlap=spare_cores(self._context) if overlap is None else overlap,
-            after=self._share_buffers,
+            after=partial(_follow_root, self._context, model) if broadcast_buffers else _do_nothing,
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -150,10 +151,6 @@ class DistributedDataParallel(nn.Module):
             remedy="copy or save its .module, or its state_dict()",
         )
 
-    def _share_buffers(self) -> None:
-        if self._broadcast_buffers and self._context.world_size > 1:
-            replicas.copy_from_root(self._context, self.module.buffers())
-
     def _check_still_frozen(self) -> None:
         thawed = [name for name, parameter in self._frozen if parameter.requires_grad]
         if thawed:
@@ -179,6 +176,15 @@ def no_sync(model: nn.Module | None = None) -> AbstractContextManager[None]:
         f"no_sync was given a {type(model).__name__}, which does not synchronise gradients",
         remedy=f"pass the {_WHAT}, or nothing for all of them",
     )
+
+
+def _follow_root(context: DistributedContext, model: nn.Module) -> None:
+    if context.world_size > 1:
+        replicas.copy_from_root(context, model.buffers())
+
+
+def _do_nothing() -> None:
+    """After a backward whose buffers stay each rank's own."""
 
 
 @contextmanager

@@ -88,14 +88,13 @@ class GradientSync:
         """Lets backward through `output` say that it begins.
 
         Without it the first parameter would: with reentrant checkpointing that is inside a nested backward,
-        whose end is not the end.
+        whose end is not the end. Also keeps this object alive as long as there is something to synchronise,
+        even if nobody holds the wrapped model any more.
         """
-        me = weakref.ref(self)
 
         def begins(_: Tensor) -> None:
-            sync = me()
-            if sync is not None and sync.enabled:
-                sync._begin()
+            if self.enabled:
+                self._begin()
 
         for tensor in _tensors(output):
             if tensor.grad_fn is not None:

@@ -1,9 +1,8 @@
 """All-reduce algorithms, one file each, all of the same shape: `run(job)` and `cost(...)`.
 
 The header of each file states the idea, what travels, what it costs and what it asks of the transport.
-`hops` and `window` are the two
-ways for data to move that they share. Names map to modules here; a module is imported when it is first
-asked for.
+`hops` and `window` are the two ways for data to move that they share. Names map to modules here; a module is
+imported when it is first asked for.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Canonical all-reduce: the same bits for any number of ranks and any split of the shards among them.
 
 Idea: the sum is defined by the shards alone, as one fixed balanced binary tree over the shard index
-(fold.py). A rank folds the largest whole subtrees of the
-shards it holds; those partials travel. Each rank owns a slice of the tensor, gets everybody's partials of
-that slice, folds them along the tree and shares the result.
+(fold.py). A rank folds the largest whole subtrees of the shards it holds; those partials travel. Each rank
+owns a slice of the tensor, gets everybody's partials of that slice, folds them along the tree and shares the
+result.
 What travels: with one partial per rank the ring's optimum, 2(N-1)/N of the message per rank; a rank that
 holds p partials sends its slices p times.
-What it costs: 2 rounds of latency, as `direct`; the fold reads what `direct` reads. 16-bit floats travel
-as fp32 partials.
+What it costs: 2 rounds of latency, as `direct`; the fold reads what `direct` reads. 16-bit floats travel as
+fp32 partials.
 What it asks: a window where there is one, else messages between any two ranks.
 """
 

@@ -1,9 +1,8 @@
 """Direct all-reduce: everybody gives each peer its slice, and gets the finished slices back.
 
-Idea: rank r owns slice r. One round brings all contributions to the owners, who fold them in rank order;
-one round takes the finished slices to everybody.
-In shared memory nothing is sent: owners read their peers' memory (window.py). Messages of up to 4 KB
-between hosts go whole, in one round.
+Idea: rank r owns slice r. One round brings all contributions to the owners, who fold them in rank order; one
+round takes the finished slices to everybody. In shared memory nothing is sent: owners read their peers'
+memory (window.py). Messages of up to 4 KB between hosts go whole, in one round.
 What travels: each rank sends 2(N-1)/N of the message in 2(N-1) messages (N-1 whole messages where it is
 small).
 What it costs: 2 rounds of latency; bandwidth-optimal where every pair of ranks has its own link, as in

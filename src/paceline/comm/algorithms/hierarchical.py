@@ -1,8 +1,8 @@
 """Hierarchical all-reduce: inside each host first, then between the hosts, then back.
 
 Idea: links inside a host are fast, those between hosts are slow. Each host sums its ranks' contributions
-(direct, in shared memory), the first rank of each host
-exchanges the host's sum with the other hosts (ring), and spreads the result inside.
+(direct, in shared memory), the first rank of each host exchanges the host's sum with the other hosts (ring),
+and spreads the result inside.
 What travels: between hosts one host's worth, 2(H-1)/H of the message per host for H hosts, whatever the
 number of ranks in it. Compression is applied there only.
 What it costs: the latency of both levels; the slow links carry ranks-per-host times less than with a flat
@@ -25,6 +25,9 @@ from paceline.comm.transport.subset import Subset
 def run(job: Job) -> None:
     transport = job.transport
     groups = job.groups or host_groups(transport)
+    if len(groups) == 1:
+        direct.run(job)
+        return
     mine = next(group for group in groups if transport.rank in group)
     leaders = [group[0] for group in groups]
     # Averages are divided once, at the end: hosts may have different numbers of ranks.
@@ -34,9 +37,8 @@ def run(job: Job) -> None:
     if len(mine) > 1:
         direct.run(Job(local, job.call, op, total, total, job.deadline))
     if transport.rank == mine[0]:
-        if len(leaders) > 1:
-            between = Subset(transport, leaders)
-            ring.run(Job(between, job.call, op, total, total, job.deadline, job.compression, job.name))
+        between = Subset(transport, leaders)
+        ring.run(Job(between, job.call, op, total, total, job.deadline, job.compression, job.name))
         finish(job.op, total, transport.world_size)
     if len(mine) > 1:
         _spread(local, job, total)
@@ -49,10 +51,10 @@ def host_groups(transport: Transport) -> tuple[tuple[int, ...], ...]:
 
 
 def inside(transport: Transport, ranks: tuple[int, ...]) -> Transport:
-    """The transport among the ranks of one host: the transport's own fast one if it has one for exactly
-    them."""
+    """The transport among the ranks of one host: the transport's own fast one if it has one for them."""
     local = getattr(transport, "local", None)
-    if local is not None and local.world_size == len(ranks):
+    here = transport.topology.ranks_on(transport.topology.host_of[transport.rank])
+    if local is not None and here == list(ranks):
         return local  # type: ignore[no-any-return]
     return transport if len(ranks) == transport.world_size else Subset(transport, list(ranks))
 

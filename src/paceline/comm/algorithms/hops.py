@@ -1,12 +1,10 @@
 """The moves that message-passing algorithms are made of, with or without compression.
 
 A flat accumulator is cut into segments. `reduce` sends segments of the accumulator and folds what arrives;
-when a segment is complete on its
-owner, `seal` finishes it (average, rounding, encoding); `share` passes sealed segments on. With
-compression every rank encodes each
-position at most once before it is sealed, so the error-feedback residual of a position belongs to one rank
-and one moment. Sealed segments
-are forwarded as the bytes their owner made: all ranks end with the same bits.
+when a segment is complete on its owner, `seal` finishes it (average, rounding, encoding); `share` passes
+sealed segments on. With compression every rank encodes each position at most once before it is sealed, so
+the error-feedback residual of a position belongs to one rank and one moment. Sealed segments are forwarded
+as the bytes their owner made: all ranks end with the same bits.
 
 Knows segments and codecs; which rank talks to which is the algorithm's business.
 """

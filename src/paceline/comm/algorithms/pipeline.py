@@ -2,13 +2,13 @@
 stay in the cache.
 
 While a rank copies the peers' slices of chunk k+1 into its slot, it folds its own slice of chunk k from
-everybody's slots into a result slot, and copies the peers'
-finished slices of chunk k-1 out. Its own slice it reads from and writes to its own memory.
+everybody's slots into a result slot, and copies the peers' finished slices of chunk k-1 out. Its own slice
+it reads from and writes to its own memory.
 What travels: (N-1)/N of the message into slots, (N-1)/N out of them, and the fold in between. Handles any
 number of partials per rank.
 Reuse: a rank that fills slot k+1 has seen everybody's fold of chunk k-2, so slots are three deep. A rank
-that folds chunk k has seen everybody's fill of
-chunk k, which comes after their taking of chunk k-3: results are three deep as well.
+that folds chunk k has seen everybody's fill of chunk k, which comes after their taking of chunk k-3: results
+are three deep as well.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Ring all-reduce: segments travel around a circle, once to be summed and once to be shared.
 
-Idea: N segments; in round i a rank passes one partial sum to its right neighbour and folds the one from
-its left. After N-1 rounds each rank
-owns one finished segment; N-1 more rounds pass the finished ones on.
+Idea: N segments; in round i a rank passes one partial sum to its right neighbour and folds the one from its
+left. After N-1 rounds each rank owns one finished segment; N-1 more rounds pass the finished ones on.
 What travels: each rank sends 2(N-1)/N of the message, and 32 bytes of header per round. 16-bit floats are
-summed in fp32 on the way, so
-their first N-1 rounds carry twice the bytes.
+summed in fp32 on the way, so their first N-1 rounds carry twice the bytes.
 What it costs: 2(N-1) rounds of latency; bandwidth-optimal on any link, and every link is used equally.
 What it asks: messages between neighbours only.
 """

@@ -2,10 +2,9 @@
 writes it into all outputs.
 
 A tensor from `ctx.empty` lies in the window and is read and written in place: nothing is copied in or out.
-An ordinary tensor is reached through
-the kernel, which copies each block once on its way to the owner's cache and once back. Between the first
-barrier (inputs are ready) and the second (outputs are
-written) only the owner touches a slice, so inputs and outputs may be the same memory.
+An ordinary tensor is reached through the kernel, which copies each block once on its way to the owner's
+cache and once back. Between the first barrier (inputs are ready) and the second (outputs are written) only
+the owner touches a slice, so inputs and outputs may be the same memory.
 What travels: each rank reads the peers' (N-1) parts of its slice and writes as many: 2(N-1)/N of the
 message. No rank touches a byte twice.
 """

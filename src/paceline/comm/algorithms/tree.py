@@ -1,12 +1,11 @@
 """Tree all-reduce: recursive halving, then recursive doubling.
 
 Idea: ranks pair up over distances N/2, N/4, ... 1. In each round a pair splits what it still holds: one
-keeps and sums the lower half, the other
-the upper. After log2 N rounds everybody owns one finished segment; log2 N rounds in reverse put the
-segments together again.
-What travels: each rank sends 2(N-1)/N of the message in 2 log2 N messages, and 32 bytes of header each.
-When N is no power of two, the surplus ranks
-first hand their whole contribution to a partner and get the result at the end (2 more rounds).
+keeps and sums the lower half, the other the upper. After log2 N rounds everybody owns one finished segment;
+log2 N rounds in reverse put the segments together again.
+What travels: each rank sends 2(N-1)/N of the message in 2 log2 N messages, and 32 bytes of header each. When
+N is no power of two, the surplus ranks first hand their whole contribution to a partner and get the result
+at the end (2 more rounds).
 What it costs: 2 log2 N rounds of latency, against the ring's 2(N-1); long distances, so a shared uplink is
 crossed by all pairs at once.
 What it asks: messages between any two ranks.

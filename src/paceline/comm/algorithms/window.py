@@ -5,12 +5,12 @@ same published facts:
 
 * small (up to one slot): each rank puts its data into its slot, one tick, everybody folds everything. One
   barrier.
-* spread (tensors that peers can reach): each rank folds its slice from all inputs and writes the result
-  into all outputs, see `spread.py`. Two barriers.
+* spread (tensors that peers can reach): each rank folds its slice from all inputs and writes the result into
+  all outputs, see `spread.py`. Two barriers.
 * anything else goes through slots of the window in a pipeline of chunks, see `pipeline.py`.
 
-Used by `direct` (one partial per rank, folded left to right) and by `canonical` (any partials, folded
-along the tree).
+Used by `direct` (one partial per rank, folded left to right) and by `canonical` (any partials, folded along
+the tree).
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """One reduction in shared memory to be done: what `window` and `pipeline` pass around, and the fold they
-both use."""
+both use.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """What a transport must offer: bytes between ranks, and a word on who is alive.
 
 Algorithms and collectives are written against `Transport` only. `Window` is an extra of transports whose
-ranks can read each
-other's memory (shared memory, threads). A transport knows nothing of reductions, algorithms or what the
-bytes mean.
+ranks can read each other's memory (shared memory, threads). A transport knows nothing of reductions,
+algorithms or what the bytes mean.
 """
 
 from __future__ import annotations

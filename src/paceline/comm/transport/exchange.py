@@ -57,7 +57,8 @@ class Exchange:
         self._tally = tally
         self._call = call
         self._marks: dict[int, int] = {}
-        self._unaccepted: dict[tuple[int, int], Tensor] = {}
+        self._unaccepted: set[tuple[int, int]] = set()
+        self._held: list[tuple[Tensor, int, int]] = []
         self._transfers: list[Transfer] = []
         self._arriving: dict[int, deque[Tensor]] = {}
         for peer, tensor in receives:
@@ -73,15 +74,17 @@ class Exchange:
         else:
             number = self._bulk.next_number(peer)
             self._marks[peer] = self._mesh.send(peer, Kind.BULK, length=size, number=number, **fields)
-            self._unaccepted[peer, number] = body
+            self._unaccepted.add((peer, number))
+            self._held.append((body, peer, number))
         self._tally.sent(peer, size)
 
     def advance(self) -> tuple[bool, bool]:
-        moved = self._arrived() | self._accepted() | self._finished()
+        moved = self._arrived() | self._started() | self._accepted() | self._finished()
         for peer, mark in list(self._marks.items()):
             if self._mesh.sent(peer, mark):
                 del self._marks[peer]
-        return not (self._marks or self._arriving or self._unaccepted or self._transfers), moved
+        left = self._marks or self._arriving or self._held or self._unaccepted or self._transfers
+        return not left, moved
 
     def _arrived(self) -> bool:
         moved = False
@@ -119,13 +122,20 @@ class Exchange:
             return Transfer(peer, lambda: None, done=True, error=error)
 
     def _accepted(self) -> bool:
-        # Bytes go out only now: before, they would stand in the way of what this rank still has to tell Gloo about its own receives,
-        # and the two directions of a pair would take turns.
-        ready = [item for item in self._unaccepted if self._mesh.accepted(*item)]
-        for peer, number in ready:
-            body = self._unaccepted.pop((peer, number))
-            self._transfers.append(self._start(self._bulk.send, body, peer, number))
+        ready = {item for item in self._unaccepted if self._mesh.accepted(*item)}
+        self._unaccepted -= ready
         return bool(ready)
+
+    def _started(self) -> bool:
+        """Starts the large sends that need not be held back.
+
+        Gloo has one queue for each peer. What it has to tell about a receive from that peer must not stand behind
+        the bytes of a send, or the two directions would take turns: receives come first.
+        """
+        free = [item for item in self._held if item[1] not in self._arriving]
+        self._held = [item for item in self._held if item[1] in self._arriving]
+        self._transfers += [self._start(self._bulk.send, *item) for item in free]
+        return bool(free)
 
     def _finished(self) -> bool:
         before = len(self._transfers)

@@ -1,9 +1,8 @@
 """The slow path of every wait: look around, say for whom, give up with a reason.
 
 A wait that lasts longer than a moment enters a `Watch`: the rank's status becomes readable for its peers,
-everybody's status is
-judged (calls.judge) every few hundredths of a second, and after three seconds one log line says who waits
-for whom.
+everybody's status is judged (calls.judge) every few hundredths of a second, and after three seconds one log
+line says who waits for whom.
 Knows the board of its transport, not what travels.
 """
 
@@ -15,13 +14,15 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol
 
-from paceline.comm.calls import Peer, Status, disagreement, judge, ranks_text, timed_out
+from paceline.comm.calls import Peer, RankState, Status, disagreement, judge, ranks_text, timed_out
+from paceline.core.errors import DisagreementError, PacelineError
 
 _log = logging.getLogger("paceline.comm")
 
 LOOK_SECONDS = 0.02
 STABLE_SECONDS = 1.0
 NOTICE_SECONDS = 3.0
+SILENT_SECONDS = 0.5
 
 
 class Outlook(Protocol):
@@ -79,7 +80,7 @@ class Watch:
         if peers != self._seen:
             self._seen, self._unchanged_since = peers, now
         error = judge(self._outlook.rank, peers, stable=now - self._unchanged_since >= STABLE_SECONDS)
-        if error is not None:
+        if error is not None and not self._too_early(error, peers, now):
             raise error
         if now >= self._deadline:
             self._outlook.post(None)
@@ -90,13 +91,18 @@ class Watch:
             whom = ranks_text(absent or self._status.waits_for)
             _log.warning("rank %d waits for %s in %s", self._outlook.rank, whom, self._status)
 
-    def disagree(self, headline: str, patience: float = 0.5) -> None:
+    def _too_early(self, error: PacelineError, peers: dict[int, Peer], now: float) -> bool:
+        """Ranks that came a moment ago have not said what they called: a listing would blame them."""
+        silent = any(peer.state is RankState.RUNNING and peer.status is None for peer in peers.values())
+        return isinstance(error, DisagreementError) and silent and now - self._since < SILENT_SECONDS
+
+    def disagree(self, headline: str, patience: float = SILENT_SECONDS) -> None:
         """Raises a DisagreementError once the peers have said what they called, or after `patience`
         seconds."""
         end = time.monotonic() + patience
         peers = self._outlook.peers()
         while time.monotonic() < end and any(
-            peer.status is None and peer.state.value == 1 for peer in peers.values()
+            peer.status is None and peer.state is RankState.RUNNING for peer in peers.values()
         ):
             time.sleep(LOOK_SECONDS)
             peers = self._outlook.peers()

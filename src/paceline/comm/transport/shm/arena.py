@@ -1,5 +1,5 @@
-"""Memory for tensors that every rank of the group can reach: this rank's own part of the segment, handed
-out and taken back.
+"""Memory for tensors that every rank of the group can reach: this rank's own part of the segment, handed out
+and taken back.
 
 First fit over a sorted list of free ranges; ranges given back return their pages to the system. One owner,
 no locks between ranks.

@@ -1,8 +1,8 @@
 """Who does what: one row per rank, written by that rank alone and read by all.
 
 A row holds the rank's tick and bells (words to wait on), its process, its state, and, while it waits, its
-status as text. Reading a row
-never blocks; a row that changes while it is read is read again. Knows calls and statuses, not algorithms.
+status as text. Reading a row never blocks; a row that changes while it is read is read again. Knows calls
+and statuses, not algorithms.
 """
 
 from __future__ import annotations

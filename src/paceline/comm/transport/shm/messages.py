@@ -1,8 +1,8 @@
 """Messages over the rings of one rank: many at once, in pieces, without a thread.
 
-`Outgoing` and `Incoming` are transfers in progress; `pump` moves whatever can move. A rank rings its
-peer's bell after it wrote
-or made room, so that a peer that sleeps looks again. Knows headers and lengths, not calls or tags' meaning.
+`Outgoing` and `Incoming` are transfers in progress; `pump` moves whatever can move. A rank rings its peer's
+bell after it wrote or made room, so that a peer that sleeps looks again. Knows headers and lengths, not
+calls or tags' meaning.
 """
 
 from __future__ import annotations

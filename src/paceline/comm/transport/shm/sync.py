@@ -1,8 +1,8 @@
 """Waiting on a 32-bit word of shared memory: a short spin, then the kernel's futex.
 
 One writer per word. Publishing is a plain store (after a fence where the processor reorders stores) and a
-wake-up call. Knows nothing
-of what the words mean or of who may have died; the caller gets control back every few milliseconds to look.
+wake-up call. Knows nothing of what the words mean or of who may have died; the caller gets control back
+every few milliseconds to look.
 """
 
 from __future__ import annotations

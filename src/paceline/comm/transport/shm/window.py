@@ -1,9 +1,8 @@
 """All ranks' memory at once, and ticks to wait for: what the fast all-reduce works on.
 
 Every rank counts its ticks; in a window call all ranks make the same number of them, so "everybody has
-reached my tick" is a barrier
-without a coordinator. The first tick of a call also shows the call's signature: ranks in different calls
-find out at once.
+reached my tick" is a barrier without a coordinator. The first tick of a call also shows the call's
+signature: ranks in different calls find out at once.
 """
 
 from __future__ import annotations

@@ -1,0 +1,35 @@
+"""Runs every benchmark and writes bench/results/. A benchmark that cannot run here says why and the others
+go on.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from paceline.core.errors import PacelineError, UnavailableError
+
+MODULES = ("all_reduce", "canonical", "counts", "network", "disagreement", "spawn_latency", "cycles")
+
+
+def main() -> int:
+    names = sys.argv[1:] or MODULES
+    failed = 0
+    for name in names:
+        print(f"== {name}", flush=True)
+        try:
+            report = importlib.import_module(f"bench.{name}").run()
+        except UnavailableError as error:
+            print(f"not run: {error}")
+            continue
+        except PacelineError as error:
+            failed += 1
+            print(f"failed: {error}", file=sys.stderr)
+            continue
+        report.show()
+        report.save()
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""`paceline bench`: measure this machine.
+
+Must not import torch until a measurement starts.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from paceline.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from paceline.comm.cost import Choice, Links
+    from paceline.plan.comm_bench import Row
+
+app = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
+
+_UNITS = {"B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}
+
+
+@app.callback()
+def bench() -> None:
+    """Measure this machine."""
+
+
+@app.command()
+def comm(
+    ranks: Annotated[
+        list[int] | None, typer.Option("--ranks", "-n", help="Number of ranks; repeat for several.")
+    ] = None,
+    sizes: Annotated[
+        list[str] | None,
+        typer.Option("--size", help="Message size, such as 4KB or 25MB; repeat for several."),
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds; medians are over all of them.")] = 5,
+    save: Annotated[bool, typer.Option(help="Save the measured links for algorithm='auto'.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+) -> None:
+    """Time all-reduce against Gloo, calibrate the cost model, and say which algorithm 'auto' will choose.
+
+    Example: paceline bench comm --ranks 2 --ranks 4 --size 4KB --size 25MB
+    """
+    counts = ranks or [2, 4]
+    if any(count < 2 for count in counts):
+        raise UsageError(
+            f"--ranks {min(counts)}: an all-reduce needs at least 2 ranks", remedy="pass --ranks 2 or more"
+        )
+    if rounds < 1:
+        raise UsageError(f"--rounds {rounds}", remedy="pass --rounds 1 or more")
+    nbytes = [parse_size(text) for text in sizes] if sizes else [4096, 1 << 20, 25 << 20, 100 << 20]
+
+    from paceline.comm.cost import save_links
+    from paceline.frontends.spawn import spawn
+    from paceline.plan import comm_bench
+
+    rows: list[Row] = []
+    for count in counts:
+        rows += spawn(comm_bench.compare, nbytes, comm_bench.METHODS, rounds, workers=count, threads=1)[0]
+    links: Links = spawn(comm_bench.calibrate, workers=max(counts), threads=1)[0]
+    path = save_links(links) if save else None
+    choices = [predicted(links, count, size) for count in counts for size in nbytes]
+    if as_json:
+        import json
+
+        plain = {
+            "rows": [row.to_plain() for row in rows],
+            "links": links.to_plain(),
+            "saved": str(path) if path else None,
+            "auto": [choice.reason for choice in choices],
+        }
+        typer.echo(json.dumps(plain, indent=2))
+        return
+    _print(rows)
+    for choice in choices:
+        typer.echo(f"auto: {choice.reason}")
+    if path is not None:
+        typer.echo(f"links saved to {path}")
+
+
+def predicted(links: Links, ranks: int, nbytes: int) -> Choice:
+    """What algorithm='auto' takes on one host with these links."""
+    from paceline.comm import algorithms
+    from paceline.comm.cost import Situation, decide
+
+    situation = Situation(nbytes, ranks, has_window=True)
+    predictions = {name: algorithms.load(name).cost(situation, links) for name in algorithms.NAMES}
+    return decide(situation, predictions, links)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a text such as 4096, 4KB or 25MB; a multiple of 4, for the numbers are fp32."""
+    upper = text.strip().upper()
+    unit = next((unit for unit in ("KB", "MB", "GB", "B") if upper.endswith(unit)), "")
+    digits = upper.removesuffix(unit).strip()
+    if not digits.isdigit() or int(digits) == 0 or int(digits) * _UNITS.get(unit, 1) % 4:
+        raise UsageError(
+            f"--size {text!r} is not a size", remedy="write bytes (a multiple of 4), or 4KB, 25MB, 1GB"
+        )
+    return int(digits) * _UNITS.get(unit, 1)
+
+
+def size_text(nbytes: int) -> str:
+    for unit in ("GB", "MB", "KB"):
+        if nbytes >= _UNITS[unit] and nbytes % _UNITS[unit] == 0:
+            return f"{nbytes // _UNITS[unit]} {unit}"
+    return f"{nbytes} B"
+
+
+def _print(rows: list[Row]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="all-reduce, fp32, medians of the slowest rank")
+    for name in ("ranks", "size", "method", "time", "Gloo", "faster", "of copy speed"):
+        table.add_column(name, justify="left" if name == "method" else "right")
+    for row in rows:
+        table.add_row(
+            str(row.ranks),
+            size_text(row.nbytes),
+            row.method,
+            f"{row.seconds * 1e3:.3f} ms",
+            f"{row.gloo_seconds * 1e3:.3f} ms",
+            f"{row.speedup:.1f}x",
+            f"{row.copy_fraction:.0%}",
+        )
+    Console().print(table)
