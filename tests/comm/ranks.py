@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 from paceline.comm.context import DistributedContext
 from paceline.comm.ops import ReduceOp, accumulator_dtype
 from paceline.comm.transport.threads import run_ranks
+from paceline.core.errors import PacelineError, UsageError
 from paceline.frontends.spawn import spawn
 
 SIZES = (1, 2, 3, 4, 5, 7, 8)
@@ -25,20 +27,36 @@ def processes(fn: Callable[..., Any], *args: Any, workers: int = 2) -> list[Any]
 
 
 def outcomes(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 30.0) -> list[Any]:
-    """What each rank returned or raised; all begin at the same moment, and none leaves before all are done."""
+    """What each rank returned, or the Paceline error it raised; all ranks begin at the same moment."""
     together = threading.Barrier(world_size)
 
     def guarded(ctx: DistributedContext) -> Any:
         together.wait(timeout)
         try:
             return fn(ctx, *args)
-        except Exception as error:
-            error.__traceback__ = None  # it would keep the rank's tensors and the test's locals alive
-            return error
-        finally:
-            together.wait(timeout)
+        except PacelineError as error:
+            ctx.close(error)  # as a rank does that ends with it
+            return error.with_traceback(None)  # which would keep the rank's memory alive
 
     return run_ranks(world_size, guarded, timeout=timeout)
+
+
+def refused_then_works(call: Callable[[DistributedContext], Any], match: str | None = None) -> None:
+    """The mistake is made on rank 0 only and found there; afterwards the group is as good as new."""
+
+    def one(ctx: DistributedContext) -> Any:
+        if ctx.rank == 0:
+            # Not pytest.raises: what it holds would keep the rank's memory until the collector runs.
+            try:
+                call(ctx)
+            except UsageError as error:
+                assert error.remedy
+                assert match is None or re.search(match, str(error))
+            else:
+                raise AssertionError("the mistake was not found")
+        return ctx.all_reduce([1.0]), ctx.all_gather(ctx.rank)
+
+    assert run_ranks(2, one, timeout=20) == [([2.0], [0, 1])] * 2
 
 
 def on_hosts(ctx: DistributedContext, hosts: Sequence[Sequence[int]]) -> DistributedContext:

@@ -182,7 +182,7 @@ def _over_torch(ctx: Any, path: str) -> Any:
             group.init_process_group("nccl")
         context = group.init_process_group("gloo", timeout=30)
         mine = group.all_gather(ctx.rank)
-        ddp = paceline.DistributedDataParallel(torch.nn.Linear(2, 2), mode="fast")  # type: ignore[operator]
+        ddp: Any = paceline.DistributedDataParallel(torch.nn.Linear(2, 2), mode="fast")
         with group.no_sync():
             ddp(torch.full((1, 2), 1.0 + ctx.rank)).sum().backward()
         local = ddp.module.weight.grad.clone()

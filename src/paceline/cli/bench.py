@@ -15,14 +15,17 @@ if TYPE_CHECKING:
     from paceline.comm.cost import Choice, Links
     from paceline.plan.comm_bench import Row
 
-app = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 _UNITS = {"B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}
 
 
 @app.callback()
 def bench() -> None:
-    """Measure this machine."""
+    """Measure this machine.
+
+    Example: paceline bench comm --ranks 2
+    """
 
 
 @app.command()

@@ -18,11 +18,15 @@ from functools import lru_cache
 from types import FrameType
 from typing import Any
 
+import torch
+
 from paceline.core.errors import CommTimeoutError, DisagreementError, PacelineError, PeerLostError
 
 _AGREE = "every rank has to make the same collective calls in the same order, with the same shapes and dtypes"
 _LATE = "look at the line where the late rank is; if it is only slow, give a larger timeout"
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_NOT_THE_USERS = tuple(
+    os.path.dirname(os.path.abspath(path)) + os.sep for path in (os.path.dirname(__file__), torch.__file__)
+)
 
 
 @dataclass(slots=True)
@@ -50,9 +54,9 @@ def signature_of(text: str) -> int:
 
 
 def call_site() -> str:
-    """`file:line` of the innermost frame that is not Paceline's own."""
+    """`file:line` of the innermost frame that is neither Paceline's own nor torch's (which calls back)."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "unknown line"
 
@@ -119,9 +123,13 @@ def judge(me: int, peers: Mapping[int, Peer], stable: bool) -> PacelineError | N
     dead = tuple(sorted(rank for rank, peer in peers.items() if peer.state is RankState.DEAD))
     if dead:
         return peer_lost(me, dead, peers, mine)
-    for rank, peer in sorted(peers.items()):
-        if peer.state is RankState.FAILED and rank != me:
-            return failure_of(rank, peer, mine)
+    failed = [rank for rank, peer in peers.items() if peer.state is RankState.FAILED and rank != me]
+    if failed:
+        # Who failed by itself comes before who failed because of somebody.
+        first = min(
+            failed, key=lambda rank: ((peers[rank].failure or {}).get("kind") == "PeerLostError", rank)
+        )
+        return failure_of(first, peers[first], mine)
     if mine.sequence >= 0:
         others = {rank: peer.status for rank, peer in peers.items() if peer.status is not None}
         differing = [
@@ -182,6 +190,7 @@ def failure_from(error: BaseException) -> dict[str, Any]:
     """What a failing rank leaves for its peers to read."""
     failure: dict[str, Any] = {"kind": type(error).__name__, "text": f"{type(error).__name__}: {error}"}
     if isinstance(error, PeerLostError):
+        failure["text"] = error.message
         failure["ranks"] = list(error.ranks)
     if isinstance(error, CommTimeoutError):
         failure["text"] = error.message
@@ -202,7 +211,7 @@ def failure_of(rank: int, peer: Peer, mine: Status) -> PacelineError:
     if failure.get("kind") == "PeerLostError" and failure.get("ranks"):
         lost = tuple(int(lost) for lost in failure["ranks"])
         return PeerLostError(
-            f"{ranks_text(lost)} was lost, as rank {rank} found, while this rank was in {mine}",
+            f"{ranks_text(lost)} was lost while this rank was in {mine}; rank {rank} found: {peer.reason}",
             ranks=lost,
             remedy="look at that rank's own log",
         )

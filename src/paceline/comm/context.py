@@ -294,7 +294,12 @@ class DistributedContext:
         name per tensor.
         """
         if isinstance(compression, PowerSGD):
-            return self._power_sgd(data, parse_op(op), algorithm, compression, out, timeout)
+            if async_op:
+                raise UsageError(
+                    "PowerSGD has no asynchronous form: it is two all-reduces with arithmetic in between",
+                    remedy="call it without async_op, or use another compression",
+                )
+            return self._power_sgd(data, parse_op(op), algorithm, compression, out, name, timeout)
         op = parse_op(op)
         if type(data) is Tensor and (out is None or out is data) and compression is None and not async_op:
             prepared = self._reducer.prepared(data, op, algorithm)
@@ -304,8 +309,9 @@ class DistributedContext:
                 )
                 if result is not None:
                     return result
-        payload = open_payload(data, "all_reduce")
-        on_gpu = bool(payload.parts) and payload.parts[0].is_cuda
+        # Only NCCL reduces where the tensors are; everything else works on the host's memory.
+        on_gpu = self._reducer.reduces_on_gpu(data, algorithm) and compression is None
+        payload = open_payload(data, "all_reduce", on_device=on_gpu)
         plan = self._reducer.plan(payload.flat, payload.shape, op, algorithm, compression, on_gpu)
         target, restore = reduction.result_memory(payload, out, "all_reduce")
 
@@ -427,6 +433,7 @@ class DistributedContext:
     def close(self, error: BaseException | None = None) -> None:
         """Leaves the group. With an error, ranks that wait for this one are told at once."""
         self._sequence.close(error)
+        self._reducer.forget()
         for messenger in self._messengers.values():
             messenger.shutdown(wait=True)
         self._messengers.clear()
@@ -440,7 +447,14 @@ class DistributedContext:
         self.close(error)
 
     def _power_sgd(
-        self, data: Any, op: ReduceOp, algorithm: str, compression: PowerSGD, out: Any, timeout: float | None
+        self,
+        data: Any,
+        op: ReduceOp,
+        algorithm: str,
+        compression: PowerSGD,
+        out: Any,
+        name: str,
+        timeout: float | None,
     ) -> Any:
         if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
             raise UsageError(f"PowerSGD of {op.name}: it approximates sums only", remedy="use SUM or AVERAGE")
@@ -450,7 +464,7 @@ class DistributedContext:
             reduced: Tensor = self.all_reduce(flat, ReduceOp.AVERAGE, algorithm, timeout=timeout)
             return reduced
 
-        reduced = compression.reduce(tensors, average)
+        reduced = compression.reduce(tensors, average, name=name)
         if op is ReduceOp.SUM:
             reduced = [tensor * self.world_size for tensor in reduced]
         if out is not None:

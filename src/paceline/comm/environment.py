@@ -1,7 +1,9 @@
-"""Which rank this process is, of how many, and where the ranks meet: from arguments first, then from what launchers set.
+"""Which rank this process is, of how many, and where the ranks meet: from arguments first, then from what
+launchers set.
 
-torchrun, OpenMPI and SLURM are known, in this order: the innermost launcher is the one that counts, and a torchrun or an mpirun may
-itself run under SLURM. Pure: reads a mapping that it is given, opens nothing, asks nobody.
+torchrun, OpenMPI and SLURM are known, in this order: the innermost launcher is the one that counts, and a
+torchrun or an mpirun may itself run under SLURM. Pure: reads a mapping that it is given, opens nothing,
+asks nobody.
 """
 
 from __future__ import annotations
@@ -118,8 +120,8 @@ def parse_address(text: str, what: str = "address") -> Address:
 
 def first_host(node_list: str) -> str:
     """The first host of a SLURM node list: `n[003-012,17],gpu1` gives `n003`."""
-    head = re.match(r"(?:[^,\[\]]|\[[^\]]*\])+", node_list.strip())
-    host = re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", head[0]) if head is not None else ""
+    head = re.fullmatch(r"((?:[^,\[\]\s]|\[[^\[\]]+\])+)(?:,.*)?", node_list.strip())
+    host = re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", head[1]) if head is not None else ""
     if not host or "[" in host or "]" in host:
         raise UsageError(
             f"SLURM's node list {node_list!r} cannot be read", remedy="set MASTER_ADDR and MASTER_PORT"

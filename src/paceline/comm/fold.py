@@ -54,9 +54,18 @@ class Fold:
     steps: tuple[tuple[int, int, int], ...]
 
     @property
-    def starts_with_first_input(self) -> bool:
-        """Whether the result may be built up in the first input's own memory."""
-        return bool(self.steps) and self.steps[0] == (self.inputs + self.temporaries, 0, 1)
+    def in_place(self) -> tuple[tuple[int, int], ...]:
+        """The steps as (left, right) over inputs alone: each adds into its left operand, the last into input 0.
+
+        For inputs that may be overwritten: needs no temporaries and touches no other memory.
+        """
+        home: dict[int, int] = {}  # where a register's value is, as an input
+        pairs = []
+        for target, left, right in self.steps:
+            a, b = home.get(left, left), home.get(right, right)
+            pairs.append((a, b))
+            home[target] = a
+        return tuple(pairs)
 
     def run(self, kernel: Kernel, inputs: Sequence[Tensor], out: Tensor, scratch: Sequence[Tensor]) -> None:
         """Folds the inputs into `out`; `scratch` holds `temporaries` tensors of at least out's size and of

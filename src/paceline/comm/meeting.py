@@ -1,11 +1,10 @@
 """Where ranks find each other: a small key-value store that rank 0 serves (or torchrun's agent, or an
 existing group has).
 
-Every rank claims its number and says hello; a rank that waits says for whom in the log, and names them
-when it gives up. Bad news is
-told through the store too, so that everybody stops with the same reason. Data is JSON. The store lives
-only until the group stands: rank 0
-closes it, and the address is free for the next group. Knows nothing of transports.
+Every rank claims its number and says hello; a rank that waits says for whom in the log, and names them when
+it gives up. Bad news is told through the store too, so that everybody stops with the same reason. Data is
+JSON. The store lives only until the group stands: rank 0 closes it, and the address is free for the next
+group. Knows nothing of transports.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Self
 
-from torch.distributed import DistError, PrefixStore, Store, TCPStore
+from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from paceline.comm.calls import ranks_text
 from paceline.comm.environment import Address
@@ -67,7 +66,7 @@ def serve(address: Address) -> TCPStore:
     except OSError as error:
         raise RendezvousError(
             f"rank 0 cannot serve at {address}: {error.strerror or error}",
-            remedy="another program, another group or a second rank 0 is there: choose another port (address= or MASTER_PORT)",
+            remedy="another program, group or rank 0 is there: choose another port (address= or MASTER_PORT)",
         ) from error
     port = listener.getsockname()[1]
     seconds = timedelta(seconds=60)
@@ -118,7 +117,7 @@ def connect(rank: int, address: Address, deadline: float) -> Store:
             reason = f"it cannot be reached ({error.strerror or error})"
         except DistError:
             reason = "what listens there is not a rendezvous"
-        patience.pause(lambda: f"rank {rank} waits for rank 0 at {address}: {reason}")
+        patience.pause(_constant(f"rank {rank} waits for rank 0 at {address}: {reason}"))
 
 
 class Meeting:
@@ -159,7 +158,7 @@ class Meeting:
 
     def enter(self, hello: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
         """Claims this rank's number, says hello, and returns everybody's hello."""
-        if self._ask(lambda: self._store.check([_FINISHED])):
+        if self._has(_FINISHED):
             raise StoreGoneError
         taken = self._ask(lambda: self._store.add(f"claim/{self.rank}", 1)) != 1
         if taken:
@@ -188,7 +187,7 @@ class Meeting:
 
     def look(self) -> None:
         """Raises if somebody has given up."""
-        if self._ask(lambda: self._store.check([_BAD])):
+        if self._has(_BAD):
             news = json.loads(self._ask(lambda: self._store.get(_BAD)))
             raise RendezvousError(f"rank {news['rank']} gave up: {news['text']}")
 
@@ -202,10 +201,14 @@ class Meeting:
             leave()
             return
         patience = Patience(self.deadline)
-        while not self._ask(lambda: self._store.check([_FINISHED])):
-            self.look()
-            patience.pause(lambda: f"rank {self.rank} waits for rank 0 to complete the group")
-        self.tell("seen", {})
+        try:
+            while not self._has(_FINISHED):
+                self.look()
+                patience.pause(lambda: f"rank {self.rank} waits for rank 0 to complete the group")
+            self.tell("seen", {})
+        except StoreGoneError as error:
+            # Rank 0 closes it when all are ready. If it died instead, the transport will say so.
+            _log.debug("rank %d: the store closed early: %s", self.rank, error)
 
     def _let_them_read(self) -> None:
         """A server that closes under a question fills its clients' logs: wait a moment until nobody has
@@ -228,10 +231,11 @@ class Meeting:
         return {rank: json.loads(value) for rank, value in zip(ranks, values, strict=True)}
 
     def _waiting_text(self, topic: str, ranks: list[int]) -> str:
-        missing = [
-            rank for rank in ranks if not self._ask(lambda rank=rank: self._store.check([f"{topic}/{rank}"]))
-        ]  # type: ignore[misc]
+        missing = [rank for rank in ranks if not self._has(f"{topic}/{rank}")]
         return f"rank {self.rank} waits for {ranks_text(missing or ranks)} at {self.where}"
+
+    def _has(self, key: str) -> bool:
+        return bool(self._ask(lambda: self._store.check([key])))
 
     def _holder(self) -> str:
         try:
@@ -245,3 +249,7 @@ class Meeting:
             return question()
         except DistError as error:
             raise StoreGoneError(str(error)) from error
+
+
+def _constant(text: str) -> Callable[[], str]:
+    return lambda: text

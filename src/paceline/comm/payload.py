@@ -31,10 +31,10 @@ class Payload:
     parts: tuple[Tensor, ...] = ()
 
 
-def open_payload(data: Any, what: str) -> Payload:
-    """Reads the caller's data without copying where its memory is already flat."""
+def open_payload(data: Any, what: str, *, on_device: bool = False) -> Payload:
+    """Reads the caller's data, not copied where its memory is flat; `on_device` leaves tensors where they are."""
     if isinstance(data, Tensor):
-        return _from_tensor(data, what)
+        return _from_tensor(data, what, on_device)
     if isinstance(data, np.ndarray | np.generic):
         return _from_array(data, what)
     if isinstance(data, bool | int | float | complex):
@@ -42,7 +42,7 @@ def open_payload(data: Any, what: str) -> Payload:
         return Payload(flat, f"{_dtype(flat)} number", lambda result: result.tolist()[0])
     if isinstance(data, list | tuple):
         if data and all(isinstance(part, Tensor) for part in data):
-            return _from_tensors(data, what)
+            return _from_tensors(data, what, on_device)
         flat = _tensor_from_numbers(data, what)
         kind = type(data)
         return Payload(flat, f"{_dtype(flat)}[{flat.numel()}] numbers", lambda result: kind(result.tolist()))
@@ -55,7 +55,12 @@ def describe(tensor: Tensor) -> str:
 
 def to_flat_cpu(tensor: Tensor) -> Tensor:
     """The tensor's values in logical order, 1-D and contiguous on the CPU; a view where it can be one."""
-    return tensor.detach().to("cpu").contiguous().view(-1)
+    return _to_flat(tensor, False)
+
+
+def _to_flat(tensor: Tensor, on_device: bool) -> Tensor:
+    values = tensor.detach()
+    return (values if on_device else values.to("cpu")).contiguous().view(-1)
 
 
 def check_dense(tensor: Tensor, what: str) -> None:
@@ -73,16 +78,16 @@ def check_dense(tensor: Tensor, what: str) -> None:
         raise UsageError(f"{what}: quantized tensors cannot travel", remedy="call .dequantize() first")
 
 
-def _from_tensor(tensor: Tensor, what: str) -> Payload:
+def _from_tensor(tensor: Tensor, what: str, on_device: bool) -> Payload:
     check_dense(tensor, what)
 
     def restore(result: Tensor) -> Tensor:
         return result.view(tensor.shape).to(tensor.device)
 
-    return Payload(to_flat_cpu(tensor), describe(tensor), restore, (tensor,))
+    return Payload(_to_flat(tensor, on_device), describe(tensor), restore, (tensor,))
 
 
-def _from_tensors(parts: Sequence[Tensor], what: str) -> Payload:
+def _from_tensors(parts: Sequence[Tensor], what: str, on_device: bool) -> Payload:
     for part in parts:
         check_dense(part, what)
     dtypes = {part.dtype for part in parts}
@@ -92,7 +97,7 @@ def _from_tensors(parts: Sequence[Tensor], what: str) -> Payload:
             f"{what}: the list mixes dtypes ({names})",
             remedy="reduce tensors of each dtype in a call of its own",
         )
-    flat = torch.cat([to_flat_cpu(part) for part in parts])
+    flat = torch.cat([_to_flat(part, on_device) for part in parts])
     kind = type(parts)
 
     def restore(result: Tensor) -> Any:

@@ -117,6 +117,18 @@ class Reducer:
         small = small_reduce(transport, window, recipe(transport.world_size, op), data.dtype, data.shape)
         return Prepared(plan.text, plan.algorithm, signature_of(plan.text), small)
 
+    def reduces_on_gpu(self, data: Any, algorithm: str) -> bool:
+        """Whether the transport's own all-reduce takes this data where it is, on the GPU."""
+        if getattr(self._transport, "backend", "") != "nccl" or algorithm not in ("auto", "native"):
+            return False
+        parts = [data] if isinstance(data, Tensor) else data if isinstance(data, list | tuple) else []
+        return bool(parts) and all(isinstance(part, Tensor) and part.is_cuda for part in parts)
+
+    def forget(self) -> None:
+        """Drops what was prepared: it holds the group's memory."""
+        self._plans.clear()
+        self._prepared.clear()
+
     def choose(self, nbytes: int, *, on_gpu: bool = False, compressed: bool = False) -> Choice:
         """What algorithm="auto" picks for a message, and why."""
         transport = self._transport
@@ -179,7 +191,7 @@ def result_memory(payload: Payload, out: Any, what: str) -> tuple[Tensor, Callab
                 f"the data is {dtype_name(source.dtype)}{list(source.shape)}",
                 remedy="out has to have the data's shape and dtype",
             )
-    if len(targets) == 1 and targets[0].is_contiguous() and targets[0].device.type == "cpu":
+    if len(targets) == 1 and targets[0].is_contiguous() and targets[0].device == payload.flat.device:
         return targets[0].detach().view(-1), lambda _: out
     return torch.empty_like(payload.flat), lambda flat: _scatter_into(out, targets, flat)
 

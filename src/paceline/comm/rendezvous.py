@@ -1,11 +1,11 @@
 """How a rank gets its transport: find the place, meet the others, see who shares a host, connect.
 
-    one rank                         shared memory of its own, no network
-    all ranks on one host            shared memory; the first rank makes the segment, the others open it through /proc
-    several hosts                    torch.distributed; where a host has more than one rank, shared memory inside it (hybrid)
-    backend="gloo", "nccl", "mpi"    torch.distributed, also on one host; large CPU messages always go over Gloo
+    one rank                  shared memory of its own, no network
+    all ranks on one host     shared memory; the first rank makes it, the others open it through /proc
+    several hosts             torch.distributed; inside a host that has several ranks, shared memory (hybrid)
+    gloo, nccl, mpi           torch.distributed, also on one host; large CPU messages always go over Gloo
 
-Knows how transports are made, not what they are used for.
+Knows who meets where and when it is over; how transports are made is in wiring.py.
 """
 
 from __future__ import annotations
@@ -19,27 +19,23 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 import paceline
 from paceline.comm.cost import Links, load_links
 from paceline.comm.environment import HOST_VARIABLE, Address, Place, find_place
 from paceline.comm.meeting import Meeting, StoreGoneError, connect, serve
-from paceline.comm.transport.base import Topology, Transport
-from paceline.comm.transport.bulk import Bulk
-from paceline.comm.transport.handshake import connect_all, listen, source_address
-from paceline.comm.transport.hybrid import HybridTransport
-from paceline.comm.transport.mesh import Mesh
-from paceline.comm.transport.native import BACKENDS, NativeGroup, check_backend, own_group
+from paceline.comm.transport.base import Transport
+from paceline.comm.transport.handshake import listen, source_address
+from paceline.comm.transport.native import BACKENDS, check_backend
 from paceline.comm.transport.shm import sync
 from paceline.comm.transport.shm.layout import create_segment
 from paceline.comm.transport.shm.transport import ShmTransport
-from paceline.comm.transport.torchdist import TorchTransport
-from paceline.core.errors import PacelineError, RendezvousError, UnavailableError, UsageError
+from paceline.comm.wiring import Group, check_alike, topology_of, wire
+from paceline.core.errors import RendezvousError, UnavailableError, UsageError
 
 _log = logging.getLogger("paceline.comm")
 
@@ -59,26 +55,25 @@ def join(
     if place.world_size == 1 and backend in ("auto", "shm"):
         return alone(), load_links()
     deadline = time.monotonic() + timeout
-    if place.agent_store:
-        prefix = f"paceline/{place.attempt}/{next(_agent_meetings)}"
-        meeting = Meeting(
-            connect(place.rank, place.address, deadline),
-            prefix,
-            place.rank,
-            place.world_size,
-            deadline,
-            str(place.address),
+    try:
+        if place.agent_store:
+            return _join_at_agent(place, backend, deadline)
+        return (
+            _serve_and_join(place, backend, deadline)
+            if place.rank == 0
+            else _find_and_join(place, backend, deadline)
         )
-        return _met(meeting, place.address.host, backend, lambda: None)
-    return (
-        _serve_and_join(place, backend, deadline)
-        if place.rank == 0
-        else _find_and_join(place, backend, deadline)
-    )
+    except StoreGoneError as error:
+        raise RendezvousError(
+            f"the rendezvous at {place.address} went away before the group was complete: {error}"
+        ) from error
 
 
 def over_process_group(group: Any = None, timeout: float = 300.0) -> tuple[Transport, Links]:
-    """A transport for the ranks of an initialised torch.distributed group; that group itself is used for its own all-reduce only."""
+    """A transport for the ranks of an initialised torch.distributed group.
+
+    That group itself is left alone: only algorithm="native" uses it.
+    """
     if not dist.is_available() or not dist.is_initialized():
         raise UsageError(
             "torch.distributed is not initialised", remedy="call torch.distributed.init_process_group() first"
@@ -98,7 +93,12 @@ def over_process_group(group: Any = None, timeout: float = 300.0) -> tuple[Trans
     meeting = Meeting(
         store, prefix, rank, world_size, time.monotonic() + timeout, f"the store of group {name!r}"
     )
-    return _met(meeting, _host_of(store), "auto", lambda: None, group)
+    try:
+        return _met(meeting, _host_of(store), "auto", lambda: None, group)
+    except StoreGoneError as error:
+        raise RendezvousError(
+            f"the store of group {name!r} went away before the ranks had met: {error}"
+        ) from error
 
 
 def alone() -> ShmTransport:
@@ -131,11 +131,19 @@ def host_identity(environment: Mapping[str, str] = os.environ) -> str:
     return "|".join(parts)
 
 
+def _join_at_agent(place: Place, backend: str, deadline: float) -> tuple[Transport, Links]:
+    prefix = f"paceline/{place.attempt}/{next(_agent_meetings)}"
+    store = connect(place.rank, place.address, deadline)
+    meeting = Meeting(store, prefix, place.rank, place.world_size, deadline, str(place.address))
+    return _met(meeting, place.address.host, backend, lambda: None)
+
+
 def _serve_and_join(place: Place, backend: str, deadline: float) -> tuple[Transport, Links]:
     holder = [serve(place.address)]
     local = Address("::1" if ":" in place.address.host else "127.0.0.1", place.address.port)
     try:
-        # Rank 0 is a client of its own server too: what holds on to the client must not keep the server alive.
+        # Rank 0 is a client of its own server too: what holds on to the client must not keep the server
+        # alive.
         client = connect(0, place.address if place.address.is_loopback else local, deadline)
         meeting = Meeting(client, "", 0, place.world_size, deadline, str(place.address))
         return _met(meeting, place.address.host, backend, holder.clear)
@@ -158,23 +166,6 @@ def _find_and_join(place: Place, backend: str, deadline: float) -> tuple[Transpo
             time.sleep(_PAUSE)
 
 
-@dataclass(frozen=True)
-class _Group:
-    """What the hellos say."""
-
-    meeting: Meeting
-    hellos: Mapping[int, Mapping[str, Any]]
-    topology: Topology
-    backend: str
-    master: str
-    native: Any = None
-
-    @property
-    def mates(self) -> list[int]:
-        """The ranks of this host."""
-        return self.topology.ranks_on(self.topology.host_of[self.meeting.rank])
-
-
 def _met(
     meeting: Meeting, master: str, backend: str, leave: Any, native: Any = None
 ) -> tuple[Transport, Links]:
@@ -192,9 +183,9 @@ def _met(
         if meeting.rank == 0:
             hello |= {"links": load_links().to_plain(), "secret": secrets.token_hex(32)}
         hellos = meeting.enter(hello)
-        group = _Group(meeting, hellos, _topology(hellos), backend, master, native)
-        _check_alike(hellos)
-        transport = _transport(group, listener)
+        group = Group(meeting, hellos, topology_of(hellos), backend, master, native)
+        check_alike(hellos)
+        transport = wire(group, listener)
         try:
             meeting.finish(leave)
         except BaseException as error:
@@ -203,159 +194,7 @@ def _met(
         return transport, Links.from_plain(hellos[0]["links"])
 
 
-def _topology(hellos: Mapping[int, Mapping[str, Any]]) -> Topology:
-    numbers: dict[str, int] = {}
-    names: dict[int, str] = {}
-    for rank in sorted(hellos):
-        number = numbers.setdefault(hellos[rank]["host"], len(numbers))
-        names.setdefault(number, str(hellos[rank]["hostname"]))
-    return Topology(tuple(numbers[hellos[rank]["host"]] for rank in sorted(hellos)), tuple(names.values()))
-
-
-def _check_alike(hellos: Mapping[int, Mapping[str, Any]]) -> None:
-    for what in ("version", "backend"):
-        values = {rank: hello[what] for rank, hello in sorted(hellos.items())}
-        if len(set(values.values())) > 1:
-            listing = ", ".join(f"rank {rank}: {value}" for rank, value in values.items())
-            raise RendezvousError(
-                f"the ranks differ in their {what} ({listing})", remedy=f"use the same {what} on all ranks"
-            )
-
-
-def _transport(group: _Group, listener: socket.socket) -> Transport:
-    meeting, topology = group.meeting, group.topology
-    wants_memory = group.backend in ("auto", "shm") and sync.available()
-    if group.backend == "shm" and topology.hosts > 1:
-        raise UnavailableError(
-            f"backend='shm' for ranks on {topology.hosts} hosts ({', '.join(topology.names)}): they share no memory",
-            remedy="use backend='auto' or 'gloo'",
-        )
-    local = None
-    if wants_memory and topology.hosts < meeting.world_size:
-        local = _share(group)
-        if local is not None and topology.hosts == 1:
-            return local
-    try:
-        wide = _connect(group, listener)
-    except BaseException as error:
-        if local is not None:
-            local.close(error)
-        raise
-    return wide if local is None else HybridTransport(local, wide)
-
-
-def _share(group: _Group) -> ShmTransport | None:
-    """Shared memory among the ranks of each host; None on every rank if it does not work for one of them."""
-    meeting, mates = group.meeting, group.mates
-    rank = meeting.rank
-    segment = -1
-    local: ShmTransport | None = None
-    problem = ""
-    try:
-        try:
-            if rank == mates[0]:
-                segment = create_segment(len(mates))
-                status = os.fstat(segment)
-                meeting.tell("segment", {"fd": segment, "inode": status.st_ino, "device": status.st_dev})
-            else:
-                segment = _open_segment(meeting.hear("segment", mates[0]), int(group.hellos[mates[0]]["pid"]))
-            local = ShmTransport(segment, mates.index(rank), len(mates))
-        except (OSError, PacelineError) as error:
-            if isinstance(error, RendezvousError):
-                raise
-            problem = f"{type(error).__name__}: {error}"
-            if rank == mates[0] and segment < 0:
-                meeting.tell("segment", {"fd": -1, "problem": problem})
-        meeting.tell("shared", {"problem": problem})
-        problems = {
-            peer: told["problem"] for peer, told in meeting.gather("shared").items() if told["problem"]
-        }
-    except BaseException as error:
-        if local is not None:
-            local.close(error)
-        raise
-    finally:
-        if segment >= 0:
-            os.close(segment)
-    if not problems:
-        return local
-    if local is not None:
-        local.close()
-    listing = "; ".join(f"rank {peer}: {text}" for peer, text in problems.items())
-    if group.backend == "shm":
-        raise UnavailableError(
-            f"shared memory does not work here ({listing})", remedy="use backend='auto' or 'gloo'"
-        )
-    if rank == 0:
-        _log.warning("shared memory does not work here (%s): using Gloo", listing)
-    return None
-
-
-def _open_segment(told: Mapping[str, Any], pid: int) -> int:
-    if told["fd"] < 0:
-        raise OSError(f"the first rank of this host made no segment ({told['problem']})")
-    segment = os.open(f"/proc/{pid}/fd/{told['fd']}", os.O_RDWR | os.O_CLOEXEC)
-    status = os.fstat(segment)
-    if (status.st_ino, status.st_dev) != (told["inode"], told["device"]):
-        os.close(segment)
-        raise OSError(f"descriptor {told['fd']} of process {pid} is another file")
-    return segment
-
-
-def _connect(group: _Group, listener: socket.socket) -> TorchTransport:
-    """Mesh and Gloo group among all ranks."""
-    meeting, topology, hellos = group.meeting, group.topology, group.hellos
-    rank = meeting.rank
-    secret = bytes.fromhex(hellos[0]["secret"])
-    # Who has no address of its own that others can use is on the master's host.
-    endpoints = {
-        peer: (hello["endpoint"][0] or group.master, int(hello["endpoint"][1]))
-        for peer, hello in hellos.items()
-        if peer != rank
-    }
-    connections = connect_all(rank, listener, endpoints, secret, meeting.deadline, meeting.look)
-    address = _own_address(connections, topology, rank)
-    names = {peer: f"process {hello['pid']} on {hello['hostname']}" for peer, hello in hellos.items()}
-    mesh = Mesh(rank, connections, names)
-    try:
-        left = max(meeting.deadline - time.monotonic(), 1.0)
-        bulk = Bulk(_sub(meeting.store, "gloo"), rank, meeting.world_size, address, left, mesh.notify)
-        native = _native(group, bulk)
-    except BaseException as error:
-        mesh.close(error)
-        raise RendezvousError(f"rank {rank} could not make the torch.distributed group: {error}") from error
-    return TorchTransport(mesh, bulk, topology, native)
-
-
-def _own_address(connections: Mapping[int, socket.socket], topology: Topology, rank: int) -> str:
-    """The address under which this rank talks to other hosts, if there are any."""
-    mine = topology.host_of[rank]
-    peer = next((peer for peer in connections if topology.host_of[peer] != mine), next(iter(connections)))
-    return str(connections[peer].getsockname()[0]).removeprefix("::ffff:")
-
-
-def _native(group: _Group, bulk: Bulk) -> NativeGroup:
-    meeting = group.meeting
-    rank, world_size = meeting.rank, meeting.world_size
-    if group.native is None:
-        backend = group.backend if group.backend in BACKENDS else "gloo"
-        return own_group(backend, bulk.group, meeting.store, rank, world_size, group.mates.index(rank))
-    name = str(dist.get_backend(group.native))
-    backend = "nccl" if "nccl" in name else "mpi" if name == "mpi" else "gloo"
-    return NativeGroup(backend, group.native, world_size, rank, _device_of(backend))
-
-
-def _device_of(backend: str) -> Any:
-    import torch
-
-    return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
-
-
 def _host_of(store: Store) -> str:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return str(getattr(store, "host", "")) or socket.gethostname()
-
-
-def _sub(store: Store, prefix: str) -> Store:
-    return PrefixStore(prefix, store)

@@ -39,7 +39,7 @@ class Handle(Generic[T]):
             return self._future.result(timeout)
         except FutureTimeoutError:
             if self._future.done():
-                raise
+                return self._future.result()  # it came at the last moment, or the operation itself timed out
             raise CommTimeoutError(
                 f"{self._what} was still under way after {timeout} s",
                 waiting_for=(),

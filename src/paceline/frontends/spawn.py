@@ -21,7 +21,13 @@ from paceline.frontends import tensor_payload
 T = TypeVar("T")
 
 _ENTRY = "paceline.frontends.rank_main:main"
-_PRELOAD = ("torch", "paceline.comm.context", "paceline.frontends.rank_main")
+_PRELOAD = (
+    "torch",
+    "paceline.comm.context",
+    "paceline.frontends.rank_main",
+    "paceline.frontends.process_group",
+    "paceline.parallel.ddp",
+)
 
 
 def spawn(

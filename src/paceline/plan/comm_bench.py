@@ -161,9 +161,7 @@ class GlooPeer:
 
     def __enter__(self) -> GlooPeer:
         ctx = self._ctx
-        store = (
-            TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if ctx.is_master else None
-        )
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if ctx.is_master else None
         port = ctx.broadcast(None if store is None else store.port)
         if store is None:
             store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)

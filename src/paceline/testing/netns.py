@@ -1,15 +1,18 @@
-"""Several hosts on one machine: network namespaces behind a switch, with real interfaces, rates and byte counters.
+"""Several hosts on one machine: network namespaces behind a switch, with real interfaces, rates and byte
+counters.
 
     with Hosts(2) as hosts:
         hosts.rate("1gbit")
         process = hosts.start(0, [sys.executable, "train.py"])
 
-Needs root and iproute2; `why_not()` says what is missing. Names are unique to the process, and everything is gone when the block ends:
-interfaces and routes live in the namespaces and go with them. Must not know what runs on the hosts.
+Needs root and iproute2; `why_not()` says what is missing. Names are unique to the process, and everything
+is gone when the block ends: interfaces and routes live in the namespaces and go with them. Must not know
+what runs on the hosts.
 """
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 import shutil
@@ -22,7 +25,10 @@ from typing import Any, Self, final
 from paceline.core.errors import PlatformError, ResourceError
 
 _serial = itertools.count()
+_libc = ctypes.CDLL(None, use_errno=True)
+_CLONE_NEWNET = 0x40000000
 _END_SECONDS = 5.0
+_REMEDY = "run as root, with iproute2 installed, on a Linux that allows network namespaces"
 
 
 def why_not() -> str:
@@ -92,8 +98,22 @@ class Hosts:
 
     def sent_bytes(self, number: int) -> int:
         """What the host's interface has put on the wire so far, all headers included."""
-        command = ("ip", "netns", "exec", self.names[number], "cat", "/sys/class/net/eth0/statistics/tx_bytes")
+        command = (
+            "ip",
+            "netns",
+            "exec",
+            self.names[number],
+            "cat",
+            "/sys/class/net/eth0/statistics/tx_bytes",
+        )
         return int(_run(*command))
+
+    def enter(self, number: int) -> None:
+        """Moves the only thread of a freshly forked process to a host."""
+        with open(f"/run/netns/{self.names[number]}") as namespace:
+            if _libc.setns(namespace.fileno(), _CLONE_NEWNET):
+                code = ctypes.get_errno()
+                raise PlatformError(f"cannot enter {self.names[number]}: {os.strerror(code)}", remedy=_REMEDY)
 
     def start(
         self, number: int, command: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any
@@ -140,9 +160,5 @@ def _ip(*arguments: str) -> None:
 def _run(*command: str, check: bool = True) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if check and done.returncode:
-        raise PlatformError(f"`{' '.join(command)}` failed: {done.stderr.strip()}", remedy=why_not_remedy())
+        raise PlatformError(f"`{' '.join(command)}` failed: {done.stderr.strip()}", remedy=_REMEDY)
     return done.stdout
-
-
-def why_not_remedy() -> str:
-    return "run as root, with iproute2 installed, on a Linux that allows network namespaces"

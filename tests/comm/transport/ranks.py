@@ -1,4 +1,6 @@
-"""Ranks as real processes, forked from the test: each runs a function and hands its outcome back through a pipe."""
+"""Ranks as real processes, forked from the test: each runs a function and hands its outcome back through a
+pipe.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +34,16 @@ class Outcome:
 
 @contextmanager
 def free_port() -> Iterator[int]:
-    """A port of the loopback interface that nobody else gets while the block lasts, and that a rank may serve at."""
+    """A port that nobody else gets while the block lasts, and at which a rank may serve."""
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", 0))
         yield holder.getsockname()[1]
 
 
-def run_processes(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 40.0) -> list[Outcome]:
+def run_processes(
+    world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 40.0
+) -> list[Outcome]:
     """Calls fn(rank, world_size, *args) in `world_size` processes; never raises for what a rank does."""
     started = [_fork(rank, world_size, fn, args) for rank in range(world_size)]
     end = time.monotonic() + timeout
@@ -63,7 +67,7 @@ def run_contexts(
     hosts: int = 1,
     environment: Mapping[str, str] | None = None,
 ) -> list[Outcome]:
-    """Calls fn(context, *args) in processes whose contexts find each other; `hosts` > 1 spreads them over that many."""
+    """Calls fn(context, *args) in processes whose contexts find each other, spread over `hosts` hosts."""
     with free_port() as port:
         return run_processes(
             world_size, _in_context, fn, args, backend, hosts, f"127.0.0.1:{port}", dict(environment or {})

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from tests.comm.transport.ranks import run_contexts, values
+
 from paceline.comm.transport.threads import run_ranks
 from paceline.testing.transport_contract import TransportContract
-from tests.comm.transport.ranks import run_contexts, values
 
 
 class TestThreads(TransportContract):

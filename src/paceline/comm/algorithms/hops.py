@@ -65,9 +65,18 @@ class Hops:
         outgoing = [(peer, self._packed(segment)) for peer, segment in sends]
         incoming = [(peer, self._room(segment)) for peer, segment in receives]
         self._exchange(outgoing, incoming)
-        for (_, (start, stop)), (_, arrived) in zip(receives, incoming, strict=True):
-            mine = self.accumulator[start:stop]
-            self._kernel(mine, self._unpacked(arrived, stop - start), out=mine)
+        for (_, segment), (_, arrived) in zip(receives, incoming, strict=True):
+            self.fold(segment, self._unpacked(arrived, segment[1] - segment[0]))
+
+    def fold(self, segment: Segment, arrived: Tensor) -> None:
+        """Adds a peer's partial sum of a segment to this rank's."""
+        mine = self.accumulator[slice(*segment)]
+        self._kernel(mine, arrived, out=mine)
+
+    def room(self, segment: Segment, used: Tensor) -> Tensor:
+        """Memory for a peer's partial sum of a segment: that of an earlier one where it fits."""
+        fits = used.numel() == segment[1] - segment[0] and used.dtype == self.accumulator.dtype
+        return used if fits else self._room(segment)
 
     def gather_partials(
         self, sends: Sequence[tuple[int, Segment]], sources: Sequence[int], segment: Segment

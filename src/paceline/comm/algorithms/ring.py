@@ -5,14 +5,24 @@ left. After N-1 rounds each rank owns one finished segment; N-1 more rounds pass
 What travels: each rank sends 2(N-1)/N of the message, and 32 bytes of header per round. 16-bit floats are
 summed in fp32 on the way, so their first N-1 rounds carry twice the bytes.
 What it costs: 2(N-1) rounds of latency; bandwidth-optimal on any link, and every link is used equally.
+Where exchanges can overlap (between hosts), long segments go in up to four parts: one is folded while the
+others travel. That is as many bytes in up to four times the messages.
 What it asks: messages between neighbours only.
 """
 
 from __future__ import annotations
 
-from paceline.comm.algorithms.hops import Hops, cut
+import torch
+from torch import Tensor
+
+from paceline.comm.algorithms.hops import Hops, Segment, cut
 from paceline.comm.algorithms.job import Job
 from paceline.comm.cost import Links, Situation
+from paceline.comm.ops import accumulator_dtype
+from paceline.comm.transport.pipeline import Pipeline
+
+PARTS = 4
+PART_BYTES = 256 * 1024
 
 
 def run(job: Job) -> None:
@@ -20,7 +30,12 @@ def run(job: Job) -> None:
     rank, size = transport.rank, transport.world_size
     segments = cut(job.flat.numel(), size)
     left, right = (rank - 1) % size, (rank + 1) % size
+    parts = min(PARTS, segments[0][1] * accumulator_dtype(job.flat.dtype).itemsize // PART_BYTES)
+    pipeline = _pipeline(job, left, right) if parts > 1 and size > 1 else None
     with Hops(job) as hops:
+        if pipeline is not None:
+            _overlapped(job, hops, pipeline, [_parts(segment, parts) for segment in segments])
+            return
         for step in range(size - 1):
             hops.reduce(
                 [(right, segments[(rank - step) % size])], [(left, segments[(rank - step - 1) % size])]
@@ -30,6 +45,42 @@ def run(job: Job) -> None:
             hops.share(
                 [(right, [segments[(rank + 1 - step) % size]])], [(left, [segments[(rank - step) % size]])]
             )
+
+
+def _pipeline(job: Job, left: int, right: int) -> Pipeline | None:
+    make = getattr(job.transport, "pipeline", None)
+    return None if make is None or job.compression is not None else make({left, right})
+
+
+def _parts(segment: Segment, parts: int) -> list[Segment]:
+    start, stop = segment
+    return [(start + low, start + high) for low, high in cut(stop - start, parts)]
+
+
+def _overlapped(job: Job, hops: Hops, pipeline: Pipeline, segments: list[list[Segment]]) -> None:
+    """The same rounds for each part; a part starts its next round as soon as it has ended the one before."""
+    rank, size = job.transport.rank, job.transport.world_size
+    left, right = (rank - 1) % size, (rank + 1) % size
+    parts = range(len(segments[0]))
+    rooms: list[Tensor] = [torch.empty(0)] * len(parts)
+    for step in range(2 * (size - 1) + 1):
+        for part in parts:
+            if step > 0:
+                pipeline.finish(job.deadline)
+                if step < size:
+                    hops.fold(segments[(rank - step) % size][part], rooms[part])
+                if step == size - 1:
+                    hops.seal(segments[(rank + 1) % size][part])
+            if step == 2 * (size - 1):
+                continue
+            out, into = segments[(rank - step) % size][part], segments[(rank - step - 1) % size][part]
+            if step < size - 1:
+                rooms[part] = hops.room(into, rooms[part])
+                source, target = hops.accumulator, rooms[part]
+            else:
+                source, target = job.out, job.out[slice(*into)]
+            pipeline.start(job.call, [(right, source[slice(*out)])], [(left, target)])
+        job.transport.traffic.rounds += step > 0
 
 
 def cost(situation: Situation, links: Links) -> float:

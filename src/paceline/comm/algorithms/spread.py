@@ -11,16 +11,15 @@ message. No rank touches a byte twice.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from paceline.comm.algorithms.hops import cut
 from paceline.comm.algorithms.work import CACHE_LINE, Recipe, Work, block_size
-from paceline.comm.fold import NOTHING
+from paceline.comm.fold import Fold
 from paceline.comm.ops import accumulator_dtype, finish, kernel_of
-from paceline.comm.transport.base import Window
 
 ADDRESS = 1 << 63
 """Marks a published location as an address in the rank's own memory; else it is an offset in the window,
@@ -30,83 +29,131 @@ from 1."""
 class Place:
     """Where one rank's tensor is: in the window, or at an address in that rank's memory."""
 
-    __slots__ = ("_offset", "_window", "address")
+    __slots__ = ("_address", "_offset", "_peer", "_work")
 
-    def __init__(self, window: Window, location: int) -> None:
-        self._window = window
-        self.address = location ^ ADDRESS if location & ADDRESS else None
+    def __init__(self, work: Work, peer: int, location: int) -> None:
+        self._work, self._peer = work, peer
+        self._address = location ^ ADDRESS if location & ADDRESS else None
         self._offset = location - 1
 
-    def views(self, start: int, stop: int, dtype: torch.dtype, block: int) -> Sequence[Tensor] | None:
-        """Elements [start, stop) in blocks, where they can be touched directly."""
-        if self.address is not None:
-            return None
-        item = dtype.itemsize
-        return torch.split(
-            self._window.at(self._offset + start * item, (stop - start) * item).view(dtype), block
+    @property
+    def in_window(self) -> bool:
+        return self._address is None
+
+    def get(self, low: int, high: int, room: Tensor) -> Tensor:
+        """Elements [low, high): in place where they can be touched, else copied into `room`."""
+        item = room.element_size()
+        if self._address is None:
+            return self._view(low, high, room.dtype)
+        into = room[: high - low]
+        work = self._work
+        work.window.read(self._peer, self._address + low * item, into, work.call, work.deadline)
+        return into
+
+    def put(self, low: int, data: Tensor) -> None:
+        """Writes `data` from element `low` on."""
+        if self._address is None:
+            self._view(low, low + data.numel(), data.dtype).copy_(data)
+            return
+        work = self._work
+        work.window.write(
+            self._peer, self._address + low * data.element_size(), data, work.call, work.deadline
         )
 
+    def _view(self, low: int, high: int, dtype: torch.dtype) -> Tensor:
+        item = dtype.itemsize
+        return self._work.window.at(self._offset + low * item, (high - low) * item).view(dtype)
 
-def spread(work: Work, sources: Sequence[Place], targets: Sequence[Place]) -> None:
-    out, own, recipe, rank = work.out, work.partials[0], work.recipe, work.rank
-    start, stop = cut(out.numel(), work.size, CACHE_LINE)[rank]
-    block = block_size(own.element_size(), work.size + 1 + recipe.fold.temporaries)
-    inputs = [
-        torch.split(own[start:stop], block) if peer == rank else place.views(start, stop, own.dtype, block)
-        for peer, place in enumerate(sources)
-    ]
-    outputs = [
-        torch.split(out[start:stop], block) if peer == rank else place.views(start, stop, out.dtype, block)
-        for peer, place in enumerate(targets)
-    ]
-    size = min(block, stop - start)
-    room = [torch.empty(0 if views is not None else size, dtype=own.dtype) for views in inputs]
-    wide = accumulator_dtype(out.dtype)
-    spare = [torch.empty(size, dtype=wide) for _ in range(recipe.fold.temporaries + 1)]
-    for position, low in enumerate(range(start, stop, block)):
-        high = min(low + block, stop)
-        tensors: list[Tensor] = []
-        for peer, _ in recipe.sources:
-            views, address = inputs[peer], sources[peer].address
-            if views is not None:
-                tensors.append(views[position])
-                continue
-            assert address is not None
-            into = room[peer][: high - low]
-            work.window.read(peer, address + low * own.element_size(), into, work.call, work.deadline)
-            tensors.append(into)
-        mine = out[low:high]
-        _fold_beside(recipe, tensors, mine, [tensor[: high - low] for tensor in spare])
-        for peer, views in enumerate(outputs):
-            if peer == rank:
-                continue
-            if views is not None:
-                views[position].copy_(mine)
-                continue
-            address = targets[peer].address
-            assert address is not None
-            work.window.write(peer, address + low * out.element_size(), mine, work.call, work.deadline)
-    work.wait(work.window.tick())
+
+def spread(work: Work, sources: Sequence[int], targets: Sequence[int]) -> None:
+    """`sources` and `targets` are the ranks' published locations of their inputs and outputs."""
+    all_in_window = all(location < ADDRESS for location in sources)
+    if all_in_window and sources == targets and work.out.dtype == accumulator_dtype(work.out.dtype):
+        _in_place(work, sources)
+    else:
+        _by_blocks(work, sources, targets)
+    start, stop = cut(work.out.numel(), work.size, CACHE_LINE)[work.rank]
     moved = 2 * (stop - start) * (work.size - 1)
     work.count(moved, moved, 2)
 
 
-def _fold_beside(recipe: Recipe, inputs: Sequence[Tensor], out: Tensor, spare: Sequence[Tensor]) -> None:
-    """Folds into memory that may be one of the inputs: only the last step, which has read every input,
-    writes to it."""
-    kernel, total = kernel_of(recipe.op), spare[0]
-    steps = recipe.fold.bind(inputs, spare[1:], total.dtype)
+def _in_place(work: Work, locations: Sequence[int]) -> None:
+    """All tensors lie in the window and are reduced in place: their own memory is all the fold needs."""
+    out, recipe = work.out, work.recipe
+    item = out.element_size()
+    start, stop = cut(out.numel(), work.size, CACHE_LINE)[work.rank]
+    kernel, pairs = kernel_of(recipe.op), recipe.fold.in_place
+    block = block_size(item, work.size)
+    slices = [
+        torch.split(work.window.at(location - 1 + start * item, (stop - start) * item).view(out.dtype), block)
+        for location in (locations[rank] for rank, _ in recipe.sources)
+    ]
+    for views in zip(*slices, strict=True):
+        for left, right in pairs:
+            kernel(views[left], views[right], out=views[left])
+        finish(recipe.op, views[0], recipe.contributions)
+        for view in views[1:]:
+            view.copy_(views[0])
+    work.wait(work.window.tick())
+
+
+def _by_blocks(work: Work, sources: Sequence[int], targets: Sequence[int]) -> None:
+    """Inputs and outputs anywhere: block by block through the cache."""
+    out, own, fold, rank, size = work.out, work.partials[0], work.recipe.fold, work.rank, work.size
+    inputs = [Place(work, peer, location) for peer, location in enumerate(sources)]
+    outputs = [Place(work, peer, location) for peer, location in enumerate(targets)]
+    # What is touched in place comes from every rank at once; what is fetched needs room for two at a time.
+    together = size if all(place.in_window for place in inputs) else 2
+    start, stop = cut(out.numel(), size, CACHE_LINE)[rank]
+    block = min(block_size(own.element_size(), together + 2 + fold.temporaries), stop - start)
+    rooms = [torch.empty(block, dtype=own.dtype) for _ in range(2)]
+    spare = [torch.empty(block, dtype=accumulator_dtype(out.dtype)) for _ in range(fold.temporaries + 1)]
+    for low in range(start, stop, block or 1):
+        high = min(low + block, stop)
+        mine = own[low:high]
+
+        def fetch(index: int, room: Tensor, low: int = low, high: int = high, mine: Tensor = mine) -> Tensor:
+            peer = work.recipe.sources[index][0]
+            return mine if peer == rank else inputs[peer].get(low, high, room)
+
+        result = out[low:high]
+        _fold_beside(work.recipe, fetch, rooms, result, [tensor[: high - low] for tensor in spare])
+        for step in range(1, size):
+            outputs[(rank + step) % size].put(low, result)  # everybody starts at another peer
+    work.wait(work.window.tick())
+
+
+def _fold_beside(
+    recipe: Recipe,
+    fetch: Callable[[int, Tensor], Tensor],
+    rooms: Sequence[Tensor],
+    out: Tensor,
+    spare: Sequence[Tensor],
+) -> None:
+    """Folds inputs, fetched when they are needed, into memory that may be one of them: only the last step
+    writes to it, and by then every input has been read."""
+    fold, kernel, total = recipe.fold, kernel_of(recipe.op), spare[0]
     narrow = out.dtype != total.dtype
-    for position, (widened, left, right, target) in enumerate(steps):
-        last = position == len(steps) - 1
-        into = (total if narrow else out) if last else total if target is None else target
-        if widened is not None:
-            into.copy_(widened)
-            left = into
-        if right is not NOTHING:
-            kernel(total if left is None else left, total if right is None else right, out=into)
-    if narrow:
+    if not fold.steps:
+        total.copy_(fetch(0, rooms[0]))
+    for position, (target, left, right) in enumerate(fold.steps):
+        a = fetch(left, rooms[0]) if left < fold.inputs else _register(fold, left, spare)
+        b = fetch(right, rooms[1]) if right < fold.inputs else _register(fold, right, spare)
+        last = position == len(fold.steps) - 1 and not narrow
+        into = out if last else _register(fold, target, spare)
+        if a.dtype != into.dtype and b.dtype != into.dtype:
+            # Two narrow operands would be added in their own dtype and rounded; a wide one widens the sum.
+            into.copy_(a)
+            a = into
+        kernel(a, b, out=into)
+    if narrow or not fold.steps:
         finish(recipe.op, total, recipe.contributions)
         out.copy_(total)
     else:
         finish(recipe.op, out, recipe.contributions)
+
+
+def _register(fold: Fold, register: int, spare: Sequence[Tensor]) -> Tensor:
+    """Temporaries follow the inputs, the result follows the temporaries; `spare` has the result first."""
+    index = register - fold.inputs
+    return spare[0] if index == fold.temporaries else spare[1 + index]

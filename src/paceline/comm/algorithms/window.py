@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.algorithms.pipeline import Slots, run
-from paceline.comm.algorithms.spread import ADDRESS, Place, spread
+from paceline.comm.algorithms.spread import ADDRESS, spread
 from paceline.comm.algorithms.work import Recipe, Work
 from paceline.comm.calls import Call
 from paceline.comm.fold import NOTHING
@@ -57,9 +57,7 @@ def reduce_in_window(
     work.wait(window.tick(call, source, target))
     sources, targets = window.locations(call, deadline)
     if all(sources) and all(targets):
-        spread(
-            work, [Place(window, source) for source in sources], [Place(window, target) for target in targets]
-        )
+        spread(work, sources, targets)
         return
     if slots is None:
         slots = Slots(work)

@@ -78,10 +78,10 @@ def block_size(item: int, tensors: int) -> int:
 
 @cache
 def _cache_bytes() -> int:
-    """The second-level cache of a core, within reason; 1 MiB where the system does not say."""
+    """Half of a core's second-level cache, within reason: the next block comes while this one is used."""
     try:
         text = Path("/sys/devices/system/cpu/cpu0/cache/index2/size").read_text().strip()
         size = int(text.removesuffix("K")) << 10 if text.endswith("K") else int(text)
     except (OSError, ValueError):
         size = 1 << 20
-    return min(max(size, 512 << 10), 4 << 20)
+    return min(max(size // 2, 256 << 10), 2 << 20)

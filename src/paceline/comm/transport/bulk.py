@@ -1,14 +1,17 @@
 """Large messages over a Gloo group, and a way out of a wait that will not end.
 
-Gloo's transfers cannot be polled and its waits cannot be cancelled: a thread of this module waits, whoever needs the result looks at
-`Transfer.done`. The way out uses what Gloo does when a wait times out: it closes every connection of the group, and with that every wait
-ends. `abort` waits a millisecond for a message that nobody sends. Knows bytes and peers, not calls.
+Gloo's transfers cannot be polled and its waits cannot be cancelled: a thread of this module waits, whoever
+needs the result looks at `Transfer.done`. The way out uses what Gloo does when a wait times out: it closes
+every connection of the group, and with that every wait ends. `abort` waits a millisecond for a message that
+nobody sends. Knows bytes and peers, not calls.
 """
 
 from __future__ import annotations
 
 import queue
+import struct
 import threading
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,11 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroupGloo, Store
+from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
 _FOREVER = timedelta(days=1)
-_NUMBERS = 1 << 24
-_NOBODYS_NUMBER = _NUMBERS
+_LAST_SECONDS = 2.0
+_NOBODYS_TAG = 0
+_TAGGED = struct.Struct("<QqQI")
 
 
 @dataclass(eq=False)
@@ -45,7 +49,7 @@ class Bulk:
         timeout: float,
         notify: Callable[[], None],
     ) -> None:
-        options = ProcessGroupGloo._Options()
+        options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [ProcessGroupGloo.create_device(hostname=address)]
         options._timeout = timedelta(seconds=timeout)
         options._threads = 1
@@ -53,7 +57,6 @@ class Bulk:
         self._group.set_timeout(_FOREVER)
         self._peers = [peer for peer in range(world_size) if peer != rank]
         self._notify = notify
-        self._numbers = dict.fromkeys(self._peers, 0)
         self._queue: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
         self._under_way: set[Transfer] = set()
         self._thread: threading.Thread | None = None
@@ -63,18 +66,12 @@ class Bulk:
     def group(self) -> Any:
         return self._group
 
-    def next_number(self, peer: int) -> int:
-        """The number of the next message to `peer`: both ends know it, so messages cannot be mixed up."""
-        number = self._numbers[peer]
-        self._numbers[peer] = (number + 1) % _NUMBERS
-        return number
-
-    def send(self, body: Tensor, peer: int, number: int) -> Transfer:
-        work = self._group.send([body], peer, number)
+    def send(self, body: Tensor, peer: int, tag: int) -> Transfer:
+        work = self._group.send([body], peer, tag)
         return self.follow(peer, lambda: work.wait(_FOREVER))
 
-    def receive(self, body: Tensor, peer: int, number: int) -> Transfer:
-        work = self._group.recv([body], peer, number)
+    def receive(self, body: Tensor, peer: int, tag: int) -> Transfer:
+        work = self._group.recv([body], peer, tag)
         return self.follow(peer, lambda: work.wait(_FOREVER))
 
     def follow(self, peer: int, finish: Callable[[], Any]) -> Transfer:
@@ -108,15 +105,20 @@ class Bulk:
                 abort(self._group, self._peers)
             if self._thread is not None:
                 self._queue.put(None)
-                self._thread.join()
+                self._thread.join(_LAST_SECONDS)  # MPI has no way out of a wait
             self._group = None
+
+
+def tag_of(length: int, sequence: int, signature: int, number: int) -> int:
+    """Gloo's tag for a message: ends that do not expect the same message never meet."""
+    return max(zlib.crc32(_TAGGED.pack(length, sequence, signature, number)) & 0x7FFFFFFF, _NOBODYS_TAG + 1)
 
 
 def abort(group: Any, peers: list[int]) -> None:
     """Makes every wait on a Gloo group end with an error, here and now; the group is of no use afterwards."""
     for peer in peers:
         try:
-            group.recv([torch.empty(1)], peer, _NOBODYS_NUMBER).wait(timedelta(milliseconds=1))
+            group.recv([torch.empty(1)], peer, _NOBODYS_TAG).wait(timedelta(milliseconds=1))
         except RuntimeError as error:
             # A connection that is closed already says so at once; the others need one that times out.
             if "imed out" in str(error):

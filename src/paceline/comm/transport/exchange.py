@@ -1,14 +1,15 @@
 """One exchange over mesh and Gloo: every message of a round, in both directions at once.
 
-A message is checked by its header before it is taken. What is still missing is always known exactly: headers that have not come, large
-messages whose receiver is not ready. Bytes that are on their way need nobody any more.
+A message is checked by its header before it is taken. What is still missing is always known exactly:
+headers that have not come, large messages whose receiver is not ready. Bytes that are on their way need
+nobody any more.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from paceline.comm.calls import Call, Status
 from paceline.comm.transport.base import HEADER_BYTES, Topology, Traffic
-from paceline.comm.transport.bulk import Bulk, Transfer
+from paceline.comm.transport.bulk import Bulk, Transfer, tag_of
 from paceline.comm.transport.link import INLINE_BYTES, Frame, Kind
 from paceline.comm.transport.mesh import Mesh
 from paceline.comm.transport.progress import raise_lost
@@ -40,13 +41,30 @@ class Tally:
             traffic.between_hosts += nbytes
 
 
+class Numbers:
+    """Counts the large messages of each pair, in both directions; both ends give a message one number."""
+
+    def __init__(self, world_size: int) -> None:
+        self._sent = [0] * world_size
+        self._expected = [0] * world_size
+
+    def next_sent(self, peer: int) -> int:
+        self._sent[peer] = (self._sent[peer] + 1) & 0xFFFFFFFF
+        return self._sent[peer]
+
+    def next_expected(self, peer: int) -> int:
+        self._expected[peer] = (self._expected[peer] + 1) & 0xFFFFFFFF
+        return self._expected[peer]
+
+
 class Exchange:
-    """All messages of one `exchange`, in both directions at once."""
+    """All messages of one `exchange`."""
 
     def __init__(
         self,
         mesh: Mesh,
         bulk: Bulk,
+        numbers: Numbers,
         tally: Tally,
         call: Call,
         sends: Sequence[tuple[int, Tensor]],
@@ -58,84 +76,88 @@ class Exchange:
         self._call = call
         self._marks: dict[int, int] = {}
         self._unaccepted: set[tuple[int, int]] = set()
-        self._held: list[tuple[Tensor, int, int]] = []
         self._transfers: list[Transfer] = []
-        self._arriving: dict[int, deque[Tensor]] = {}
+        self._arriving: dict[int, deque[tuple[Tensor, int]]] = {}
+        # Gloo has one queue for each peer. What it tells the peer about a receive must not stand behind the
+        # bytes of a send, or the two directions would take turns: receives come first.
         for peer, tensor in receives:
-            self._arriving.setdefault(peer, deque()).append(_bytes_of(tensor))
+            self._expect(peer, _bytes_of(tensor), numbers)
         for peer, tensor in sends:
-            self._send(peer, _bytes_of(tensor))
+            self._send(peer, _bytes_of(tensor), numbers)
 
-    def _send(self, peer: int, body: Tensor) -> None:
-        size = body.numel()
-        fields = {"sequence": self._call.sequence, "signature": self._call.signature}
+    def _expect(self, peer: int, body: Tensor, numbers: Numbers) -> None:
+        number = 0
+        if body.numel() > INLINE_BYTES:
+            number = numbers.next_expected(peer)
+            self._start(self._bulk.receive, body, peer, number)
+        self._arriving.setdefault(peer, deque()).append((body, number))
+
+    def _send(self, peer: int, body: Tensor, numbers: Numbers) -> None:
+        size, sequence, signature = body.numel(), self._call.sequence, self._call.signature
         if size <= INLINE_BYTES:
-            self._marks[peer] = self._mesh.send(peer, Kind.DATA, [memoryview(body.numpy())], **fields)
+            pieces = [memoryview(body.numpy().data)]
+            self._marks[peer] = self._mesh.send(
+                peer, Kind.DATA, pieces, sequence=sequence, signature=signature
+            )
         else:
-            number = self._bulk.next_number(peer)
-            self._marks[peer] = self._mesh.send(peer, Kind.BULK, length=size, number=number, **fields)
+            number = numbers.next_sent(peer)
+            self._marks[peer] = self._mesh.send(
+                peer, Kind.BULK, length=size, sequence=sequence, signature=signature, number=number
+            )
             self._unaccepted.add((peer, number))
-            self._held.append((body, peer, number))
+            self._start(self._bulk.send, body, peer, number)
         self._tally.sent(peer, size)
 
-    def advance(self) -> tuple[bool, bool]:
-        moved = self._arrived() | self._started() | self._accepted() | self._finished()
+    def _start(
+        self, start: Callable[[Tensor, int, int], Transfer], body: Tensor, peer: int, number: int
+    ) -> None:
+        tag = tag_of(body.numel(), self._call.sequence, self._call.signature, number)
+        try:
+            self._transfers.append(start(body, peer, tag))
+        except RuntimeError as error:
+            self._transfers.append(Transfer(peer, lambda: None, done=True, error=error))
+
+    def advance(self, not_from: Set[int] = frozenset()) -> tuple[bool, bool]:
+        """(all done, something moved); what `not_from` sends is for somebody else."""
+        moved = self._arrived(not_from) | self._accepted() | self._finished()
         for peer, mark in list(self._marks.items()):
             if self._mesh.sent(peer, mark):
                 del self._marks[peer]
-        left = self._marks or self._arriving or self._held or self._unaccepted or self._transfers
-        return not left, moved
+        return not (self._marks or self._arriving or self._unaccepted or self._transfers), moved
 
-    def _arrived(self) -> bool:
+    def expects(self) -> Set[int]:
+        """The peers of which messages have not come."""
+        return self._arriving.keys()
+
+    def _arrived(self, not_from: Set[int]) -> bool:
         moved = False
-        for peer, bodies in list(self._arriving.items()):
-            while bodies and (frame := self._mesh.next_data(peer)) is not None:
+        for peer, expected in list(self._arriving.items()):
+            if peer in not_from:
+                continue
+            while expected and (frame := self._mesh.next_data(peer)) is not None:
                 moved = True
-                self._take(peer, frame, bodies.popleft())
-            if not bodies:
+                self._take(peer, frame, *expected.popleft())
+            if not expected:
                 del self._arriving[peer]
         return moved
 
-    def _take(self, peer: int, frame: Frame, body: Tensor) -> None:
+    def _take(self, peer: int, frame: Frame, body: Tensor, number: int) -> None:
         size = body.numel()
-        if (frame.length, frame.sequence, frame.signature) != (
-            size,
-            self._call.sequence,
-            self._call.signature,
-        ):
+        told = (frame.length, frame.sequence, frame.signature, frame.number)
+        if told != (size, self._call.sequence, self._call.signature, number):
             with Watch(self._mesh, self._status((peer,)), time.monotonic() + 5) as watch:
                 watch.disagree("ranks made different calls")
         if frame.kind is Kind.BULK:
-            self._transfers.append(self._start(self._bulk.receive, body, peer, frame.number))
-            self._mesh.send(peer, Kind.ACCEPT, number=frame.number)
+            self._mesh.send(peer, Kind.ACCEPT, number=number)
             self._tally.traffic.headers += HEADER_BYTES
         elif size:
             body.copy_(torch.frombuffer(frame.body, dtype=torch.uint8))
         self._tally.traffic.received += size
 
-    def _start(
-        self, start: Callable[[Tensor, int, int], Transfer], body: Tensor, peer: int, number: int
-    ) -> Transfer:
-        try:
-            return start(body, peer, number)
-        except RuntimeError as error:
-            return Transfer(peer, lambda: None, done=True, error=error)
-
     def _accepted(self) -> bool:
         ready = {item for item in self._unaccepted if self._mesh.accepted(*item)}
         self._unaccepted -= ready
         return bool(ready)
-
-    def _started(self) -> bool:
-        """Starts the large sends that need not be held back.
-
-        Gloo has one queue for each peer. What it has to tell about a receive from that peer must not stand behind
-        the bytes of a send, or the two directions would take turns: receives come first.
-        """
-        free = [item for item in self._held if item[1] not in self._arriving]
-        self._held = [item for item in self._held if item[1] in self._arriving]
-        self._transfers += [self._start(self._bulk.send, *item) for item in free]
-        return bool(free)
 
     def _finished(self) -> bool:
         before = len(self._transfers)
@@ -146,7 +168,8 @@ class Exchange:
         return len(self._transfers) < before
 
     def underway_with(self) -> set[int]:
-        return {transfer.peer for transfer in self._transfers} - {peer for peer, _ in self._unaccepted}
+        moving = {transfer.peer for transfer in self._transfers}
+        return moving - {peer for peer, _ in self._unaccepted} - self._arriving.keys()
 
     def status(self) -> Status:
         missing = {*self._arriving, *self._marks, *(peer for peer, _ in self._unaccepted)}

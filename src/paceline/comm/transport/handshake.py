@@ -1,11 +1,12 @@
-"""Connections between all ranks, each end proven to know the group's secret before anything it says is believed.
+"""Connections between all ranks, each end proven to know the group's secret before anything it says is
+believed.
 
     connector -> acceptor   magic, from, to, nonce
     acceptor -> connector   nonce, HMAC("accept", both of these)
     connector -> acceptor   HMAC("connect", both of these)
 
-Rank r connects to every lower rank and accepts every higher one. A stranger who connects and says nothing, or nonsense, is dropped
-and delays nobody. Knows sockets, not what they will carry.
+Rank r connects to every lower rank and accepts every higher one. A stranger who connects and says nothing,
+or nonsense, is dropped and delays nobody. Knows sockets, not what they will carry.
 """
 
 from __future__ import annotations
@@ -29,14 +30,15 @@ _GREETING = struct.Struct("<8sII16s")
 _NONCE_BYTES, _MAC_BYTES = 16, 32
 _STRANGER_SECONDS = 5.0
 _LOOK_SECONDS = 0.1
-# A host that vanished without closing its connections is noticed after about this long.
-_SILENCE_SECONDS = 20
+# A host that vanished without closing its connections is noticed after about so long, without and with
+# bytes on the way to it.
+_SILENCE_SECONDS, _UNHEARD_SECONDS = 20, 60
 
 Endpoint = tuple[str, int]
 
 
 def source_address(host: str) -> str:
-    """The address of the interface from which this machine reaches `host`; empty where nobody else could use it."""
+    """The address from which this machine reaches `host`; empty where nobody else could use it."""
     try:
         family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -91,7 +93,7 @@ def _connect(rank: int, peer: int, endpoint: Endpoint, secret: bytes, deadline: 
     except OSError as error:
         raise RendezvousError(
             f"rank {rank} cannot reach rank {peer} at {where}: {error.strerror or error}",
-            remedy="check that the hosts can open connections to each other on any port, and that rank is still running",
+            remedy="check that the hosts can connect to each other on any port, and that the rank still runs",
         ) from error
     try:
         greeting = _GREETING.pack(_MAGIC, rank, peer, os.urandom(_NONCE_BYTES))
@@ -165,8 +167,8 @@ def _accept(
                 if not ready:
                     look()
                     patience.pause(
-                        lambda missing=missing: f"rank {rank} waits for {ranks_text(missing)} to connect"
-                    )  # type: ignore[misc]
+                        lambda: f"rank {rank} waits for {ranks_text(expected - connected.keys())} to connect"
+                    )
         finally:
             for sock in callers:
                 sock.close()
@@ -236,7 +238,7 @@ def _tune(sock: socket.socket) -> None:
         ("TCP_KEEPIDLE", _SILENCE_SECONDS // 2),
         ("TCP_KEEPINTVL", 3),
         ("TCP_KEEPCNT", 3),
-        ("TCP_USER_TIMEOUT", _SILENCE_SECONDS * 1000),
+        ("TCP_USER_TIMEOUT", _UNHEARD_SECONDS * 1000),
     ):
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

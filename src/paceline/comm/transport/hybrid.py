@@ -1,13 +1,15 @@
 """Shared memory inside a host, torch.distributed between hosts, as one transport.
 
-Messages to ranks of the same host go through the host's segment, all others over mesh and Gloo; one exchange moves both at once. A rank
-that waits sleeps on its bell in the segment, and the mesh rings it too. Whoever waits, in shared memory or not, looks around in the whole
-group. `local` is the host's own transport, for algorithms that work inside the host first.
+Messages to ranks of the same host go through the host's segment, all others over mesh and Gloo; one
+exchange moves both at once. A rank that waits sleeps on its bell in the segment, and the mesh rings it too.
+Whoever waits, in shared memory or not, looks around in the whole group. `local` is the host's own
+transport, for algorithms that work inside the host first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -15,6 +17,7 @@ from torch import Tensor
 from paceline.comm.calls import Call, Status
 from paceline.comm.ops import ReduceOp
 from paceline.comm.transport.base import ANY_SOURCE, Message, Window
+from paceline.comm.transport.pipeline import Pipeline
 from paceline.comm.transport.progress import drive
 from paceline.comm.transport.shm import sync
 from paceline.comm.transport.shm.messages import Lane
@@ -81,6 +84,10 @@ class HybridTransport:
 
         self._drive(_Work(both, status, abroad.underway_with), self.local.lanes[1], deadline)
 
+    def pipeline(self, peers: Iterable[int]) -> Pipeline | None:
+        """Overlapping exchanges with peers on other hosts; None if some are on this one."""
+        return None if any(peer in self._inside for peer in peers) else self._wide.pipeline(peers)
+
     def post(self, dest: int, tag: int, body: Sequence[memoryview], deadline: float) -> None:
         if dest not in self._inside:
             self._wide.post(dest, tag, body, deadline)
@@ -130,10 +137,10 @@ class HybridTransport:
 
     def _widened(self, status: Status) -> tuple[Outlook, Status]:
         """A wait inside the host as one of the whole group."""
-        text = status.text
-        if status.sequence < 0 and text.startswith("send("):
-            text = f"send to rank {self._ranks[status.waits_for[0]]}"
         waits_for = tuple(self._ranks[place] for place in status.waits_for)
+        text = status.text
+        if status.sequence < 0:
+            text = re.sub(r"(?<=dest_rank=)\d+", str(waits_for[0]), text)
         return self._mesh, replace(status, text=text, waits_for=waits_for)
 
 

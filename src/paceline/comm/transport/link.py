@@ -1,7 +1,8 @@
 """One proven connection between two ranks: frames out without blocking, frames in as they come.
 
-A frame is a header of 32 bytes (length, sequence or tag, signature, kind, number) and, for most kinds, a body of `length` bytes.
-What the socket does not take at once waits in the outbox. Knows frames, not what they ask for.
+A frame is a header of 32 bytes (length, sequence or tag, signature, kind, number) and, for most kinds, a
+body of `length` bytes. What the socket does not take at once waits in the outbox. Knows frames, not what
+they ask for.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class Link:
         signature: int = 0,
         number: int = 0,
     ) -> int:
-        """Sends a frame as far as the socket takes it; the pieces stay in use until `sent_bytes` reaches the returned mark."""
+        """Sends a frame as far as the socket takes it; `pieces` are in use until `sent_bytes` is so far."""
         size = sum(len(piece) for piece in pieces)
         header = _HEADER.pack(size if length is None else length, sequence, signature, kind, number)
         with self._lock:

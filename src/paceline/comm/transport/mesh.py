@@ -1,8 +1,10 @@
-"""Control between the ranks of a group that does not share memory: small messages, who does what, who is gone.
+"""Control between the ranks of a group that does not share memory: small messages, who does what, who is
+gone.
 
-One thread reads all connections, so questions are answered and endings are noticed also while the rank's own code is busy. A connection
-that ends after a BYE is a rank that left; after a FAILURE, one that failed; without a word, one that died. Statuses are pushed when they
-change; a rank that has none is asked at which line it is. Knows frames and statuses, not collectives.
+One thread reads all connections, so questions are answered and endings are noticed also while the rank's
+own code is busy. A connection that ends after a BYE is a rank that left; after a FAILURE, one that failed;
+without a word, one that died. Statuses are pushed when they change; a rank that has none is asked at which
+line it is. Knows frames and statuses, not collectives.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from paceline.core.errors import InternalError, PacelineError, UsageError, WireE
 _log = logging.getLogger("paceline.comm")
 
 _FAREWELL_SECONDS = 1.0
+_FAILURE_SECONDS = 0.3
 # Longer than a judgement needs statuses to stand still, so that answers about lines do not disturb it.
 _ASK_SECONDS = 2.5
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
@@ -66,7 +69,7 @@ class Mesh:
     # sending
 
     def send(self, peer: int, kind: Kind, pieces: Sequence[memoryview] = (), **fields: int) -> int:
-        """Puts a frame on its way; its memory may be reused when `sent(peer, mark)` holds for the returned mark."""
+        """Puts a frame on its way; its memory is free when `sent(peer, mark)` holds for the returned mark."""
         link = self._links[peer]
         mark = link.put(kind, pieces, **fields)
         if link.waiting:
@@ -154,7 +157,7 @@ class Mesh:
     # life
 
     def close(self, error: BaseException | None = None) -> None:
-        """Says goodbye, or why this rank fails; waits a moment for the others to have heard all that was sent before."""
+        """Says goodbye, or why this rank fails, and gives the others a moment to hear what came before."""
         with self._closing:
             if self._over is not None:
                 return
@@ -164,7 +167,7 @@ class Mesh:
             self.settle(peer)
             self.send(peer, Kind.BYE if error is None else Kind.FAILURE, [memoryview(note)] if note else ())
         self.notify()
-        end = time.monotonic() + _FAREWELL_SECONDS
+        end = time.monotonic() + (_FAREWELL_SECONDS if error is None else _FAILURE_SECONDS)
         while set(self._running()) - self._heard and (left := end - time.monotonic()) > 0:
             seen = self._version
             if set(self._running()) - self._heard:

@@ -1,7 +1,8 @@
 """The backend's own all-reduce (Gloo, NCCL, MPI), behind one face.
 
-The order of summation, the precision on the way and the dtypes are the backend's. Blocks until the result is there; a thread that must
-stay free does not call `all_reduce` itself. Knows torch's groups, not Paceline's calls.
+The order of summation, the precision on the way and the dtypes are the backend's. Blocks until the result
+is there; a thread that must stay free does not call `all_reduce` itself. Knows torch's groups, not
+Paceline's calls.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, Store
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from paceline.comm.ops import ReduceOp, dtype_name, finish
 from paceline.comm.transport.bulk import abort
@@ -36,7 +37,7 @@ _GLOO_DTYPES = frozenset(
 
 
 class NativeGroup:
-    """`group` is a process group or backend of torch; `device` is where it wants tensors (None: where they are)."""
+    """`group` is a group or backend of torch; `device` is where it wants tensors (None: where they are)."""
 
     def __init__(
         self, backend: str, group: Any, world_size: int, rank: int, device: torch.device | None = None
@@ -105,7 +106,7 @@ def check_backend(backend: str) -> None:
 def own_group(
     backend: str, gloo: Any, store: Store, rank: int, world_size: int, local_rank: int
 ) -> NativeGroup:
-    """A native group for a context that has no torch group of its own; for Gloo the one that carries large messages."""
+    """A native group where the caller has none; for Gloo it is the one that carries large messages."""
     if backend == "nccl":
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)

@@ -1,7 +1,7 @@
 """Waiting for something that moves in steps, without losing sight of the other ranks.
 
-`drive` lets a piece of work advance until it is done; when nothing moves for a moment it looks around, and raises if the wait cannot end
-well. Knows the mesh, not what the work is.
+`drive` lets a piece of work advance until it is done; when nothing moves for a moment it looks around, and
+raises if the wait cannot end well. Knows the mesh, not what the work is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from paceline.core.errors import InternalError, PeerLostError
 
 
 class Work(Protocol):
-    """Something that moves in steps: `advance` gives (all done, something moved), `status` what is still missing."""
+    """Moves in steps: `advance` gives (all done, something moved), `status` what is still missing."""
 
     def advance(self) -> tuple[bool, bool]: ...
     def status(self) -> Status: ...
@@ -29,7 +29,7 @@ class Work(Protocol):
 def drive(
     work: Work, mesh: Mesh, version: Callable[[], int], pause: Callable[[int], None], deadline: float
 ) -> None:
-    """Calls `work.advance` until it is done. `pause(seen)` sleeps until `version()` is no longer `seen`, or for a moment."""
+    """Lets `work` advance until it is done; `pause(seen)` sleeps while `version()` is `seen`, or a moment."""
     outlook = _During(mesh, work)
     watch: Watch | None = None
     moved_at = time.monotonic()
@@ -62,7 +62,7 @@ def drive(
 
 
 class _During:
-    """The mesh as a watch should see it: a rank that left after doing its part is not missing while its bytes arrive."""
+    """The mesh for a watch: a rank that left after doing its part is not missing while its bytes arrive."""
 
     def __init__(self, mesh: Mesh, work: Work) -> None:
         self.rank = mesh.rank

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
 from paceline.comm.calls import Call
 from paceline.comm.transport.base import Message, Topology, Transport, Window
+from paceline.comm.transport.pipeline import Pipeline, Renumbered
 
 
 class Subset:
@@ -37,6 +38,11 @@ class Subset:
             [(ranks[peer], tensor) for peer, tensor in receives],
             deadline,
         )
+
+    def pipeline(self, peers: Iterable[int]) -> Pipeline | None:
+        make = getattr(self._parent, "pipeline", None)
+        found = None if make is None else make([self._ranks[peer] for peer in peers])
+        return None if found is None else Renumbered(found, self._ranks)
 
     def post(self, dest: int, tag: int, body: Sequence[memoryview], deadline: float) -> None:
         self._parent.post(self._ranks[dest], tag, body, deadline)

@@ -1,7 +1,8 @@
-"""Ranks as threads of this process, over one private shared segment: for tests that need many ranks and no processes.
+"""Ranks as threads of this process, over one private shared segment: for tests that need many ranks and no
+processes.
 
-Everything but the processes is real: the same rings, windows and waits, the same errors. One interpreter runs all ranks, so nothing is
-learned about speed.
+Everything but the processes is real: the same rings, windows and waits, the same errors. One interpreter
+runs all ranks, so nothing is learned about speed.
 """
 
 from __future__ import annotations

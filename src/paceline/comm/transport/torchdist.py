@@ -1,14 +1,15 @@
 """torch.distributed between hosts: headers and small messages over the mesh, large ones over a Gloo group.
 
-Every message has a header that the receiver checks against its own call before it takes the message, so ranks that disagree find out
-instead of mixing data up. Messages up to 64 KB travel with their header; of larger ones the header goes ahead, the receiver says that it is ready, and the bytes
-follow through torch's process group. `native_all_reduce` hands a tensor to the all-reduce of the backend itself (Gloo, NCCL, MPI).
+Every message has a header that the receiver checks against its own call before it takes the message, so
+ranks that disagree find out instead of mixing data up. Messages up to 64 KB travel with their header; of
+larger ones the header goes ahead, the receiver says that it is ready, and the bytes follow through torch's
+process group. `native_all_reduce` hands a tensor to the all-reduce of the backend itself (Gloo, NCCL, MPI).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,10 +18,11 @@ from paceline.comm.calls import Call, Status, call_site
 from paceline.comm.ops import ReduceOp
 from paceline.comm.transport.base import ANY_SOURCE, Message, Topology, Traffic, Window
 from paceline.comm.transport.bulk import Bulk, Transfer
-from paceline.comm.transport.exchange import Exchange, Tally
+from paceline.comm.transport.exchange import Exchange, Numbers, Tally
 from paceline.comm.transport.link import Kind
 from paceline.comm.transport.mesh import Mesh
 from paceline.comm.transport.native import NativeGroup
+from paceline.comm.transport.pipeline import Exchanges, Pipeline
 from paceline.comm.transport.progress import Work, drive, raise_lost
 from paceline.comm.transport.watch import LOOK_SECONDS
 
@@ -34,17 +36,15 @@ class TorchTransport:
         self.rank = mesh.rank
         self.world_size = mesh.world_size
         self.topology = topology
-        self.tally = Tally(mesh.rank, topology, Traffic())
+        self.traffic = Traffic()
+        self.tally = Tally(mesh.rank, topology, self.traffic)
         self.window: Window | None = None
         self.mesh = mesh
         self._bulk = bulk
         self._native = native
+        self._numbers = Numbers(mesh.world_size)
         self._closing = threading.Lock()
         self._closed = False
-
-    @property
-    def traffic(self) -> Traffic:
-        return self.tally.traffic
 
     def exchange(
         self,
@@ -60,7 +60,11 @@ class TorchTransport:
         self, call: Call, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
     ) -> Exchange:
         """Starts an exchange that goes on whenever `advance` is called."""
-        return Exchange(self.mesh, self._bulk, self.tally, call, sends, receives)
+        return Exchange(self.mesh, self._bulk, self._numbers, self.tally, call, sends, receives)
+
+    def pipeline(self, peers: Iterable[int]) -> Pipeline | None:
+        """Exchanges with these peers that overlap; each counts its messages, the caller counts rounds."""
+        return Exchanges(self.begin, self.wait_for)
 
     def post(self, dest: int, tag: int, body: Sequence[memoryview], deadline: float) -> None:
         sending = Sending(self, dest, tag, body)
@@ -76,7 +80,7 @@ class TorchTransport:
         return taking.message()
 
     def native_all_reduce(self, call: Call, op: ReduceOp, tensor: Tensor, deadline: float) -> None:
-        """All-reduces in place by the backend's own algorithm, after the ranks have agreed that they all want it."""
+        """All-reduces in place by the backend's own algorithm, once the ranks have agreed on it."""
         self._native.check(op, tensor)
         nothing = torch.empty(0, dtype=torch.uint8)
         distance = 1
@@ -142,7 +146,7 @@ class Sending:
         return set()
 
     def give_up(self) -> None:
-        """The rest goes out when it can: a message that began has to end, or the connection would be of no use."""
+        """The rest goes out when it can: half a message would spoil all that follow."""
         self._mesh.settle(self._dest)
 
 

@@ -1,0 +1,198 @@
+"""From hellos to a transport: who shares a host, who shares memory, who has to connect.
+
+Every rank reads the same hellos and comes to the same plan; where shared memory does not work for one rank,
+none of them uses it. Knows how transports are made, not how ranks found each other or what the transport is
+used for.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from paceline.comm.meeting import Meeting
+from paceline.comm.transport.base import Topology, Transport
+from paceline.comm.transport.bulk import Bulk
+from paceline.comm.transport.handshake import connect_all
+from paceline.comm.transport.hybrid import HybridTransport
+from paceline.comm.transport.mesh import Mesh
+from paceline.comm.transport.native import BACKENDS, NativeGroup, own_group
+from paceline.comm.transport.shm import sync
+from paceline.comm.transport.shm.layout import create_segment
+from paceline.comm.transport.shm.transport import ShmTransport
+from paceline.comm.transport.torchdist import TorchTransport
+from paceline.core.errors import PacelineError, RendezvousError, UnavailableError
+
+_log = logging.getLogger("paceline.comm")
+
+
+@dataclass(frozen=True)
+class Group:
+    """What the hellos say."""
+
+    meeting: Meeting
+    hellos: Mapping[int, Mapping[str, Any]]
+    topology: Topology
+    backend: str
+    master: str
+    native: Any = None
+
+    @property
+    def mates(self) -> list[int]:
+        """The ranks of this host."""
+        return self.topology.ranks_on(self.topology.host_of[self.meeting.rank])
+
+
+def topology_of(hellos: Mapping[int, Mapping[str, Any]]) -> Topology:
+    numbers: dict[str, int] = {}
+    names: dict[int, str] = {}
+    for rank in sorted(hellos):
+        number = numbers.setdefault(hellos[rank]["host"], len(numbers))
+        names.setdefault(number, str(hellos[rank]["hostname"]))
+    return Topology(tuple(numbers[hellos[rank]["host"]] for rank in sorted(hellos)), tuple(names.values()))
+
+
+def check_alike(hellos: Mapping[int, Mapping[str, Any]]) -> None:
+    for what in ("version", "backend"):
+        values = {rank: hello[what] for rank, hello in sorted(hellos.items())}
+        if len(set(values.values())) > 1:
+            listing = ", ".join(f"rank {rank}: {value}" for rank, value in values.items())
+            raise RendezvousError(
+                f"the ranks differ in their {what} ({listing})", remedy=f"use the same {what} on all ranks"
+            )
+
+
+def wire(group: Group, listener: socket.socket) -> Transport:
+    meeting, topology = group.meeting, group.topology
+    wants_memory = group.backend in ("auto", "shm") and sync.available()
+    if group.backend == "shm" and topology.hosts > 1:
+        raise UnavailableError(
+            f"backend='shm': the hosts {', '.join(topology.names)} share no memory",
+            remedy="use backend='auto' or 'gloo'",
+        )
+    local = None
+    if wants_memory and topology.hosts < meeting.world_size:
+        local = _share(group)
+        if local is not None and topology.hosts == 1:
+            return local
+    try:
+        wide = _connect(group, listener)
+    except BaseException as error:
+        if local is not None:
+            local.close(error)
+        raise
+    return wide if local is None else HybridTransport(local, wide)
+
+
+def _share(group: Group) -> ShmTransport | None:
+    """Shared memory among the ranks of each host; None on every rank if it does not work for one of them."""
+    meeting, mates = group.meeting, group.mates
+    rank = meeting.rank
+    segment = -1
+    local: ShmTransport | None = None
+    problem = ""
+    try:
+        try:
+            if rank == mates[0]:
+                segment = create_segment(len(mates))
+                status = os.fstat(segment)
+                meeting.tell("segment", {"fd": segment, "inode": status.st_ino, "device": status.st_dev})
+            else:
+                segment = open_segment(meeting.hear("segment", mates[0]), int(group.hellos[mates[0]]["pid"]))
+            local = ShmTransport(segment, mates.index(rank), len(mates))
+        except (OSError, PacelineError) as error:
+            if isinstance(error, RendezvousError):
+                raise
+            problem = f"{type(error).__name__}: {error}"
+            if rank == mates[0] and segment < 0:
+                meeting.tell("segment", {"fd": -1, "problem": problem})
+        meeting.tell("shared", {"problem": problem})
+        problems = {
+            peer: told["problem"] for peer, told in meeting.gather("shared").items() if told["problem"]
+        }
+    except BaseException as error:
+        if local is not None:
+            local.close(error)
+        raise
+    finally:
+        if segment >= 0:
+            os.close(segment)
+    if not problems:
+        return local
+    if local is not None:
+        local.close()
+    listing = "; ".join(f"rank {peer}: {text}" for peer, text in problems.items())
+    if group.backend == "shm":
+        raise UnavailableError(
+            f"shared memory does not work here ({listing})", remedy="use backend='auto' or 'gloo'"
+        )
+    if rank == 0:
+        _log.warning("shared memory does not work here (%s): using Gloo", listing)
+    return None
+
+
+def open_segment(told: Mapping[str, Any], pid: int) -> int:
+    if told["fd"] < 0:
+        raise OSError(f"the first rank of this host made no segment ({told['problem']})")
+    segment = os.open(f"/proc/{pid}/fd/{told['fd']}", os.O_RDWR | os.O_CLOEXEC)
+    status = os.fstat(segment)
+    if (status.st_ino, status.st_dev) != (told["inode"], told["device"]):
+        os.close(segment)
+        raise OSError(f"descriptor {told['fd']} of process {pid} is another file")
+    return segment
+
+
+def _connect(group: Group, listener: socket.socket) -> TorchTransport:
+    """Mesh and Gloo group among all ranks."""
+    meeting, topology, hellos = group.meeting, group.topology, group.hellos
+    rank = meeting.rank
+    secret = bytes.fromhex(hellos[0]["secret"])
+    # Who has no address of its own that others can use is on the master's host.
+    endpoints = {
+        peer: (hello["endpoint"][0] or group.master, int(hello["endpoint"][1]))
+        for peer, hello in hellos.items()
+        if peer != rank
+    }
+    connections = connect_all(rank, listener, endpoints, secret, meeting.deadline, meeting.look)
+    address = _own_address(connections, topology, rank)
+    names = {peer: f"process {hello['pid']} on {hello['hostname']}" for peer, hello in hellos.items()}
+    mesh = Mesh(rank, connections, names)
+    try:
+        left = max(meeting.deadline - time.monotonic(), 1.0)
+        bulk = Bulk(PrefixStore("gloo", meeting.store), rank, meeting.world_size, address, left, mesh.notify)
+        native = _native(group, bulk)
+    except BaseException as error:
+        mesh.close(error)
+        raise RendezvousError(f"rank {rank} could not make the torch.distributed group: {error}") from error
+    return TorchTransport(mesh, bulk, topology, native)
+
+
+def _own_address(connections: Mapping[int, socket.socket], topology: Topology, rank: int) -> str:
+    """The address under which this rank talks to other hosts, if there are any."""
+    mine = topology.host_of[rank]
+    peer = next((peer for peer in connections if topology.host_of[peer] != mine), next(iter(connections)))
+    return str(connections[peer].getsockname()[0]).removeprefix("::ffff:")
+
+
+def _native(group: Group, bulk: Bulk) -> NativeGroup:
+    meeting = group.meeting
+    rank, world_size = meeting.rank, meeting.world_size
+    if group.native is None:
+        backend = group.backend if group.backend in BACKENDS else "gloo"
+        return own_group(backend, bulk.group, meeting.store, rank, world_size, group.mates.index(rank))
+    name = str(dist.get_backend(group.native))
+    backend = "nccl" if "nccl" in name else "mpi" if name == "mpi" else "gloo"
+    return NativeGroup(backend, group.native, world_size, rank, _device_of(backend))
+
+
+def _device_of(backend: str) -> torch.device | None:
+    return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None

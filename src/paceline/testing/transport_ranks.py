@@ -1,0 +1,361 @@
+"""What the ranks do in the tests of transport_contract.py.
+
+Each function runs on every rank of a group and checks what it sees there; those about ranks that do not fit
+together return what error they got, and how fast. Functions of a module, so that they can travel to other
+processes by name.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from paceline.comm.calls import Call, signature_of
+from paceline.comm.context import DistributedContext
+from paceline.comm.transport.base import ANY_SOURCE, HEADER_BYTES
+from paceline.core.errors import (
+    CommTimeoutError,
+    DisagreementError,
+    PacelineError,
+    PeerLostError,
+    UsageError,
+)
+
+PATIENCE = 20.0
+NOTICED_WITHIN = 5.0
+"""Seconds after which ranks that do not fit together must know it."""
+
+Outcome = tuple[str, str, float]
+"""The kind of error a rank got, its text, and the seconds it took."""
+
+
+# exchange
+
+
+def messages_in_order(ctx: DistributedContext) -> None:
+    right, left = (ctx.rank + 1) % ctx.world_size, (ctx.rank - 1) % ctx.world_size
+    sizes = [7, 0, 1000, 1, 100_000, 3, 300_001, 0, 5]
+    for call in _calls(3):
+        sends = [(right, _pattern(ctx.rank, index, size)) for index, size in enumerate(sizes)]
+        receives = [(left, torch.zeros(size, dtype=torch.int64)) for size in sizes]
+        ctx.transport.exchange(call, sends, receives, _soon())
+        for index, (_, arrived) in enumerate(receives):
+            assert torch.equal(arrived, _pattern(left, index, sizes[index]))
+
+
+def empty_messages(ctx: DistributedContext) -> None:
+    peer = 1 - ctx.rank
+    nothing = torch.empty(0)
+    for call in _calls(5):
+        ctx.transport.exchange(call, [(peer, nothing)] * 3, [(peer, torch.empty(0))] * 3, _soon())
+
+
+def large_messages(ctx: DistributedContext) -> None:
+    peers = _peers(ctx)
+    size = 700_001
+    (call,) = _calls(1)
+    arrived = {peer: torch.zeros(size, dtype=torch.int64) for peer in peers}
+    sends = [(peer, _pattern(ctx.rank, peer, size)) for peer in peers]
+    ctx.transport.exchange(call, sends, list(arrived.items()), _soon())
+    for peer in peers:
+        assert torch.equal(arrived[peer], _pattern(peer, ctx.rank, size))
+
+
+def many_messages(ctx: DistributedContext) -> None:
+    peers = _peers(ctx)
+    (call,) = _calls(1)
+    sends = [(peer, _pattern(ctx.rank, index, 50)) for index in range(200) for peer in peers]
+    receives = [(peer, torch.zeros(50, dtype=torch.int64)) for _ in range(200) for peer in peers]
+    ctx.transport.exchange(call, sends, receives, _soon())
+    for position, (peer, arrived) in enumerate(receives):
+        assert torch.equal(arrived, _pattern(peer, position // len(peers), 50))
+
+
+def one_sided(ctx: DistributedContext) -> None:
+    for call, size in zip(_calls(4), (1, 10_000, 200_000, 0), strict=True):
+        if ctx.rank == 0:
+            ctx.transport.exchange(
+                call, [(peer, _pattern(0, peer, size)) for peer in _peers(ctx)], [], _soon()
+            )
+        else:
+            arrived = torch.zeros(size, dtype=torch.int64)
+            ctx.transport.exchange(call, [], [(0, arrived)], _soon())
+            assert torch.equal(arrived, _pattern(0, ctx.rank, size))
+
+
+def all_dtypes(ctx: DistributedContext) -> None:
+    peer = 1 - ctx.rank
+    dtypes = (
+        torch.bool,
+        torch.uint8,
+        torch.int16,
+        torch.float16,
+        torch.bfloat16,
+        torch.float64,
+        torch.complex64,
+    )
+    for call, dtype in zip(_calls(len(dtypes)), dtypes, strict=True):
+        sent = torch.arange(33).to(dtype)
+        arrived = torch.zeros(33, dtype=dtype)
+        ctx.transport.exchange(call, [(peer, sent)], [(peer, arrived)], _soon())
+        assert torch.equal(sent, arrived)
+
+
+def reused_memory(ctx: DistributedContext) -> None:
+    peer = 1 - ctx.rank
+    for size in (10, 5_000, 400_000):
+        out, into = torch.empty(size), torch.empty(size)
+        for turn, call in enumerate(_calls(10)):
+            out.fill_(float(turn * 2 + ctx.rank))
+            ctx.transport.exchange(call, [(peer, out)], [(peer, into)], _soon())
+            out.fill_(-1.0)
+            assert bool((into == turn * 2 + peer).all())
+
+
+def counted_traffic(ctx: DistributedContext) -> None:
+    peer = 1 - ctx.rank
+    traffic = ctx.transport.traffic
+    for call, size in zip(_calls(2), (100, 1_000_000), strict=True):
+        before = traffic.snapshot()
+        out, into = torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+        ctx.transport.exchange(call, [(peer, out)], [(peer, into)], _soon())
+        messages, sent, received, headers, _, rounds = (
+            after - then for after, then in zip(traffic.snapshot(), before, strict=True)
+        )
+        assert (messages, sent, received, rounds) == (1, size, size, 1)
+        assert headers in (HEADER_BYTES, 2 * HEADER_BYTES)  # a large message may be announced
+
+
+# post and take
+
+
+def tagged_messages(ctx: DistributedContext) -> None:
+    if ctx.rank == 0:
+        for tag in (1, 2, 1, 3):
+            _post(ctx, 1, tag, f"{tag}".encode() * 5)
+        _post(ctx, 1, 4, b"")
+    else:
+        assert _take(ctx, 0, 3) == b"33333"
+        assert _take(ctx, 0, 2) == b"22222"
+        assert _take(ctx, 0, None) == b"11111"
+        assert _take(ctx, 0, 1) == b"11111"
+        assert _take(ctx, 0, 4) == b""
+
+
+def messages_from_anybody(ctx: DistributedContext) -> None:
+    if ctx.rank:
+        for number in range(3):
+            _post(ctx, 0, 0, bytes([ctx.rank, number]))
+        return
+    seen: dict[int, list[int]] = {1: [], 2: []}
+    for _ in range(6):
+        message = ctx.transport.take(ANY_SOURCE, None, _soon(), own_deadline=False)
+        sender, number = bytes(message.body)
+        assert sender == message.source
+        seen[sender].append(number)
+    assert seen == {1: [0, 1, 2], 2: [0, 1, 2]}
+
+
+def late_message(ctx: DistributedContext) -> None:
+    if ctx.rank == 0:
+        for _ in range(2):
+            kind, text, _ = _outcome(
+                lambda: ctx.transport.take(1, 7, time.monotonic() + 0.1, own_deadline=True)
+            )
+            assert kind == "CommTimeoutError", text
+            assert "rank 1" in text, text
+        _post(ctx, 1, 0, b"now")
+        assert _take(ctx, 1, 7) == b"x" * 100_000
+    else:
+        assert _take(ctx, 0, 0) == b"now"
+        _post(ctx, 0, 7, b"x" * 100_000)
+
+
+def crossing_messages(ctx: DistributedContext) -> None:
+    peer = 1 - ctx.rank
+    body = bytes([ctx.rank]) * 5_000_000
+    for _ in range(2):
+        _post(ctx, peer, 0, body)
+    for _ in range(2):
+        assert _take(ctx, peer, 0) == bytes([peer]) * 5_000_000
+
+
+def messages_between_collectives(ctx: DistributedContext) -> None:
+    right = (ctx.rank + 1) % ctx.world_size
+    ctx.send({"from": ctx.rank}, right)
+    ctx.barrier()
+    total = ctx.all_reduce(torch.ones(30_000))
+    assert bool((total == ctx.world_size).all())
+    left = (ctx.rank - 1) % ctx.world_size
+    assert ctx.receive(left) == {"from": left}
+
+
+# ranks that do not fit together
+
+
+def _other_shape(ctx: DistributedContext) -> None:
+    ctx.all_reduce(torch.ones(4 if ctx.rank == 1 else 5))
+
+
+def _other_large_shape(ctx: DistributedContext) -> None:
+    ctx.all_reduce(torch.ones(400_000 if ctx.rank == 1 else 500_000), algorithm="ring")
+
+
+def _other_dtype(ctx: DistributedContext) -> None:
+    ctx.all_reduce(torch.ones(4, dtype=torch.float64 if ctx.rank == 1 else torch.float32))
+
+
+def _other_operation(ctx: DistributedContext) -> None:
+    ctx.all_reduce(torch.ones(4), op="max" if ctx.rank == 1 else "sum")
+
+
+def _other_call(ctx: DistributedContext) -> None:
+    if ctx.rank == 1:
+        ctx.all_gather(5)
+    else:
+        ctx.barrier()
+
+
+def _other_order(ctx: DistributedContext) -> None:
+    if ctx.rank == 1:
+        ctx.all_reduce(torch.ones(100))
+        ctx.barrier()
+    else:
+        ctx.barrier()
+        ctx.all_reduce(torch.ones(100))
+
+
+def _one_call_less(ctx: DistributedContext) -> None:
+    if ctx.rank != 1:
+        ctx.broadcast(3)
+    ctx.all_reduce(torch.ones(100))
+
+
+def _other_root(ctx: DistributedContext) -> None:
+    ctx.broadcast("x", root_rank=1 if ctx.rank == 1 else 0)
+    # Who only sends finds out when it next receives.
+    ctx.all_gather("y")
+
+
+DISAGREEMENTS: dict[str, Callable[[DistributedContext], None]] = {
+    "shape": _other_shape,
+    "large shape": _other_large_shape,
+    "dtype": _other_dtype,
+    "operation": _other_operation,
+    "call": _other_call,
+    "order": _other_order,
+    "one call less": _one_call_less,
+    "root": _other_root,
+}
+
+
+def disagree(ctx: DistributedContext, case: str) -> Outcome:
+    ctx.barrier()
+    return _outcome(lambda: DISAGREEMENTS[case](ctx))
+
+
+def wait_in_a_circle(ctx: DistributedContext) -> Outcome:
+    return _outcome(lambda: ctx.receive(1 - ctx.rank))
+
+
+def leave_early(ctx: DistributedContext) -> Outcome | None:
+    if ctx.rank == 1:
+        return None
+    return _outcome(ctx.barrier)
+
+
+def wait_for_a_slow_rank(ctx: DistributedContext) -> None:
+    """Rank 1 comes late to a gather; rank 2 is already in the next call. Nobody is stuck."""
+    if ctx.rank == 1:
+        with suppress(CommTimeoutError):
+            ctx.receive(0, timeout=2.0)
+    elif ctx.rank == 2:
+        # Late enough for rank 0 to have told the others that it waits for both.
+        with suppress(CommTimeoutError):
+            ctx.receive(0, timeout=0.3)
+    gathered = ctx.gather(ctx.rank)
+    assert gathered == ([0, 1, 2] if ctx.rank == 0 else None)
+    assert ctx.broadcast("next" if ctx.rank == 0 else None) == "next"
+
+
+def fail_in_the_middle(ctx: DistributedContext) -> Outcome:
+    ctx.barrier()
+    if ctx.rank == 1:
+        ctx.close(RuntimeError("out of beans"))
+        return "", "", 0.0
+    kind, text, seconds = _outcome(lambda: ctx.all_reduce(torch.ones(300_000)))
+    again, _, _ = _outcome(ctx.barrier)
+    assert again == kind, "a broken group stays broken"
+    return kind, text, seconds
+
+
+def wait_too_short(ctx: DistributedContext) -> Outcome:
+    if ctx.rank == 0:
+        return _outcome(lambda: ctx.all_reduce(torch.ones(300_000), timeout=0.3))
+    return _outcome(lambda: ctx.receive(0, timeout=NOTICED_WITHIN))
+
+
+# memory and life
+
+
+def own_memory(ctx: DistributedContext) -> None:
+    tensor = ctx.transport.empty(1000)
+    assert tensor.dtype == torch.uint8
+    assert tensor.numel() == 1000
+    assert ctx.transport.empty(0).numel() == 0
+    tensor.fill_(3)
+    (call,) = _calls(1)
+    peer = 1 - ctx.rank
+    into = ctx.transport.empty(1000)
+    ctx.transport.exchange(call, [(peer, tensor)], [(peer, into)], _soon())
+    assert bool((into == 3).all())
+
+
+def close_twice(ctx: DistributedContext) -> None:
+    ctx.barrier()
+    ctx.close()
+    ctx.close()
+    ctx.transport.close()
+    kind, _, _ = _outcome(ctx.barrier)
+    assert kind == UsageError.__name__
+
+
+def _outcome(action: Callable[[], object]) -> Outcome:
+    start = time.monotonic()
+    try:
+        action()
+    except (DisagreementError, PeerLostError, CommTimeoutError, UsageError) as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    except PacelineError as error:
+        return f"unexpected {type(error).__name__}", str(error), time.monotonic() - start
+    return "no error", "", time.monotonic() - start
+
+
+def _calls(count: int) -> list[Call]:
+    """Calls that are the same on all ranks."""
+    return [Call(1_000 + number, "contract", signature_of("contract")) for number in range(count)]
+
+
+def _pattern(rank: int, index: int, size: int) -> Tensor:
+    return torch.arange(size) * 1_000 + rank * 100 + index % 100
+
+
+def _peers(ctx: DistributedContext) -> list[int]:
+    return [peer for peer in range(ctx.world_size) if peer != ctx.rank]
+
+
+def _post(ctx: DistributedContext, dest: int, tag: int, body: bytes) -> None:
+    half = len(body) // 2
+    ctx.transport.post(dest, tag, [memoryview(body[:half]), memoryview(body[half:])], _soon())
+
+
+def _take(ctx: DistributedContext, source: int, tag: int | None) -> bytes:
+    return bytes(ctx.transport.take(source, tag, _soon(), own_deadline=False).body)
+
+
+def _soon() -> float:
+    return time.monotonic() + PATIENCE
