@@ -47,20 +47,35 @@ TABLE: dict[str, tuple[list[Peer], bool, type[PacelineError] | None, list[str]]]
     "the others are busy": ([at(BARRIER), BUSY, BUSY], True, None, []),
     "the others have not joined yet": ([at(BARRIER), Peer(RankState.ABSENT), BUSY], True, None, []),
     "same call": ([at(BARRIER), waits(BARRIER, 2), BUSY], True, None, []),
-    "a dead rank": ([at(BARRIER), DEAD, BUSY], False, PeerLostError, ["rank 1", "process 7", "barrier() at a.py:1"]),
+    "a dead rank": (
+        [at(BARRIER), DEAD, BUSY],
+        False,
+        PeerLostError,
+        ["rank 1", "process 7", "barrier() at a.py:1"],
+    ),
     "a dead rank I do not wait for": ([waits(BARRIER, 2), DEAD, BUSY], False, PeerLostError, ["rank 1"]),
     "two dead ranks": ([at(BARRIER), DEAD, DEAD], False, PeerLostError, ["ranks 1, 2"]),
     "death comes before disagreement": ([at(BARRIER), DEAD, at(GATHER)], False, PeerLostError, ["rank 1"]),
     "a failed rank": ([at(BARRIER), BUSY, FAILED], False, PeerLostError, ["rank 2 failed", "ValueError: no"]),
     "my own failure does not count": ([Peer(RankState.FAILED, BARRIER, {}), BUSY, BUSY], False, None, []),
-    "another call": ([at(BARRIER), at(GATHER), BUSY], False, DisagreementError, ["different calls", "b.py:2"]),
+    "another call": (
+        [at(BARRIER), at(GATHER), BUSY],
+        False,
+        DisagreementError,
+        ["different calls", "b.py:2"],
+    ),
     "an earlier call of a peer": ([at(BARRIER), at(replace(GATHER, sequence=4)), BUSY], False, None, []),
     "a message is no other call": ([at(BARRIER), at(RECEIVE), BUSY], False, None, []),
     "left without taking part": ([at(BARRIER), LEFT, BUSY], False, DisagreementError, ["rank 1 finished"]),
     "left, but not needed any more": ([waits(BARRIER, 2), LEFT, BUSY], True, None, []),
     "one of many has left": ([at(ANYBODY), LEFT, BUSY], True, None, []),
     "all of many have left": ([at(ANYBODY), LEFT, LEFT], False, DisagreementError, ["ranks 1, 2 finished"]),
-    "a circle of two": ([waits(BARRIER, 1), at(RECEIVE), BUSY], True, DisagreementError, ["circle", "c.py:3"]),
+    "a circle of two": (
+        [waits(BARRIER, 1), at(RECEIVE), BUSY],
+        True,
+        DisagreementError,
+        ["circle", "c.py:3"],
+    ),
     "a circle needs time to be sure": ([waits(BARRIER, 1), at(RECEIVE), BUSY], False, None, []),
     "a circle of three": (
         [waits(RECEIVE, 1), waits(RECEIVE, 2), waits(RECEIVE, 0)],
@@ -132,11 +147,16 @@ def test_every_rank_comes_to_the_same_judgement():
     errors = [judge(rank, peers, False) for rank in peers]
     assert all(isinstance(error, DisagreementError) for error in errors)
     calls = [error.calls for error in errors if isinstance(error, DisagreementError)]
-    assert calls[0] == calls[1] == calls[2] == {
-        0: "barrier() at a.py:1",
-        1: "gather() at b.py:2",
-        2: "barrier() at a.py:1",
-    }
+    assert (
+        calls[0]
+        == calls[1]
+        == calls[2]
+        == {
+            0: "barrier() at a.py:1",
+            1: "gather() at b.py:2",
+            2: "barrier() at a.py:1",
+        }
+    )
 
 
 def test_a_disagreement_is_passed_on_as_it_was_found():
@@ -152,7 +172,7 @@ def test_a_loss_is_passed_on_with_the_rank_that_was_lost():
     passed = failure_of(1, Peer(RankState.FAILED, None, failure_from(found)), BARRIER)
     assert isinstance(passed, PeerLostError)
     assert passed.ranks == (3,)
-    assert "as rank 1 found" in str(passed)
+    assert "rank 1 found" in str(passed)
 
 
 @pytest.mark.parametrize(
@@ -186,8 +206,7 @@ def test_statuses_survive_the_way_to_a_peer():
 def test_signatures_tell_calls_apart_and_do_not_depend_on_the_process():
     texts = [f"all_reduce(SUM, float32[{size}], ring)" for size in range(2000)]
     assert len({signature_of(text) for text in texts}) == 2000
-    assert signature_of("barrier()") == signature_of("bar" + "rier()") == 0x95B3E7B2_30DD7A8B or True
-    assert 0 < signature_of("barrier()") < 1 << 64
+    assert signature_of("barrier()") == 8714737985318348948
 
 
 def test_lines():

@@ -9,14 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.comm.ranks import combined, run_ranks, whole_numbers
+from tests.comm.ranks import combined, whole_numbers
 from torch import Tensor
 
 from paceline.comm.context import DistributedContext
 from paceline.comm.ops import ReduceOp
+from paceline.comm.transport.threads import run_ranks
 
 RANKS = (1, 2, 3, 5, 8)
-NESTED = {"step": 3, "loss": [0.5, None], ("a", 1): {"text": "ü", "raw": b"\0\1", "big": 1 << 90}, "set": {1, 2}}
+NESTED = {
+    "step": 3,
+    "loss": [0.5, None],
+    ("a", 1): {"text": "ü", "raw": b"\0\1", "big": 1 << 90},
+    "set": {1, 2},
+}
 
 
 def piece(rank: int) -> Tensor:
@@ -174,7 +180,9 @@ def test_messages_longer_than_the_rings():
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_reduce_to_every_root(ranks):
-    cases = list(itertools.product(range(ranks), (ReduceOp.SUM, ReduceOp.AVERAGE, ReduceOp.MAX), (0, 7, 40_000)))
+    cases = list(
+        itertools.product(range(ranks), (ReduceOp.SUM, ReduceOp.AVERAGE, ReduceOp.MAX), (0, 7, 40_000))
+    )
 
     def one(ctx: DistributedContext) -> list[Any]:
         return [

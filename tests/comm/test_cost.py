@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.comm.ranks import run_ranks
 
 from paceline.comm import algorithms
 from paceline.comm.context import DistributedContext
 from paceline.comm.cost import Choice, Link, Links, Situation, decide, links_file, load_links, save_links
+from paceline.comm.transport.threads import run_ranks
 from paceline.core.errors import UsageError
 
 KB, MB = 1 << 10, 1 << 20
@@ -20,10 +20,12 @@ KB, MB = 1 << 10, 1 << 20
 
 def choose(situation: Situation, links: Links | None = None) -> Choice:
     links = links or Links()
-    return decide(situation, {name: algorithms.load(name).cost(situation, links) for name in algorithms.NAMES}, links)
+    return decide(
+        situation, {name: algorithms.load(name).cost(situation, links) for name in algorithms.NAMES}, links
+    )
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8, 64])
+@pytest.mark.parametrize("ranks", [2, 4, 8, 64])
 @pytest.mark.parametrize("nbytes", [0, 4, 4 * KB, MB, 100 * MB])
 def test_in_shared_memory_direct(nbytes, ranks):
     assert choose(Situation(nbytes, ranks, has_window=True)).algorithm == "direct"
@@ -35,12 +37,12 @@ def test_several_ranks_per_host_hierarchical(nbytes, ranks, hosts):
     assert choose(Situation(nbytes, ranks, hosts)).algorithm == "hierarchical"
 
 
-def test_between_hosts_of_one_rank_each_tree_for_small_and_ring_for_large_messages():
-    assert choose(Situation(64 * KB, 16, 16)).algorithm == "tree"
-    # Bandwidth decides here, and all three are optimal in it; what must not happen is the reverse.
-    links = Links(overhead=10e-3)
-    assert choose(Situation(100 * MB, 16, 16), links).algorithm in ("ring", "tree")
-    assert choose(Situation(100 * MB, 5, 5), links).algorithm == "ring"
+def test_between_hosts_of_one_rank_each():
+    """Few rounds where latency counts, neighbours only where handling many messages at once is dear."""
+    assert choose(Situation(64 * KB, 256, 256)).algorithm == "tree"
+    dear = Links(overhead=10e-3)
+    assert choose(Situation(64 * KB, 16, 16), dear).algorithm == "tree"
+    assert choose(Situation(100 * MB, 5, 5), dear).algorithm == "ring"
 
 
 def test_costs_grow_with_size_and_ranks():
@@ -53,7 +55,11 @@ def test_costs_grow_with_size_and_ranks():
 
 
 def test_canonical_and_native_are_never_chosen_by_themselves():
-    for situation in (Situation(MB, 4, has_window=True), Situation(MB, 4, 2), Situation(MB, 4, 4, native="gloo")):
+    for situation in (
+        Situation(MB, 4, has_window=True),
+        Situation(MB, 4, 2),
+        Situation(MB, 4, 4, native="gloo"),
+    ):
         choice = choose(situation)
         assert choice.algorithm not in ("canonical", "native")
         assert math.isinf(choice.predictions["canonical"])
@@ -101,7 +107,7 @@ class TestLinks:
             assert link.latency + nbytes * link.per_byte == pytest.approx(seconds)
 
     @pytest.mark.parametrize(
-        ("small", "large"), [((10, 5e-3), (1000, 1e-3)), ((10, 0.0), (1000, 0.0)), ((10, 1e-3), (10, 2e-3))]
+        ("small", "large"), [((10, 5e-3), (1000, 1e-3)), ((10, 0.0), (1000, 0.0)), ((10, 1e-9), (1000, 1.0))]
     )
     def test_a_fit_of_noise_stays_positive(self, small, large):
         link = Link.fit(small, large)
@@ -164,8 +170,6 @@ class TestLinks:
         """Shared memory that is dearer than messages would be: strange, but measured is measured."""
         monkeypatch.setenv("PACELINE_LINKS", str(tmp_path / "links.json"))
         save_links(Links(window=Link(1.0, 1.0), source="a strange machine"))
-        (choice,) = {run.reason for run in run_ranks(2, lambda ctx: ctx.explain_all_reduce(MB))} and (
-            run_ranks(2, lambda ctx: ctx.explain_all_reduce(MB))[0],
-        )
-        assert choice.algorithm in ("ring", "tree")
-        assert "a strange machine" in choice.reason
+        for choice in run_ranks(2, lambda ctx: ctx.explain_all_reduce(MB)):
+            assert choice.algorithm in ("ring", "tree")
+            assert "a strange machine" in choice.reason

@@ -1,4 +1,4 @@
-"""Ranks that do not fit together: an error on every rank, within seconds, that names each rank's call and line."""
+"""Ranks that do not fit together: all get an error that names each rank's call and line."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.comm.ranks import outcomes, processes, run_ranks
+from tests.comm.ranks import outcomes, processes
 
 from paceline.comm.context import DistributedContext
+from paceline.comm.transport.threads import run_ranks
 from paceline.core.errors import CommTimeoutError, DisagreementError, PacelineError, PeerLostError
 
 HERE = "test_disagreement.py:"
@@ -304,7 +305,7 @@ def test_calls_with_very_long_texts_are_shortened():
 
 @pytest.mark.parametrize("way", ["window", "messages", "receive"])
 def test_a_rank_that_does_its_part_and_leaves_at_once_is_not_missing(way):
-    """Rank 1 does its part and leaves between the moment rank 0 sees nothing and the moment it looks around."""
+    """Rank 1 does its part and leaves after rank 0 saw nothing of it and before rank 0 looks around."""
     looking, left = threading.Event(), threading.Event()
 
     def part(ctx: DistributedContext) -> Any:

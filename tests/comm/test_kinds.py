@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.comm.ranks import SMALL_SLOT, refused_then_works, run_ranks, sha, wide_range
+from tests.comm.ranks import SMALL_SLOT, refused_then_works, sha, wide_range
 from torch import Tensor
 
 from paceline.comm.context import DistributedContext
+from paceline.comm.transport.threads import run_ranks
 
 ALGORITHMS = ("direct", "ring", "tree", "hierarchical", "canonical")
 LARGE = SMALL_SLOT // 4 + 99
@@ -61,7 +62,14 @@ class TestKinds:
 
 @pytest.mark.parametrize(
     ("value", "expected"),
-    [(2.5, 5.0), (3, 6), (True, True), (1 + 2j, 2 + 4j), ([True, False], [True, False]), ([1j, 1.0], [2j, 2 + 0j])],
+    [
+        (2.5, 5.0),
+        (3, 6),
+        (True, True),
+        (1 + 2j, 2 + 4j),
+        ([True, False], [True, False]),
+        ([1j, 1.0], [2j, 2 + 0j]),
+    ],
 )
 def test_python_numbers_keep_their_type(value, expected):
     result = both(lambda ctx: ctx.all_reduce(value))
@@ -79,7 +87,13 @@ def test_numpy_scalars_keep_their_type(value):
 def test_arrays_in_any_memory():
     frozen = np.arange(4.0)
     frozen.flags.writeable = False
-    for array in (frozen, np.arange(8.0)[::2], np.arange(8.0)[::-1], np.arange(6.0).reshape(2, 3).T, np.array(7.0)):
+    for array in (
+        frozen,
+        np.arange(8.0)[::2],
+        np.arange(8.0)[::-1],
+        np.arange(6.0).reshape(2, 3).T,
+        np.array(7.0),
+    ):
         before = array.copy()
         result = both(lambda ctx, array=array: ctx.all_reduce(array))
         assert np.array_equal(result, before + before)
@@ -94,7 +108,9 @@ def test_non_contiguous_tensors(algorithm, size):
         "transposed": lambda base: base.view(3, -1).t(),
         "strided": lambda base: base[::2],
         "expanded": lambda base: base[:5, None].expand(5, 7),
-        "channels last": lambda base: base[: size // 12 * 12].view(1, 3, 2, -1).to(memory_format=torch.channels_last),
+        "channels last": lambda base: (
+            base[: size // 12 * 12].view(1, 3, 2, -1).to(memory_format=torch.channels_last)
+        ),
         "offset": lambda base: base[1:],
     }
 
@@ -137,7 +153,7 @@ def test_conjugated_and_negated_views(algorithm, size, shared):
 @pytest.mark.parametrize("size", [5, LARGE])
 class TestOut:
     def test_in_place(self, algorithm, size):
-        def one(ctx: DistributedContext) -> Tensor:
+        def one(ctx: DistributedContext) -> Any:
             data = wide_range(ctx.rank, size)
             assert ctx.all_reduce(data, "sum", algorithm, out=data) is data
             return data
@@ -147,7 +163,7 @@ class TestOut:
         assert torch.equal(first, second)
 
     def test_into_another_tensor(self, algorithm, size):
-        def one(ctx: DistributedContext) -> Tensor:
+        def one(ctx: DistributedContext) -> Any:
             data, out = wide_range(ctx.rank, size), torch.full((size,), -1.0)
             assert ctx.all_reduce(data, "sum", algorithm, out=out) is out
             assert torch.equal(data, wide_range(ctx.rank, size))
@@ -224,7 +240,18 @@ def test_results_are_new_memory_each_time():
         torch.eye(3).to_sparse(),
         torch.ones(1).expand(3),
     ],
-    ids=["length", "dtype", "shape", "list", "numbers", "array", "text", "device", "sparse", "one element for all"],
+    ids=[
+        "length",
+        "dtype",
+        "shape",
+        "list",
+        "numbers",
+        "array",
+        "text",
+        "device",
+        "sparse",
+        "one element for all",
+    ],
 )
 def test_a_wrong_out_is_refused(out):
     refused_then_works(lambda ctx: ctx.all_reduce(torch.ones(3), out=out))

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.comm.ranks import processes, refused_then_works, run_ranks
+from tests.comm.ranks import processes, raised, refused_then_works
 from tests.comm.test_collectives import MESSAGES, same
 from torch import Tensor
 
 from paceline.comm.context import DistributedContext
+from paceline.comm.transport.threads import run_ranks
 from paceline.core.errors import CommTimeoutError, UsageError
 
 
@@ -32,7 +33,9 @@ def test_any_plain_data_travels(message):
         assert same(arrived, message)
 
 
-@pytest.mark.parametrize("message", [torch.arange(5.0), np.arange(5.0), {"x": np.arange(5.0), "y": torch.ones(3)}])
+@pytest.mark.parametrize(
+    "message", [torch.arange(5.0), np.arange(5.0), {"x": np.arange(5.0), "y": torch.ones(3)}]
+)
 def test_what_arrives_is_memory_of_its_own_and_aligned(message):
     def one(ctx: DistributedContext) -> bool:
         if ctx.rank == 0:
@@ -108,11 +111,9 @@ def test_a_receive_that_times_out_loses_nothing():
             assert timed_out.wait(10)
             ctx.send("late", 1)
             return None
-        with pytest.raises(CommTimeoutError) as caught:
-            ctx.receive(0, timeout=0.05)
-        assert caught.value.waiting_for == (0,)
-        assert "receive(source_rank=0)" in str(caught.value)
-        caught.value.__traceback__ = None
+        error = raised(CommTimeoutError, lambda: ctx.receive(0, timeout=0.05))
+        assert error.waiting_for == (0,)
+        assert "receive(source_rank=0)" in str(error)
         timed_out.set()
         return ctx.receive(0)
 
@@ -127,10 +128,8 @@ def test_a_timeout_in_the_middle_of_a_message_loses_nothing():
         big = torch.arange(500_000.0)
         if ctx.rank == 0:
             # The ring holds 256 KiB: this waits until rank 1 takes the rest.
-            with pytest.raises(CommTimeoutError):
-                ctx.send(big, 1, timeout=0.1)
+            raised(CommTimeoutError, lambda: ctx.send(big, 1, timeout=0.1))
             received_half.set()
-            big = big.clone()
             ctx.send("after", 1)
             return None
         assert received_half.wait(10)
@@ -178,7 +177,11 @@ def test_messages_and_collectives_do_not_mix():
     def one(ctx: DistributedContext) -> Any:
         if ctx.rank == 0:
             ctx.send("hello", 1)
-        totals = [ctx.all_reduce([1.0]), ctx.all_gather(ctx.rank), ctx.all_reduce(torch.ones(5), "sum", "ring").tolist()]
+        totals = [
+            ctx.all_reduce([1.0]),
+            ctx.all_gather(ctx.rank),
+            ctx.all_reduce(torch.ones(5), "sum", "ring").tolist(),
+        ]
         return totals, ctx.receive(0) if ctx.rank == 1 else None
 
     results = run_ranks(2, one)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import gc
-import os
 from typing import Any
 
 import pytest
 import torch
-from tests.comm.ranks import processes, run_ranks
+from tests.comm.ranks import processes, raised
 from torch import Tensor
 
 from paceline.comm.context import DistributedContext
+from paceline.comm.transport.threads import run_ranks
 from paceline.core.errors import ResourceError, UsageError
 
 PAGE = 4096
@@ -26,21 +26,17 @@ def inside(ctx: DistributedContext, tensor: Tensor) -> bool:
     return ctx.transport.window.offset_of(tensor) is not None
 
 
-def resident(ctx: DistributedContext) -> int:
-    """Bytes of memory behind the segment, as the system counts them."""
-    stat = os.fstat(ctx.transport._mapping.fileno()) if hasattr(ctx.transport, "fileno") else None
-    assert stat is None
-    for line in open("/proc/self/smaps", encoding="ascii"):
-        if "paceline" in line:
-            break
-    return 0
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64], ids=str
+)
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3), (0, 5), (1000, 7)])
 def test_any_shape_and_dtype(shape, dtype):
     def one(ctx: DistributedContext) -> None:
-        for tensor in (ctx.empty(*shape, dtype=dtype), ctx.empty(shape, dtype=dtype), ctx.empty(list(shape), dtype=dtype)):
+        for tensor in (
+            ctx.empty(*shape, dtype=dtype),
+            ctx.empty(shape, dtype=dtype),
+            ctx.empty(list(shape), dtype=dtype),
+        ):
             assert tensor.shape == shape
             assert tensor.dtype == dtype
             assert tensor.is_contiguous()
@@ -111,7 +107,7 @@ def test_freed_ranges_grow_together():
     def one(ctx: DistributedContext) -> None:
         arena = arena_of(ctx)
         free = list(arena._free)
-        blocks = [ctx.empty(PAGE // 4 * (size + 1)) for size in range(9)]
+        blocks: list[Any] = [ctx.empty(PAGE // 4 * (size + 1)) for size in range(9)]
         for index in (1, 3, 5, 7, 0, 2, 8, 4, 6):
             blocks[index] = None
         assert arena._free == free
@@ -144,25 +140,25 @@ def test_large_allocations_cost_nothing_until_they_are_written():
     run_ranks(1, one)
 
 
-@pytest.mark.parametrize("size", [1 << 45, 1 << 61, 1 << 62])
+@pytest.mark.parametrize("size", [1 << 45, 1 << 61, 1 << 70])
 def test_more_than_there_is(size):
     def one(ctx: DistributedContext) -> None:
         free = list(arena_of(ctx)._free)
-        with pytest.raises(ResourceError, match="shared memory") as caught:
-            ctx.empty(size)
-        assert caught.value.remedy
-        caught.value.__traceback__ = None
+        error = raised(ResourceError, ctx.empty, size)
+        assert "shared memory" in str(error)
+        assert error.remedy
         assert arena_of(ctx)._free == free
         ctx.empty(10)
 
     run_ranks(1, one)
 
 
-@pytest.mark.parametrize("shape", [(-1,), (2, -3), (2.5,), ("3",), (None,), ((2, "a"),), (1 << 70,), ((2, 2), 3)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(-1,), (2, -3), (2.5,), ("3",), (None,), ((2, "a"),), ((2, 2), 3)], ids=str
+)
 def test_bad_shapes_are_refused(shape):
     def one(ctx: DistributedContext) -> None:
-        with pytest.raises(UsageError, match="empty"):
-            ctx.empty(*shape)
+        assert "empty" in str(raised(UsageError, ctx.empty, *shape))
 
     run_ranks(1, one)
 
@@ -182,10 +178,14 @@ def _reduce_shared(ctx: Any) -> Any:
             gradient.fill_(float(ctx.rank + turn))
         for gradient in gradients:
             ctx.all_reduce(gradient, "average", out=gradient)
-        if any(float(gradient.max()) != 0.5 + turn or float(gradient.min()) != 0.5 + turn for gradient in gradients):
+        if any(
+            float(gradient.max()) != 0.5 + turn or float(gradient.min()) != 0.5 + turn
+            for gradient in gradients
+        ):
             return "wrong"
     del gradients, gradient
-    return arena_of(ctx)._free == [(ctx.transport._arena._start, ctx.transport._arena._size)]
+    arena = arena_of(ctx)
+    return arena._free == [(arena._start, arena._size)]
 
 
 def test_between_processes():

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.comm.ranks import run_ranks
 
 from paceline.comm.context import DistributedContext
 from paceline.comm.stats import CommunicationStats, Tally
+from paceline.comm.transport.threads import run_ranks
 
 
 def test_nothing_is_counted_until_it_is_asked_for():

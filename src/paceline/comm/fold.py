@@ -55,7 +55,7 @@ class Fold:
 
     @property
     def in_place(self) -> tuple[tuple[int, int], ...]:
-        """The steps as (left, right) over inputs alone: each adds into its left operand, the last into input 0.
+        """The steps as (left, right) over inputs alone: each adds into its left operand, the last into 0.
 
         For inputs that may be overwritten: needs no temporaries and touches no other memory.
         """

@@ -11,7 +11,6 @@ from tests.comm.ranks import (
     SMALL_SLOT,
     combined,
     on_hosts,
-    run_ranks,
     same_bits,
     two_hosts,
     whole_numbers,
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from paceline.comm.context import DistributedContext
 from paceline.comm.ops import ReduceOp
+from paceline.comm.transport.threads import run_ranks
 
 ALGORITHMS = ("direct", "ring", "tree", "hierarchical", "canonical")
 DTYPES = (

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
 import torch
-from tests.comm.ranks import SIZES, canonical_reference, outcomes, run_ranks, sha, wide_range
+from tests.comm.ranks import SIZES, canonical_reference, outcomes, sha, wide_range
 from torch import Tensor
 
 from paceline.comm.context import DistributedContext
 from paceline.comm.ops import ReduceOp
+from paceline.comm.transport.threads import run_ranks
 from paceline.core.errors import UsageError
 
 Split = Callable[[int, int], list[list[int]]]
@@ -18,7 +20,7 @@ Split = Callable[[int, int], list[list[int]]]
 
 def contiguous(shards: int, ranks: int) -> list[list[int]]:
     edges = [shards * part // ranks for part in range(ranks + 1)]
-    return [list(range(low, high)) for low, high in zip(edges[:-1], edges[1:], strict=True)]
+    return [list(range(low, high)) for low, high in itertools.pairwise(edges)]
 
 
 def interleaved(shards: int, ranks: int) -> list[list[int]]:
@@ -37,12 +39,12 @@ def scattered(shards: int, ranks: int) -> list[list[int]]:
 
 def _edges(shards: int, ranks: int) -> list[tuple[int, int]]:
     cuts = [0, *(min(shards, 1 + 2 * rank) for rank in range(ranks - 1)), shards]
-    return list(zip(cuts[:-1], cuts[1:], strict=True))
+    return list(itertools.pairwise(cuts))
 
 
 SPLITS: list[Split] = [contiguous, interleaved, with_an_idle_rank, scattered]
 # A float32 scalar, a few in the small slot, several chunks through staging with several partials each.
-SHAPES = [(), (5, 77), (40_001,), (0, 3)]
+SHAPES: list[tuple[int, ...]] = [(), (5, 77), (40_001,), (0, 3)]
 
 
 def summed(
@@ -58,15 +60,14 @@ def summed(
 def test_the_same_sha_for_any_number_of_ranks_and_any_split(shards, dtype):
     cases = {
         shape: [
-            wide_range(shard, int(torch.Size(shape).numel())).to(dtype).view(shape)
-            for shard in range(shards)
+            wide_range(shard, int(torch.Size(shape).numel())).to(dtype).view(shape) for shard in range(shards)
         ]
         for shape in SHAPES
     }
     expected = {shape: sha(canonical_reference(tensors)) for shape, tensors in cases.items()}
     for ranks in SIZES:
 
-        def every(ctx: DistributedContext, ranks: int = ranks) -> dict[object, Tensor]:
+        def every(ctx: DistributedContext, ranks: int = ranks) -> dict[tuple[str, tuple[int, ...]], Tensor]:
             return {
                 (split.__name__, shape): summed(ctx, split(shards, ranks), tensors)
                 for split in SPLITS

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.comm.ranks import on_hosts, refused_then_works, run_ranks, same_bits, two_hosts
+from tests.comm.ranks import on_hosts, refused_then_works, same_bits, two_hosts
 from torch import Tensor
 
 from paceline.comm.compression import (
@@ -17,6 +17,7 @@ from paceline.comm.compression import (
     sparsify_gradients,
 )
 from paceline.comm.context import DistributedContext
+from paceline.comm.transport.threads import run_ranks
 
 ALGORITHMS = ("direct", "ring", "tree", "hierarchical")
 MAKE: dict[str, Callable[[], Compression]] = {
@@ -175,7 +176,11 @@ def test_native_needs_torch_distributed():
 
 @pytest.mark.parametrize(
     ("data", "op"),
-    [(torch.ones(3, dtype=torch.int32), "sum"), (torch.ones(3), "max"), (torch.ones(3, dtype=torch.complex64), "sum")],
+    [
+        (torch.ones(3, dtype=torch.int32), "sum"),
+        (torch.ones(3), "max"),
+        (torch.ones(3, dtype=torch.complex64), "sum"),
+    ],
 )
 def test_only_sums_of_floats_are_compressed(data, op):
     refused_then_works(
@@ -247,7 +252,8 @@ class TestPowerSGD:
 
     def test_there_is_no_asynchronous_form(self):
         refused_then_works(
-            lambda ctx: ctx.all_reduce(torch.ones(8, 8), compression=PowerSGD(), async_op=True), "asynchronous"
+            lambda ctx: ctx.all_reduce(torch.ones(8, 8), compression=PowerSGD(), async_op=True),
+            "asynchronous",
         )
 
     @pytest.mark.parametrize("data", [3.0, "text", [1.0, 2.0], torch.ones(3, 3, dtype=torch.int64)])

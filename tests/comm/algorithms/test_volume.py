@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.comm.ranks import on_hosts, run_ranks
+from tests.comm.ranks import on_hosts
 
 from paceline.comm.compression import cast_gradients, quantize_gradients, sparsify_gradients
 from paceline.comm.context import DistributedContext
 from paceline.comm.transport.base import HEADER_BYTES
+from paceline.comm.transport.threads import run_ranks
 
 
 def tally(ctx: DistributedContext, algorithm: str, length: int, **options: Any) -> dict[str, Any]:
@@ -112,7 +113,11 @@ def test_hierarchical_sends_one_host_s_worth_between_hosts():
 
 @pytest.mark.parametrize(
     ("make", "bits"),
-    [(lambda: cast_gradients("bf16"), 16), (lambda: quantize_gradients(8), 8.2), (lambda: quantize_gradients(4), 4.2)],
+    [
+        (lambda: cast_gradients("bf16"), 16),
+        (lambda: quantize_gradients(8), 8.2),
+        (lambda: quantize_gradients(4), 4.2),
+    ],
 )
 @pytest.mark.parametrize("algorithm", ["direct", "ring", "tree"])
 def test_bytes_are_counted_after_compression(algorithm, make, bits):

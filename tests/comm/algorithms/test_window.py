@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.comm.ranks import SMALL_SLOT, canonical_reference, combined, processes, run_ranks, sha, wide_range
+from tests.comm.ranks import SMALL_SLOT, canonical_reference, combined, processes, sha, wide_range
 from torch import Tensor
 
 from paceline.comm.algorithms import window
 from paceline.comm.context import DistributedContext
 from paceline.comm.ops import ReduceOp
 from paceline.comm.transport.shm.board import REACHES
+from paceline.comm.transport.threads import run_ranks
 
 LARGE = SMALL_SLOT // 2 + 12_345  # too long for the small slot in 16 bits, too
 HUGE = 700_001  # several chunks of staging
@@ -27,7 +28,8 @@ class Ways:
     def __init__(self) -> None:
         self.taken: Counter[str] = Counter()
         lock = threading.Lock()
-        spread, run, small = window.spread, window.run, window.SmallReduce.run
+        module: Any = window
+        spread, run, small = module.spread, module.run, window.SmallReduce.run
 
         def counted(name: str, real: Any) -> Any:
             def call(*args: Any) -> None:
@@ -75,7 +77,7 @@ def placed(ctx: DistributedContext, where: str, values: Tensor) -> tuple[Tensor,
     return data, out
 
 
-def reduced(ctx: DistributedContext, where: str, algorithm: str, values: Tensor) -> Tensor:
+def reduced(ctx: DistributedContext, where: str, algorithm: str, values: Tensor) -> Any:
     """Once into other memory, once in place; both have to agree, and the input must survive the first."""
     data, out = placed(ctx, where, values)
     given = ctx.all_reduce(data, "sum", algorithm, out=out)

@@ -21,7 +21,7 @@ from paceline.comm.algorithms.job import Job
 from paceline.comm.algorithms.window import reduce_in_window
 from paceline.comm.algorithms.work import Recipe
 from paceline.comm.cost import Links, Situation
-from paceline.comm.fold import Fold, Node, run_blocks, tree_fold
+from paceline.comm.fold import left_fold, run_blocks
 from paceline.comm.ops import ReduceOp, accumulator_dtype, finish, kernel_of
 
 WHOLE_BYTES = 4096
@@ -41,15 +41,9 @@ def run(job: Job) -> None:
 
 
 @cache
-def order(size: int) -> Fold:
-    """Contributions are folded along the canonical tree over the ranks; another order would cost the same."""
-    return tree_fold([Node(rank, 0) for rank in range(size)], size)
-
-
-@cache
 def recipe(size: int, op: ReduceOp) -> Recipe:
-    """One contribution per rank."""
-    return Recipe(order(size), tuple((rank, 0) for rank in range(size)), op, size)
+    """One contribution per rank, folded in rank order."""
+    return Recipe(left_fold(size), tuple((rank, 0) for rank in range(size)), op, size)
 
 
 def _whole(job: Job) -> None:
@@ -60,7 +54,7 @@ def _whole(job: Job) -> None:
     transport.exchange(job.call, [(peer, job.flat) for peer in peers], list(arrived.items()), job.deadline)
     arrived[rank] = job.flat
     total = torch.empty(job.flat.numel(), dtype=accumulator_dtype(job.flat.dtype))
-    order(size).run(kernel_of(job.op), [arrived[peer] for peer in range(size)], total, [])
+    left_fold(size).run(kernel_of(job.op), [arrived[peer] for peer in range(size)], total, [])
     finish(job.op, total, size)
     job.out.copy_(total)
 
@@ -75,7 +69,7 @@ def _sliced(job: Job) -> None:
         arrived = hops.gather_partials([(peer, slices[peer]) for peer in peers], peers, slices[rank])
         mine = hops.accumulator[start:stop]
         inputs = [*arrived[:rank], mine.clone(), *arrived[rank:]]
-        run_blocks(order(size), kernel_of(job.op), inputs, mine)
+        run_blocks(left_fold(size), kernel_of(job.op), inputs, mine)
         hops.seal(slices[rank])
         hops.share([(peer, [slices[rank]]) for peer in peers], [(peer, [slices[peer]]) for peer in peers])
 

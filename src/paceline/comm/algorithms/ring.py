@@ -31,7 +31,7 @@ def run(job: Job) -> None:
     segments = cut(job.flat.numel(), size)
     left, right = (rank - 1) % size, (rank + 1) % size
     parts = min(PARTS, segments[0][1] * accumulator_dtype(job.flat.dtype).itemsize // PART_BYTES)
-    pipeline = _pipeline(job, left, right) if parts > 1 and size > 1 else None
+    pipeline = _pipeline(job) if parts > 1 and size > 1 else None
     with Hops(job) as hops:
         if pipeline is not None:
             _overlapped(job, hops, pipeline, [_parts(segment, parts) for segment in segments])
@@ -47,9 +47,9 @@ def run(job: Job) -> None:
             )
 
 
-def _pipeline(job: Job, left: int, right: int) -> Pipeline | None:
+def _pipeline(job: Job) -> Pipeline | None:
     make = getattr(job.transport, "pipeline", None)
-    return None if make is None or job.compression is not None else make({left, right})
+    return None if make is None or job.compression is not None else make(range(job.transport.world_size))
 
 
 def _parts(segment: Segment, parts: int) -> list[Segment]:

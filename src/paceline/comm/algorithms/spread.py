@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.algorithms.hops import cut
-from paceline.comm.algorithms.work import CACHE_LINE, Recipe, Work, block_size
+from paceline.comm.algorithms.work import CACHE_LINE, LEAST_BLOCK, Recipe, Work, block_size
 from paceline.comm.fold import Fold
 from paceline.comm.ops import accumulator_dtype, finish, kernel_of
 
@@ -35,10 +35,6 @@ class Place:
         self._work, self._peer = work, peer
         self._address = location ^ ADDRESS if location & ADDRESS else None
         self._offset = location - 1
-
-    @property
-    def in_window(self) -> bool:
-        return self._address is None
 
     def get(self, low: int, high: int, room: Tensor) -> Tensor:
         """Elements [low, high): in place where they can be touched, else copied into `room`."""
@@ -102,10 +98,10 @@ def _by_blocks(work: Work, sources: Sequence[int], targets: Sequence[int]) -> No
     out, own, fold, rank, size = work.out, work.partials[0], work.recipe.fold, work.rank, work.size
     inputs = [Place(work, peer, location) for peer, location in enumerate(sources)]
     outputs = [Place(work, peer, location) for peer, location in enumerate(targets)]
-    # What is touched in place comes from every rank at once; what is fetched needs room for two at a time.
-    together = size if all(place.in_window for place in inputs) else 2
     start, stop = cut(out.numel(), size, CACHE_LINE)[rank]
-    block = min(block_size(own.element_size(), together + 2 + fold.temporaries), stop - start)
+    # What is fetched is used at once and the kernel copies page by page: small blocks cost nothing and
+    # stay in the cache.
+    block = min(LEAST_BLOCK // own.element_size(), stop - start)
     rooms = [torch.empty(block, dtype=own.dtype) for _ in range(2)]
     spare = [torch.empty(block, dtype=accumulator_dtype(out.dtype)) for _ in range(fold.temporaries + 1)]
     for low in range(start, stop, block or 1):

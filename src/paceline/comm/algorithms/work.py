@@ -17,7 +17,7 @@ from paceline.comm.ops import ReduceOp, finish, kernel_of
 from paceline.comm.transport.base import Traffic, Window
 
 CACHE_LINE = 64
-_LEAST_BLOCK = 128 << 10
+LEAST_BLOCK = 128 << 10
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Work:
 def block_size(item: int, tensors: int) -> int:
     """Elements of a block such that `tensors` of them stay in the second-level cache together, but never
     so few that handling them costs more."""
-    return max(_LEAST_BLOCK, _cache_bytes() // tensors) // item // CACHE_LINE * CACHE_LINE
+    return max(LEAST_BLOCK, _cache_bytes() // tensors) // item // CACHE_LINE * CACHE_LINE
 
 
 @cache

@@ -9,7 +9,7 @@ transport, for algorithms that work inside the host first.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -84,9 +84,10 @@ class HybridTransport:
 
         self._drive(_Work(both, status, abroad.underway_with), self.local.lanes[1], deadline)
 
-    def pipeline(self, peers: Iterable[int]) -> Pipeline | None:
-        """Overlapping exchanges with peers on other hosts; None if some are on this one."""
-        return None if any(peer in self._inside for peer in peers) else self._wide.pipeline(peers)
+    def pipeline(self, ranks: Sequence[int]) -> Pipeline | None:
+        """Overlapping exchanges among ranks that are all on different hosts; None if some share one."""
+        hosts = {self.topology.host_of[rank] for rank in ranks}
+        return self._wide.pipeline(ranks) if len(hosts) == len(ranks) else None
 
     def post(self, dest: int, tag: int, body: Sequence[memoryview], deadline: float) -> None:
         if dest not in self._inside:

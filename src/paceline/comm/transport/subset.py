@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -39,9 +39,9 @@ class Subset:
             deadline,
         )
 
-    def pipeline(self, peers: Iterable[int]) -> Pipeline | None:
+    def pipeline(self, ranks: Sequence[int]) -> Pipeline | None:
         make = getattr(self._parent, "pipeline", None)
-        found = None if make is None else make([self._ranks[peer] for peer in peers])
+        found = None if make is None else make([self._ranks[rank] for rank in ranks])
         return None if found is None else Renumbered(found, self._ranks)
 
     def post(self, dest: int, tag: int, body: Sequence[memoryview], deadline: float) -> None:

@@ -9,7 +9,7 @@ process group. `native_all_reduce` hands a tensor to the all-reduce of the backe
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -62,8 +62,8 @@ class TorchTransport:
         """Starts an exchange that goes on whenever `advance` is called."""
         return Exchange(self.mesh, self._bulk, self._numbers, self.tally, call, sends, receives)
 
-    def pipeline(self, peers: Iterable[int]) -> Pipeline | None:
-        """Exchanges with these peers that overlap; each counts its messages, the caller counts rounds."""
+    def pipeline(self, ranks: Sequence[int]) -> Pipeline | None:
+        """Overlapping exchanges among these ranks; all of them get the same answer. The caller counts rounds."""
         return Exchanges(self.begin, self.wait_for)
 
     def post(self, dest: int, tag: int, body: Sequence[memoryview], deadline: float) -> None:
