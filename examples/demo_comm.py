@@ -92,7 +92,7 @@ def main() -> int:
     for name in (*ALGORITHMS, "gloo"):
         mine = [result[name] for result in by_rank]
         if name == "gloo":
-            table.add_row("Gloo (torch.distributed)", f"{gloo * 1e3:.2f} ms", "", "", "", "")
+            table.add_row("Gloo (torch)", f"{gloo * 1e3:.2f} ms", "", "", "", "")
             continue
         good = all(result.correct for result in mine) and len({result.digest for result in mine}) == 1
         wrong += not good

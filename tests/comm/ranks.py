@@ -13,6 +13,7 @@ from torch import Tensor
 
 from paceline.comm.context import DistributedContext
 from paceline.comm.ops import ReduceOp, accumulator_dtype
+from paceline.comm.transport.shm.layout import Layout
 from paceline.comm.transport.threads import run_ranks
 from paceline.core.errors import PacelineError, UsageError
 from paceline.frontends.spawn import spawn
@@ -20,8 +21,8 @@ from paceline.frontends.spawn import spawn
 E = TypeVar("E", bound=Exception)
 
 SIZES = (1, 2, 3, 4, 5, 7, 8)
-SMALL_SLOT = 128 << 10
-"""Bytes of one rank's small slot; longer tensors take another way through the window."""
+LARGE = 300_001
+"""Float32 elements that fit no small slot of any group: such tensors take another way through the window."""
 
 
 def processes(fn: Callable[..., Any], *args: Any, workers: int = 2) -> list[Any]:
@@ -91,8 +92,8 @@ def whole_numbers(rank: int, size: int, dtype: torch.dtype, seed: int = 0) -> Te
 def wide_range(index: int, size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     """Random values over many orders of magnitude: every change in the order of additions shows."""
     generator = torch.Generator().manual_seed(7919 * seed + index)
-    exponents = torch.randint(-12, 13, (size,), generator=generator)
-    return (torch.randn(size, generator=generator, dtype=torch.float64) * 10.0**exponents).to(dtype)
+    exponents = torch.randint(-40, 41, (size,), generator=generator, dtype=torch.int32)
+    return torch.ldexp(torch.randn(size, generator=generator), exponents).to(dtype)
 
 
 def combined(op: ReduceOp, parts: Sequence[Tensor]) -> Tensor:
@@ -131,6 +132,11 @@ def canonical_reference(shards: Sequence[Tensor]) -> Tensor:
     result = total(0, width)
     assert result is not None
     return result.to(shards[0].dtype)
+
+
+def small_slot(world_size: int) -> int:
+    """The longest float32 tensor that takes the short way through the window."""
+    return Layout(world_size).small_bytes // 4
 
 
 def sha(tensor: Tensor) -> str:

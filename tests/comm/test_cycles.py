@@ -6,7 +6,7 @@ import gc
 from typing import Any
 
 import torch
-from tests.comm.ranks import processes
+from tests.comm.ranks import LARGE, processes
 
 from paceline.comm.context import DistributedContext
 from paceline.comm.transport.threads import run_ranks
@@ -16,7 +16,7 @@ from paceline.testing import leaks
 def _work(ctx: Any, turn: int) -> float:
     total = ctx.all_reduce(torch.full((10,), float(turn)))
     if turn % 10 == 0:
-        shared = ctx.empty(50_000)
+        shared = ctx.empty(LARGE)
         ctx.all_reduce(shared.fill_(1), out=shared)
         ctx.all_gather(ctx.all_reduce([1.0], async_op=True).wait(10))
         ctx.send(turn, 1 - ctx.rank, async_op=True).wait(10)

@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.comm.ranks import SMALL_SLOT, refused_then_works, sha, wide_range
+from tests.comm.ranks import LARGE, refused_then_works, sha, wide_range
 from torch import Tensor
 
 from paceline.comm.context import DistributedContext
 from paceline.comm.transport.threads import run_ranks
 
 ALGORITHMS = ("direct", "ring", "tree", "hierarchical", "canonical")
-LARGE = SMALL_SLOT // 4 + 99
 
 
 def both(fn: Any) -> Any:

@@ -12,22 +12,19 @@ from typing import Any
 
 import pytest
 import torch
-from tests.comm.ranks import processes
+from tests.comm.ranks import LARGE, processes
 
 from paceline.core.errors import PeerLostError
 
 VICTIM = 2
 WORKERS = 4
-LARGE = 100_000
 
 Calls = Callable[[Any], Any]
 CALLS: dict[str, Calls] = {
     "small": lambda ctx: ctx.all_reduce([1.0]),
     "large": lambda ctx: ctx.all_reduce(torch.ones(LARGE)),
-    "shared": lambda ctx: ctx.all_reduce(shared := ctx.empty(LARGE), out=shared),
     "reached": lambda ctx: _reached(ctx),
     "ring": lambda ctx: ctx.all_reduce(torch.ones(LARGE), "sum", "ring"),
-    "canonical": lambda ctx: ctx.canonical_sum({ctx.rank: torch.ones(LARGE)}, shards=WORKERS),
     "all_gather": lambda ctx: ctx.all_gather(torch.ones(LARGE)),
     "receive": lambda ctx: ctx.receive(VICTIM),
     "asynchronous": lambda ctx: ctx.all_reduce(torch.ones(LARGE), async_op=True).wait(),

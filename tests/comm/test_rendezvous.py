@@ -44,8 +44,9 @@ def test_ranks_of_two_hosts() -> None:
     assert values(run_contexts(3, main, hosts=2)) == [expected] * 3
 
 
-def test_one_rank_needs_nobody() -> None:
-    with DistributedContext(1, 0) as ctx:
+@pytest.mark.parametrize("backend", ["auto", "gloo"])
+def test_one_rank_needs_nobody(backend: str) -> None:
+    with DistributedContext(1, 0, backend=backend) as ctx:
         assert total(ctx) == 1.0
         assert ctx.backend == "shm"
 

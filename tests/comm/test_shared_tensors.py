@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.comm.ranks import processes, raised
+from tests.comm.ranks import LARGE, processes, raised
 from torch import Tensor
 
 from paceline.comm.context import DistributedContext
@@ -172,7 +172,7 @@ def test_tensors_outlive_their_context():
 
 def _reduce_shared(ctx: Any) -> Any:
     """Gradients that live in shared memory, as between processes."""
-    gradients = [ctx.empty(size) for size in (10, 70_000, 1_000)]
+    gradients = [ctx.empty(size) for size in (10, LARGE, 1_000)]
     for turn in range(3):
         for gradient in gradients:
             gradient.fill_(float(ctx.rank + turn))

@@ -71,14 +71,13 @@ class DistributedContext:
 
     @classmethod
     def from_segment(
-        cls, fd: int, rank: int, world_size: int, *, timeout: float | None = None
+        cls, fd: int, rank: int, world_size: int, *, timeout: float | None = None, links: Links | None = None
     ) -> DistributedContext:
         """A context over a shared segment that the launcher made for all ranks."""
         from paceline.comm.transport.shm.transport import ShmTransport
 
-        return cls.from_transport(
-            ShmTransport(fd, rank, world_size), timeout=DEFAULT_TIMEOUT if timeout is None else timeout
-        )
+        timeout = DEFAULT_TIMEOUT if timeout is None else timeout
+        return cls.from_transport(ShmTransport(fd, rank, world_size), timeout=timeout, links=links)
 
     def _start(
         self, transport: Transport, timeout: float, links: Links, hosts: Items[Items[int]] | None
@@ -125,6 +124,8 @@ class DistributedContext:
         """Sends a tensor, an array or plain Python data. Returns when `message` may be changed again."""
         self._check_peer("dest_rank", dest_rank)
         tag = _checked_tag(tag)
+        if timeout is not None:
+            check_timeout(timeout)
         self._sequence.check_open()
         parcel = pack(message, f"send(dest_rank={dest_rank})")
         if async_op:
@@ -156,6 +157,8 @@ class DistributedContext:
                 "receive() in a group of one rank: there is nobody to send", remedy="start more ranks"
             )
         tag = None if tag is None else _checked_tag(tag)
+        if timeout is not None:
+            check_timeout(timeout)
         self._sequence.check_open()
 
         def take() -> Any:
@@ -421,6 +424,9 @@ class DistributedContext:
         return self._reducer.choose(nbytes)
 
     def enable_profiling(self, enabled: bool = True) -> None:
+        """Counts from now on, from zero; with False, stops counting and keeps what was counted."""
+        if enabled:
+            self._sequence.stats.clear()
         self._sequence.profiling = enabled
 
     def get_communication_stats(self) -> dict[str, Any]:

@@ -75,6 +75,7 @@ class Situation:
     native: str = ""  # torch's own backend where there is one
     on_gpu: bool = False
     compressed: bool = False
+    window_inside: bool = False  # a window among the ranks of each host
 
     @property
     def crosses_hosts(self) -> bool:

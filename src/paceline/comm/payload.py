@@ -32,7 +32,7 @@ class Payload:
 
 
 def open_payload(data: Any, what: str, *, on_device: bool = False) -> Payload:
-    """Reads the caller's data, not copied where its memory is flat; `on_device` leaves tensors where they are."""
+    """Reads the caller's data, not copied where its memory is flat; `on_device`: not moved to the CPU."""
     if isinstance(data, Tensor):
         return _from_tensor(data, what, on_device)
     if isinstance(data, np.ndarray | np.generic):

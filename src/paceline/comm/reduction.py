@@ -79,6 +79,7 @@ class Reducer:
         plan = self._plans.get(key)
         if plan is None:
             check_op(op, flat.dtype)
+            check_algorithm(self._transport, algorithm, compression)
             squeezed = ""
             if compression is not None:
                 check_compressible(op, flat.dtype)
@@ -140,6 +141,7 @@ class Reducer:
             getattr(transport, "backend", ""),
             on_gpu,
             compressed,
+            getattr(transport, "local", None) is not None,
         )
         predictions = {name: algorithms.load(name).cost(situation, self._links) for name in algorithms.NAMES}
         return decide(situation, predictions, self._links)
@@ -155,6 +157,21 @@ class Reducer:
         name: str,
     ) -> Job:
         return Job(self._transport, call, op, flat, out, deadline, compression, name, self._groups)
+
+
+def check_algorithm(transport: Transport, algorithm: str, compression: Compression | None) -> None:
+    """Refuses an algorithm that this group does not have, or that cannot be compressed."""
+    if algorithm == "canonical" and compression is not None:
+        raise UsageError(
+            "algorithm='canonical' cannot be compressed: what is lost depends on who sends what",
+            remedy="use algorithm='direct', 'ring', 'tree' or 'hierarchical' with compression",
+        )
+    if algorithm == "native" and (compression is not None or not hasattr(transport, "native_all_reduce")):
+        raise UsageError(
+            f"algorithm='native' needs a group of torch.distributed and no compression; "
+            f"this one is {transport.name!r}",
+            remedy="use algorithm='auto', or init_process_group(backend='gloo')",
+        )
 
 
 def check_compressible(op: ReduceOp, dtype: torch.dtype) -> None:

@@ -52,7 +52,7 @@ def join(
     """This rank's transport in its group, and the links that all ranks choose algorithms by."""
     check_name(backend)
     place = find_place(os.environ, world_size, rank, address)
-    if place.world_size == 1 and backend in ("auto", "shm"):
+    if place.world_size == 1:
         return alone(), load_links()
     deadline = time.monotonic() + timeout
     try:

@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
+from paceline.comm.arguments import check_timeout
 from paceline.comm.calls import Call, call_site, signature_of
 from paceline.comm.reduction import Prepared
 from paceline.comm.stats import CommunicationStats
@@ -76,6 +77,8 @@ class Sequence:
         async_op: bool = False,
     ) -> T | Handle[T]:
         """Runs `work(call, deadline)` as the next call of this rank."""
+        if timeout is not None:
+            check_timeout(timeout)
         if self._pending or async_op:
             handle = self._submit(operation, text, work, algorithm, timeout)
             return handle if async_op else handle.wait()
@@ -86,6 +89,8 @@ class Sequence:
         self, prepared: Prepared, data: Tensor, out: Tensor, timeout: float | None
     ) -> Tensor | None:
         """The short way of `run` for small all-reduces; None: something is under way, take the long way."""
+        if timeout is not None:
+            check_timeout(timeout)
         with self._lock:
             if self._pending or self.profiling:
                 return None
@@ -155,6 +160,9 @@ class Sequence:
         before = self.transport.traffic.snapshot() if self.profiling else ()
         try:
             result = work(call, start + (self.timeout if timeout is None else timeout))
+        except UsageError:
+            # Found by every rank alike, from what all have told each other: the group goes on.
+            raise
         except BaseException as error:
             self._break(error)
             raise

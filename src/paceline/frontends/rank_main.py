@@ -6,8 +6,11 @@ start.
 
 from __future__ import annotations
 
+from typing import cast
+
 from paceline.comm import default_group
 from paceline.comm.context import DistributedContext
+from paceline.comm.cost import Links
 from paceline.engines.local import call
 from paceline.engines.local.child import Task
 from paceline.engines.local.report import ended_well
@@ -22,7 +25,8 @@ def main(task: Task) -> int:
     (segment,) = task.descriptors
     timeout = task.options.get("comm_timeout")
     assert timeout is None or isinstance(timeout, int | float)
-    context = DistributedContext.from_segment(segment, task.rank, task.workers, timeout=timeout)
+    links = Links.from_plain(cast("dict[str, object]", task.options["links"]))
+    context = DistributedContext.from_segment(segment, task.rank, task.workers, timeout=timeout, links=links)
     default_group.offer(context)
     try:
         try:

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from paceline.comm.cost import load_links
 from paceline.comm.transport.shm.layout import create_segment
 from paceline.core.errors import UsageError
 from paceline.engines.local import Launch, run
@@ -67,7 +68,8 @@ def spawn(
         args=args,
         workers=workers,
         preload=(*_PRELOAD, *preload),
-        options={"comm_timeout": comm_timeout},
+        # Read once, here: ranks that chose algorithms by different links would disagree.
+        options={"comm_timeout": comm_timeout, "links": load_links().to_plain()},
         reducers=tensor_payload.reducers(),
         threads=threads,
         timeout=timeout,

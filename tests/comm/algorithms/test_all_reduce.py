@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 from tests.comm.ranks import (
+    LARGE,
     SIZES,
-    SMALL_SLOT,
     combined,
     on_hosts,
     same_bits,
+    small_slot,
     two_hosts,
     whole_numbers,
     wide_range,
@@ -29,14 +30,12 @@ DTYPES = (
     torch.float16,
     torch.bfloat16,
     torch.int8,
-    torch.int16,
     torch.int32,
     torch.int64,
     torch.uint8,
     torch.bool,
     torch.complex64,
 )
-MESSAGE = SMALL_SLOT // 4  # float32 elements of the largest message that fits a small slot
 
 
 def allowed(op: ReduceOp, dtype: torch.dtype) -> bool:
@@ -73,8 +72,10 @@ def test_every_operation_on_every_dtype(algorithm, ranks):
 @pytest.mark.parametrize("ranks", SIZES)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_messages_of_every_length(algorithm, ranks):
-    lengths = [0, 1, ranks, 1023, MESSAGE, MESSAGE + 1, 3 * MESSAGE + 7]
-    kinds = [(length, dtype) for length in lengths for dtype in (torch.float32, torch.bfloat16)]
+    """None, fewer than ranks, odd, the longest of the short way and the first beyond it."""
+    lengths = [0, 1, ranks, 1023, small_slot(ranks), small_slot(ranks) + 1]
+    kinds = [(length, torch.float32) for length in lengths]
+    kinds += [(length, torch.bfloat16) for length in (0, 1, 1023, 2 * small_slot(ranks) + 1)]
 
     def every(ctx: DistributedContext) -> list[Tensor]:
         ctx = group(ctx, algorithm)
@@ -107,7 +108,7 @@ def test_a_message_of_several_chunks(algorithm, ranks):
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_all_ranks_get_the_same_bits_near_the_true_sum(algorithm, ranks):
-    lengths = (1, 1001, MESSAGE + 1001)
+    lengths = (1, 1001, LARGE)
 
     def every(ctx: DistributedContext) -> list[Tensor]:
         ctx = group(ctx, algorithm)
@@ -132,7 +133,7 @@ def test_sixteen_bit_floats_are_summed_in_fp32_and_rounded_once(dtype, ranks):
     def every(ctx: DistributedContext) -> dict[tuple[str, int], tuple[Tensor, Tensor]]:
         results = {}
         for algorithm in ALGORITHMS:
-            for length in (5, MESSAGE * 2 + 3):
+            for length in (5, 2 * LARGE):
                 data = torch.full((length,), large if ctx.rank == 0 else 1.0).to(dtype)
                 here = group(ctx, algorithm)
                 results[algorithm, length] = (

@@ -44,7 +44,7 @@ def _edges(shards: int, ranks: int) -> list[tuple[int, int]]:
 
 SPLITS: list[Split] = [contiguous, interleaved, with_an_idle_rank, scattered]
 # A float32 scalar, a few in the small slot, several chunks through staging with several partials each.
-SHAPES: list[tuple[int, ...]] = [(), (5, 77), (40_001,), (0, 3)]
+SHAPES: list[tuple[int, ...]] = [(), (5, 77), (80_001,), (0, 3)]
 
 
 def summed(
@@ -55,8 +55,11 @@ def summed(
     return result
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shards", [8, 12])
+@pytest.mark.parametrize(
+    ("shards", "dtype"),
+    [(8, torch.float32), (12, torch.float32), (12, torch.float64), (8, torch.bfloat16)],
+    ids=str,
+)
 def test_the_same_sha_for_any_number_of_ranks_and_any_split(shards, dtype):
     cases = {
         shape: [
@@ -65,7 +68,7 @@ def test_the_same_sha_for_any_number_of_ranks_and_any_split(shards, dtype):
         for shape in SHAPES
     }
     expected = {shape: sha(canonical_reference(tensors)) for shape, tensors in cases.items()}
-    for ranks in SIZES:
+    for ranks in SIZES if dtype == torch.float32 else (1, 3, 8):
 
         def every(ctx: DistributedContext, ranks: int = ranks) -> dict[tuple[str, tuple[int, ...]], Tensor]:
             return {

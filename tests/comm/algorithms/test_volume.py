@@ -83,7 +83,7 @@ def test_small_messages_in_the_window_meet_once(algorithm, ranks):
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("algorithm", ["direct", "canonical"])
 def test_large_messages_in_the_window_move_the_optimum(algorithm, shared):
-    length = 1 << 17
+    length = 1 << 19
 
     def one(ctx: DistributedContext) -> dict[str, Any]:
         data = ctx.empty(length) if shared else torch.empty(length)

@@ -11,6 +11,7 @@ from paceline.comm.compression.quantize import Quantize
 from paceline.comm.compression.sparsify import TopK
 
 pytestmark = [
+    pytest.mark.leaky("CUDA keeps its descriptors and threads until the process ends"),
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]

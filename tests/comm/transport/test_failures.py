@@ -100,7 +100,8 @@ def test_a_stopped_rank_ends_the_wait_at_the_deadline(transport: str) -> None:
         assert outcomes[rank].error is None, outcomes[rank].error
         took, text = outcomes[rank].value
         assert took < 2.0
-        assert "CommTimeoutError" in text or "rank 0" in text
+        # Whoever is late may find that rank 0 gave up, or that it has killed rank 1 by now.
+        assert "CommTimeoutError" in text or "rank 0" in text or "rank 1 was lost" in text
 
 
 def disagree_on_known_lines(ctx: DistributedContext) -> str:

@@ -28,16 +28,10 @@ from paceline.comm.cost import Links, Situation
 from paceline.comm.fold import Node, covering_nodes, fold_shards, run_blocks, tree_fold
 from paceline.comm.ops import ReduceOp, accumulator_dtype, finish, kernel_of
 from paceline.comm.transport.base import Transport
-from paceline.core.errors import UsageError
 
 
 def run(job: Job) -> None:
     """Every rank's contribution is one shard."""
-    if job.compression is not None:
-        raise UsageError(
-            "algorithm='canonical' cannot be compressed: what is lost depends on who sends what",
-            remedy="use algorithm='direct', 'ring', 'tree' or 'hierarchical' with compression",
-        )
     size = job.transport.world_size
     flat = job.flat.to(accumulator_dtype(job.flat.dtype))
     _combine(job.transport, job.call, recipe(size, job.op), [flat], job.out, job.deadline)

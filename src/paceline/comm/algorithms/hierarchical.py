@@ -7,7 +7,7 @@ What travels: between hosts one host's worth, 2(H-1)/H of the message per host f
 number of ranks in it. Compression is applied there only.
 What it costs: the latency of both levels; the slow links carry ranks-per-host times less than with a flat
 ring.
-What it asks: host groups, detected by the transport or given (`groups=`).
+What it asks: host groups, detected by the transport or given (`hosts=`).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def cost(situation: Situation, links: Links) -> float:
     if hosts <= 1 or size <= hosts:
         return float("inf")
     per_host = size / hosts
-    inside = links.window if situation.has_window else links.inside
+    inside = links.window if situation.has_window or situation.window_inside else links.inside
     within = 2 * inside.latency + (2 * (per_host - 1) / per_host + 1) * situation.nbytes * inside.per_byte
     rounds = 2 * (hosts - 1)
     return (

@@ -9,22 +9,27 @@ precision on the way.
 
 from __future__ import annotations
 
+from typing import Protocol, cast
+
+from torch import Tensor
+
 from paceline.comm.algorithms.job import Job
+from paceline.comm.calls import Call
 from paceline.comm.cost import Links, Situation
-from paceline.core.errors import UsageError
+from paceline.comm.ops import ReduceOp
+
+
+class HasNative(Protocol):
+    """A transport over torch.distributed."""
+
+    def native_all_reduce(self, call: Call, op: ReduceOp, tensor: Tensor, deadline: float) -> None: ...
 
 
 def run(job: Job) -> None:
-    native = getattr(job.transport, "native_all_reduce", None)
-    if native is None or job.compression is not None:
-        raise UsageError(
-            f"algorithm='native' needs a group of torch.distributed and no compression; "
-            f"this one is {job.transport.name!r}",
-            remedy="use algorithm='auto', or init_process_group(backend='gloo')",
-        )
+    transport = cast(HasNative, job.transport)  # reduction.py lets no other come here
     if job.out.data_ptr() != job.flat.data_ptr():
         job.out.copy_(job.flat)
-    native(job.call, job.op, job.out, job.deadline)
+    transport.native_all_reduce(job.call, job.op, job.out, job.deadline)
 
 
 def cost(situation: Situation, links: Links) -> float:

@@ -100,6 +100,10 @@ class Window(Protocol):
         """Copies a contiguous tensor into a peer's ordinary memory, which the peer has offered for it."""
         ...
 
+    def keep_offered(self, *tensors: Tensor) -> None:
+        """The call failed while peers could reach these: their memory must not be given to anybody else."""
+        ...
+
     def next_slot(self) -> int:
         """Which of the two small slots the coming call may fill."""
         ...

@@ -63,7 +63,7 @@ class TorchTransport:
         return Exchange(self.mesh, self._bulk, self._numbers, self.tally, call, sends, receives)
 
     def pipeline(self, ranks: Sequence[int]) -> Pipeline | None:
-        """Overlapping exchanges among these ranks; all of them get the same answer. The caller counts rounds."""
+        """Overlapping exchanges among these ranks, who all get the same answer. The caller counts rounds."""
         return Exchanges(self.begin, self.wait_for)
 
     def post(self, dest: int, tag: int, body: Sequence[memoryview], deadline: float) -> None:

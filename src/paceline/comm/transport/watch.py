@@ -53,6 +53,7 @@ class Watch:
         self._seen: dict[int, Peer] = {}
         self._unchanged_since = self._since
         self._noticed = False
+        self._doubted = False
 
     def __enter__(self) -> Watch:
         self._outlook.post(self._status)
@@ -81,7 +82,12 @@ class Watch:
             self._seen, self._unchanged_since = peers, now
         error = judge(self._outlook.rank, peers, stable=now - self._unchanged_since >= STABLE_SECONDS)
         if error is not None and not self._too_early(error, peers, now):
-            raise error
+            # A peer may have done its part and left since the caller last checked: the caller checks once more.
+            if self._doubted or now >= self._deadline:
+                raise error
+            self._doubted = True
+            return
+        self._doubted = False
         if now >= self._deadline:
             self._outlook.post(None)
             raise timed_out(self._outlook.rank, peers, self._status, now - self._since)
@@ -93,7 +99,8 @@ class Watch:
 
     def _too_early(self, error: PacelineError, peers: dict[int, Peer], now: float) -> bool:
         """Ranks that came a moment ago have not said what they called: a listing would blame them."""
-        silent = any(peer.state is RankState.RUNNING and peer.status is None for peer in peers.values())
+        coming = (RankState.ABSENT, RankState.RUNNING)
+        silent = any(peer.state in coming and peer.status is None for peer in peers.values())
         return isinstance(error, DisagreementError) and silent and now - self._since < SILENT_SECONDS
 
     def disagree(self, headline: str, patience: float = SILENT_SECONDS) -> None:

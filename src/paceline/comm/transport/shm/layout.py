@@ -37,7 +37,7 @@ class Layout:
 
     @property
     def small_bytes(self) -> int:
-        """Up to this size every rank folds everything itself: more work than its share, but one barrier less."""
+        """Up to this size every rank folds everything: more than its share of work, but one barrier less."""
         return max(64 * 1024, min(1 << 20, _power_below((4 << 20) // self.world_size)))
 
     @property
@@ -85,15 +85,18 @@ def create_segment(world_size: int) -> int:
     closes."""
     check_world_size(world_size)
     layout = Layout(world_size)
+    fd = -1
     try:
         fd = os.memfd_create("paceline", os.MFD_CLOEXEC)
+        os.ftruncate(fd, layout.total)
     except (AttributeError, OSError) as error:
+        if fd >= 0:
+            os.close(fd)
         raise ResourceError(
             f"no shared memory for {world_size} ranks: {error}",
-            remedy="shared memory needs Linux and a free file descriptor (see `ulimit -n`); "
+            remedy="shared memory needs Linux and a free file descriptor (see `ulimit -n`, `ulimit -f`); "
             "backend='gloo' works without it",
         ) from error
-    os.ftruncate(fd, layout.total)
     os.pwrite(fd, _HEADER.pack(MAGIC, VERSION, world_size, layout.total), 0)
     return fd
 

@@ -15,9 +15,9 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from paceline.comm.calls import Call, Status
+from paceline.comm.calls import Call, RankState, Status
 from paceline.comm.transport.shm import sync
-from paceline.comm.transport.shm.board import PID, REACHES, SIGNATURES, TICK, WORD, Board
+from paceline.comm.transport.shm.board import PID, REACHES, SIGNATURES, STATE, TICK, WORD, Board
 from paceline.comm.transport.shm.layout import Layout
 from paceline.comm.transport.shm.reach import Reach
 from paceline.comm.transport.watch import LOOK_SECONDS, Watch
@@ -28,6 +28,8 @@ _ENTRY = (
 )
 _YES, _NO, _SLOW = 1, 2, 3
 _TRIAL = 1 << 20
+_OFFERED: list[Tensor] = []
+"""Memory offered to peers in a call that failed: a late one may still copy, so it is never reused."""
 _WORTH = 1.8
 """Going through slots copies nearly twice as many bytes as reaching does."""
 
@@ -166,10 +168,16 @@ class ShmWindow:
         pointer = here.data_ptr()
         done = 0
         while done < nbytes:
+            # A rank that has given up no longer offers its memory, whatever it uses it for now.
+            if self._words[self._board.word(rank, STATE)] != RankState.RUNNING.value:
+                self._unreachable(rank, call, deadline)
             count = copy(pid, address + done, pointer + done, nbytes - done)
             if count <= 0:
                 self._unreachable(rank, call, deadline)
             done += count
+
+    def keep_offered(self, *tensors: Tensor) -> None:
+        _OFFERED.extend(tensors)
 
     def _try(self, rank: int) -> bool:
         board = self._board
