@@ -82,7 +82,7 @@ class Watch:
             self._seen, self._unchanged_since = peers, now
         error = judge(self._outlook.rank, peers, stable=now - self._unchanged_since >= STABLE_SECONDS)
         if error is not None and not self._too_early(error, peers, now):
-            # A peer may have done its part and left since the caller last checked: the caller checks once more.
+            # A peer may have done its part and left since the caller last checked: it checks once more.
             if self._doubted or now >= self._deadline:
                 raise error
             self._doubted = True

@@ -291,7 +291,8 @@ class ShmTransport:
     def close(self, error: BaseException | None = None) -> None:
         if not self._closed:
             self._closed = True
-            self.window.prepared.clear()  # refers back to the window: the mapping would live until the collector runs
+            # What is in there refers back to the window: the mapping would live until the collector runs.
+            self.window.prepared.clear()
             self._board.leave(None if error is None else failure_from(error))
 
 
