@@ -5,7 +5,12 @@ what is allowed.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
+import torch
+
+from paceline.comm.compression import PowerSGD
+from paceline.comm.compression.base import Compression
 from paceline.comm.transport.shm.layout import check_world_size
 from paceline.core.errors import UsageError
 
@@ -36,11 +41,33 @@ def host_groups(hosts: Sequence[Sequence[int]] | None, world_size: int) -> tuple
     """Ranks by host as the caller gives them; every rank exactly once."""
     if hosts is None:
         return ()
-    groups = tuple(tuple(group) for group in hosts if len(group))
-    named = sorted(rank for group in groups for rank in group)
+    given = f"hosts={hosts!r} for {world_size} ranks"
+    remedy = "pass lists of ranks, one per host, that name every rank exactly once"
+    try:
+        groups = tuple(tuple(group) for group in hosts if len(group))
+        named = sorted(rank for group in groups for rank in group)
+    except TypeError as error:
+        raise UsageError(given, remedy=remedy) from error
     if named != list(range(world_size)):
-        raise UsageError(
-            f"hosts={[list(group) for group in groups]} for {world_size} ranks",
-            remedy="name every rank exactly once",
-        )
+        raise UsageError(given, remedy=remedy)
     return groups
+
+
+def check_algorithm_kind(algorithm: object, compression: object) -> None:
+    """Refuses what is neither a name nor a compression, before anything looks it up."""
+    if not isinstance(algorithm, str):
+        raise UsageError(f"algorithm={algorithm!r}", remedy="algorithm is a name, such as 'auto' or 'ring'")
+    if not isinstance(compression, Compression | PowerSGD | None):
+        raise UsageError(
+            f"compression={compression!r}",
+            remedy="pass quantize_gradients(8), sparsify_gradients(), cast_gradients('fp16') or PowerSGD()",
+        )
+
+
+def shape_of(size: tuple[object, ...]) -> torch.Size:
+    """A shape given as numbers or as one sequence of them."""
+    sides = size[0] if len(size) == 1 and isinstance(size[0], list | tuple) else size
+    assert isinstance(sides, list | tuple)
+    if not all(isinstance(side, int) and not isinstance(side, bool) and side >= 0 for side in sides):
+        raise UsageError(f"empty: {list(sides)} is not a shape", remedy="sizes are whole numbers from 0")
+    return torch.Size(cast("list[int]", sides))

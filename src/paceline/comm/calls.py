@@ -11,8 +11,10 @@ from __future__ import annotations
 import enum
 import os
 import sys
+import threading
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from types import FrameType
@@ -24,6 +26,7 @@ from paceline.core.errors import CommTimeoutError, DisagreementError, PacelineEr
 
 _AGREE = "every rank has to make the same collective calls in the same order, with the same shapes and dtypes"
 _LATE = "look at the line where the late rank is; if it is only slow, give a larger timeout"
+_caller = threading.local()
 _NOT_THE_USERS = tuple(
     os.path.dirname(os.path.abspath(path)) + os.sep for path in (os.path.dirname(__file__), torch.__file__)
 )
@@ -41,9 +44,17 @@ class Call:
     text: str
     signature: int
     line: str = ""
+    in_background: bool = False  # the rank's own thread may be at work meanwhile
 
     def where(self) -> str:
         return self.line or call_site()
+
+    def status(self, waits_for: Iterable[int]) -> Status:
+        """What this rank lets its peers read while it waits in this call."""
+        waits = tuple(sorted(waits_for))
+        return Status(
+            self.text, self.where(), waits, self.sequence, self.signature, ends_alone=self.in_background
+        )
 
 
 @lru_cache(maxsize=4096)
@@ -55,10 +66,23 @@ def signature_of(text: str) -> int:
 
 def call_site() -> str:
     """`file:line` of the innermost frame that is neither Paceline's own nor torch's (which calls back)."""
+    line: str | None = getattr(_caller, "line", None)
+    if line is not None:
+        return line
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "unknown line"
+
+
+@contextmanager
+def on_behalf_of(line: str) -> Iterator[None]:
+    """What this thread does is asked for at `line`, where another thread was."""
+    _caller.line = line
+    try:
+        yield
+    finally:
+        _caller.line = None
 
 
 class RankState(enum.Enum):

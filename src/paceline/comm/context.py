@@ -18,12 +18,19 @@ import torch
 from torch import Tensor
 
 from paceline.comm import collectives, reduction
-from paceline.comm.arguments import check_rank, check_timeout, check_world, host_groups
-from paceline.comm.calls import Call
+from paceline.comm.arguments import (
+    check_algorithm_kind,
+    check_rank,
+    check_timeout,
+    check_world,
+    host_groups,
+    shape_of,
+)
+from paceline.comm.calls import Call, call_site, on_behalf_of
 from paceline.comm.compression import PowerSGD
 from paceline.comm.compression.base import Compression
 from paceline.comm.cost import Choice, Links, load_links
-from paceline.comm.ops import ReduceOp, check_op, parse_op
+from paceline.comm.ops import ReduceOp, accumulator_dtype, check_op, parse_op
 from paceline.comm.parcel import Parcel, pack, unpack
 from paceline.comm.payload import open_payload
 from paceline.comm.reduction import Reducer
@@ -76,6 +83,7 @@ class DistributedContext:
         """A context over a shared segment that the launcher made for all ranks."""
         from paceline.comm.transport.shm.transport import ShmTransport
 
+        check_world(world_size, rank)
         timeout = DEFAULT_TIMEOUT if timeout is None else timeout
         return cls.from_transport(ShmTransport(fd, rank, world_size), timeout=timeout, links=links)
 
@@ -188,6 +196,8 @@ class DistributedContext:
         parcel = pack(data, "broadcast") if self.rank == root_rank else None
 
         def work(call: Call, deadline: float) -> Any:
+            # Ranks that name different roots would send without receiving, and never find out.
+            collectives.barrier(self._transport, call, deadline)
             arrived = collectives.broadcast(self._transport, call, parcel, root_rank, deadline)
             return data if self.rank == root_rank else unpack(arrived.head, arrived.body)
 
@@ -208,6 +218,7 @@ class DistributedContext:
 
         def work(call: Call, deadline: float) -> Any:
             sources = [] if self.rank == root_rank else [root_rank]
+            collectives.barrier(self._transport, call, deadline)  # as in broadcast
             arrived = collectives.transfer(self._transport, call, parcels, sources, deadline)
             return (
                 parts[root_rank]
@@ -296,6 +307,8 @@ class DistributedContext:
         `compression` shortens what travels; its error feedback remembers what was lost under `name`, one
         name per tensor.
         """
+        if type(algorithm) is not str or not isinstance(compression, Compression | PowerSGD | None):
+            check_algorithm_kind(algorithm, compression)
         if isinstance(compression, PowerSGD):
             if async_op:
                 raise UsageError(
@@ -316,6 +329,8 @@ class DistributedContext:
         on_gpu = self._reducer.reduces_on_gpu(data, algorithm) and compression is None
         payload = open_payload(data, "all_reduce", on_device=on_gpu)
         plan = self._reducer.plan(payload.flat, payload.shape, op, algorithm, compression, on_gpu)
+        if compression is not None:
+            compression.check(payload.flat.numel(), accumulator_dtype(payload.flat.dtype), name)
         target, restore = reduction.result_memory(payload, out, "all_reduce")
 
         def work(call: Call, deadline: float) -> Any:
@@ -345,6 +360,10 @@ class DistributedContext:
         Each rank passes the shards it holds, none is fine too. op=AVERAGE divides by the number of shards.
         """
         op = parse_op(op)
+        if not isinstance(shards_held, Mapping):
+            raise UsageError(
+                f"canonical_sum of a {type(shards_held).__name__}", remedy="pass {shard_index: tensor, ...}"
+            )
         flats = reduction.open_shards(shards_held, shards)
         for flat in flats.values():
             check_op(op, flat.dtype)
@@ -412,10 +431,8 @@ class DistributedContext:
     def empty(self, *size: int | Items[int], dtype: torch.dtype | None = None) -> Tensor:
         """An uninitialised tensor in memory that the other ranks reach directly; reducing it in place
         copies nothing."""
-        shape = torch.Size(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)  # type: ignore[arg-type]
+        shape = shape_of(size)
         dtype = dtype or torch.get_default_dtype()
-        if any(side < 0 for side in shape):
-            raise UsageError(f"empty: {list(shape)} is not a shape", remedy="sizes are whole numbers from 0")
         return self._transport.empty(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
     def explain_all_reduce(self, nbytes: int) -> Choice:
@@ -464,13 +481,18 @@ class DistributedContext:
     ) -> Any:
         if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
             raise UsageError(f"PowerSGD of {op.name}: it approximates sums only", remedy="use SUM or AVERAGE")
-        tensors = [data] if isinstance(data, Tensor) else list(data)
+        tensors = [data] if isinstance(data, Tensor) else data
+        if not isinstance(tensors, list | tuple) or not all(isinstance(tensor, Tensor) for tensor in tensors):
+            raise UsageError(
+                f"PowerSGD of a {type(data).__name__}: it compresses matrices",
+                remedy="pass a tensor or a list of tensors",
+            )
 
         def average(flat: Tensor) -> Tensor:
             reduced: Tensor = self.all_reduce(flat, ReduceOp.AVERAGE, algorithm, timeout=timeout)
             return reduced
 
-        reduced = compression.reduce(tensors, average, name=name)
+        reduced = compression.reduce(list(tensors), average, name=name)
         if op is ReduceOp.SUM:
             reduced = [tensor * self.world_size for tensor in reduced]
         if out is not None:
@@ -498,7 +520,13 @@ class DistributedContext:
             messenger = self._messengers[queue] = ThreadPoolExecutor(
                 1, thread_name_prefix="paceline-messages"
             )
-        return Handle(messenger.submit(action), what)
+        line = call_site()
+
+        def later() -> Any:
+            with on_behalf_of(line):
+                return action()
+
+        return Handle(messenger.submit(later), what)
 
     def _deadline(self, timeout: float | None) -> float:
         return time.monotonic() + (self._sequence.timeout if timeout is None else timeout)

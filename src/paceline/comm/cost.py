@@ -57,7 +57,11 @@ class Links:
                 name: Link(float(plain[name]["latency"]), float(plain[name]["per_byte"]))
                 for name in ("window", "inside", "between")
             }
-            return cls(**links, overhead=float(plain["overhead"]), source=str(plain["source"]))
+            overhead = float(plain["overhead"])
+            costs = [overhead, *(cost for link in links.values() for cost in (link.latency, link.per_byte))]
+            if not all(math.isfinite(cost) and cost >= 0 for cost in costs):
+                raise ValueError("costs are finite numbers from 0")
+            return cls(**links, overhead=overhead, source=str(plain["source"]))
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(
                 f"not a table of links: {error!r}", remedy="measure again with `paceline bench comm`"
@@ -125,11 +129,9 @@ def load_links(path: Path | None = None) -> Links:
     """The saved measurement, or the defaults where there is none."""
     source = path or links_file()
     try:
-        text = source.read_text()
+        return Links.from_plain(json.loads(source.read_bytes()))
     except FileNotFoundError:
         return Links()
-    try:
-        return Links.from_plain(json.loads(text))
     except ValueError as error:
         raise UsageError(
             f"{source} is damaged: {error}", remedy="delete it, or measure again with `paceline bench comm`"

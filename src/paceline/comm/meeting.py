@@ -15,21 +15,23 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from paceline.comm.calls import ranks_text
 from paceline.comm.environment import Address
-from paceline.core.errors import RendezvousError
+from paceline.comm.store import ForTorch, StoreClient, StoreServer
+from paceline.core.errors import RendezvousError, WireError
+
+T = TypeVar("T")
 
 _log = logging.getLogger("paceline.comm")
 
 FIRST_NOTICE = 2.0
 NEXT_NOTICE = 30.0
-_PROBE_SECONDS = 5.0
+_ANSWER_SECONDS = 10.0
 _MAX_PAUSE = 0.05
-_FAREWELL_SECONDS = 1.0
 _BAD, _FINISHED = "bad", "finished"
 
 
@@ -59,25 +61,15 @@ class Patience:
         self._pause = min(self._pause * 1.5, _MAX_PAUSE)
 
 
-def serve(address: Address) -> TCPStore:
+def serve(address: Address) -> StoreServer:
     """Rank 0's store at `address`; only this machine can reach it where the address is a loopback one."""
     try:
-        listener = _listener(address)
+        return StoreServer(_listener(address))
     except OSError as error:
         raise RendezvousError(
             f"rank 0 cannot serve at {address}: {error.strerror or error}",
             remedy="another program, group or rank 0 is there: choose another port (address= or MASTER_PORT)",
         ) from error
-    port = listener.getsockname()[1]
-    seconds = timedelta(seconds=60)
-    return TCPStore(
-        address.host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=seconds,
-        master_listen_fd=listener.detach(),
-    )
 
 
 def _listener(address: Address) -> socket.socket:
@@ -91,31 +83,36 @@ def _listener(address: Address) -> socket.socket:
     return socket.create_server(("", address.port), backlog=1024)
 
 
-def connect(rank: int, address: Address, deadline: float) -> Store:
-    """A client of the store at `address`, as soon as somebody serves there."""
+def connect(rank: int, address: Address, deadline: float) -> StoreClient:
+    """A client of the store at `address`, as soon as rank 0 serves there."""
+    return _patiently(
+        rank, address, deadline, lambda: StoreClient(address.host, address.port, _ANSWER_SECONDS)
+    )
+
+
+def connect_to_agent(rank: int, address: Address, deadline: float) -> Store:
+    """A client of the store that torchrun's agent serves."""
+    # Generous: torch's store asks the name service for the names of both ends, which may take its time.
+    limit = timedelta(seconds=max(deadline - time.monotonic(), 0.1))
+
+    def client() -> Store:
+        return TCPStore(address.host, address.port, is_master=False, wait_for_workers=False, timeout=limit)
+
+    return _patiently(rank, address, deadline, client)
+
+
+def _patiently(rank: int, address: Address, deadline: float, attempt: Callable[[], T]) -> T:
     patience = Patience(deadline)
-    reason = "nobody listens there yet"
     while True:
         try:
-            # Asked by hand first: the store's own attempts fill the log with what is no more than an early
-            # start.
-            with socket.create_connection((address.host, address.port), timeout=_PROBE_SECONDS):
-                pass
-            limit = min(_PROBE_SECONDS, max(deadline - time.monotonic(), 0.1))
-            return TCPStore(
-                address.host,
-                address.port,
-                is_master=False,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=limit),
-            )
+            return attempt()
         except ConnectionRefusedError:
             reason = "nobody listens there yet"
         except socket.gaierror as error:
             reason = f"that name is not known here ({error.strerror})"
         except OSError as error:
             reason = f"it cannot be reached ({error.strerror or error})"
-        except DistError:
+        except (WireError, DistError):
             reason = "what listens there is not a rendezvous"
         patience.pause(_constant(f"rank {rank} waits for rank 0 at {address}: {reason}"))
 
@@ -124,9 +121,9 @@ class Meeting:
     """One rank's part in one meeting; a context manager that tells the others when it fails."""
 
     def __init__(
-        self, store: Store, prefix: str, rank: int, world_size: int, deadline: float, where: str
+        self, store: StoreClient | Store, rank: int, world_size: int, deadline: float, where: str
     ) -> None:
-        self._store = PrefixStore(prefix, store) if prefix else store
+        self._store = store
         self.rank = rank
         self.world_size = world_size
         self.deadline = deadline
@@ -149,12 +146,14 @@ class Meeting:
             # Whoever is still there looks every few hundredths of a second; rank 0 takes the store with it.
             if self.rank == 0:
                 time.sleep(10 * _MAX_PAUSE)
-        except DistError:
+        except (DistError, OSError):
             _log.debug("nobody left to be told that rank %d gave up", self.rank)
 
-    @property
-    def store(self) -> Store:
-        return self._store
+    def store_for(self, topic: str) -> Store:
+        """A store of torch's kind, in which process groups can meet; for as long as the meeting lasts."""
+        if isinstance(self._store, StoreClient):
+            return ForTorch(self._store, f"{topic}/", max(self.deadline - time.monotonic(), 1.0))
+        return PrefixStore(topic, self._store)
 
     def enter(self, hello: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
         """Claims this rank's number, says hello, and returns everybody's hello."""
@@ -197,7 +196,6 @@ class Meeting:
         if self.rank == 0:
             self.gather("done")
             self._ask(lambda: self._store.set(_FINISHED, "1"))
-            self._let_them_read()
             leave()
             return
         patience = Patience(self.deadline)
@@ -205,21 +203,9 @@ class Meeting:
             while not self._has(_FINISHED):
                 self.look()
                 patience.pause(lambda: f"rank {self.rank} waits for rank 0 to complete the group")
-            self.tell("seen", {})
         except StoreGoneError as error:
             # Rank 0 closes it when all are ready. If it died instead, the transport will say so.
             _log.debug("rank %d: the store closed early: %s", self.rank, error)
-
-    def _let_them_read(self) -> None:
-        """A server that closes under a question fills its clients' logs: wait a moment until nobody has
-        any left."""
-        keys = [f"seen/{rank}" for rank in range(1, self.world_size)]
-        patience = Patience(time.monotonic() + _FAREWELL_SECONDS)
-        try:
-            while not self._ask(lambda: self._store.check(keys)):
-                patience.pause(lambda: "some ranks have not seen that the group is complete")
-        except RendezvousError as error:
-            _log.debug("%s", error.message)
 
     def _heard(self, topic: str, ranks: list[int]) -> dict[int, dict[str, Any]]:
         keys = [f"{topic}/{rank}" for rank in ranks]
@@ -247,7 +233,7 @@ class Meeting:
     def _ask(self, question: Callable[[], Any]) -> Any:
         try:
             return question()
-        except DistError as error:
+        except (DistError, OSError) as error:
             raise StoreGoneError(str(error)) from error
 
 

@@ -70,7 +70,8 @@ def unpack(head: bytes | memoryview, body: Tensor) -> Any:
     shape = tuple(about["shape"])
     if "tensor" in about:
         return _typed(body, _DTYPES[about["tensor"]], shape)
-    return body.numpy().view(np.dtype(about["array"])).reshape(shape)
+    dtype = np.dtype(about["array"])
+    return (body.clone() if body.data_ptr() % dtype.itemsize else body).numpy().view(dtype).reshape(shape)
 
 
 def _typed(body: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

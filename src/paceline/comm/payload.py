@@ -111,6 +111,11 @@ def _from_tensors(parts: Sequence[Tensor], what: str, on_device: bool) -> Payloa
 
 def _from_array(array: np.ndarray[Any, Any] | np.generic, what: str) -> Payload:
     values = np.ascontiguousarray(array)
+    if not values.dtype.isnative:
+        raise UsageError(
+            f"{what}: the array has the byte order of another machine ({values.dtype.str})",
+            remedy="convert it: array.astype(array.dtype.newbyteorder('='))",
+        )
     try:
         flat = torch.from_numpy(values.reshape(-1) if values.flags.writeable else values.reshape(-1).copy())
     except TypeError as error:

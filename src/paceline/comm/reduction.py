@@ -100,7 +100,8 @@ class Reducer:
         entry = self._prepared.get(key, _UNKNOWN)
         if entry is _UNKNOWN:
             entry = self._prepared[key] = self._prepare(data, op, algorithm)
-        if entry is None or data.requires_grad or not data.is_cpu or data.layout is not torch.strided:
+        usual = data.is_cpu and data.layout is torch.strided and data.is_contiguous()
+        if entry is None or data.requires_grad or not usual:
             return None
         return entry
 
@@ -202,6 +203,12 @@ def result_memory(payload: Payload, out: Any, what: str) -> tuple[Tensor, Callab
             remedy="pass out=data to work in place",
         )
     for target, source in zip(targets, sources, strict=True):
+        check_dense(target, f"{what}: out")
+        if torch._debug_has_internal_overlap(target) == 1:
+            raise UsageError(
+                f"{what}: several elements of out share one place in memory",
+                remedy="pass out=data.contiguous()",
+            )
         if target.shape != source.shape or target.dtype != source.dtype:
             raise UsageError(
                 f"{what}: out is {dtype_name(target.dtype)}{list(target.shape)}, "

@@ -17,8 +17,8 @@ import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from typing import Any
 
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 import paceline
 from paceline.comm.cost import Links, load_links
 from paceline.comm.environment import HOST_VARIABLE, Address, Place, find_place
-from paceline.comm.meeting import Meeting, StoreGoneError, connect, serve
+from paceline.comm.meeting import Meeting, StoreGoneError, connect, connect_to_agent, serve
 from paceline.comm.transport.base import Transport
 from paceline.comm.transport.handshake import listen, source_address
 from paceline.comm.transport.native import BACKENDS, check_backend
@@ -90,15 +90,12 @@ def over_process_group(group: Any = None, timeout: float = 300.0) -> tuple[Trans
     prefix = f"paceline/{name}/{_group_meetings[name]}"
     _group_meetings[name] += 1
     store = group.get_group_store()
-    meeting = Meeting(
-        store, prefix, rank, world_size, time.monotonic() + timeout, f"the store of group {name!r}"
-    )
+    where = f"the store of group {name!r}"
+    meeting = Meeting(PrefixStore(prefix, store), rank, world_size, time.monotonic() + timeout, where)
     try:
         return _met(meeting, _host_of(store), "auto", lambda: None, group)
     except StoreGoneError as error:
-        raise RendezvousError(
-            f"the store of group {name!r} went away before the ranks had met: {error}"
-        ) from error
+        raise RendezvousError(f"{where} went away before the ranks had met: {error}") from error
 
 
 def alone() -> ShmTransport:
@@ -132,46 +129,42 @@ def host_identity(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def _join_at_agent(place: Place, backend: str, deadline: float) -> tuple[Transport, Links]:
-    prefix = f"paceline/{place.attempt}/{next(_agent_meetings)}"
-    store = connect(place.rank, place.address, deadline)
-    meeting = Meeting(store, prefix, place.rank, place.world_size, deadline, str(place.address))
+    store = connect_to_agent(place.rank, place.address, deadline)
+    apart = PrefixStore(f"paceline/{place.attempt}/{next(_agent_meetings)}", store)
+    meeting = Meeting(apart, place.rank, place.world_size, deadline, str(place.address))
     return _met(meeting, place.address.host, backend, lambda: None)
 
 
 def _serve_and_join(place: Place, backend: str, deadline: float) -> tuple[Transport, Links]:
-    holder = [serve(place.address)]
-    local = Address("::1" if ":" in place.address.host else "127.0.0.1", place.address.port)
+    server = serve(place.address)
+    own = "::1" if ":" in place.address.host else "127.0.0.1"
+    address = place.address if place.address.is_loopback else Address(own, place.address.port)
     try:
-        # Rank 0 is a client of its own server too: what holds on to the client must not keep the server
-        # alive.
-        client = connect(0, place.address if place.address.is_loopback else local, deadline)
-        meeting = Meeting(client, "", 0, place.world_size, deadline, str(place.address))
-        return _met(meeting, place.address.host, backend, holder.clear)
+        with closing(connect(0, address, deadline)) as client:
+            meeting = Meeting(client, 0, place.world_size, deadline, str(place.address))
+            return _met(meeting, place.address.host, backend, server.close)
     finally:
-        holder.clear()
+        server.close()
 
 
 def _find_and_join(place: Place, backend: str, deadline: float) -> tuple[Transport, Links]:
     while True:
-        store = connect(place.rank, place.address, deadline)
-        meeting = Meeting(store, "", place.rank, place.world_size, deadline, str(place.address))
-        try:
-            return _met(meeting, place.address.host, backend, lambda: None)
-        except StoreGoneError:
-            # Rank 0 ended, or this was the end of an earlier group's meeting: there may be a new one soon.
-            if time.monotonic() >= deadline:
-                raise RendezvousError(
-                    f"rank 0 at {place.address} went away before the group was complete"
-                ) from None
-            time.sleep(_PAUSE)
+        with closing(connect(place.rank, place.address, deadline)) as client:
+            meeting = Meeting(client, place.rank, place.world_size, deadline, str(place.address))
+            try:
+                return _met(meeting, place.address.host, backend, lambda: None)
+            except StoreGoneError:
+                # Rank 0 ended, or this was the end of an earlier group's meeting: there may be a new one soon.
+                if time.monotonic() >= deadline:
+                    raise
+        time.sleep(_PAUSE)
 
 
 def _met(
-    meeting: Meeting, master: str, backend: str, leave: Any, native: Any = None
+    meeting: Meeting, master: str, backend: str, leave: Callable[[], None], native: Any = None
 ) -> tuple[Transport, Links]:
-    with meeting, ExitStack() as stack:
-        source = "127.0.0.1" if Address(master, 1).is_loopback else source_address(master)
-        listener = stack.enter_context(listen(source))
+    source = "127.0.0.1" if Address(master, 1).is_loopback else source_address(master)
+    with meeting, listen(source) as listener:
         hello: dict[str, Any] = {
             "host": host_identity(),
             "hostname": os.environ.get(HOST_VARIABLE) or socket.gethostname(),

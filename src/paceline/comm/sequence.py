@@ -80,10 +80,10 @@ class Sequence:
         if timeout is not None:
             check_timeout(timeout)
         if self._pending or async_op:
-            handle = self._submit(operation, text, work, algorithm, timeout)
+            handle = self._submit(operation, text, work, algorithm, timeout, in_background=async_op)
             return handle if async_op else handle.wait()
         with self._lock:
-            return self._execute(self._call(text, ""), operation, work, algorithm, timeout)
+            return self._execute(self._call(text), operation, work, algorithm, timeout)
 
     def run_prepared(
         self, prepared: Prepared, data: Tensor, out: Tensor, timeout: float | None
@@ -130,20 +130,27 @@ class Sequence:
             self._background.shutdown(wait=True)
         self.transport.close(error)
 
-    def _call(self, text: str, line: str) -> Call:
+    def _call(self, text: str, line: str = "", in_background: bool = False) -> Call:
         self.check_open()
-        call = Call(self._next, text, signature_of(text), line)
+        call = Call(self._next, text, signature_of(text), line, in_background)
         self._next += 1
         return call
 
     def _submit(
-        self, operation: str, text: str, work: Work[T], algorithm: str, timeout: float | None
+        self,
+        operation: str,
+        text: str,
+        work: Work[T],
+        algorithm: str,
+        timeout: float | None,
+        *,
+        in_background: bool,
     ) -> Handle[T]:
         with self._lock:
             if self._background is None:
                 self._background = ThreadPoolExecutor(1, thread_name_prefix="paceline-collectives")
             # The line is looked up now: in the background there is no caller to be found.
-            call = self._call(text, call_site())
+            call = self._call(text, call_site(), in_background)
             self._pending += 1
             future = self._background.submit(self._execute, call, operation, work, algorithm, timeout)
         future.add_done_callback(self._one_less)

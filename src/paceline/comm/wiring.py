@@ -13,11 +13,12 @@ import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from paceline.comm.meeting import Meeting
 from paceline.comm.transport.base import Topology, Transport
@@ -25,7 +26,7 @@ from paceline.comm.transport.bulk import Bulk
 from paceline.comm.transport.handshake import connect_all
 from paceline.comm.transport.hybrid import HybridTransport
 from paceline.comm.transport.mesh import Mesh
-from paceline.comm.transport.native import BACKENDS, NativeGroup, own_group
+from paceline.comm.transport.native import BACKENDS, NativeGroup, nccl_group, own_group
 from paceline.comm.transport.shm import sync
 from paceline.comm.transport.shm.layout import create_segment
 from paceline.comm.transport.shm.transport import ShmTransport
@@ -166,14 +167,16 @@ def _connect(group: Group, listener: socket.socket) -> TorchTransport:
     address = _own_address(connections, topology, rank)
     names = {peer: f"process {hello['pid']} on {hello['hostname']}" for peer, hello in hellos.items()}
     mesh = Mesh(rank, connections, names)
+    bulk: Bulk | None = None
     try:
         left = max(meeting.deadline - time.monotonic(), 1.0)
-        bulk = Bulk(PrefixStore("gloo", meeting.store), rank, meeting.world_size, address, left, mesh.notify)
-        native = _native(group, bulk)
-    except BaseException as error:
+        bulk = Bulk(meeting.store_for("gloo"), rank, meeting.world_size, address, left, mesh.notify)
+        return TorchTransport(mesh, bulk, topology, _native(group, bulk))
+    except Exception as error:
         mesh.close(error)
+        if bulk is not None:
+            bulk.close()
         raise RendezvousError(f"rank {rank} could not make the torch.distributed group: {error}") from error
-    return TorchTransport(mesh, bulk, topology, native)
 
 
 def _own_address(connections: Mapping[int, socket.socket], topology: Topology, rank: int) -> str:
@@ -188,10 +191,25 @@ def _native(group: Group, bulk: Bulk) -> NativeGroup:
     rank, world_size = meeting.rank, meeting.world_size
     if group.native is None:
         backend = group.backend if group.backend in BACKENDS else "gloo"
-        return own_group(backend, bulk.group, meeting.store, rank, world_size, group.mates.index(rank))
+        if backend != "nccl":
+            return own_group(backend, bulk.group, rank, world_size)
+        return nccl_group(_lasting_store(group), rank, world_size, group.mates.index(rank))
     name = str(dist.get_backend(group.native))
     backend = "nccl" if "nccl" in name else "mpi" if name == "mpi" else "gloo"
     return NativeGroup(backend, group.native, world_size, rank, _device_of(backend))
+
+
+def _lasting_store(group: Group) -> Store:
+    """A store that lives as long as the ranks that hold it: NCCL asks its store long after the start."""
+    meeting = group.meeting
+    host = group.hellos[0]["endpoint"][0] or group.master
+    limit = timedelta(seconds=max(meeting.deadline - time.monotonic(), 1.0))
+    if meeting.rank == 0:
+        store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
+        meeting.tell("nccl", {"port": store.port})
+        return store
+    port = int(meeting.hear("nccl", 0)["port"])
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
 
 
 def _device_of(backend: str) -> torch.device | None:

@@ -83,5 +83,6 @@ def cost(situation: Situation, links: Links) -> float:
     link = links.message(situation.crosses_hosts)
     if situation.nbytes <= WHOLE_BYTES:
         return link.latency + (size - 1) * (situation.nbytes * link.per_byte + links.overhead)
-    # Many pairs at once share each rank's port; every further message costs its handling.
-    return 2 * link.latency + 2 * (size - 1) * links.overhead + volume * link.per_byte
+    # Every further message costs its handling, and senders that meet at one port lose some of its rate.
+    crowd = 1 + 0.05 * (size - 2) if situation.crosses_hosts else 1.0
+    return 2 * link.latency + 2 * (size - 1) * links.overhead + volume * crowd * link.per_byte

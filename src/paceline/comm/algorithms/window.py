@@ -86,8 +86,10 @@ class SmallReduce:
 
         own = [source for source in recipe.sources if source[0] == transport.rank]
         wide = accumulator_dtype(dtype)
-        scratch = [torch.empty(shape, dtype=wide) for _ in range(recipe.fold.temporaries)]
-        self._total = torch.empty(shape, dtype=wide)  # for results that are narrower than the sum
+        # One call at a time: all prepared reductions can share their temporaries.
+        pool = _scratch(window, recipe.fold.temporaries + 1)
+        scratch = [memory[: size * wide.itemsize].view(wide).view(shape) for memory in pool]
+        self._total = scratch.pop()  # for results that are narrower than the sum
         self._mine = [[view(parity, *source) for source in own] for parity in (0, 1)]
         inputs = [[view(parity, *source) for source in recipe.sources] for parity in (0, 1)]
         self._programs = [recipe.fold.bind(tensors, scratch, wide) for tensors in inputs]
@@ -122,6 +124,14 @@ class SmallReduce:
         traffic.received += received
         traffic.messages += messages
         traffic.rounds += 1
+
+
+def _scratch(window: Window, count: int) -> list[Tensor]:
+    """`count` pieces of memory, each for anything that fits a small slot, also in twice the width."""
+    pool = cast("list[Tensor]", window.prepared.setdefault("scratch", []))
+    while len(pool) < count:
+        pool.append(torch.empty(2 * window.small.shape[2], dtype=torch.uint8))
+    return pool[:count]
 
 
 def small_reduce(

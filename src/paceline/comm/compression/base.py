@@ -151,6 +151,21 @@ class Compression:
         """The name of the codec: ranks whose names differ cannot talk to each other."""
         return self.codec.name
 
+    def check(self, numel: int, dtype: torch.dtype, name: str) -> None:
+        """Refuse what `open` would refuse, before anything travels."""
+        if name in self._open:
+            raise UsageError(
+                f"compression {self.name} already has a call under way for {name!r}",
+                remedy="wait for that call first, or give each tensor a name of its own",
+            )
+        residual = self._residuals.get(name)
+        if residual is not None and (residual.numel() != numel or residual.dtype != dtype):
+            raise UsageError(
+                f"compression {self.name} holds a residual of {residual.numel()} x {residual.dtype} "
+                f"for {name!r}, and was now given {numel} x {dtype}",
+                remedy="one name per tensor: give tensors of another size or dtype another name",
+            )
+
     def open(self, flat: Tensor, name: str) -> Transfer:
         """Add what is still owed under `name` to `flat`, in place, and begin a call."""
         flat = flat.detach()
@@ -160,11 +175,7 @@ class Compression:
                 "it takes flat float32 or float64 tensors",
                 remedy="compress floating-point gradients only, and reduce integers without compression",
             )
-        if name in self._open:
-            raise UsageError(
-                f"compression {self.name} already has a call under way for {name!r}",
-                remedy="wait for that call first, or give each tensor a name of its own",
-            )
+        self.check(flat.numel(), flat.dtype, name)
         fresh = self._feed_back(flat, name) if self.error_feedback else None
         self._open.add(name)
 
@@ -182,12 +193,6 @@ class Compression:
     def _feed_back(self, flat: Tensor, name: str) -> Tensor:
         residual = self._residuals.get(name)
         if residual is not None:
-            if residual.shape != flat.shape or residual.dtype != flat.dtype:
-                raise UsageError(
-                    f"compression {self.name} holds a residual of {residual.numel()} x {residual.dtype} "
-                    f"for {name!r}, and was now given {flat.numel()} x {flat.dtype}",
-                    remedy="one name per tensor: give tensors of another size or dtype another name",
-                )
             if residual.device != flat.device:
                 residual = self._residuals[name] = residual.to(flat.device)
             flat.add_(residual)

@@ -179,9 +179,7 @@ class Exchange:
         return replace(self._status(tuple(sorted(self.underway_with()))), ends_alone=True)
 
     def _status(self, waits_for: tuple[int, ...]) -> Status:
-        return Status(
-            self._call.text, self._call.where(), waits_for, self._call.sequence, self._call.signature
-        )
+        return self._call.status(waits_for)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

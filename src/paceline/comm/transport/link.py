@@ -12,7 +12,7 @@ import socket
 import struct
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.comm.transport.base import HEADER_BYTES
@@ -25,7 +25,6 @@ INLINE_BYTES = 64 * 1024
 """Messages of collectives up to this size travel inside their frame, larger ones beside it."""
 
 _NOTE_BYTES = 256 * 1024
-_MESSAGE_BYTES = 1 << 40
 _READ_BUDGET = 4 << 20
 _MAX_VECTOR = 64
 
@@ -45,7 +44,6 @@ class Kind(enum.IntEnum):
 
 _LIMITS = {
     Kind.DATA: INLINE_BYTES,
-    Kind.MESSAGE: _MESSAGE_BYTES,
     Kind.STATUS: _NOTE_BYTES,
     Kind.HERE: _NOTE_BYTES,
     Kind.FAILURE: _NOTE_BYTES,
@@ -65,8 +63,9 @@ class Frame:
 class Link:
     """Many threads may put frames in, one thread reads."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, max_message: int = 1 << 40) -> None:
         self.sock = sock
+        self._limits = {**_LIMITS, Kind.MESSAGE: max_message}
         self.put_bytes = 0
         self.sent_bytes = 0
         self._outbox: deque[memoryview] = deque()
@@ -166,19 +165,19 @@ class Link:
         if self._frame is None:
             if self._have < HEADER_BYTES:
                 return
-            self._frame, self._have = _opened(self._header), 0
+            self._frame, self._have = _opened(self._header, self._limits), 0
         if self._have == len(self._frame.body):
             frames.append(self._frame)
             self._frame, self._have = None, 0
 
 
-def _opened(header: bytearray) -> Frame:
+def _opened(header: bytearray, limits: Mapping[Kind, int]) -> Frame:
     length, sequence, signature, code, number = _HEADER.unpack(header)
     try:
         kind = Kind(code)
     except ValueError:
         raise WireError(f"a frame of the unknown kind {code}") from None
-    limit = _LIMITS.get(kind)
+    limit = limits.get(kind)
     if limit is not None and length > limit:
         raise WireError(f"a {kind.name} frame of {length} bytes; at most {limit} are allowed")
     return Frame(kind, length, sequence, signature, number, bytearray(length if limit is not None else 0))

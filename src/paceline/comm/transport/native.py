@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from paceline.comm.ops import ReduceOp, dtype_name, finish
 from paceline.comm.transport.bulk import abort
@@ -103,21 +103,20 @@ def check_backend(backend: str) -> None:
         )
 
 
-def own_group(
-    backend: str, gloo: Any, store: Store, rank: int, world_size: int, local_rank: int
-) -> NativeGroup:
+def own_group(backend: str, gloo: Any, rank: int, world_size: int) -> NativeGroup:
     """A native group where the caller has none; for Gloo it is the one that carries large messages."""
-    if backend == "nccl":
-        device = torch.device("cuda", local_rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-        nccl: Any = dist.ProcessGroupNCCL  # type: ignore[attr-defined,unused-ignore]
-        return NativeGroup(
-            backend, nccl(PrefixStore("nccl", store), rank, world_size), world_size, rank, device
-        )
     if backend == "mpi":
         mpi: Any = dist.ProcessGroupMPI  # type: ignore[attr-defined,unused-ignore]
         return NativeGroup(backend, mpi.create(list(range(world_size))), world_size, rank)
     return NativeGroup("gloo", gloo, world_size, rank)
+
+
+def nccl_group(store: Store, rank: int, world_size: int, local_rank: int) -> NativeGroup:
+    """An NCCL group on the GPU that belongs to this rank of its host."""
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    nccl: Any = dist.ProcessGroupNCCL  # type: ignore[attr-defined,unused-ignore]
+    return NativeGroup("nccl", nccl(store, rank, world_size), world_size, rank, device)
 
 
 def _torch_op(op: ReduceOp) -> Any:

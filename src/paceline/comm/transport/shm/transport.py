@@ -142,7 +142,7 @@ class ShmTransport:
     def _check(self, call: Call, transfer: Incoming) -> None:
         length, sequence, signature, _ = HEADER.unpack(transfer.header)
         if (length, sequence, signature) != (transfer.body.numel(), call.sequence, call.signature):
-            status = Status(call.text, call.where(), (transfer.peer,), call.sequence, call.signature)
+            status = call.status([transfer.peer])
             with Watch(self._board, status, time.monotonic() + 5) as watch:
                 watch.disagree("ranks made different calls")
 
@@ -291,12 +291,13 @@ class ShmTransport:
     def close(self, error: BaseException | None = None) -> None:
         if not self._closed:
             self._closed = True
-            # What is in there refers back to the window: the mapping would live until the collector runs.
-            self.window.prepared.clear()
+            if self.window is not None:
+                # Refers back to the window: the mapping would live until the collector runs.
+                self.window.prepared.clear()
             self._board.leave(None if error is None else failure_from(error))
 
 
 def _status_now(call: Call | Status, waits_for: Waiting) -> Status:
     if isinstance(call, Status):
         return call
-    return Status(call.text, call.where(), tuple(sorted(waits_for())), call.sequence, call.signature)
+    return call.status(waits_for())

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from paceline.comm.calls import Call, RankState, Status
+from paceline.comm.calls import Call, RankState
 from paceline.comm.transport.shm import sync
 from paceline.comm.transport.shm.board import PID, REACHES, SIGNATURES, STATE, TICK, WORD, Board
 from paceline.comm.transport.shm.layout import Layout
@@ -187,9 +187,7 @@ class ShmWindow:
     def _unreachable(self, rank: int, call: Call, deadline: float) -> None:
         """A peer that could be reached before cannot be any more: it is dying, and the board will say so
         in a moment."""
-        with Watch(
-            self._board, Status(call.text, call.where(), (rank,), call.sequence, call.signature), deadline
-        ) as watch:
+        with Watch(self._board, call.status([rank]), deadline) as watch:
             while True:
                 watch.look()
                 sync.wait(self._my_address, self._words[self._mine], LOOK_SECONDS)
@@ -219,8 +217,7 @@ class ShmWindow:
         waits_for = tuple(
             rank for index, rank in self._others if not sync.reached(self._words[index], self._ticks)
         )
-        status = Status(call.text, call.where(), waits_for, call.sequence, call.signature)
-        return Watch(self._board, status, deadline)
+        return Watch(self._board, call.status(waits_for), deadline)
 
 
 def _area(segment: Tensor, start: int, depth: int, rows: int, width: int) -> Tensor:
