@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from paceline.core import config
 from paceline.core.errors import ConfigError, UsageError

@@ -9,8 +9,7 @@ import threading
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from paceline.core import events, journal
 from paceline.core.errors import PlatformError, ResourceError, UsageError, WireError

@@ -8,8 +8,7 @@ import re
 import threading
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from paceline.core import log
 from paceline.core.clock import VirtualClock

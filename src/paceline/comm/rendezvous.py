@@ -154,7 +154,7 @@ def _find_and_join(place: Place, backend: str, deadline: float) -> tuple[Transpo
             try:
                 return _met(meeting, place.address.host, backend, lambda: None)
             except StoreGoneError:
-                # Rank 0 ended, or this was the end of an earlier group's meeting: there may be a new one soon.
+                # Rank 0 ended, or this was the end of an earlier group's meeting: a new one may begin soon.
                 if time.monotonic() >= deadline:
                     raise
         time.sleep(_PAUSE)

@@ -177,10 +177,8 @@ class StoreClient:
                 self._link.flush()
 
 
-class ForTorch(TorchStore):  # type: ignore[misc]
-    """The part of torch's store interface that a process group needs to come up, over a client and a
-    prefix.
-    """
+class ForTorch(TorchStore):
+    """What a process group of torch needs of a store to come up, over a client and under a prefix."""
 
     def __init__(self, client: StoreClient, prefix: str, timeout: float) -> None:
         super().__init__()
