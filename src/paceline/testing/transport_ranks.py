@@ -127,7 +127,8 @@ def counted_traffic(ctx: DistributedContext) -> None:
             after - then for after, then in zip(traffic.snapshot(), before, strict=True)
         )
         assert (messages, sent, received, rounds) == (1, size, size, 1)
-        assert headers in (HEADER_BYTES, 2 * HEADER_BYTES)  # a large message may be announced
+        # A large message may be announced, and its arrival told.
+        assert headers in (HEADER_BYTES, 2 * HEADER_BYTES, 3 * HEADER_BYTES)
 
 
 # post and take

@@ -5,8 +5,8 @@ left. After N-1 rounds each rank owns one finished segment; N-1 more rounds pass
 What travels: each rank sends 2(N-1)/N of the message, and 32 bytes of header per round. 16-bit floats are
 summed in fp32 on the way, so their first N-1 rounds carry twice the bytes.
 What it costs: 2(N-1) rounds of latency; bandwidth-optimal on any link, and every link is used equally.
-Where exchanges can overlap (between hosts), long segments go in two halves: one is folded while the other
-travels. That is the same bytes in twice the messages; one over 64 KB has 64 bytes of header there.
+Where exchanges can overlap (between hosts), long segments go in up to four parts: one is folded while the
+others travel. That is the same bytes in more messages; one over 64 KB has 96 bytes of header there.
 What it asks: messages between neighbours only.
 """
 
@@ -21,7 +21,7 @@ from paceline.comm.cost import Links, Situation
 from paceline.comm.ops import accumulator_dtype
 from paceline.comm.transport.pipeline import Pipeline
 
-PARTS = 2
+PARTS = 4
 PART_BYTES = 256 * 1024
 
 

@@ -105,7 +105,7 @@ def _by_blocks(work: Work, sources: Sequence[int], targets: Sequence[int]) -> No
     start, stop = cut(out.numel(), size, CACHE_LINE)[rank]
     # What is fetched is used at once and the kernel copies page by page: small blocks cost nothing and
     # stay in the cache.
-    block = min(LEAST_BLOCK // own.element_size(), stop - start)
+    block = min(max(LEAST_BLOCK, 4 * LEAST_BLOCK // size) // own.element_size(), stop - start)
     rooms = [torch.empty(block, dtype=own.dtype) for _ in range(2)]
     spare = [torch.empty(block, dtype=accumulator_dtype(out.dtype)) for _ in range(fold.temporaries + 1)]
     for low in range(start, stop, block or 1):

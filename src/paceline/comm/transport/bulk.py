@@ -2,8 +2,9 @@
 
 Gloo's transfers cannot be polled and its waits cannot be cancelled: a thread of this module waits, whoever
 needs the result looks at `Transfer.done`. The way out uses what Gloo does when a wait times out: it closes
-every connection of the group, and with that every wait ends. `abort` waits a millisecond for a message that
-nobody sends. Knows bytes and peers, not calls.
+every connection of the group, and with that every wait for a receive ends. `abort` waits a millisecond for a
+message that nobody sends. A wait for a send that has begun would go on even then, so nobody waits for sends:
+the receiver says when it has everything. Knows bytes and peers, not calls.
 """
 
 from __future__ import annotations
@@ -66,9 +67,10 @@ class Bulk:
     def group(self) -> Any:
         return self._group
 
-    def send(self, body: Tensor, peer: int, tag: int) -> Transfer:
+    def send(self, body: Tensor, peer: int, tag: int) -> Callable[[], object]:
+        """Starts a send; the result ends it, and must be called when the receiver has everything."""
         work = self._group.send([body], peer, tag)
-        return self.follow(peer, lambda: work.wait(_FOREVER))
+        return lambda: work.wait(_FOREVER)
 
     def receive(self, body: Tensor, peer: int, tag: int) -> Transfer:
         work = self._group.recv([body], peer, tag)
@@ -105,7 +107,8 @@ class Bulk:
                 abort(self._group, self._peers)
             if self._thread is not None:
                 self._queue.put(None)
-                self._thread.join(_LAST_SECONDS)  # MPI has no way out of a wait
+                # A collective of the backend itself may take until its own deadline to end.
+                self._thread.join(_LAST_SECONDS)
             self._group = None
 
 

@@ -76,7 +76,8 @@ class Exchange:
         self._call = call
         self._marks: dict[int, int] = {}
         self._unaccepted: set[tuple[int, int]] = set()
-        self._transfers: list[Transfer] = []
+        self._undelivered: dict[tuple[int, int], Callable[[], object]] = {}
+        self._transfers: list[tuple[Transfer, int]] = []
         self._arriving: dict[int, deque[tuple[Tensor, int]]] = {}
         # Gloo has one queue for each peer. What it tells the peer about a receive must not stand behind the
         # bytes of a send, or the two directions would take turns: receives come first.
@@ -89,7 +90,11 @@ class Exchange:
         number = 0
         if body.numel() > INLINE_BYTES:
             number = numbers.next_expected(peer)
-            self._start(self._bulk.receive, body, peer, number)
+            try:
+                transfer = self._bulk.receive(body, peer, self._tag(body, number))
+            except RuntimeError as error:
+                transfer = Transfer(peer, lambda: None, done=True, error=error)
+            self._transfers.append((transfer, number))
         self._arriving.setdefault(peer, deque()).append((body, number))
 
     def _send(self, peer: int, body: Tensor, numbers: Numbers) -> None:
@@ -105,25 +110,23 @@ class Exchange:
                 peer, Kind.BULK, length=size, sequence=sequence, signature=signature, number=number
             )
             self._unaccepted.add((peer, number))
-            self._start(self._bulk.send, body, peer, number)
+            try:
+                self._undelivered[peer, number] = self._bulk.send(body, peer, self._tag(body, number))
+            except RuntimeError as error:
+                self._transfers.append((Transfer(peer, lambda: None, done=True, error=error), number))
         self._tally.sent(peer, size)
 
-    def _start(
-        self, start: Callable[[Tensor, int, int], Transfer], body: Tensor, peer: int, number: int
-    ) -> None:
-        tag = tag_of(body.numel(), self._call.sequence, self._call.signature, number)
-        try:
-            self._transfers.append(start(body, peer, tag))
-        except RuntimeError as error:
-            self._transfers.append(Transfer(peer, lambda: None, done=True, error=error))
+    def _tag(self, body: Tensor, number: int) -> int:
+        return tag_of(body.numel(), self._call.sequence, self._call.signature, number)
 
     def advance(self, not_from: Set[int] = frozenset()) -> tuple[bool, bool]:
         """(all done, something moved); what `not_from` sends is for somebody else."""
-        moved = self._arrived(not_from) | self._accepted() | self._finished()
+        moved = self._arrived(not_from) | self._finished() | self._delivered()
         for peer, mark in list(self._marks.items()):
             if self._mesh.sent(peer, mark):
                 del self._marks[peer]
-        return not (self._marks or self._arriving or self._unaccepted or self._transfers), moved
+        left = self._marks or self._arriving or self._unaccepted or self._undelivered or self._transfers
+        return not left, moved
 
     def expects(self) -> Set[int]:
         """The peers of which messages have not come."""
@@ -148,27 +151,40 @@ class Exchange:
             with Watch(self._mesh, self._status((peer,)), time.monotonic() + 5) as watch:
                 watch.disagree("ranks made different calls")
         if frame.kind is Kind.BULK:
-            self._mesh.send(peer, Kind.ACCEPT, number=number)
-            self._tally.traffic.headers += HEADER_BYTES
+            self._tell(Kind.ACCEPT, peer, number)
         elif size:
             body.copy_(torch.frombuffer(frame.body, dtype=torch.uint8))
         self._tally.traffic.received += size
 
-    def _accepted(self) -> bool:
-        ready = {item for item in self._unaccepted if self._mesh.accepted(*item)}
-        self._unaccepted -= ready
-        return bool(ready)
+    def _tell(self, kind: Kind, peer: int, number: int) -> None:
+        self._mesh.send(peer, kind, number=number)
+        self._tally.traffic.headers += HEADER_BYTES
 
     def _finished(self) -> bool:
+        """Large messages that have come."""
         before = len(self._transfers)
-        for transfer in self._transfers:
+        for transfer, number in self._transfers:
             if transfer.done and transfer.error is not None:
                 raise_lost(self._mesh, transfer, self.status())
-        self._transfers = [transfer for transfer in self._transfers if not transfer.done]
+            if transfer.done:
+                self._tell(Kind.DONE, transfer.peer, number)
+        self._transfers = [item for item in self._transfers if not item[0].done]
         return len(self._transfers) < before
 
+    def _delivered(self) -> bool:
+        """Large messages that their receivers have taken, or have taken up.
+
+        Gloo is asked about a send only when the receiver has all of it: there is no way out of that wait.
+        """
+        accepted = {item for item in self._unaccepted if self._mesh.told(Kind.ACCEPT, *item)}
+        self._unaccepted -= accepted
+        delivered = [item for item in self._undelivered if self._mesh.told(Kind.DONE, *item)]
+        for item in delivered:
+            self._undelivered.pop(item)()
+        return bool(accepted or delivered)
+
     def underway_with(self) -> set[int]:
-        moving = {transfer.peer for transfer in self._transfers}
+        moving = {transfer.peer for transfer, _ in self._transfers} | {peer for peer, _ in self._undelivered}
         return moving - {peer for peer, _ in self._unaccepted} - self._arriving.keys()
 
     def status(self) -> Status:

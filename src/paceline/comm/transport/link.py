@@ -32,13 +32,14 @@ _MAX_VECTOR = 64
 class Kind(enum.IntEnum):
     DATA = 1  # of a collective, with its body
     BULK = 2  # of a collective; the body travels beside
-    ACCEPT = 3  # the receiver of a BULK is ready for it
+    ACCEPT = 3  # the receiver of a BULK has checked it and takes it
     MESSAGE = 4  # point to point
     STATUS = 5
     WHERE = 6  # a question ...
     HERE = 7  # ... and its answer
     FAILURE = 8
     BYE = 9
+    DONE = 11  # the receiver of a BULK has all of it
     HEARD = 10  # everything up to the BYE or FAILURE was read
 
 

@@ -50,7 +50,7 @@ class Mesh:
         self._mine: Status | None = None
         self._asked: dict[int, float] = {}
         self._data: dict[int, deque[Frame]] = {peer: deque() for peer in self._links}
-        self._accepted: set[tuple[int, int]] = set()
+        self._told: set[tuple[Kind, int, int]] = set()
         self._mailbox: deque[Message] = deque()
         self._heard: set[int] = set()
         self._over: PacelineError | None = None
@@ -114,11 +114,11 @@ class Mesh:
         queue = self._data[peer]
         return queue.popleft() if queue else None
 
-    def accepted(self, peer: int, number: int) -> bool:
-        """Whether `peer` is ready for bulk message `number`; asked until it is, then never again."""
+    def told(self, kind: Kind, peer: int, number: int) -> bool:
+        """Whether `peer` has said ACCEPT or DONE of a bulk message; asked until it has, then no more."""
         with self._changed:
-            found = (peer, number) in self._accepted
-            self._accepted.discard((peer, number))
+            found = (kind, peer, number) in self._told
+            self._told.discard((kind, peer, number))
         return found
 
     def next_message(self, source: int, tag: int | None) -> Message | None:
@@ -250,9 +250,9 @@ class Mesh:
         match frame.kind:
             case Kind.DATA | Kind.BULK:
                 self._data[peer].append(frame)
-            case Kind.ACCEPT:
+            case Kind.ACCEPT | Kind.DONE:
                 with self._changed:
-                    self._accepted.add((peer, frame.number))
+                    self._told.add((frame.kind, peer, frame.number))
             case Kind.MESSAGE:
                 with self._changed:
                     self._mailbox.append(Message(peer, frame.sequence, memoryview(frame.body)))

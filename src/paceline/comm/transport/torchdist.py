@@ -2,8 +2,9 @@
 
 Every message has a header that the receiver checks against its own call before it takes the message, so
 ranks that disagree find out instead of mixing data up. Messages up to 64 KB travel with their header; of
-larger ones the header goes ahead, the receiver says that it is ready, and the bytes follow through torch's
-process group. `native_all_reduce` hands a tensor to the all-reduce of the backend itself (Gloo, NCCL, MPI).
+larger ones the header goes ahead, the bytes go through a Gloo group, and the receiver says when it takes
+them and when it has them. `native_all_reduce` hands a tensor to the all-reduce of the backend itself (Gloo,
+NCCL, MPI).
 """
 
 from __future__ import annotations
