@@ -20,7 +20,7 @@ from paceline.comm.calls import (
     signature_of,
     timed_out,
 )
-from paceline.core.errors import DisagreementError, PacelineError, PeerLostError
+from paceline.core.errors import DisagreementError, PacelineError, PeerLostError, UsageError
 
 BARRIER = Status("barrier()", "a.py:1", (1, 2), 5, 111)
 GATHER = Status("gather()", "b.py:2", (0,), 5, 222)
@@ -57,7 +57,12 @@ TABLE: dict[str, tuple[list[Peer], bool, type[PacelineError] | None, list[str]]]
     "two dead ranks": ([at(BARRIER), DEAD, DEAD], False, PeerLostError, ["ranks 1, 2"]),
     "death comes before disagreement": ([at(BARRIER), DEAD, at(GATHER)], False, PeerLostError, ["rank 1"]),
     "a failed rank": ([at(BARRIER), BUSY, FAILED], False, PeerLostError, ["rank 2 failed", "ValueError: no"]),
-    "my own failure does not count": ([Peer(RankState.FAILED, BARRIER, {}), BUSY, BUSY], False, None, []),
+    "closed while I wait": (
+        [Peer(RankState.LEFT), BUSY, BUSY],
+        False,
+        UsageError,
+        ["rank 0 was closed by another thread"],
+    ),
     "another call": (
         [at(BARRIER), at(GATHER), BUSY],
         False,

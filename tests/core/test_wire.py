@@ -150,7 +150,7 @@ def test_total_bytes_is_the_length_of_the_message():
         (object(), "message is of type object"),
         ({"a": [0, 1, object()]}, 'message["a"][2] is of type object'),
         ({"a": (0, {3: Fraction(1, 2)})}, 'message["a"][1][3] is of type fractions.Fraction'),
-        ([collections.OrderedDict()], "message[0] is of type collections.OrderedDict"),
+        ([collections.Counter()], "message[0] is of type collections.Counter"),
         ({(1, int): 2}, "a key of message[1] is of type type"),
         ([{frozenset({int})}], "an element of an element of message[0] is of type type"),
         (

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from paceline.core.errors import CommTimeoutError, DisagreementError, PacelineError, PeerLostError
+from paceline.core.errors import CommTimeoutError, DisagreementError, PacelineError, PeerLostError, UsageError
 
 _AGREE = "every rank has to make the same collective calls in the same order, with the same shapes and dtypes"
 _LATE = "look at the line where the late rank is; if it is only slow, give a larger timeout"
@@ -142,6 +142,11 @@ def judge(me: int, peers: Mapping[int, Peer], stable: bool) -> PacelineError | N
     """Whether this rank's wait can still end well; the reason if not. `stable`: nobody's status changed
     for a while."""
     mine = peers[me].status
+    if peers[me].state in (RankState.LEFT, RankState.FAILED):
+        return UsageError(
+            f"the context of rank {me} was closed by another thread while this one waited",
+            remedy="wait for what is under way before closing",
+        )
     if mine is None:
         return None
     dead = tuple(sorted(rank for rank, peer in peers.items() if peer.state is RankState.DEAD))

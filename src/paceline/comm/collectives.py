@@ -25,7 +25,7 @@ def barrier(transport: Transport, call: Call, deadline: float) -> None:
         transport.window.meet(call, deadline)
         return
     rank, size = transport.rank, transport.world_size
-    nothing = torch.empty(0, dtype=torch.uint8)
+    nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
     distance = 1
     while distance < size:
         transport.exchange(
@@ -59,15 +59,18 @@ def transfer(
     transport: Transport, call: Call, outgoing: Mapping[int, Parcel], sources: Sequence[int], deadline: float
 ) -> dict[int, Parcel]:
     """One parcel to each peer in `outgoing`, one from each of `sources`, sizes first."""
-    sizes = {peer: torch.tensor([len(parcel.head), parcel.body.numel()]) for peer, parcel in outgoing.items()}
-    announced = {peer: torch.empty(2, dtype=torch.int64) for peer in sources}
+    sizes = {
+        peer: torch.tensor([len(parcel.head), parcel.body.numel()], device="cpu")
+        for peer, parcel in outgoing.items()
+    }
+    announced = {peer: torch.empty(2, dtype=torch.int64, device="cpu") for peer in sources}
     transport.exchange(call, list(sizes.items()), list(announced.items()), deadline)
     heads: dict[int, Tensor] = {}
     bodies: dict[int, Tensor] = {}
     for peer, about in announced.items():
         head, body = about.tolist()
-        heads[peer] = torch.empty(head, dtype=torch.uint8)
-        bodies[peer] = torch.empty(body, dtype=torch.uint8)
+        heads[peer] = torch.empty(head, dtype=torch.uint8, device="cpu")
+        bodies[peer] = torch.empty(body, dtype=torch.uint8, device="cpu")
     sends = [
         (peer, part)
         for peer, parcel in outgoing.items()

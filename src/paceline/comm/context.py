@@ -59,6 +59,8 @@ class DistributedContext:
 
         check_world(world_size, rank)
         check_timeout(timeout)
+        if world_size is not None:
+            host_groups(hosts, world_size)  # refused before it waits for anybody
         transport, links = join(world_size, rank, address, backend, timeout)
         self._start(transport, timeout, links, hosts)
 
@@ -180,7 +182,7 @@ class DistributedContext:
             body = (
                 torch.frombuffer(message.body[8 + size :], dtype=torch.uint8)
                 if len(message.body) > 8 + size
-                else torch.empty(0, dtype=torch.uint8)
+                else torch.empty(0, dtype=torch.uint8, device="cpu")
             )
             return unpack(message.body[8 : 8 + size], body)
 
@@ -431,6 +433,7 @@ class DistributedContext:
     def empty(self, *size: int | Items[int], dtype: torch.dtype | None = None) -> Tensor:
         """An uninitialised tensor in memory that the other ranks reach directly; reducing it in place
         copies nothing."""
+        self._sequence.check_open()
         shape = shape_of(size)
         dtype = dtype or torch.get_default_dtype()
         return self._transport.empty(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)

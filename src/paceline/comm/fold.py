@@ -24,7 +24,7 @@ BLOCK_BYTES = 256 * 1024
 """Blocks this large stay in the second-level cache while all partials of them are folded."""
 
 
-NOTHING = torch.empty(0)
+NOTHING = torch.empty(0, device="cpu")
 """Stands for an operand that is not there: the step only copies."""
 
 BoundStep = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
@@ -209,7 +209,7 @@ def fold_shards(
         if len(leaves) == 1:
             partials.append(leaves[0] if leaves[0].dtype == wide else leaves[0].to(wide))
             continue
-        out = torch.empty(leaves[0].numel(), dtype=wide)
+        out = torch.empty(leaves[0].numel(), dtype=wide, device="cpu")
         run_blocks(fold, kernel, leaves, out)
         partials.append(out)
     return partials
@@ -219,7 +219,7 @@ def run_blocks(fold: Fold, kernel: Kernel, inputs: Sequence[Tensor], out: Tensor
     """Runs a fold over long tensors in blocks that fit the cache."""
     size = out.numel()
     block = max(1, BLOCK_BYTES // out.element_size())
-    scratch = [torch.empty(min(block, size), dtype=out.dtype) for _ in range(fold.temporaries)]
+    scratch = [torch.empty(min(block, size), dtype=out.dtype, device="cpu") for _ in range(fold.temporaries)]
     for start in range(0, size, block):
         stop = min(start + block, size)
         fold.run(kernel, [tensor[start:stop] for tensor in inputs], out[start:stop], scratch)

@@ -32,6 +32,9 @@ class ReduceOp(enum.Enum):
     MIN = "min"
     MAX = "max"
     PRODUCT = "product"
+    # torch.distributed's names for the same.
+    AVG = "average"  # noqa: PIE796
+    PROD = "product"  # noqa: PIE796
 
 
 # Binary kernels of the form f(a, b, out=c), all of them safe when c is a or b.
@@ -85,8 +88,9 @@ def check_op(op: ReduceOp, dtype: torch.dtype) -> None:
             remedy="reduce the absolute values, or use SUM, AVERAGE or PRODUCT",
         )
     try:
-        one = torch.ones(1, dtype=accumulator_dtype(dtype))
+        one = torch.ones(1, dtype=accumulator_dtype(dtype), device="cpu")
         kernel_of(op)(one, one, out=one)
+        finish(op, one, 2)
     except (RuntimeError, TypeError) as error:
         raise UsageError(
             f"torch cannot compute ReduceOp.{op.name} on {name}: {error}",

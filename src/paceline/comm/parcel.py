@@ -7,6 +7,7 @@ tensors arrive on the CPU.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -39,6 +40,8 @@ class Parcel:
 @cache
 def _teach_wire() -> None:
     wire.register(Tensor, "tensor", _tensor_to_plain, _tensor_from_plain)
+    # What state_dict() returns.
+    wire.register(OrderedDict, "ordered", lambda pairs: list(pairs.items()), OrderedDict)
 
 
 def pack(message: Any, what: str) -> Parcel:
@@ -52,7 +55,9 @@ def pack(message: Any, what: str) -> Parcel:
         flat = np.ascontiguousarray(message).reshape(-1).view(np.uint8)
         return Parcel(_joined(head), torch.from_numpy(flat if flat.flags.writeable else flat.copy()))
     data = bytearray().join(wire.encode(message))
-    body = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    body = (
+        torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
     return Parcel(_joined({"plain": True}), body)
 
 

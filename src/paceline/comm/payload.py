@@ -60,7 +60,13 @@ def to_flat_cpu(tensor: Tensor) -> Tensor:
 
 def _to_flat(tensor: Tensor, on_device: bool) -> Tensor:
     values = tensor.detach()
-    return (values if on_device else values.to("cpu")).contiguous().view(-1)
+    return flatten((values if on_device else values.to("cpu")).contiguous())
+
+
+def flatten(tensor: Tensor) -> Tensor:
+    """A contiguous tensor as 1-D with stride 1: torch calls one element contiguous whatever its stride is."""
+    flat = tensor.view(-1)
+    return flat if flat.stride(0) == 1 else flat.as_strided((flat.numel(),), (1,))
 
 
 def check_dense(tensor: Tensor, what: str) -> None:
@@ -143,7 +149,7 @@ def _tensor_from_numbers(numbers: Sequence[Any], what: str) -> Tensor:
     if any(isinstance(number, complex) for number in numbers):
         dtype = torch.complex128
     try:
-        return torch.tensor(numbers, dtype=dtype)
+        return torch.tensor(numbers, dtype=dtype, device="cpu")
     except (RuntimeError, OverflowError, ValueError, TypeError) as error:
         raise UsageError(
             f"{what}: these numbers do not fit a tensor: {error}",

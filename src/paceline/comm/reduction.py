@@ -26,7 +26,7 @@ from paceline.comm.cost import Choice, Links, Situation, decide
 from paceline.comm.fold import left_fold, run_blocks
 from paceline.comm.ops import ReduceOp, accumulator_dtype, check_op, dtype_name, finish, kernel_of
 from paceline.comm.parcel import Parcel, pack, unpack
-from paceline.comm.payload import Payload, check_dense, describe, open_payload, to_flat_cpu
+from paceline.comm.payload import Payload, check_dense, describe, flatten, open_payload, to_flat_cpu
 from paceline.comm.transport.base import Transport
 from paceline.core.errors import UsageError
 
@@ -89,7 +89,8 @@ class Reducer:
                 chosen = self.choose(
                     flat.numel() * flat.element_size(), on_gpu=on_gpu, compressed=compression is not None
                 ).algorithm
-            text = f"all_reduce({op.name}, {shape}, {chosen}{squeezed})"
+            given = f", hosts={[list(group) for group in self._groups]}" if self._groups else ""
+            text = f"all_reduce({op.name}, {shape}, {chosen}{squeezed}{given})"
             plan = self._plans[key] = Plan(text, chosen, algorithms.load(chosen).run)
         return plan
 
@@ -100,7 +101,9 @@ class Reducer:
         entry = self._prepared.get(key, _UNKNOWN)
         if entry is _UNKNOWN:
             entry = self._prepared[key] = self._prepare(data, op, algorithm)
-        usual = data.is_cpu and data.layout is torch.strided and data.is_contiguous()
+        usual = (
+            data.is_cpu and data.layout is torch.strided and data.is_contiguous() and not data.is_inference()
+        )
         if entry is None or data.requires_grad or not usual:
             return None
         return entry
@@ -204,6 +207,16 @@ def result_memory(payload: Payload, out: Any, what: str) -> tuple[Tensor, Callab
         )
     for target, source in zip(targets, sources, strict=True):
         check_dense(target, f"{what}: out")
+        if target.is_inference() and not torch.is_inference_mode_enabled():
+            raise UsageError(
+                f"{what}: out was made in inference mode and cannot be written outside of it",
+                remedy="pass a tensor made outside torch.inference_mode(), or leave out= away",
+            )
+        if _overlap_in_part(target, source):
+            raise UsageError(
+                f"{what}: out shares part of its memory with the data",
+                remedy="pass out=data itself, or memory of its own",
+            )
         if torch._debug_has_internal_overlap(target) == 1:
             raise UsageError(
                 f"{what}: several elements of out share one place in memory",
@@ -216,8 +229,23 @@ def result_memory(payload: Payload, out: Any, what: str) -> tuple[Tensor, Callab
                 remedy="out has to have the data's shape and dtype",
             )
     if len(targets) == 1 and targets[0].is_contiguous() and targets[0].device == payload.flat.device:
-        return targets[0].detach().view(-1), lambda _: out
+        return flatten(targets[0].detach()), lambda _: out
     return torch.empty_like(payload.flat), lambda flat: _scatter_into(out, targets, flat)
+
+
+def _overlap_in_part(target: Tensor, source: Tensor) -> bool:
+    """Whether two tensors share memory without being the same view of it."""
+    if target.untyped_storage().data_ptr() != source.untyped_storage().data_ptr() or not target.numel():
+        return False
+    same = target.data_ptr() == source.data_ptr() and target.stride() == source.stride()
+    (low, high), (first, last) = _extent(target), _extent(source)
+    return not same and low < last and first < high
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    start = tensor.data_ptr()
+    last = sum((side - 1) * stride for side, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.element_size()
 
 
 def _scatter_into(out: Any, targets: list[Tensor], flat: Tensor) -> Any:
@@ -257,7 +285,7 @@ def reduce_scatter(
     arrived = {peer: torch.empty_like(mine.flat) for peer in peers}
     transport.exchange(call, [(peer, chunks[peer].flat) for peer in peers], list(arrived.items()), deadline)
     arrived[rank] = mine.flat
-    total = torch.empty(mine.flat.numel(), dtype=accumulator_dtype(mine.flat.dtype))
+    total = torch.empty(mine.flat.numel(), dtype=accumulator_dtype(mine.flat.dtype), device="cpu")
     run_blocks(left_fold(size), kernel_of(op), [arrived[peer] for peer in range(size)], total)
     finish(op, total, size)
     return mine.restore(total.to(mine.flat.dtype))
@@ -323,7 +351,7 @@ def canonical_sum(
     """Sums shards that are spread over the ranks in any way; every rank gets the result."""
     holdings, about = _holdings(transport, call, shape, flats, deadline)
     _check_cover(holdings, shards)
-    total = torch.empty(about.numel, dtype=about.dtype)
+    total = torch.empty(about.numel, dtype=about.dtype, device="cpu")
     canonical.sum_shards(transport, call, flats, holdings, shards, op, total, deadline)
     return total.view(about.shape)
 

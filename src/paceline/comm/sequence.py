@@ -21,7 +21,7 @@ from paceline.comm.calls import Call, call_site, signature_of
 from paceline.comm.reduction import Prepared
 from paceline.comm.stats import CommunicationStats
 from paceline.comm.transport.base import Transport
-from paceline.core.errors import CommTimeoutError, UsageError
+from paceline.core.errors import CommTimeoutError, PacelineError, UsageError
 
 T = TypeVar("T")
 Work = Callable[[Call, float], T]
@@ -113,6 +113,11 @@ class Sequence:
 
     def check_open(self) -> None:
         if self._broken is not None:
+            if not isinstance(self._broken, PacelineError):
+                raise UsageError(
+                    f"this group is broken: an earlier call ended with {type(self._broken).__name__}",
+                    remedy="make a new group",
+                ) from self._broken
             again = copy.copy(self._broken)
             again.add_note("the group was already broken by an earlier call; this is the error of that call")
             raise again

@@ -88,14 +88,16 @@ def _by_messages(
     peers = [peer for peer in range(size) if peer != rank]
     sends = [(peer, partial[slice(*slices[peer])]) for peer in peers for partial in partials]
     inputs = [
-        partials[position][start:stop] if source == rank else torch.empty(stop - start, dtype=wide)
+        partials[position][start:stop]
+        if source == rank
+        else torch.empty(stop - start, dtype=wide, device="cpu")
         for source, position in recipe.sources
     ]
     arriving = [
         (source, tensor) for (source, _), tensor in zip(recipe.sources, inputs, strict=True) if source != rank
     ]
     transport.exchange(call, sends, arriving, deadline)
-    total = torch.empty(stop - start, dtype=wide)
+    total = torch.empty(stop - start, dtype=wide, device="cpu")
     run_blocks(recipe.fold, kernel_of(recipe.op), inputs, total)
     finish(recipe.op, total, recipe.contributions)
     out[start:stop].copy_(total)

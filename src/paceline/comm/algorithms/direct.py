@@ -53,7 +53,7 @@ def _whole(job: Job) -> None:
     arrived = {peer: torch.empty_like(job.flat) for peer in peers}
     transport.exchange(job.call, [(peer, job.flat) for peer in peers], list(arrived.items()), job.deadline)
     arrived[rank] = job.flat
-    total = torch.empty(job.flat.numel(), dtype=accumulator_dtype(job.flat.dtype))
+    total = torch.empty(job.flat.numel(), dtype=accumulator_dtype(job.flat.dtype), device="cpu")
     left_fold(size).run(kernel_of(job.op), [arrived[peer] for peer in range(size)], total, [])
     finish(job.op, total, size)
     job.out.copy_(total)

@@ -117,7 +117,7 @@ class Hops:
             for _, segments in receives
         ]
         incoming = [
-            (peer, torch.empty(sum(lengths), dtype=torch.uint8))
+            (peer, torch.empty(sum(lengths), dtype=torch.uint8, device="cpu"))
             for (peer, _), lengths in zip(receives, sizes, strict=True)
         ]
         self._exchange(outgoing, incoming)
@@ -143,13 +143,13 @@ class Hops:
     def _room(self, segment: Segment) -> Tensor:
         size = segment[1] - segment[0]
         if self._transfer is None:
-            return torch.empty(size, dtype=self.accumulator.dtype)
-        return torch.empty(self._transfer.encoded_bytes(size), dtype=torch.uint8)
+            return torch.empty(size, dtype=self.accumulator.dtype, device="cpu")
+        return torch.empty(self._transfer.encoded_bytes(size), dtype=torch.uint8, device="cpu")
 
     def _unpacked(self, arrived: Tensor, size: int) -> Tensor:
         if self._transfer is None:
             return arrived
-        values = torch.empty(size, dtype=self.accumulator.dtype)
+        values = torch.empty(size, dtype=self.accumulator.dtype, device="cpu")
         self._transfer.decode(arrived, values)
         return values
 

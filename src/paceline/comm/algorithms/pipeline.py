@@ -29,7 +29,7 @@ def run(work: Work, slots: Slots) -> None:
     chunks = -(-out.numel() // slots.chunk)
     filled = folded = 0
     spare = [
-        torch.empty(slots.chunk, dtype=accumulator_dtype(out.dtype))
+        torch.empty(slots.chunk, dtype=accumulator_dtype(out.dtype), device="cpu")
         for _ in range(work.recipe.fold.temporaries + 1)
     ]
     for chunk in range(chunks):

@@ -62,7 +62,7 @@ def _overlapped(job: Job, hops: Hops, pipeline: Pipeline, segments: list[list[Se
     rank, size = job.transport.rank, job.transport.world_size
     left, right = (rank - 1) % size, (rank + 1) % size
     parts = range(len(segments[0]))
-    rooms: list[Tensor] = [torch.empty(0)] * len(parts)
+    rooms: list[Tensor] = [torch.empty(0, device="cpu")] * len(parts)
     for step in range(2 * (size - 1) + 1):
         for part in parts:
             if step > 0:

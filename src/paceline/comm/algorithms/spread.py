@@ -106,8 +106,11 @@ def _by_blocks(work: Work, sources: Sequence[int], targets: Sequence[int]) -> No
     # What is fetched is used at once and the kernel copies page by page: small blocks cost nothing and
     # stay in the cache.
     block = min(max(LEAST_BLOCK, 4 * LEAST_BLOCK // size) // own.element_size(), stop - start)
-    rooms = [torch.empty(block, dtype=own.dtype) for _ in range(2)]
-    spare = [torch.empty(block, dtype=accumulator_dtype(out.dtype)) for _ in range(fold.temporaries + 1)]
+    rooms = [torch.empty(block, dtype=own.dtype, device="cpu") for _ in range(2)]
+    spare = [
+        torch.empty(block, dtype=accumulator_dtype(out.dtype), device="cpu")
+        for _ in range(fold.temporaries + 1)
+    ]
     for low in range(start, stop, block or 1):
         high = min(low + block, stop)
         mine = own[low:high]

@@ -72,6 +72,7 @@ class SmallReduce:
 
     __slots__ = ("_divisor", "_kernel", "_mine", "_programs", "_total", "_traffic", "_volume", "_window")
 
+    @torch.inference_mode(False)  # made once and used in any mode
     def __init__(
         self, transport: Transport, window: Window, recipe: Recipe, dtype: torch.dtype, shape: torch.Size
     ) -> None:
@@ -130,7 +131,7 @@ def _scratch(window: Window, count: int) -> list[Tensor]:
     """`count` pieces of memory, each for anything that fits a small slot, also in twice the width."""
     pool = cast("list[Tensor]", window.prepared.setdefault("scratch", []))
     while len(pool) < count:
-        pool.append(torch.empty(2 * window.small.shape[2], dtype=torch.uint8))
+        pool.append(torch.empty(2 * window.small.shape[2], dtype=torch.uint8, device="cpu"))
     return pool[:count]
 
 

@@ -121,7 +121,7 @@ def abort(group: Any, peers: list[int]) -> None:
     """Makes every wait on a Gloo group end with an error, here and now; the group is of no use afterwards."""
     for peer in peers:
         try:
-            group.recv([torch.empty(1)], peer, _NOBODYS_TAG).wait(timedelta(milliseconds=1))
+            group.recv([torch.empty(1, device="cpu")], peer, _NOBODYS_TAG).wait(timedelta(milliseconds=1))
         except RuntimeError as error:
             # A connection that is closed already says so at once; the others need one that times out.
             if "imed out" in str(error):

@@ -83,7 +83,7 @@ class TorchTransport:
     def native_all_reduce(self, call: Call, op: ReduceOp, tensor: Tensor, deadline: float) -> None:
         """All-reduces in place by the backend's own algorithm, once the ranks have agreed on it."""
         self._native.check(op, tensor)
-        nothing = torch.empty(0, dtype=torch.uint8)
+        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
         distance = 1
         while distance < self.world_size:
             right, left = (self.rank + distance) % self.world_size, (self.rank - distance) % self.world_size
@@ -104,7 +104,7 @@ class TorchTransport:
         self.traffic.between_hosts += nbytes if self.topology.hosts > 1 else 0
 
     def empty(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def close(self, error: BaseException | None = None) -> None:
         with self._closing:

@@ -34,7 +34,7 @@ class Arena:
         """A uint8 tensor of `nbytes` that lives in the segment; its range is free again when the last view
         of it is gone."""
         if nbytes == 0:
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         length = -(-nbytes // _ALIGN) * _ALIGN
         offset = self._take(length)
         block = self._memory[offset : offset + nbytes]

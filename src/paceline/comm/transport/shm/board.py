@@ -100,7 +100,10 @@ class Board:
             if RankState(self.words[self.word(rank, STATE)]) is not RankState.RUNNING:
                 return self.peer(rank)
             return Peer(RankState.DEAD, None, {"kind": "", "text": f"process {pid} is gone"}, pid)
-        return Peer(state, self._status(rank), None, pid)
+        status = self._status(rank)
+        if status is None and rank != self.rank and state is RankState.RUNNING and _is_stopped(pid):
+            return Peer(state, None, {"kind": "", "text": f"its process {pid} is stopped"}, pid)
+        return Peer(state, status, None, pid)
 
     def peers(self) -> dict[int, Peer]:
         return {rank: self.peer(rank) for rank in range(self.world_size)}
@@ -167,6 +170,15 @@ def _shortened(plain: Any) -> Any:
     if isinstance(plain, dict):
         return {key: _shortened(value) for key, value in list(plain.items())[:16]}
     return plain
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether the process is halted by a signal or a debugger."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
+    except OSError:
+        return False
 
 
 def _start_time(pid: int) -> int:

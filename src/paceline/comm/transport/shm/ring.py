@@ -17,6 +17,7 @@ _HEAD, _TAIL = 0, 8  # 64-bit words, a cache line apart
 
 
 class Ring:
+    @torch.inference_mode(False)  # made once and used in any mode
     def __init__(self, memory: memoryview, layout: Layout, lane: int, source: int, dest: int) -> None:
         start = layout.ring(lane, source, dest)
         self._words = memory[start : start + RING_HEADER].cast("Q")

@@ -36,12 +36,13 @@ from paceline.comm.transport.watch import LOOK_SECONDS, Watch, Widen
 Step = Callable[[], tuple[bool, bool]]
 Waiting = Callable[[], tuple[int, ...]]
 
-_NO_BODY = torch.empty(0, dtype=torch.uint8)
+_NO_BODY = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class ShmTransport:
     """A rank's end of the segment behind `fd`, which the caller may close afterwards."""
 
+    @torch.inference_mode(False)  # made once and used in any mode
     def __init__(self, fd: int, rank: int, world_size: int, *, threads: bool = False) -> None:
         layout = read_segment(fd, world_size)
         self.name = "threads" if threads else "shm"
@@ -276,7 +277,9 @@ class ShmTransport:
                         moved |= lane.pull_header(transfer)
                         if transfer.have_header < HEADER.size:
                             break
-                        transfer.body = torch.empty(HEADER.unpack(transfer.header)[0], dtype=torch.uint8)
+                        transfer.body = torch.empty(
+                            HEADER.unpack(transfer.header)[0], dtype=torch.uint8, device="cpu"
+                        )
                     moved |= lane.pull_body(transfer)
                     if not transfer.done:
                         break

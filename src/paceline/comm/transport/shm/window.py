@@ -127,7 +127,7 @@ class ShmWindow:
         """Permission is tried with one word of every peer; speed with a megabyte of the next one, by
         everybody at once."""
         board, longs = self._board, self._longs
-        buffer = torch.zeros(_TRIAL, dtype=torch.uint8)
+        buffer = torch.zeros(_TRIAL, dtype=torch.uint8, device="cpu")
         mine = board.long(self._rank, WORD)
         longs[mine], longs[mine + 1] = self._reach.address, self._reach.word.value
         longs[mine + 2] = buffer.data_ptr()
@@ -138,7 +138,7 @@ class ShmWindow:
         verdict = _NO
         if allowed and self._others:
             peer = (self._rank + 1) % self._world
-            slot, into = self.staging[0, peer], torch.zeros(_TRIAL, dtype=torch.uint8)
+            slot, into = self.staging[0, peer], torch.zeros(_TRIAL, dtype=torch.uint8, device="cpu")
             address = longs[board.long(peer, WORD) + 2]
             reading = _fastest(lambda: self.read(peer, address, into, call, deadline))
             copying = _fastest(lambda: into[: slot.numel()].copy_(slot)) * _TRIAL / slot.numel()
