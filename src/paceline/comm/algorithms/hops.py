@@ -66,17 +66,32 @@ class Hops:
         incoming = [(peer, self._room(segment)) for peer, segment in receives]
         self._exchange(outgoing, incoming)
         for (_, segment), (_, arrived) in zip(receives, incoming, strict=True):
-            self.fold(segment, self._unpacked(arrived, segment[1] - segment[0]))
+            self.arrived(segment, arrived, sealed=False)
 
-    def fold(self, segment: Segment, arrived: Tensor) -> None:
-        """Adds a peer's partial sum of a segment to this rank's."""
-        mine = self.accumulator[slice(*segment)]
-        self._kernel(mine, arrived, out=mine)
+    def outgoing(self, segment: Segment, *, sealed: bool) -> Tensor:
+        """What travels of a segment: this rank's partial sum of it, or its sealed form."""
+        if not sealed:
+            return self._packed(segment)
+        return self._span([segment]) if self._transfer is None else self._sealed[segment]
 
-    def room(self, segment: Segment, used: Tensor) -> Tensor:
-        """Memory for a peer's partial sum of a segment: that of an earlier one where it fits."""
-        fits = used.numel() == segment[1] - segment[0] and used.dtype == self.accumulator.dtype
+    def incoming(self, segment: Segment, *, sealed: bool, used: Tensor) -> Tensor:
+        """Where a peer's message of a segment goes: memory that was used before where it fits."""
+        if sealed and self._transfer is None:
+            return self._span([segment])
+        room = self._room_for(segment)
+        fits = not sealed and used.numel() == room[0] and used.dtype == room[1]
         return used if fits else self._room(segment)
+
+    def arrived(self, segment: Segment, message: Tensor, *, sealed: bool) -> None:
+        """Takes up a peer's message of a segment: folds a partial sum, or keeps what is sealed."""
+        if not sealed:
+            self._fold(segment, self._unpacked(message, segment[1] - segment[0]))
+        elif self._transfer is not None:
+            self._keep_sealed(segment, message)
+
+    def _fold(self, segment: Segment, values: Tensor) -> None:
+        mine = self.accumulator[slice(*segment)]
+        self._kernel(mine, values, out=mine)
 
     def gather_partials(
         self, sends: Sequence[tuple[int, Segment]], sources: Sequence[int], segment: Segment
@@ -93,8 +108,8 @@ class Hops:
         total = self.accumulator[start:stop]
         if self._transfer is not None:
             # The residual is in the unit of the sum: encode first, divide what was decoded.
-            encoded = self._sealed[segment] = self._transfer.encode(start, stop)
-            self._transfer.decode(encoded, total)
+            self._keep_sealed(segment, self._transfer.encode(start, stop))
+            return
         finish(self._job.op, total, self._contributions)
         self._publish(start, stop)
 
@@ -122,12 +137,18 @@ class Hops:
         ]
         self._exchange(outgoing, incoming)
         for (_, segments), (_, arrived), lengths in zip(receives, incoming, sizes, strict=True):
-            for (start, stop), encoded in zip(segments, torch.split(arrived, lengths), strict=True):
-                self._sealed[start, stop] = encoded
-                total = self.accumulator[start:stop]
-                self._transfer.decode(encoded, total)
-                finish(self._job.op, total, self._contributions)
-                self._publish(start, stop)
+            for segment, encoded in zip(segments, torch.split(arrived, lengths), strict=True):
+                self._keep_sealed(segment, encoded)
+
+    def _keep_sealed(self, segment: Segment, encoded: Tensor) -> None:
+        """What the owner of a segment made of it: to pass on as it is, and decoded into the result."""
+        assert self._transfer is not None
+        start, stop = segment
+        self._sealed[segment] = encoded
+        total = self.accumulator[start:stop]
+        self._transfer.decode(encoded, total)
+        finish(self._job.op, total, self._contributions)
+        self._publish(start, stop)
 
     def _publish(self, start: int, stop: int) -> None:
         if self.accumulator is not self._job.out:
@@ -140,11 +161,16 @@ class Hops:
         start, stop = segment
         return self.accumulator[start:stop] if self._transfer is None else self._transfer.encode(start, stop)
 
-    def _room(self, segment: Segment) -> Tensor:
+    def _room_for(self, segment: Segment) -> tuple[int, torch.dtype]:
+        """Elements and dtype of a segment as it travels."""
         size = segment[1] - segment[0]
         if self._transfer is None:
-            return torch.empty(size, dtype=self.accumulator.dtype, device="cpu")
-        return torch.empty(self._transfer.encoded_bytes(size), dtype=torch.uint8, device="cpu")
+            return size, self.accumulator.dtype
+        return self._transfer.encoded_bytes(size), torch.uint8
+
+    def _room(self, segment: Segment) -> Tensor:
+        size, dtype = self._room_for(segment)
+        return torch.empty(size, dtype=dtype, device="cpu")
 
     def _unpacked(self, arrived: Tensor, size: int) -> Tensor:
         if self._transfer is None:

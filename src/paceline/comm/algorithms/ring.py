@@ -4,9 +4,9 @@ Idea: N segments; in round i a rank passes one partial sum to its right neighbou
 left. After N-1 rounds each rank owns one finished segment; N-1 more rounds pass the finished ones on.
 What travels: each rank sends 2(N-1)/N of the message, and 32 bytes of header per round. 16-bit floats are
 summed in fp32 on the way, so their first N-1 rounds carry twice the bytes.
-What it costs: 2(N-1) rounds of latency; bandwidth-optimal on any link, and every link is used equally.
-Where exchanges can overlap (between hosts), long segments go in up to four parts: one is folded while the
-others travel. That is the same bytes in more messages; one over 64 KB has 96 bytes of header there.
+What it costs: 2(N-1) rounds of latency; bandwidth-optimal on any link, and every link is used equally. Where
+exchanges can overlap (between hosts), long segments go in up to four parts: one is folded, or encoded, while
+the others travel. That is the same bytes in more messages; one over 64 KB has 96 bytes of header there.
 What it asks: messages between neighbours only.
 """
 
@@ -49,7 +49,7 @@ def run(job: Job) -> None:
 
 def _pipeline(job: Job) -> Pipeline | None:
     make = getattr(job.transport, "pipeline", None)
-    return None if make is None or job.compression is not None else make(range(job.transport.world_size))
+    return None if make is None else make(range(job.transport.world_size))
 
 
 def _parts(segment: Segment, parts: int) -> list[Segment]:
@@ -63,23 +63,20 @@ def _overlapped(job: Job, hops: Hops, pipeline: Pipeline, segments: list[list[Se
     left, right = (rank - 1) % size, (rank + 1) % size
     parts = range(len(segments[0]))
     rooms: list[Tensor] = [torch.empty(0, device="cpu")] * len(parts)
-    for step in range(2 * (size - 1) + 1):
+    last = 2 * (size - 1)
+    for step in range(last + 1):
         for part in parts:
             if step > 0:
                 pipeline.finish(job.deadline)
-                if step < size:
-                    hops.fold(segments[(rank - step) % size][part], rooms[part])
+                hops.arrived(segments[(rank - step) % size][part], rooms[part], sealed=step >= size)
                 if step == size - 1:
                     hops.seal(segments[(rank + 1) % size][part])
-            if step == 2 * (size - 1):
-                continue
-            out, into = segments[(rank - step) % size][part], segments[(rank - step - 1) % size][part]
-            if step < size - 1:
-                rooms[part] = hops.room(into, rooms[part])
-                source, target = hops.accumulator, rooms[part]
-            else:
-                source, target = job.out, job.out[slice(*into)]
-            pipeline.start(job.call, [(right, source[slice(*out)])], [(left, target)])
+            if step < last:
+                sealed = step >= size - 1
+                out, into = segments[(rank - step) % size][part], segments[(rank - step - 1) % size][part]
+                rooms[part] = hops.incoming(into, sealed=sealed, used=rooms[part])
+                message = hops.outgoing(out, sealed=sealed)
+                pipeline.start(job.call, [(right, message)], [(left, rooms[part])])
         job.transport.traffic.rounds += step > 0
 
 
