@@ -8,16 +8,14 @@ also has an asynchronous form (`async_op=True`) that returns a handle.
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Mapping, Sequence as Items
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence as Items
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.comm import collectives, reduction
+from paceline.comm import collectives, reduction, shards as shards_of_ranks
 from paceline.comm.arguments import (
     check_algorithm_kind,
     check_rank,
@@ -26,16 +24,17 @@ from paceline.comm.arguments import (
     host_groups,
     shape_of,
 )
-from paceline.comm.calls import Call, call_site, on_behalf_of
+from paceline.comm.calls import Call
 from paceline.comm.compression import PowerSGD
 from paceline.comm.compression.base import Compression
 from paceline.comm.cost import Choice, Links, load_links
+from paceline.comm.messenger import Messenger
 from paceline.comm.ops import ReduceOp, accumulator_dtype, check_op, parse_op
 from paceline.comm.parcel import Parcel, pack, unpack
 from paceline.comm.payload import open_payload
 from paceline.comm.reduction import Reducer
 from paceline.comm.sequence import Handle, Sequence
-from paceline.comm.transport.base import ANY_SOURCE, Transport, memory_of
+from paceline.comm.transport.base import ANY_SOURCE, Transport
 from paceline.core.errors import UsageError
 
 DEFAULT_TIMEOUT = 300.0
@@ -95,7 +94,7 @@ class DistributedContext:
         self._transport = transport
         self._sequence = Sequence(transport, timeout)
         self._reducer = Reducer(transport, links, host_groups(hosts, transport.world_size))
-        self._messengers: dict[int, ThreadPoolExecutor] = {}
+        self._messenger = Messenger(self._sequence)
 
     @property
     def rank(self) -> int:
@@ -132,23 +131,7 @@ class DistributedContext:
         async_op: bool = False,
     ) -> Any:
         """Sends a tensor, an array or plain Python data. Returns when `message` may be changed again."""
-        self._check_peer("dest_rank", dest_rank)
-        tag = _checked_tag(tag)
-        if timeout is not None:
-            check_timeout(timeout)
-        self._sequence.check_open()
-        parcel = pack(message, f"send(dest_rank={dest_rank})")
-        if async_op:
-            parcel = Parcel(parcel.head, parcel.body.clone())
-
-        def post() -> None:
-            head = memoryview(len(parcel.head).to_bytes(8, "little") + parcel.head)
-            body = memory_of(parcel.body)
-            self._timed(
-                "send", lambda: self._transport.post(dest_rank, tag, (head, body), self._deadline(timeout))
-            )
-
-        return self._perhaps_later(post, -2, f"send(dest_rank={dest_rank})", async_op)
+        return self._messenger.send(message, dest_rank, tag, timeout, async_op)
 
     def receive(
         self,
@@ -160,33 +143,7 @@ class DistributedContext:
     ) -> Any:
         """The next message from `source_rank` (-1: from anybody). A timeout loses nothing: the message can
         still be received later."""
-        if source_rank != ANY_SOURCE:
-            self._check_peer("source_rank", source_rank)
-        elif self.world_size == 1:
-            raise UsageError(
-                "receive() in a group of one rank: there is nobody to send", remedy="start more ranks"
-            )
-        tag = None if tag is None else _checked_tag(tag)
-        if timeout is not None:
-            check_timeout(timeout)
-        self._sequence.check_open()
-
-        def take() -> Any:
-            message = self._timed(
-                "receive",
-                lambda: self._transport.take(
-                    source_rank, tag, self._deadline(timeout), own_deadline=timeout is not None or async_op
-                ),
-            )
-            size = int.from_bytes(message.body[:8], "little")
-            body = (
-                torch.frombuffer(message.body[8 + size :], dtype=torch.uint8)
-                if len(message.body) > 8 + size
-                else torch.empty(0, dtype=torch.uint8, device="cpu")
-            )
-            return unpack(message.body[8 : 8 + size], body)
-
-        return self._perhaps_later(take, source_rank, f"receive(source_rank={source_rank})", async_op)
+        return self._messenger.receive(source_rank, tag, timeout, async_op)
 
     # collectives that move
 
@@ -317,7 +274,13 @@ class DistributedContext:
                     "PowerSGD has no asynchronous form: it is two all-reduces with arithmetic in between",
                     remedy="call it without async_op, or use another compression",
                 )
-            return self._power_sgd(data, parse_op(op), algorithm, compression, out, name, timeout)
+
+            def average(flat: Tensor) -> Any:
+                return self.all_reduce(flat, ReduceOp.AVERAGE, algorithm, timeout=timeout)
+
+            return reduction.by_power_sgd(
+                data, parse_op(op), compression, average, self.world_size, name, out
+            )
         op = parse_op(op)
         if type(data) is Tensor and (out is None or out is data) and compression is None and not async_op:
             prepared = self._reducer.prepared(data, op, algorithm)
@@ -366,13 +329,13 @@ class DistributedContext:
             raise UsageError(
                 f"canonical_sum of a {type(shards_held).__name__}", remedy="pass {shard_index: tensor, ...}"
             )
-        flats = reduction.open_shards(shards_held, shards)
+        flats = shards_of_ranks.open_shards(shards_held, shards)
         for flat in flats.values():
             check_op(op, flat.dtype)
         shape = list(next(iter(shards_held.values())).shape) if flats else []
 
         def work(call: Call, deadline: float) -> Tensor:
-            return reduction.canonical_sum(self._transport, call, op, shape, flats, shards, deadline)
+            return shards_of_ranks.canonical_sum(self._transport, call, op, shape, flats, shards, deadline)
 
         text = f"canonical_sum({op.name}, shards={shards})"
         return self._sequence.run(
@@ -460,9 +423,7 @@ class DistributedContext:
         """Leaves the group. With an error, ranks that wait for this one are told at once."""
         self._sequence.close(error)
         self._reducer.forget()
-        for messenger in self._messengers.values():
-            messenger.shutdown(wait=True)
-        self._messengers.clear()
+        self._messenger.close()
 
     def __enter__(self) -> DistributedContext:
         return self
@@ -471,68 +432,6 @@ class DistributedContext:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close(error)
-
-    def _power_sgd(
-        self,
-        data: Any,
-        op: ReduceOp,
-        algorithm: str,
-        compression: PowerSGD,
-        out: Any,
-        name: str,
-        timeout: float | None,
-    ) -> Any:
-        if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
-            raise UsageError(f"PowerSGD of {op.name}: it approximates sums only", remedy="use SUM or AVERAGE")
-        tensors = [data] if isinstance(data, Tensor) else data
-        if not isinstance(tensors, list | tuple) or not all(isinstance(tensor, Tensor) for tensor in tensors):
-            raise UsageError(
-                f"PowerSGD of a {type(data).__name__}: it compresses matrices",
-                remedy="pass a tensor or a list of tensors",
-            )
-
-        def average(flat: Tensor) -> Tensor:
-            reduced: Tensor = self.all_reduce(flat, ReduceOp.AVERAGE, algorithm, timeout=timeout)
-            return reduced
-
-        reduced = compression.reduce(list(tensors), average, name=name)
-        if op is ReduceOp.SUM:
-            reduced = [tensor * self.world_size for tensor in reduced]
-        if out is not None:
-            for target, tensor in zip([out] if isinstance(out, Tensor) else out, reduced, strict=True):
-                target.copy_(tensor)
-            return out
-        return reduced[0] if isinstance(data, Tensor) else type(data)(reduced)
-
-    def _timed(self, operation: str, action: Callable[[], Any]) -> Any:
-        if not self._sequence.profiling:
-            return action()
-        before, start = self._transport.traffic.snapshot(), time.monotonic()
-        result = action()
-        self._sequence.stats.record(
-            operation, "", before, self._transport.traffic.snapshot(), time.monotonic() - start
-        )
-        return result
-
-    def _perhaps_later(self, action: Callable[[], Any], queue: int, what: str, async_op: bool) -> Any:
-        """Now, or in the background: sends in order, and receives from one source in order."""
-        if not async_op:
-            return action()
-        messenger = self._messengers.get(queue)
-        if messenger is None:
-            messenger = self._messengers[queue] = ThreadPoolExecutor(
-                1, thread_name_prefix="paceline-messages"
-            )
-        line = call_site()
-
-        def later() -> Any:
-            with on_behalf_of(line):
-                return action()
-
-        return Handle(messenger.submit(later), what)
-
-    def _deadline(self, timeout: float | None) -> float:
-        return time.monotonic() + (self._sequence.timeout if timeout is None else timeout)
 
     def _peers(self) -> list[int]:
         return [peer for peer in range(self.world_size) if peer != self.rank]
@@ -545,14 +444,3 @@ class DistributedContext:
 
     def _check_root(self, root_rank: int) -> None:
         check_rank("root_rank", root_rank, self.world_size)
-
-    def _check_peer(self, name: str, peer: int) -> None:
-        check_rank(name, peer, self.world_size)
-        if peer == self.rank:
-            raise UsageError(f"{name}={peer} is this rank itself", remedy="name another rank")
-
-
-def _checked_tag(tag: object) -> int:
-    if not isinstance(tag, int) or isinstance(tag, bool) or not 0 <= tag < 1 << 31:
-        raise UsageError(f"tag={tag!r}", remedy="a tag is a whole number from 0 to 2147483647")
-    return tag

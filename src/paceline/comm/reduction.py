@@ -6,7 +6,7 @@ Everything that can be wrong with the arguments is found here, before anything t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -20,13 +20,12 @@ from paceline.comm.algorithms.hops import cut
 from paceline.comm.algorithms.job import Job
 from paceline.comm.algorithms.window import SmallReduce, small_reduce
 from paceline.comm.calls import Call, signature_of
-from paceline.comm.collectives import transfer
+from paceline.comm.compression import PowerSGD
 from paceline.comm.compression.base import Compression
 from paceline.comm.cost import Choice, Links, Situation, decide
 from paceline.comm.fold import left_fold, run_blocks
 from paceline.comm.ops import ReduceOp, accumulator_dtype, check_op, dtype_name, finish, kernel_of
-from paceline.comm.parcel import Parcel, pack, unpack
-from paceline.comm.payload import Payload, check_dense, describe, flatten, open_payload, to_flat_cpu
+from paceline.comm.payload import Payload, check_dense, describe, flatten
 from paceline.comm.transport.base import Transport
 from paceline.core.errors import UsageError
 
@@ -310,97 +309,29 @@ def reduce(
         transport.exchange(call, [(root, out[slice(*slices[rank])])], [], deadline)
 
 
-def open_shards(tensors: Mapping[int, Tensor], shards: int) -> dict[int, Tensor]:
-    """This rank's shards, flat, after checking that they can be summed."""
-    if not isinstance(shards, int) or shards < 1:
-        raise UsageError(
-            f"canonical_sum: shards={shards!r}",
-            remedy="shards is the number of shards over all ranks, at least 1",
-        )
-    flats: dict[int, Tensor] = {}
-    shapes: set[str] = set()
-    for index, tensor in tensors.items():
-        what = f"canonical_sum: shard {index!r}"
-        if not isinstance(index, int) or not 0 <= index < shards:
-            raise UsageError(
-                f"{what} is not one of {shards}",
-                remedy=f"shard indices are whole numbers from 0 to {shards - 1}",
-            )
-        if not isinstance(tensor, Tensor):
-            raise UsageError(f"{what} is a {type(tensor).__name__}", remedy="pass {shard_index: tensor, ...}")
-        check_dense(tensor, what)
-        shapes.add(open_payload(tensor, what).shape)
-        flats[index] = to_flat_cpu(tensor)
-    if len(shapes) > 1:
-        raise UsageError(
-            f"canonical_sum: shards differ: {', '.join(sorted(shapes))}",
-            remedy="all shards have one shape and dtype",
-        )
-    return flats
-
-
-def canonical_sum(
-    transport: Transport,
-    call: Call,
+def by_power_sgd(
+    data: Any,
     op: ReduceOp,
-    shape: list[int],
-    flats: Mapping[int, Tensor],
-    shards: int,
-    deadline: float,
-) -> Tensor:
-    """Sums shards that are spread over the ranks in any way; every rank gets the result."""
-    holdings, about = _holdings(transport, call, shape, flats, deadline)
-    _check_cover(holdings, shards)
-    total = torch.empty(about.numel, dtype=about.dtype, device="cpu")
-    canonical.sum_shards(transport, call, flats, holdings, shards, op, total, deadline)
-    return total.view(about.shape)
-
-
-@dataclass(frozen=True)
-class _About:
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        return int(torch.Size(self.shape).numel())
-
-
-def _holdings(
-    transport: Transport, call: Call, shape: list[int], flats: Mapping[int, Tensor], deadline: float
-) -> tuple[dict[int, list[int]], _About]:
-    """Who holds which shards, and of what they are: a rank without any learns it from the others."""
-    dtype = dtype_name(next(iter(flats.values())).dtype) if flats else ""
-    mine = pack([sorted(flats), dtype, shape if flats else []], "canonical_sum")
-    peers = [peer for peer in range(transport.world_size) if peer != transport.rank]
-    parcels: dict[int, Parcel] = transfer(transport, call, dict.fromkeys(peers, mine), peers, deadline)
-    parcels[transport.rank] = mine
-    told = {rank: unpack(parcel.head, parcel.body) for rank, parcel in sorted(parcels.items())}
-    kinds = {(name, tuple(size)): rank for rank, (_, name, size) in told.items() if name}
-    if len(kinds) != 1:
-        listing = (
-            "; ".join(f"rank {rank} has {name}{list(size)}" for (name, size), rank in kinds.items())
-            or "nobody has any"
-        )
+    compression: PowerSGD,
+    average: Callable[[Tensor], Tensor],
+    world_size: int,
+    name: str,
+    out: Any,
+) -> Any:
+    """The low-rank approximation of the sum or average; `average` is the all-reduce of its factors."""
+    if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
+        raise UsageError(f"PowerSGD of {op.name}: it approximates sums only", remedy="use SUM or AVERAGE")
+    tensors = [data] if isinstance(data, Tensor) else data
+    if not isinstance(tensors, list | tuple) or not all(isinstance(tensor, Tensor) for tensor in tensors):
         raise UsageError(
-            f"canonical_sum: the ranks' shards do not fit together: {listing}",
-            remedy="all shards have one shape and dtype",
+            f"PowerSGD of a {type(data).__name__}: it compresses matrices",
+            remedy="pass a tensor or a list of tensors",
         )
-    name, size = next(iter(kinds))
-    return {rank: list(held) for rank, (held, _, _) in told.items()}, _About(getattr(torch, name), size)
-
-
-def _check_cover(holdings: Mapping[int, list[int]], shards: int) -> None:
-    owners: dict[int, list[int]] = {}
-    for rank, held in holdings.items():
-        for shard in held:
-            owners.setdefault(shard, []).append(rank)
-    missing = [shard for shard in range(shards) if shard not in owners]
-    double = {shard: ranks for shard, ranks in owners.items() if len(ranks) > 1}
-    if missing or double:
-        parts = [f"nobody holds {missing}"] if missing else []
-        parts += [f"shard {shard} is held by ranks {ranks}" for shard, ranks in double.items()]
-        raise UsageError(
-            f"canonical_sum over {shards} shards: {'; '.join(parts)}",
-            remedy="each shard is held by exactly one rank",
-        )
+    reduced = compression.reduce(list(tensors), average, name=name)
+    if op is ReduceOp.SUM:
+        reduced = [tensor * world_size for tensor in reduced]
+    if out is not None:
+        for target, tensor in zip([out] if isinstance(out, Tensor) else out, reduced, strict=True):
+            target.copy_(tensor)
+        return out
+    return reduced[0] if isinstance(data, Tensor) else type(data)(reduced)
