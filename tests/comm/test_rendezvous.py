@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -150,6 +151,31 @@ def test_rank_0_says_for_whom_it_waits() -> None:
     for rank, (text, lines) in enumerate(outcomes):
         assert f"rank {rank} waits for ranks 2, 3" in lines[0]
         assert "waits for ranks 2, 3" in text
+
+
+def _die_or_be_told(rank: int, world_size: int, address: str) -> str:
+    if rank == 1:
+        # Once this rank has come: the first thing after its hello is to hear rank 0's.
+        heard = meeting.Meeting.hear
+
+        def hear_and_die(self: meeting.Meeting, topic: str, other: int) -> Any:
+            heard(self, topic, other)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        meeting.Meeting.hear = hear_and_die  # type: ignore[method-assign,assignment]
+    try:
+        DistributedContext(3, rank, address=address, timeout=60)
+    except RendezvousError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_ends_while_the_group_forms_is_named() -> None:
+    with free_port() as port:
+        outcomes = run_processes(2, _die_or_be_told, f"127.0.0.1:{port}")
+    assert outcomes[1].signal == signal.SIGKILL
+    assert "rank 1 (process" in outcomes[0].value
+    assert "ended while the group was forming" in outcomes[0].value
 
 
 def _expect_error(

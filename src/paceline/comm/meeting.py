@@ -9,6 +9,7 @@ group. Knows nothing of transports.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import socket
@@ -21,6 +22,7 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: i
 
 from paceline.comm.calls import ranks_text
 from paceline.comm.environment import Address
+from paceline.comm.processes import start_time
 from paceline.comm.store import ForTorch, StoreClient, StoreServer
 from paceline.core.errors import RendezvousError, WireError
 
@@ -32,6 +34,7 @@ FIRST_NOTICE = 2.0
 NEXT_NOTICE = 30.0
 _ANSWER_SECONDS = 10.0
 _MAX_PAUSE = 0.05
+_LOOK_AROUND_SECONDS = 0.5
 _BAD, _FINISHED = "bad", "finished"
 
 
@@ -128,6 +131,9 @@ class Meeting:
         self.world_size = world_size
         self.deadline = deadline
         self.where = where
+        self._host: object = None
+        self._neighbours: dict[int, int] = {}  # processes of ranks on this host that have come
+        self._looked_around = time.monotonic()
 
     def __enter__(self) -> Self:
         return self
@@ -165,6 +171,7 @@ class Meeting:
                 f"rank {self.rank} is taken at {self.where}: {self._holder()}",
                 remedy="give every process a rank of its own",
             )
+        self._host = hello.get("host")
         self.tell("hello", {**hello, "world_size": self.world_size})
         first = self.hear("hello", 0)
         if first["world_size"] != self.world_size:
@@ -212,9 +219,28 @@ class Meeting:
         patience = Patience(self.deadline)
         while not self._ask(lambda: self._store.check(keys)):
             self.look()
+            self._miss_nobody()
             patience.pause(lambda: self._waiting_text(topic, ranks))
         values = self._ask(lambda: self._store.multi_get(keys))
         return {rank: json.loads(value) for rank, value in zip(ranks, values, strict=True)}
+
+    def _miss_nobody(self) -> None:
+        """Raises if a rank of this host that had come has ended since: nobody needs to wait for it."""
+        now = time.monotonic()
+        if now - self._looked_around < _LOOK_AROUND_SECONDS or self._host is None:
+            return
+        self._looked_around = now
+        for rank in range(self.world_size):
+            if rank not in self._neighbours and rank != self.rank and self._has(f"hello/{rank}"):
+                hello = json.loads(self._ask(functools.partial(self._store.get, f"hello/{rank}")))
+                if hello.get("host") == self._host:
+                    self._neighbours[rank] = int(hello["pid"])
+        for rank, pid in self._neighbours.items():
+            if not start_time(pid):
+                raise RendezvousError(
+                    f"rank {rank} (process {pid}) ended while the group was forming",
+                    remedy=f"see why rank {rank} ended, then start all ranks again",
+                )
 
     def _waiting_text(self, topic: str, ranks: list[int]) -> str:
         missing = [rank for rank in ranks if not self._has(f"{topic}/{rank}")]

@@ -13,6 +13,7 @@ import select
 from typing import Any
 
 from paceline.comm.calls import Peer, RankState, Status
+from paceline.comm.processes import is_stopped, start_time
 from paceline.comm.transport.shm import sync
 from paceline.comm.transport.shm.layout import Layout
 from paceline.comm.transport.watch import Widen
@@ -58,7 +59,7 @@ class Board:
 
     def enter(self) -> None:
         pid = os.getpid()
-        self.longs[self.long(self.rank, START_TIME)] = _start_time(pid)
+        self.longs[self.long(self.rank, START_TIME)] = start_time(pid)
         self.words[self.word(self.rank, PID)] = pid
         self._set_state(RankState.RUNNING)
 
@@ -101,7 +102,7 @@ class Board:
                 return self.peer(rank)
             return Peer(RankState.DEAD, None, {"kind": "", "text": f"process {pid} is gone"}, pid)
         status = self._status(rank)
-        if status is None and rank != self.rank and state is RankState.RUNNING and _is_stopped(pid):
+        if status is None and rank != self.rank and state is RankState.RUNNING and is_stopped(pid):
             return Peer(state, None, {"kind": "", "text": f"its process {pid} is stopped"}, pid)
         return Peer(state, status, None, pid)
 
@@ -152,11 +153,11 @@ class Board:
                 self._pidfds[rank] = (
                     None  # no pidfd here (old kernel, sandbox): look the process up each time
                 )
-            if _start_time(pid) != self.longs[self.long(rank, START_TIME)]:
+            if start_time(pid) != self.longs[self.long(rank, START_TIME)]:
                 return False  # the number was given to another process
         pidfd = self._pidfds[rank]
         if pidfd is None:
-            return _start_time(pid) == self.longs[self.long(rank, START_TIME)]
+            return start_time(pid) == self.longs[self.long(rank, START_TIME)]
         poll = select.poll()
         poll.register(pidfd, select.POLLIN)
         return not poll.poll(0)
@@ -170,23 +171,3 @@ def _shortened(plain: Any) -> Any:
     if isinstance(plain, dict):
         return {key: _shortened(value) for key, value in list(plain.items())[:16]}
     return plain
-
-
-def _is_stopped(pid: int) -> bool:
-    """Whether the process is halted by a signal or a debugger."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
-    except OSError:
-        return False
-
-
-def _start_time(pid: int) -> int:
-    """When the process started, in clock ticks since boot; 0 if there is no such process (or it is a
-    zombie)."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-    except OSError:
-        return 0
-    return 0 if fields[0] == b"Z" else int(fields[19])

@@ -1,0 +1,24 @@
+"""What the system knows of another process of this host. Reads /proc; never signals anybody."""
+
+from __future__ import annotations
+
+
+def start_time(pid: int) -> int:
+    """When the process started, in clock ticks since boot; 0 if it has ended, a zombie included."""
+    fields = _stat(pid)
+    return 0 if not fields or fields[0] == b"Z" else int(fields[19])
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether the process is halted by a signal or a debugger."""
+    fields = _stat(pid)
+    return bool(fields) and fields[0] in (b"T", b"t")
+
+
+def _stat(pid: int) -> list[bytes]:
+    """The fields of /proc/PID/stat after the name, the state first; none if the process is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()
+    except OSError:
+        return []
