@@ -12,6 +12,7 @@ a process that was killed, is for tests of its own. Works with pytest, and needs
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ from paceline.testing import transport_ranks as ranks
 from paceline.testing.transport_ranks import DISAGREEMENTS, NOTICED_WITHIN, Outcome
 
 
-class TransportContract:
+class TransportContract(ABC):
     """Subclass it, and implement `run`."""
 
     __test__ = False
@@ -28,9 +29,9 @@ class TransportContract:
     def __init_subclass__(cls) -> None:
         cls.__test__ = True
 
+    @abstractmethod
     def run(self, world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """Calls fn(context, *args) on every rank of a new group; the results by rank."""
-        raise NotImplementedError("a contract test says how its ranks are started")
 
     # exchange
 
