@@ -30,6 +30,13 @@ class Target:
     def met(self) -> bool:
         return self.value >= self.bound if self.at_least else self.value <= self.bound
 
+    @property
+    def margin(self) -> float | None:
+        """How many times better than wanted; None where nothing at all was wanted or found."""
+        if not self.bound or not self.value:
+            return None
+        return self.value / self.bound if self.at_least else self.bound / self.value
+
     def __str__(self) -> str:
         sign = ">=" if self.at_least else "<="
         return (
@@ -79,6 +86,8 @@ class Report:
         (RESULTS / f"{self.name}.md").write_text(self._markdown())
         if self.series:
             self._plot(RESULTS / f"{self.name}.png")
+        elif any(target.margin is not None for target in self.targets):
+            self._plot_margins(RESULTS / f"{self.name}.png")
 
     def to_plain(self) -> dict[str, Any]:
         return {
@@ -105,12 +114,24 @@ class Report:
         lines += ["", *(f"- {note}" for note in self.notes), *(f"- {target}" for target in self.targets), ""]
         return "\n".join(lines)
 
+    def _plot_margins(self, path: Path) -> None:
+        """How far each figure is from what was wanted: 1 is just reached, more is better."""
+        pyplot = _pyplot()
+        shown = [(target.what, target.margin) for target in self.targets if target.margin is not None]
+        figure, axes = pyplot.subplots(figsize=(9, 1 + 0.35 * len(shown)))
+        axes.barh([what for what, _ in shown], [margin for _, margin in shown])
+        axes.axvline(1.0, color="black", linewidth=1)
+        if max(margin for _, margin in shown) > 10:
+            axes.set_xscale("log")
+        axes.set_xlabel("times as good as wanted")
+        axes.set_title(self.title)
+        axes.invert_yaxis()
+        figure.tight_layout()
+        figure.savefig(path, dpi=120)
+        pyplot.close(figure)
+
     def _plot(self, path: Path) -> None:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-
+        pyplot = _pyplot()
         figure, axes = pyplot.subplots(figsize=(9, 5.5))
         for series in self.series:
             axes.plot(series.x, series.y, marker="o", label=series.label)
@@ -124,6 +145,15 @@ class Report:
         figure.tight_layout()
         figure.savefig(path, dpi=120)
         pyplot.close(figure)
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
 
 
 def main(run: Callable[[], Report]) -> None:

@@ -150,7 +150,7 @@ def _actions(ctx: DistributedContext, nbytes: int, methods: Sequence[str]) -> di
 
 
 def _calls(nbytes: int) -> int:
-    return 30 if nbytes <= 1 << 16 else 10 if nbytes <= 1 << 22 else 3
+    return 100 if nbytes <= 1 << 16 else 10 if nbytes <= 1 << 22 else 3
 
 
 class GlooPeer:
