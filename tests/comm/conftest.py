@@ -1,16 +1,5 @@
-"""One intra-op thread: eight ranks in one process would otherwise fight over the cores."""
+"""Fixtures of this folder."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
-import torch
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+from tests.one_thread import one_thread as one_thread

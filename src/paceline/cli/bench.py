@@ -12,7 +12,7 @@ import typer
 from paceline.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from paceline.comm.cost import Choice, Links
+    from paceline.comm.cost import Links
     from paceline.plan.comm_bench import Row
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
@@ -54,7 +54,8 @@ def comm(
         raise UsageError(f"--rounds {rounds}", remedy="pass --rounds 1 or more")
     nbytes = [parse_size(text) for text in sizes] if sizes else [4096, 1 << 20, 25 << 20, 100 << 20]
 
-    from paceline.comm.cost import save_links
+    from paceline.comm.algorithms import choose
+    from paceline.comm.cost import Situation, save_links
     from paceline.frontends.spawn import spawn
     from paceline.plan import comm_bench
 
@@ -63,7 +64,7 @@ def comm(
         rows += spawn(comm_bench.compare, nbytes, comm_bench.METHODS, rounds, workers=count, threads=1)[0]
     links: Links = spawn(comm_bench.calibrate, workers=max(counts), threads=1)[0]
     path = save_links(links) if save else None
-    choices = [predicted(links, count, size) for count in counts for size in nbytes]
+    choices = [choose(Situation(size, count, has_window=True), links) for count in counts for size in nbytes]
     if as_json:
         import json
 
@@ -80,16 +81,6 @@ def comm(
         typer.echo(f"auto: {choice.reason}")
     if path is not None:
         typer.echo(f"links saved to {path}")
-
-
-def predicted(links: Links, ranks: int, nbytes: int) -> Choice:
-    """What algorithm='auto' takes on one host with these links."""
-    from paceline.comm import algorithms
-    from paceline.comm.cost import Situation, decide
-
-    situation = Situation(nbytes, ranks, has_window=True)
-    predictions = {name: algorithms.load(name).cost(situation, links) for name in algorithms.NAMES}
-    return decide(situation, predictions, links)
 
 
 def parse_size(text: str) -> int:

@@ -22,7 +22,7 @@ from paceline.comm.algorithms.window import SmallReduce, small_reduce
 from paceline.comm.calls import Call, signature_of
 from paceline.comm.compression import PowerSGD
 from paceline.comm.compression.base import Compression
-from paceline.comm.cost import Choice, Links, Situation, decide
+from paceline.comm.cost import Choice, Links, Situation
 from paceline.comm.fold import left_fold, run_blocks
 from paceline.comm.ops import ReduceOp, accumulator_dtype, check_op, dtype_name, finish, kernel_of
 from paceline.comm.payload import Payload, check_dense, describe, flatten
@@ -146,8 +146,7 @@ class Reducer:
             compressed,
             getattr(transport, "local", None) is not None,
         )
-        predictions = {name: algorithms.load(name).cost(situation, self._links) for name in algorithms.NAMES}
-        return decide(situation, predictions, self._links)
+        return algorithms.choose(situation, self._links)
 
     def job(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import pytest
@@ -26,14 +26,6 @@ BATCH = 64
 SHAPES = [(10, 64), (64,), (64, CLASSES), (CLASSES,)]
 
 Reducer = Callable[[list[list[Tensor]]], list[Tensor]]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @cache

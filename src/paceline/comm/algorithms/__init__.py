@@ -12,7 +12,7 @@ from functools import cache
 from typing import Protocol
 
 from paceline.comm.algorithms.job import Job
-from paceline.comm.cost import Links, Situation
+from paceline.comm.cost import Choice, Links, Situation, decide
 from paceline.core.errors import UsageError
 
 MODULES = {
@@ -42,3 +42,8 @@ def load(name: str) -> Algorithm:
         raise UsageError(f"algorithm={name!r} is not known", remedy=f"use one of {allowed}")
     module: Algorithm = importlib.import_module(MODULES[name])
     return module
+
+
+def choose(situation: Situation, links: Links) -> Choice:
+    """What algorithm="auto" takes, and why."""
+    return decide(situation, {name: load(name).cost(situation, links) for name in NAMES}, links)

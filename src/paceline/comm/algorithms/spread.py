@@ -64,14 +64,10 @@ class Place:
 def spread(work: Work, sources: Sequence[int], targets: Sequence[int]) -> None:
     """`sources` and `targets` are the ranks' published locations of their inputs and outputs."""
     all_in_window = all(location < ADDRESS for location in sources)
-    try:
-        if all_in_window and sources == targets and work.out.dtype == accumulator_dtype(work.out.dtype):
-            _in_place(work, sources)
-        else:
-            _by_blocks(work, sources, targets)
-    except BaseException:
-        work.window.keep_offered(*work.partials, work.out)
-        raise
+    if all_in_window and sources == targets and work.out.dtype == accumulator_dtype(work.out.dtype):
+        _in_place(work, sources)
+    else:
+        _by_blocks(work, sources, targets)
     start, stop = cut(work.out.numel(), work.size, CACHE_LINE)[work.rank]
     moved = 2 * (stop - start) * (work.size - 1)
     work.count(moved, moved, 2)

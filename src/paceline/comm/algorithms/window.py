@@ -7,7 +7,7 @@ same published facts:
   barrier.
 * spread (tensors that peers can reach): each rank folds its slice from all inputs and writes the result into
   all outputs, see `spread.py`. Two barriers.
-* anything else goes through slots of the window in a pipeline of chunks, see `pipeline.py`.
+* anything else goes through slots of the window in a pipeline of chunks, see `slots.py`.
 
 Used by `direct` (one partial per rank, folded left to right) and by `canonical` (any partials, folded along
 the tree).
@@ -21,7 +21,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from paceline.comm.algorithms.pipeline import Slots, run
+from paceline.comm.algorithms.slots import Slots, run
 from paceline.comm.algorithms.spread import ADDRESS, spread
 from paceline.comm.algorithms.work import Recipe, Work
 from paceline.comm.calls import Call
@@ -54,11 +54,17 @@ def reduce_in_window(
     slots = None if source and target else Slots(work)
     if slots is not None:
         slots.fill(0)
-    work.wait(window.tick(call, source, target))
-    sources, targets = window.locations(call, deadline)
-    if all(sources) and all(targets):
-        spread(work, sources, targets)
-        return
+    tick = window.tick(call, source, target)
+    try:
+        work.wait(tick)
+        sources, targets = window.locations(call, deadline)
+        if all(sources) and all(targets):
+            spread(work, sources, targets)
+            return
+    except BaseException:
+        # From the tick on, peers may copy to and from what was published.
+        window.keep_offered(*partials, out)
+        raise
     if slots is None:
         slots = Slots(work)
         slots.fill(0)

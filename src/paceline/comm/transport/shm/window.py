@@ -177,7 +177,9 @@ class ShmWindow:
             done += count
 
     def keep_offered(self, *tensors: Tensor) -> None:
-        _OFFERED.extend(tensors)
+        # What lies in the window stays with the segment, and the broken group hands none of it out again.
+        if self._reachable:
+            _OFFERED.extend(tensor for tensor in tensors if self.offset_of(tensor) is None)
 
     def _try(self, rank: int) -> bool:
         board = self._board
