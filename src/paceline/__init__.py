@@ -54,8 +54,27 @@ if TYPE_CHECKING:
         scatter as scatter,
         send as send,
     )
+    from paceline.data.partition import (
+        DataPartitioner as DataPartitioner,
+        balance_workload as balance_workload,
+    )
+    from paceline.data.sampler import DistributedSampler as DistributedSampler
+    from paceline.frontends.session import session as session
     from paceline.frontends.spawn import spawn as spawn
+    from paceline.frontends.trainer import Trainer as Trainer
     from paceline.parallel.ddp import DistributedDataParallel as DistributedDataParallel
+    from paceline.train.callbacks import Modifier as Modifier, Observer as Observer
+    from paceline.train.config import (
+        CheckpointConfig as CheckpointConfig,
+        DynamicBatch as DynamicBatch,
+        EarlyStopping as EarlyStopping,
+        GradientCompression as GradientCompression,
+        LossScaling as LossScaling,
+        TrainConfig as TrainConfig,
+    )
+    from paceline.train.history import History as History
+    from paceline.train.signals import STOPPED_EXIT_CODE as STOPPED_EXIT_CODE, Stopped as Stopped
+    from paceline.train.state import state_hash as state_hash
 
 __version__ = "0.1.0"
 
@@ -99,8 +118,24 @@ _MODULES = {
         "scatter",
         "send",
     ),
+    "paceline.data.partition": ("DataPartitioner", "balance_workload"),
+    "paceline.data.sampler": ("DistributedSampler",),
+    "paceline.frontends.session": ("session",),
     "paceline.frontends.spawn": ("spawn",),
+    "paceline.frontends.trainer": ("Trainer",),
     "paceline.parallel.ddp": ("DistributedDataParallel",),
+    "paceline.train.callbacks": ("Modifier", "Observer"),
+    "paceline.train.config": (
+        "CheckpointConfig",
+        "DynamicBatch",
+        "EarlyStopping",
+        "GradientCompression",
+        "LossScaling",
+        "TrainConfig",
+    ),
+    "paceline.train.history": ("History",),
+    "paceline.train.signals": ("STOPPED_EXIT_CODE", "Stopped"),
+    "paceline.train.state": ("state_hash",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any, cast
 import typer
 
 import paceline
-from paceline.cli import bench, info
+from paceline.cli import bench, checkpoint, info
 from paceline.core.errors import PacelineError, UsageError
 
 # Typer carries its own copy of click since 0.2x and used the real one before: these are whichever it uses.
@@ -40,6 +40,7 @@ app = typer.Typer(
 )
 app.command("info")(info.info)
 app.add_typer(bench.app, name="bench")
+app.add_typer(checkpoint.app, name="checkpoint")
 
 
 def _print_version(wanted: bool) -> None:

@@ -34,6 +34,7 @@ from paceline.comm.parcel import Parcel, pack, unpack
 from paceline.comm.payload import open_payload
 from paceline.comm.reduction import Reducer
 from paceline.comm.sequence import Handle, Sequence
+from paceline.comm.shards import Holdings
 from paceline.comm.transport.base import ANY_SOURCE, Transport
 from paceline.core.errors import UsageError
 
@@ -341,6 +342,26 @@ class DistributedContext:
         return self._sequence.run(
             "canonical_sum", text, work, algorithm="canonical", timeout=timeout, async_op=async_op
         )
+
+    def fold_partials(
+        self, partials: Items[Tensor], holdings: Holdings, out: Tensor, *, timeout: float | None = None
+    ) -> Tensor:
+        """canonical_sum from partial sums that each rank has already folded, into `out` on every rank.
+
+        `holdings` says who holds which shards, and every rank knows it: nothing is exchanged to find out.
+        `partials` are this rank's, one flat tensor per node of `holdings.nodes[rank]`; `out` may be the
+        first of them.
+        """
+        text = f"fold_partials({holdings.text}, {out.dtype}[{out.numel()}])"
+
+        def work(call: Call, deadline: float) -> Tensor:
+            shards_of_ranks.fold_partials(self._transport, call, partials, holdings, out, deadline)
+            return out
+
+        result: Tensor = self._sequence.run(
+            "fold_partials", text, work, algorithm="canonical", timeout=timeout
+        )  # type: ignore[assignment]
+        return result
 
     def reduce(
         self,

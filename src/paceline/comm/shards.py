@@ -6,15 +6,18 @@ before anything travels; what is wrong with all ranks' shards together is found 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from paceline.comm.algorithms import canonical
+from paceline.comm.algorithms.work import Recipe
 from paceline.comm.calls import Call
 from paceline.comm.collectives import transfer
+from paceline.comm.fold import Node, covering_nodes
 from paceline.comm.ops import ReduceOp, dtype_name
 from paceline.comm.parcel import Parcel, pack, unpack
 from paceline.comm.payload import check_dense, describe, to_flat_cpu
@@ -69,6 +72,50 @@ def canonical_sum(
 
 
 @dataclass(frozen=True)
+class Holdings:
+    """Which shards each rank holds, by rank; together every shard once."""
+
+    shards: int
+    blocks: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def nodes(self) -> tuple[tuple[Node, ...], ...]:
+        """The whole subtrees of the canonical tree that each rank can fold by itself."""
+        return tuple(tuple(covering_nodes(block, self.shards)) for block in self.blocks)
+
+    @cached_property
+    def text(self) -> str:
+        return f"shards={self.shards}, by rank {[list(block) for block in self.blocks]}"
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        """How the partials become the sum; raises what is wrong with the holdings."""
+        _check_cover(dict(enumerate(self.blocks)), self.shards)
+        return canonical.recipe_for(self.nodes, self.shards, ReduceOp.SUM)
+
+
+def fold_partials(
+    transport: Transport,
+    call: Call,
+    partials: Sequence[Tensor],
+    holdings: Holdings,
+    out: Tensor,
+    deadline: float,
+) -> None:
+    """Sums what the ranks have folded already; `out` and the partials are flat, of one dtype and size."""
+    expected = len(holdings.nodes[transport.rank])
+    if len(partials) != expected or any(
+        partial.shape != out.shape or partial.dtype != out.dtype for partial in partials
+    ):
+        raise UsageError(
+            f"fold_partials: {len(partials)} partials "
+            f"{[describe(partial) for partial in partials]} where {expected} of {describe(out)} are due",
+            remedy="fold this rank's shards into one tensor per node of holdings.nodes[rank]",
+        )
+    canonical.combine(transport, call, holdings.recipe, partials, out, deadline)
+
+
+@dataclass(frozen=True)
 class _About:
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -102,7 +149,7 @@ def _holdings(
     return {rank: list(held) for rank, (held, _, _) in told.items()}, _About(getattr(torch, name), size)
 
 
-def _check_cover(holdings: Mapping[int, list[int]], shards: int) -> None:
+def _check_cover(holdings: Mapping[int, Sequence[int]], shards: int) -> None:
     owners: dict[int, list[int]] = {}
     for rank, held in holdings.items():
         for shard in held:

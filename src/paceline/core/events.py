@@ -81,6 +81,91 @@ class StepCommitted(Event):
 @final
 @register
 @dataclass(frozen=True, kw_only=True)
+class RunStarted(Event):
+    """A run begins; `definition` are the settings that its weights are a function of."""
+
+    workers: int
+    shards: int
+    samples: int | None
+    definition: dict[str, Any]
+    fingerprint: dict[str, str]
+
+
+@final
+@register
+@dataclass(frozen=True, kw_only=True)
+class RunResumed(Event):
+    """A run goes on from a checkpoint: steps after `step` that stand above in the journal are done again."""
+
+    version: int
+    step: int
+    epoch: int
+    workers: int
+
+
+@final
+@register
+@dataclass(frozen=True, kw_only=True)
+class RunEnded(Event):
+    """A run is over; `reason` is "finished", or why it ended earlier."""
+
+    step: int
+    epoch: int
+    reason: str
+    hash: str
+
+
+@final
+@register
+@dataclass(frozen=True, kw_only=True)
+class Evaluated(Event):
+    """The model was evaluated after this step."""
+
+    step: int
+    epoch: int
+    samples: int
+    metrics: dict[str, float]
+
+
+@final
+@register
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSaved(Event):
+    """A version is durable; `stall` is how long training stood still for it, `seconds` until it was safe."""
+
+    version: int
+    step: int
+    bytes: int
+    stall: float
+    seconds: float
+
+
+@final
+@register
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFailed(Event):
+    """A version could not be written; training goes on, earlier versions stay."""
+
+    version: int
+    step: int
+    reason: str
+
+
+@final
+@register
+@dataclass(frozen=True, kw_only=True)
+class SampleSkipped(Event):
+    """A sample was left out of a step because it cannot be read and the data's policy says so."""
+
+    step: int
+    epoch: int
+    index: int
+    reason: str
+
+
+@final
+@register
+@dataclass(frozen=True, kw_only=True)
 class Note(Event):
     """A sentence for people who read the journal."""
 

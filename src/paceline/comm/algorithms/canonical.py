@@ -34,7 +34,7 @@ def run(job: Job) -> None:
     """Every rank's contribution is one shard."""
     size = job.transport.world_size
     flat = job.flat.to(accumulator_dtype(job.flat.dtype))
-    _combine(job.transport, job.call, recipe(size, job.op), [flat], job.out, job.deadline)
+    combine(job.transport, job.call, recipe(size, job.op), [flat], job.out, job.deadline)
 
 
 def sum_shards(
@@ -50,7 +50,7 @@ def sum_shards(
     """Sums shards that are spread over the ranks as `holdings` says; this rank holds `shards_held`."""
     nodes = tuple(tuple(covering_nodes(holdings[rank], shards)) for rank in range(transport.world_size))
     partials = fold_shards(shards_held, nodes[transport.rank], kernel_of(op), shards)
-    _combine(transport, call, recipe_for(nodes, shards, op), partials, out, deadline)
+    combine(transport, call, recipe_for(nodes, shards, op), partials, out, deadline)
 
 
 @cache
@@ -69,9 +69,10 @@ def recipe_for(nodes: tuple[tuple[Node, ...], ...], shards: int, op: ReduceOp) -
     )
 
 
-def _combine(
+def combine(
     transport: Transport, call: Call, recipe: Recipe, partials: Sequence[Tensor], out: Tensor, deadline: float
 ) -> None:
+    """Everybody's partials, as the recipe says, into `out` on every rank."""
     if transport.window is not None:
         reduce_in_window(transport, transport.window, call, recipe, partials, out, deadline)
     else:

@@ -1,0 +1,124 @@
+"""Tensors to and from the image of a file in memory: one buffer, laid out as the file will be.
+
+The buffer of a writer is kept and filled again, so that in the long run a save costs one copy and no
+allocation. Must not know when anything is saved, nor where to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from paceline.checkpoint.regions import STEP, memory
+from paceline.checkpoint.tensor_file import Entry, Layout, plan
+from paceline.core.errors import UsageError
+
+
+def layout_of(tensors: Mapping[str, Tensor], names: Sequence[str]) -> Layout:
+    """How the named tensors lie in a file; UsageError names one that cannot be saved."""
+    described = []
+    for name in names:
+        tensor = tensors[name]
+        if not isinstance(tensor, Tensor):
+            raise UsageError(
+                f"{name!r} is a {type(tensor).__name__}, not a tensor",
+                remedy="put plain values into the state",
+            )
+        if tensor.layout is not torch.strided or tensor.device.type == "meta":
+            kind = "meta" if tensor.device.type == "meta" else str(tensor.layout).removeprefix("torch.")
+            raise UsageError(
+                f"tensor {name!r} is {kind}; only dense tensors can be saved",
+                remedy="convert it with .to_dense(), or save its indices and values",
+            )
+        described.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)))
+    return plan(described)
+
+
+@final
+class ImageBuffer:
+    """Memory for one file's image, filled from tensors again and again.
+
+    Tensors of a CUDA device are copied into pinned memory on a stream of their own: `fill` returns while the
+    copy runs, work that the caller starts afterwards waits for it on the device, and `wait` waits for it on
+    the host.
+    """
+
+    def __init__(self) -> None:
+        self._bytes: Tensor | None = None
+        self._layout: Layout | None = None
+        self._places: list[Tensor] = []
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._copies: list[torch.cuda.Event] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that is held."""
+        return 0 if self._bytes is None else self._bytes.numel()
+
+    def fill(self, tensors: Mapping[str, Tensor], names: Sequence[str]) -> Layout:
+        """Copy the named tensors in; they may be changed as soon as this returns."""
+        layout = layout_of(tensors, names)
+        devices = {tensors[name].device for name in names if tensors[name].is_cuda}
+        self._prepare(layout, pinned=bool(devices))
+        with torch.no_grad():
+            for device in devices:
+                self._stream(device).wait_stream(torch.cuda.current_stream(device))
+            for entry, place in zip(layout.entries, self._places, strict=True):
+                source = tensors[entry.name].detach()
+                if source.is_cuda:
+                    with torch.cuda.stream(self._stream(source.device)):
+                        place.copy_(source, non_blocking=True)
+                else:
+                    place.copy_(source)
+            self._copies = [self._mark_end(device) for device in devices]
+        return layout
+
+    def wait(self) -> None:
+        """Until the copies from devices have arrived."""
+        for copied in self._copies:
+            copied.synchronize()
+        self._copies = []
+
+    def image(self, layout: Layout) -> memoryview:
+        """The file's bytes."""
+        assert self._bytes is not None
+        return memoryview(self._bytes.numpy().data)[: layout.nbytes]
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self._bytes, self._layout, self._places = None, None, []
+
+    def _prepare(self, layout: Layout, *, pinned: bool) -> None:
+        if self._bytes is None or self.nbytes < layout.nbytes or self._bytes.is_pinned() != pinned:
+            self.release()
+            if pinned:
+                self._bytes = torch.empty(layout.nbytes + STEP, dtype=torch.uint8, pin_memory=True)
+            else:
+                self._bytes = torch.frombuffer(memory(layout.nbytes), dtype=torch.uint8)
+        if layout != self._layout:
+            self._bytes[: len(layout.header)] = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
+            self._places = [view_of(self._bytes, entry) for entry in layout.entries]
+            self._layout = layout
+
+    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return self._streams[device]
+
+    def _mark_end(self, device: torch.device) -> torch.cuda.Event:
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record(self._stream(device))
+        # The next update of the parameters must not overtake the copy.
+        torch.cuda.current_stream(device).wait_event(copied)
+        return copied
+
+
+def view_of(image: Tensor, entry: Entry) -> Tensor:
+    """The tensor whose memory is a piece of the image."""
+    dtype: torch.dtype = getattr(torch, entry.dtype)
+    if entry.start == entry.stop:
+        return torch.empty(entry.shape, dtype=dtype)
+    return image[entry.start : entry.stop].view(dtype).view(entry.shape)

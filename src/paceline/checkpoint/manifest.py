@@ -1,0 +1,194 @@
+"""What a checkpoint says about itself: which files, how long, which checksum; and which moment of the run.
+
+Plain values that survive any wire. Must not know how files are read or written, nor torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from paceline.checkpoint.documents import BrokenDocument, finite, seal, unseal
+from paceline.core.errors import PlatformError, UsageError
+
+FORMAT: Final = "paceline-checkpoint-1"
+MANIFEST: Final = "manifest.json"
+STATE: Final = "state.json"
+
+_FOLDER: Final = re.compile(r"v(\d{8,})")
+_PART: Final = re.compile(r"part-(\d+)-of-(\d+)\.safetensors")
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One file: how many tensors it holds, and the names of those that only its writer had."""
+
+    name: str
+    nbytes: int
+    checksum: str
+    tensors: int = 0
+    own: tuple[str, ...] = ()
+
+    def to_plain(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "bytes": self.nbytes,
+            "xxh3_128": self.checksum,
+            "tensors": self.tensors,
+            "own": list(self.own),
+        }
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> FileRecord:
+        return cls(
+            str(plain["name"]),
+            int(plain["bytes"]),
+            str(plain["xxh3_128"]),
+            int(plain["tensors"]),
+            tuple(str(name) for name in plain["own"]),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Info:
+    """Which moment of which run a checkpoint is; `parent` is the version the run loaded or saved before."""
+
+    step: int
+    epoch: int = 0
+    samples: int = 0
+    workers: int = 1
+    parent: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A committed checkpoint, without its tensors. `created` is in seconds since 1970."""
+
+    version: int
+    created: float
+    info: Info
+    files: tuple[FileRecord, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.nbytes for file in self.files)
+
+    @property
+    def parts(self) -> tuple[FileRecord, ...]:
+        return tuple(file for file in self.files if file.name != STATE)
+
+    def to_bytes(self) -> bytes:
+        info = self.info
+        body = {
+            "format": FORMAT,
+            "version": self.version,
+            "created": self.created,
+            "step": info.step,
+            "epoch": info.epoch,
+            "samples": info.samples,
+            "workers": info.workers,
+            "parent": info.parent,
+            "metrics": {name: finite(float(value)) for name, value in sorted(info.metrics.items())},
+            "note": info.note,
+            "files": [file.to_plain() for file in self.files],
+        }
+        return seal(body)
+
+    @classmethod
+    def from_bytes(cls, raw: bytes) -> Manifest:
+        """The manifest in a file; BrokenDocument says what is wrong with it."""
+        body = unseal(raw)
+        if body.get("format") != FORMAT:
+            raise BrokenDocument(f"has the format {body.get('format')!r}, and only {FORMAT!r} is known here")
+        try:
+            info = Info(
+                step=body["step"],
+                epoch=body["epoch"],
+                samples=body["samples"],
+                workers=body["workers"],
+                parent=body["parent"],
+                metrics={name: float(value) for name, value in body["metrics"].items()},
+                note=body["note"],
+            )
+            files = tuple(FileRecord.from_plain(file) for file in body["files"])
+            return cls(body["version"], body["created"], info, files)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise BrokenDocument(f"lacks or misspells a field: {error!r}") from None
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A file that is not as it was written. `file` is relative to the checkpoints' folder."""
+
+    version: int | None
+    file: str
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.file} {self.problem}"
+
+
+class DamagedCheckpointError(PlatformError):
+    """A checkpoint that was asked for by name does not verify; `damage` names each file and what is wrong."""
+
+    usual_remedy = "load an older version (`paceline checkpoint ls` shows them), or let resume='auto' find it"
+
+    def __init__(self, message: str, *, damage: tuple[Damage, ...] = (), remedy: str = "") -> None:
+        super().__init__(message, remedy=remedy)
+        self.damage = damage
+
+    def _body(self) -> str:
+        return "\n".join([self.message, *(f"  {damage}" for damage in self.damage)])
+
+
+def folder_name(version: int) -> str:
+    return f"v{version:08d}"
+
+
+def version_of(folder: str) -> int | None:
+    """The version a folder's name stands for; None when it is not a checkpoint's folder."""
+    match = _FOLDER.fullmatch(folder)
+    if match is None or folder != folder_name(int(match[1])):
+        return None
+    return int(match[1])
+
+
+def part_name(part: int, parts: int) -> str:
+    width = max(2, len(str(parts)))
+    return f"part-{part:0{width}d}-of-{parts:0{width}d}.safetensors"
+
+
+def check_complete(version: int, files: tuple[FileRecord, ...]) -> None:
+    """Refuse a set of files that is not one state and every part exactly once."""
+    names = [file.name for file in files]
+    parts = [match for name in names if (match := _PART.fullmatch(name))]
+    expected = {part_name(part, len(parts)) for part in range(len(parts))} | {STATE}
+    if not parts or len(set(names)) != len(names) or set(names) != expected:
+        raise UsageError(
+            f"checkpoint {version} cannot be committed with the files {sorted(names)}",
+            remedy="give the records of every writer: each part once, and one state",
+        )
+    holder: dict[str, str] = {}
+    for file in files:
+        for name in file.own:
+            if holder.setdefault(name, file.name) != file.name:
+                raise UsageError(
+                    f"checkpoint {version} would hold {name!r} twice, in {holder[name]} and {file.name}",
+                    remedy="give what a rank has for itself a name that has its rank or shard in it",
+                )
+
+
+def check_info(info: Info) -> None:
+    """Refuse what could not be read back."""
+    for name, number in (("step", info.step), ("epoch", info.epoch), ("samples", info.samples)):
+        if type(number) is not int or number < 0:
+            raise UsageError(f"Info({name}={number!r}) is not a count", remedy=f"give {name} as an int >= 0")
+    for name, value in info.metrics.items():
+        if not isinstance(value, int | float):
+            raise UsageError(
+                f"metric {name!r} is of type {type(value).__name__}", remedy="give metrics as Python numbers"
+            )

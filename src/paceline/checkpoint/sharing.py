@@ -1,0 +1,28 @@
+"""Which rank writes which tensor. Must not know how they are written."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from paceline.core.errors import UsageError
+
+
+def share_of(tensors: Mapping[str, Tensor], rank: int, world: int) -> list[str]:
+    """The names that `rank` of `world` writes: whole tensors, balanced by bytes, largest first.
+
+    Every rank computes the same division, from names and sizes alone, whatever the order of the mapping.
+    """
+    if not 0 <= rank < world:
+        raise UsageError(f"rank {rank} of {world}", remedy="give 0 <= rank < world")
+    sizes = sorted((-tensor.numel() * tensor.element_size(), name) for name, tensor in tensors.items())
+    loads = [(0, index) for index in range(world)]
+    mine: list[str] = []
+    for negative, name in sizes:
+        load, index = heapq.heappop(loads)
+        heapq.heappush(loads, (load - negative, index))
+        if index == rank:
+            mine.append(name)
+    return sorted(mine)

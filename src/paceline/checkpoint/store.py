@@ -1,0 +1,381 @@
+"""The checkpoints of a run: written in parts, committed at once, found by name, verified when opened.
+
+    v00000012/part-00-of-04.safetensors ... state.json   written first, each durable when its record exists
+    v00000012/manifest.json                              the commit: appears whole, after all it names
+    latest                                               moves after that, and only forward
+    tags.json                                            name -> version
+
+Deleting goes the other way round, manifest first, so that at no moment a manifest names a file that is not
+there. Must not know what the tensors mean, nor when a checkpoint is due.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Final, Literal, final
+
+from paceline.checkpoint import state_json
+from paceline.checkpoint.documents import BrokenDocument, checksum, seal, unseal
+from paceline.checkpoint.manifest import (
+    MANIFEST,
+    STATE,
+    Damage,
+    DamagedCheckpointError,
+    FileRecord,
+    Info,
+    Manifest,
+    check_complete,
+    check_info,
+    folder_name,
+    part_name,
+    version_of,
+)
+from paceline.checkpoint.reading import Checkpoint, examine, read_manifest
+from paceline.checkpoint.retention import Retention, kept, ranked
+from paceline.checkpoint.storage import Storage, open_storage
+from paceline.core.clock import Clock, WallClock
+from paceline.core.errors import PlatformError, UsageError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from paceline.checkpoint.compare import Difference
+    from paceline.checkpoint.export import Format
+
+_log = logging.getLogger(__name__)
+
+LATEST: Final = "latest"
+TAGS: Final = "tags.json"
+
+_TAG: Final = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,63}")
+_RESERVED: Final = re.compile(r"latest|best|v\d+")
+
+OnDamage = Callable[[Damage], None]
+
+
+@final
+class CheckpointStore:
+    """Checkpoints below a path or an fsspec URL. One run at a time saves; any number of processes read."""
+
+    def __init__(self, where: str | os.PathLike[str] | Storage, *, clock: Clock | None = None) -> None:
+        self.storage = where if isinstance(where, Storage) else open_storage(where)
+        self._clock = clock or WallClock()
+        self._highest: int | None = None
+
+    @property
+    def url(self) -> str:
+        return self.storage.url
+
+    # -- saving
+
+    def next_version(self) -> int:
+        """A version that was never used here, reserved: higher than any, also than those deleted since."""
+        if self._highest is None:
+            # Looked up once: the caller waits for this, and a store far away takes its time to list.
+            newest = self._latest()
+            self._highest = max(
+                [0, *self._versions(), *self.tags().values(), *(newest[:1] if newest else ())]
+            )
+        version = self._highest + 1
+        while not self.storage.make_folder(folder_name(version)):
+            version += 1
+        self._highest = version
+        return version
+
+    def write_part(self, version: int, part: int, parts: int, tensors: Mapping[str, Tensor]) -> FileRecord:
+        """Write tensors as one of `parts` files; they are durable when this returns."""
+        from paceline.checkpoint.images import ImageBuffer
+
+        buffer = ImageBuffer()
+        layout = buffer.fill(tensors, sorted(tensors))
+        buffer.wait()
+        return self.write_image(version, part, parts, buffer.image(layout), len(layout.entries))
+
+    def write_image(self, version: int, part: int, parts: int, image: memoryview, tensors: int) -> FileRecord:
+        """Write a part whose file is already laid out in memory."""
+        if not 0 <= part < parts:
+            raise UsageError(f"part {part} of {parts}", remedy="give 0 <= part < parts")
+        record = FileRecord(part_name(part, parts), len(image), checksum(image), tensors)
+        self.storage.write(f"{folder_name(version)}/{record.name}", image)
+        return record
+
+    def write_state(self, version: int, state: dict[str, Any]) -> FileRecord:
+        """Write all that is not a tensor, as JSON."""
+        return self.write_state_bytes(version, state_json.encode(state))
+
+    def write_state_bytes(self, version: int, data: bytes) -> FileRecord:
+        record = FileRecord(STATE, len(data), checksum(data))
+        self.storage.write(f"{folder_name(version)}/{STATE}", memoryview(data))
+        return record
+
+    def commit(self, version: int, files: Iterable[FileRecord], info: Info) -> Manifest:
+        """Make a version whose files are all written the newest checkpoint; before this it does not exist."""
+        records = tuple(sorted(files, key=lambda file: file.name))
+        check_complete(version, records)
+        check_info(info)
+        folder = folder_name(version)
+        for record in records:
+            size = self.storage.size(f"{folder}/{record.name}")
+            if size != record.nbytes:
+                found = "is not there" if size is None else f"has {size} bytes instead of {record.nbytes}"
+                raise PlatformError(
+                    f"checkpoint {version} cannot be committed: {record.name} {found} in {self.url}",
+                    remedy="give a checkpoint folder that every host of the job shares",
+                )
+        manifest = Manifest(version, self._clock.now(), info, records)
+        data = manifest.to_bytes()
+        self.storage.put(f"{folder}/{MANIFEST}", data)
+        newest = self._latest()
+        if newest is None or newest[0] < version:
+            self.storage.put(LATEST, seal({"version": version, "manifest": checksum(data)}))
+        return manifest
+
+    def discard(self, version: int) -> None:
+        """Delete all of a version: one that failed to be saved, or one that nobody needs."""
+        folder = folder_name(version)
+        self.storage.remove(f"{folder}/{MANIFEST}", durable=True)
+        for name in self.storage.names(folder):
+            self.storage.remove(f"{folder}/{name}")
+        self.storage.remove_folder(folder)
+
+    # -- finding
+
+    def manifests(self, on_damage: OnDamage | None = None) -> list[Manifest]:
+        """Every committed checkpoint whose manifest is whole, oldest first; files are not looked at."""
+        found = []
+        for version in self._versions():
+            manifest, damage = read_manifest(self.storage, version)
+            self._tell(damage, on_damage)
+            if manifest is not None:
+                found.append(manifest)
+        return found
+
+    def find(self, which: int | str, *, metric: str = "loss", mode: Literal["min", "max"] = "min") -> int:
+        """The version that a number, a tag, "latest" or "best" stands for."""
+        if isinstance(which, int):
+            return which
+        if which == "latest":
+            return self._newest()
+        if which == "best":
+            best = ranked(self.manifests(), Retention(metric=metric, mode=mode))
+            if not best:
+                raise UsageError(
+                    f"no checkpoint in {self.url} has the metric {metric!r}", remedy="name another metric"
+                )
+            return best[0].version
+        tagged = self.tags().get(which)
+        if tagged is not None:
+            return tagged
+        if re.fullmatch(r"v?\d+", which):
+            return int(which.removeprefix("v"))
+        names = ", ".join(sorted(self.tags())) or "none"
+        raise UsageError(
+            f"there is no checkpoint {which!r} in {self.url} (tags: {names})",
+            remedy="give a version, a tag, 'latest' or 'best'",
+        )
+
+    def open(
+        self, which: int | str = "latest", *, metric: str = "loss", mode: Literal["min", "max"] = "min"
+    ) -> Checkpoint:
+        """A checkpoint, all of it verified and in memory; DamagedCheckpointError says what is wrong."""
+        version = self.find(which, metric=metric, mode=mode)
+        examined = examine(self.storage, version, keep=True)
+        # What a name stands for may be deleted at this moment; then the name stands for another one.
+        while examined.gone and version != (again := self.find(which, metric=metric, mode=mode)):
+            version = again
+            examined = examine(self.storage, version, keep=True)
+        if examined.gone:
+            have = [manifest.version for manifest in self.manifests()]
+            raise UsageError(
+                f"there is no checkpoint {version} in {self.url}",
+                remedy=f"there are {have}" if have else "there is none at all",
+            )
+        if examined.checkpoint is None:
+            raise DamagedCheckpointError(
+                f"checkpoint {version} in {self.url} is damaged:", damage=examined.damage
+            )
+        self._tell(examined.damage, None)
+        return examined.checkpoint
+
+    def newest_good(self, on_damage: OnDamage | None = None) -> Checkpoint | None:
+        """The newest checkpoint that verifies; each damaged one on the way is told, by default to the log."""
+        bad: set[int] = set()
+        while True:
+            before = self._versions()
+            candidates = [version for version in reversed(self._committed(before)) if version not in bad]
+            for version in candidates:
+                examined = examine(self.storage, version, keep=True)
+                self._tell(examined.damage, on_damage)
+                if examined.checkpoint is not None:
+                    return examined.checkpoint
+                if not examined.gone:
+                    bad.add(version)
+            # One that was deleted while it was looked at has made room for a newer one: look again.
+            if not candidates and self._versions() == before:
+                return None
+
+    def verify(self, which: int | str | None = None) -> list[Damage]:
+        """What is wrong with a checkpoint, or with all of them and the files beside them."""
+        if which is not None:
+            version = self.find(which)
+            examined = examine(self.storage, version, keep=False)
+            if examined.gone:
+                return [Damage(version, f"{folder_name(version)}/{MANIFEST}", "is missing")]
+            return list(examined.damage)
+        found = [damage for name in (LATEST, TAGS) for damage in self._document(name)[1]]
+        for version in self._versions():
+            found += examine(self.storage, version, keep=False).damage
+        newest = self._latest()
+        if newest is not None and not any(item.version == newest[0] or item.file == LATEST for item in found):
+            found += self._check_latest(*newest)
+        return found
+
+    def diff(self, before: int | str, after: int | str) -> Difference:
+        """What changed from one checkpoint to another."""
+        from paceline.checkpoint.compare import compare
+
+        return compare(self.open(before), self.open(after))
+
+    def export(
+        self,
+        which: int | str,
+        path: str | os.PathLike[str],
+        *,
+        format: Format = "safetensors",
+        everything: bool = False,
+        overwrite: bool = False,
+    ) -> Path:
+        """Write the model's tensors, or `everything`, as one plain file for other programs."""
+        from paceline.checkpoint.export import export
+
+        tensors = self.open(which).tensors()
+        return export(tensors, path, format=format, everything=everything, overwrite=overwrite)
+
+    # -- tags and deleting
+
+    def tags(self) -> dict[str, int]:
+        """Every tag and its version; empty, with a line in the log, when the file is damaged."""
+        body, damage = self._document(TAGS)
+        self._tell(damage, None)
+        return dict((body or {}).get("tags", {}))
+
+    def tag(self, which: int | str, name: str) -> int:
+        """Give a version a name, or move a name; tagged checkpoints are never deleted by `prune`."""
+        if not _TAG.fullmatch(name) or _RESERVED.fullmatch(name):
+            raise UsageError(
+                f"{name!r} cannot be a tag",
+                remedy="use a letter, then letters, digits and '._-'; not 'latest', 'best' or a version",
+            )
+        version = self.find(which)
+        self._require(version)
+        with self.storage.lock():
+            self._require(version)
+            self._write_tags({**self._tags_or_fail(), name: version})
+        return version
+
+    def untag(self, name: str) -> None:
+        """Take a name away; the checkpoint stays until retention deletes it."""
+        if name not in self.tags():
+            raise UsageError(
+                f"there is no tag {name!r} in {self.url}", remedy=f"there are {sorted(self.tags())}"
+            )
+        with self.storage.lock():
+            tags = self._tags_or_fail()
+            self._write_tags({tag: version for tag, version in tags.items() if tag != name})
+
+    def prune(self, retention: Retention) -> list[int]:
+        """Delete what need not stay, and what saves that never ended left behind; the versions deleted."""
+        if not self._versions():
+            return []
+        with self.storage.lock():
+            body, damage = self._document(TAGS)
+            if damage:
+                # Nobody knows which ones are tagged: nothing is deleted.
+                self._tell(damage, None)
+                return []
+            manifests = self.manifests()
+            newest = self._latest()
+            protected = {*(body or {}).get("tags", {}).values(), *([] if newest is None else [newest[0]])}
+            stay = kept(manifests, retention, protected)
+            committed = {manifest.version for manifest in manifests}
+            removed = sorted(committed - stay)
+            for version in removed:
+                self.discard(version)
+            # A save that is under way has a higher version than any that is committed.
+            folders = [version for version in self._versions() if version < max(committed, default=0)]
+            for version in sorted(set(folders) - set(self._committed(folders))):
+                self.discard(version)
+        return removed
+
+    # -- inside
+
+    def _versions(self) -> list[int]:
+        """Versions that have a folder, oldest first."""
+        return sorted(v for v in map(version_of, self.storage.names("")) if v is not None)
+
+    def _committed(self, versions: Iterable[int]) -> list[int]:
+        """Those that have a manifest. Oldest first: one is deleted only after a newer one was committed."""
+        return [v for v in sorted(versions) if self.storage.size(f"{folder_name(v)}/{MANIFEST}") is not None]
+
+    def _require(self, version: int) -> None:
+        if not self._committed([version]):
+            raise UsageError(
+                f"there is no checkpoint {version} in {self.url}", remedy="see `paceline checkpoint ls`"
+            )
+
+    def _newest(self) -> int:
+        newest = self._latest()
+        if newest is not None and self.storage.size(f"{folder_name(newest[0])}/{MANIFEST}") is not None:
+            return newest[0]
+        manifests = self.manifests()
+        if not manifests:
+            raise UsageError(f"there is no checkpoint in {self.url}", remedy="check the path or the URL")
+        return manifests[-1].version
+
+    def _latest(self) -> tuple[int, str] | None:
+        body, damage = self._document(LATEST)
+        self._tell(damage, None)
+        return None if body is None else (int(body["version"]), str(body["manifest"]))
+
+    def _check_latest(self, version: int, digest: str) -> list[Damage]:
+        path = f"{folder_name(version)}/{MANIFEST}"
+        if self.storage.size(path) is None:
+            return [Damage(version, LATEST, f"points to version {version}, which is not there")]
+        if checksum(self.storage.read(path)) != digest:
+            return [Damage(version, LATEST, f"was written for another {path} than the one that is there")]
+        return []
+
+    def _document(self, name: str) -> tuple[dict[str, Any] | None, list[Damage]]:
+        try:
+            return unseal(self.storage.read(name)), []
+        except FileNotFoundError:
+            return None, []
+        except BrokenDocument as error:
+            return None, [Damage(None, name, str(error))]
+        except OSError as error:
+            return None, [Damage(None, name, f"cannot be read: {error.strerror or error}")]
+
+    def _tags_or_fail(self) -> dict[str, int]:
+        body, damage = self._document(TAGS)
+        if damage:
+            raise DamagedCheckpointError(
+                f"the tags of {self.url} cannot be changed:",
+                damage=tuple(damage),
+                remedy=f"delete {TAGS} and tag again what must stay",
+            )
+        return dict((body or {}).get("tags", {}))
+
+    def _write_tags(self, tags: dict[str, int]) -> None:
+        self.storage.put(TAGS, seal({"tags": dict(sorted(tags.items()))}))
+
+    def _tell(self, damage: Iterable[Damage], on_damage: OnDamage | None) -> None:
+        for item in damage:
+            if on_damage is None:
+                _log.warning("checkpoints in %s: %s", self.url, item)
+            else:
+                on_damage(item)

@@ -1,0 +1,290 @@
+"""`paceline checkpoint`: list, show, verify, compare, tag and export the checkpoints of a run.
+
+Must not import torch until tensors are looked at: listing and verifying need none.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from paceline.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from paceline.checkpoint.compare import Difference
+    from paceline.checkpoint.manifest import Manifest
+    from paceline.checkpoint.store import CheckpointStore
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+
+Run = Annotated[str, typer.Argument(help="A run's folder, or the folder or URL of its checkpoints.")]
+Which = Annotated[str, typer.Argument(help="A version, a tag, 'latest' or 'best'.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+
+
+@app.callback()
+def checkpoint() -> None:
+    """List, verify, compare, tag and export the checkpoints of a run.
+
+    Example: paceline checkpoint ls runs/20250301-120000-train
+    """
+
+
+@app.command("ls")
+def list_all(run: Run, as_json: AsJson = False) -> None:
+    """List the checkpoints, oldest first. Files are not verified.
+
+    Example: paceline checkpoint ls s3://bucket/run/checkpoints --json
+    """
+    store = open_store(run)
+    damage: list[str] = []
+    manifests = store.manifests(lambda item: damage.append(str(item)))
+    tags = store.tags()
+    if as_json:
+        _print_json([_plain(manifest, tags) for manifest in manifests])
+    else:
+        _print_list(manifests, tags)
+    for line in damage:
+        typer.echo(f"damaged: {line}", err=True)
+
+
+@app.command()
+def show(run: Run, which: Which = "latest", as_json: AsJson = False) -> None:
+    """Verify one checkpoint and show what it holds: moment, metrics, files, tensors and state.
+
+    Example: paceline checkpoint show runs/20250301-120000-train best
+    """
+    store = open_store(run)
+    opened = store.open(which)
+    tensors = opened.tensors()
+
+    from paceline.checkpoint.compare import describe
+
+    facts = _plain(opened.manifest, store.tags())
+    if as_json:
+        facts["tensors"] = {name: describe(tensor) for name, tensor in tensors.items()}
+        facts["state"] = sorted(opened.state)
+        _print_json(facts)
+        return
+    for name, value in facts.items():
+        if name != "files":
+            typer.echo(f"{name}: {_shown(value)}")
+    typer.echo("files:")
+    for file in opened.manifest.files:
+        typer.echo(f"  {file.name}  {_size(file.nbytes)}  xxh3_128 {file.checksum}")
+    typer.echo(f"state: {', '.join(sorted(opened.state)) or 'empty'}")
+    typer.echo(f"tensors: {len(tensors)}")
+    for name, tensor in tensors.items():
+        typer.echo(f"  {name}  {describe(tensor)}")
+
+
+@app.command()
+def verify(
+    run: Run, which: Annotated[str | None, typer.Argument(help="Only this one; else all of them.")] = None
+) -> None:
+    """Read every byte and compare it with the checksums; exit code 1 when something is damaged.
+
+    Example: paceline checkpoint verify runs/20250301-120000-train
+    """
+    store = open_store(run)
+    damage = store.verify(which)
+    for item in damage:
+        typer.echo(f"damaged: {item}")
+    if damage:
+        raise typer.Exit(1)
+    checked = (
+        f"checkpoint {store.find(which)}" if which is not None else f"{len(store.manifests())} checkpoints"
+    )
+    typer.echo(f"{checked}: every file is as it was written")
+
+
+@app.command()
+def diff(run: Run, before: Which, after: Which, as_json: AsJson = False) -> None:
+    """Compare two checkpoints bit for bit; exit code 0 in any case.
+
+    Example: paceline checkpoint diff runs/20250301-120000-train 11 latest
+    """
+    difference = open_store(run).diff(before, after)
+    if as_json:
+        from dataclasses import asdict
+
+        _print_json(_finite(asdict(difference)))
+        return
+    _print_difference(difference)
+
+
+@app.command()
+def tag(
+    run: Run,
+    which: Which,
+    name: Annotated[str | None, typer.Argument(help="The name to give.")] = None,
+    remove: Annotated[bool, typer.Option("--remove", help="Take the tag WHICH away instead.")] = False,
+) -> None:
+    """Give a checkpoint a name that protects it from being deleted.
+
+    Example: paceline checkpoint tag runs/20250301-120000-train 12 before-finetuning
+    """
+    store = open_store(run)
+    if remove:
+        if name is not None:
+            raise UsageError(
+                "--remove takes one name", remedy=f"paceline checkpoint tag {run} {which} --remove"
+            )
+        store.untag(which)
+        typer.echo(f"tag {which} removed")
+        return
+    if name is None:
+        raise UsageError("a tag needs a name", remedy=f"paceline checkpoint tag {run} {which} NAME")
+    typer.echo(f"checkpoint {store.tag(which, name)} is now {name}")
+
+
+@app.command()
+def export(
+    run: Run,
+    which: Which,
+    path: Annotated[str, typer.Argument(help="The file to write.")],
+    format: Annotated[
+        str | None, typer.Option("--format", help="safetensors or torch; by default from the file's name.")
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Optimizer and all, not only the model.")] = False,
+    overwrite: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
+) -> None:
+    """Write the model's weights as one safetensors file or as a torch.save file.
+
+    Example: paceline checkpoint export runs/20250301-120000-train best model.safetensors
+    """
+    chosen = format or ("torch" if path.endswith((".pt", ".pth", ".bin", ".ckpt")) else "safetensors")
+    if chosen not in ("safetensors", "torch"):
+        raise UsageError(f"--format {chosen!r}", remedy="use safetensors or torch")
+    written = open_store(run).export(
+        which,
+        path,
+        format="torch" if chosen == "torch" else "safetensors",
+        everything=everything,
+        overwrite=overwrite,
+    )
+    typer.echo(f"{written} ({_size(written.stat().st_size)}, {chosen})")
+
+
+def open_store(run: str) -> CheckpointStore:
+    """The store of a run's folder or of a checkpoints URL; UsageError when nothing is there."""
+    from paceline.checkpoint.manifest import version_of
+    from paceline.checkpoint.store import CheckpointStore
+
+    candidates = (
+        [run]
+        if os.path.basename(run.rstrip("/")) == "checkpoints"
+        else [run.rstrip("/") + "/checkpoints", run]
+    )
+    for candidate in candidates:
+        store = CheckpointStore(candidate)
+        if any(version_of(name) is not None or name == "latest" for name in store.storage.names("")):
+            return store
+    raise UsageError(
+        f"there are no checkpoints in {run}", remedy="give a run's folder, or the URL of its checkpoints"
+    )
+
+
+def _plain(manifest: Manifest, tags: dict[str, int]) -> dict[str, Any]:
+    from paceline.checkpoint.documents import finite
+
+    info = manifest.info
+    return {
+        "version": manifest.version,
+        "created": datetime.fromtimestamp(manifest.created, UTC).isoformat(timespec="seconds"),
+        "step": info.step,
+        "epoch": info.epoch,
+        "samples": info.samples,
+        "workers": info.workers,
+        "parent": info.parent,
+        "tags": sorted(name for name, version in tags.items() if version == manifest.version),
+        "metrics": {name: finite(value) for name, value in info.metrics.items()},
+        "note": info.note,
+        "bytes": manifest.nbytes,
+        "files": [file.to_plain() for file in manifest.files],
+    }
+
+
+def _print_list(manifests: list[Manifest], tags: dict[str, int]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table()
+    for name in ("version", "created (UTC)", "step", "epoch", "size", "parent", "metrics", "tags"):
+        table.add_column(
+            name, justify="right" if name in ("version", "step", "epoch", "size", "parent") else "left"
+        )
+    for manifest in manifests:
+        facts = _plain(manifest, tags)
+        table.add_row(
+            str(manifest.version),
+            facts["created"].removesuffix("+00:00").replace("T", " "),
+            str(manifest.info.step),
+            str(manifest.info.epoch),
+            _size(manifest.nbytes),
+            "" if manifest.info.parent is None else str(manifest.info.parent),
+            _shown(facts["metrics"]),
+            _shown(facts["tags"]),
+        )
+    Console().print(table)
+
+
+def _print_difference(difference: Difference) -> None:
+    for name in difference.added:
+        typer.echo(f"+ {name}")
+    for name in difference.removed:
+        typer.echo(f"- {name}")
+    for change in difference.changed:
+        if change.elements is None:
+            typer.echo(f"~ {change.name}  {change.before} -> {change.after}")
+        else:
+            typer.echo(
+                f"~ {change.name}  {change.before}: {change.elements} elements differ, "
+                f"by at most {change.largest:.6g}"
+            )
+    for item in difference.state:
+        typer.echo(f"~ {item.place}: {_short(item.before)} -> {_short(item.after)}")
+    end = "no difference" if difference.empty else f"{difference.same} tensors are the same bits"
+    typer.echo(f"{difference.before} -> {difference.after}: {end}")
+
+
+def _print_json(value: object) -> None:
+    import json
+
+    typer.echo(json.dumps(value, indent=2, allow_nan=False, default=repr))
+
+
+def _finite(value: Any) -> Any:
+    from paceline.checkpoint.documents import finite
+
+    if isinstance(value, float):
+        return finite(value)
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(
+            f"{name} {number:.6g}" if isinstance(number, float) else f"{name} {number}"
+            for name, number in value.items()
+        )
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _size(nbytes: int) -> str:
+    for unit, width in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if nbytes >= width:
+            return f"{nbytes / width:.1f} {unit}"
+    return f"{nbytes} B"

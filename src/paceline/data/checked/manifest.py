@@ -1,0 +1,141 @@
+"""The manifest of a checked dataset: which files there are and what they must hash to; and words for damage.
+
+One JSON file that carries a checksum of itself. It is written last, so a folder with a manifest is complete.
+Must not know how files are read.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, final
+
+import xxhash
+
+from paceline.core.errors import PlatformError
+
+NAME = "manifest.json"
+_FORMAT = "paceline-shards"
+_VERSION = 1
+
+
+@final
+@dataclass(frozen=True)
+class ShardRecord:
+    """One file: its name, samples and size, and the checksums of all of it and of its index."""
+
+    file: str
+    samples: int
+    bytes: int
+    checksum: str
+    index_checksum: str
+
+
+@final
+@dataclass(frozen=True)
+class Manifest:
+    """All files of a dataset, in the order of their samples."""
+
+    shards: tuple[ShardRecord, ...]
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return list(accumulate((shard.samples for shard in self.shards), initial=0))
+
+    @property
+    def samples(self) -> int:
+        return self._starts[-1]
+
+    def first_sample(self, shard: int) -> int:
+        return self._starts[shard]
+
+    def locate(self, sample: int) -> tuple[int, int]:
+        """The shard that holds a sample, and the number of its record there."""
+        shard = bisect_right(self._starts, sample) - 1
+        return shard, sample - self._starts[shard]
+
+    def to_json(self) -> bytes:
+        plain = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "samples": self.samples,
+            "shards": [asdict(shard) for shard in self.shards],
+        }
+        return json.dumps({**plain, "checksum": _own_checksum(plain)}, indent=1).encode() + b"\n"
+
+    @staticmethod
+    def from_json(text: bytes) -> Manifest:
+        """Raises ManifestDamaged with the reason, for bytes that are not a whole manifest."""
+        try:
+            plain = json.loads(text)
+            claimed = plain.pop("checksum")
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ManifestDamaged(
+                f"it is not a manifest of {len(text)} bytes of JSON with a checksum ({error})"
+            ) from error
+        if claimed != _own_checksum(plain):
+            raise ManifestDamaged(f"its checksum is {_own_checksum(plain)} and it says {claimed}")
+        if plain.get("format") != _FORMAT or plain.get("version") != _VERSION:
+            raise ManifestDamaged(
+                f"it is of format {plain.get('format')!r}, version {plain.get('version')!r}; "
+                f"this Paceline reads {_FORMAT!r}, version {_VERSION}"
+            )
+        names = {field.name for field in fields(ShardRecord)}
+        if any(set(shard) != names for shard in plain["shards"]):
+            raise ManifestDamaged(f"a shard in it is not described by {', '.join(sorted(names))}")
+        if any("/" in shard["file"] or shard["file"].startswith(".") for shard in plain["shards"]):
+            raise ManifestDamaged("a shard in it lies outside of the manifest's own folder")
+        manifest = Manifest(tuple(ShardRecord(**shard) for shard in plain["shards"]))
+        if manifest.samples != plain["samples"]:
+            raise ManifestDamaged(
+                f"it says {plain['samples']} samples and its shards have {manifest.samples}"
+            )
+        return manifest
+
+
+class ManifestDamaged(Exception):  # noqa: N818 - a reason inside this package, never seen outside
+    """Why some bytes are not a manifest."""
+
+
+@final
+@dataclass(frozen=True)
+class Damage:
+    """Something that is not what was written. `shard` and `record` are None where it is not in one."""
+
+    url: str
+    file: str
+    shard: int | None
+    record: int | None
+    reason: str
+
+    def __str__(self) -> str:
+        place = f"{self.url}/{self.file}"
+        if self.record is not None:
+            return f"record {self.record} of shard {self.shard} ({place}): {self.reason}"
+        return (
+            f"shard {self.shard} ({place}): {self.reason}"
+            if self.shard is not None
+            else f"{place}: {self.reason}"
+        )
+
+
+class CorruptShardError(PlatformError):
+    """Bytes of a checked dataset are not what was written, and no replica has them; `damage` says where."""
+
+    usual_remedy = (
+        "restore the file from a copy, pass replicas=[...] to read another one, or "
+        'on_corrupt="skip-and-report" to train without these samples'
+    )
+
+    def __init__(
+        self, message: str, *, damage: tuple[Damage, ...] = (), remedy: str = "", **facts: object
+    ) -> None:
+        super().__init__(message, remedy=remedy, **facts)
+        self.damage = damage
+
+
+def _own_checksum(plain: Any) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode())

@@ -1,0 +1,294 @@
+"""Streams: samples that come in one order and have no numbers, read by one process and dealt out.
+
+A sample's number is its place in the epoch. The order, and what random code inside the dataset draws, depend
+on (seed, epoch) alone: a stream has random generators of its own, which nobody else moves, so it does not
+matter how many samples are taken at a time or what else the process does. Where reading stands is saved in
+O(1) by a dataset with `state_dict` and `load_state_dict`; for any other, `load_state_dict` here reads the
+samples up to that place again, and says so. Must not know who gets the samples.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, final
+
+from torch.utils.data import default_collate
+
+from paceline.core.errors import PacelineError, UsageError, WireError
+from paceline.data.arguments import whole
+from paceline.data.batches import Batch, Indices
+from paceline.data.generators import Generators, new_numpy, one_thread, set_aside
+from paceline.data.randomness import seed_everything
+from paceline.data.records import from_record, to_record
+
+_log = logging.getLogger(__name__)
+
+# Reading draws other numbers than work that happens to have the same seed and epoch.
+_READING = 0x5354524541
+
+
+@final
+class Stream:
+    """Samples of an iterable dataset, of a function that returns an iterator, or of any iterable.
+
+    stream.start(epoch=0, seed=7); stream.take(64); stream.state_dict()
+    """
+
+    size: None = None
+
+    def __init__(
+        self, dataset: Any, *, collate: Callable[[Any], Any] | None = None, resumable: bool = True
+    ) -> None:
+        """`resumable=False`: do not trust the dataset's own state_dict."""
+        self._dataset = dataset
+        self._collate = collate or default_collate
+        self._resumable = resumable
+        self._one_shot = isinstance(dataset, Iterator)
+        self._iterator: Iterator[Any] | None = None
+        self._generators: Generators | None = None
+        self._failure: PacelineError | None = None
+        self._loaded: str | None = None
+        self._as_given: bytes | None = None
+        self._gave_samples = False
+        self._seed = self._epoch = self._position = 0
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    @property
+    def position(self) -> int:
+        """How many samples of this epoch have been taken: the number of the next one."""
+        return self._position
+
+    @property
+    def resumes_at_once(self) -> bool:
+        """Whether a saved place is found again without reading what lies before it."""
+        return self._resumable and self._stateful() is not None
+
+    def start(self, epoch: int = 0, seed: int = 0) -> None:
+        """Begin an epoch at its first sample."""
+        self._begin(whole("epoch", epoch, 0), whole("seed", seed, 0), None)
+
+    def take(self, count: int) -> list[Any]:
+        """The next `count` samples; fewer at the end of the epoch, then none."""
+        if self._iterator is None:
+            self._begin(self._epoch, self._seed, None)
+        if self._failure is not None:
+            raise self._failure
+        samples: list[Any] = []
+        iterator = self._iterator
+        assert iterator is not None
+        try:
+            with self._own_randomness():
+                samples.extend(islice(iterator, count))
+        except PacelineError as error:
+            self._failure = error
+            raise
+        except Exception as error:
+            place = self._position + len(samples)
+            self._failure = UsageError(
+                f"sample {place} of epoch {self._epoch} of {self._name} cannot be read: "
+                f"{type(error).__name__}: {error}",
+                remedy="fix the dataset: what follows in the stream cannot be reached past an error",
+                samples=(place,),
+            )
+            raise self._failure from error
+        self._position += len(samples)
+        self._loaded = None
+        if samples:
+            self._gave_samples = True
+        elif count and not self._position and self._gave_samples:
+            raise UsageError(
+                f"{self._name} gave samples before and gives none in epoch {self._epoch}",
+                remedy="let every iter() (or call) begin anew: return a new iterator each time",
+            )
+        return samples
+
+    def batch(self, samples: list[Any]) -> Batch:
+        """Samples that were taken, collated."""
+        if not samples:
+            return Batch(None, 0)
+        try:
+            return Batch(self._collate(samples), len(samples))
+        except PacelineError:
+            raise
+        except Exception as error:
+            raise UsageError(
+                f"{len(samples)} samples of {self._name} cannot be put into one batch: "
+                f"{type(error).__name__}: {error}",
+                remedy="yield samples of equal shapes and types, or pass a DataLoader with a collate_fn",
+            ) from error
+
+    def fetch(self, indices: Indices) -> Batch:
+        """Consecutive samples from `position` on; those before the first index are read and dropped."""
+        if not len(indices):
+            return Batch(None, 0)
+        first, last = int(indices[0]), int(indices[-1])
+        if last - first + 1 != len(indices) or (indices[1:] - indices[:-1] != 1).any():
+            raise UsageError(
+                f"{self._name} is a stream: it gives samples one after the other, not {indices[:8].tolist()}",
+                remedy="ask for consecutive numbers, or pass a dataset with __getitem__",
+            )
+        if first < self._position:
+            raise UsageError(
+                f"{self._name} is at sample {self._position} and cannot go back to {first}",
+                remedy="start the epoch again: stream.start(epoch, seed)",
+            )
+        self._skip(first - self._position)
+        return self.batch(self.take(len(indices)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where reading stands, as plain JSON data."""
+        return {
+            "epoch": self._epoch,
+            "seed": self._seed,
+            "position": self._position,
+            "resume": self._saved_state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was saved."""
+        try:
+            epoch = whole("epoch", state["epoch"], 0)
+            seed = whole("seed", state["seed"], 0)
+            position = whole("position", state["position"], 0)
+            saved = state.get("resume")
+            resume = None if saved is None else from_record(bytearray(base64.b64decode(saved, validate=True)))
+        except (KeyError, TypeError, ValueError, AttributeError, WireError) as error:
+            if isinstance(error, PacelineError) and not isinstance(error, WireError):
+                raise
+            raise UsageError(
+                f"this is not the state of a stream: {type(error).__name__}: {error}",
+                remedy="pass what state_dict() of a stream returned",
+            ) from error
+        if resume is not None and self._resumable and self._stateful() is not None:
+            self._begin(epoch, seed, resume)
+            self._position, self._loaded = position, saved
+            return
+        self._begin(epoch, seed, None)
+        if position:
+            _log.warning(
+                "%s cannot say where it stands (no state_dict that is exact): "
+                "reading %d samples again to get to sample %d of epoch %d",
+                self._name,
+                position,
+                position,
+                epoch,
+            )
+        self._skip(position)
+
+    def _skip(self, count: int) -> None:
+        target = self._position + count
+        while self._position < target:
+            # In pieces, so that samples that nobody wants are not all in memory at once.
+            if not self.take(min(256, target - self._position)):
+                raise UsageError(
+                    f"{self._name} ended after {self._position} samples, before sample {target}",
+                    remedy="give the run the data that it was started with",
+                )
+
+    def _begin(self, epoch: int, seed: int, resume: Any) -> None:
+        if self._one_shot and (self._gave_samples or self._failure is not None):
+            raise UsageError(
+                f"{self._name} is an iterator: it can be read once, and epoch {epoch} would be another pass",
+                remedy="pass something that can begin again: a function that returns a new iterator, or an "
+                "object whose __iter__ does",
+            )
+        self._iterator = self._failure = self._loaded = None
+        self._epoch, self._seed, self._position = epoch, seed, 0
+        with set_aside(new_numpy()):
+            seed_everything(seed, epoch, _READING)
+            try:
+                self._iterator = self._opened(epoch, resume)
+                if resume is not None:
+                    Generators.from_plain(resume["generators"]).enter()
+            except PacelineError:
+                raise
+            except Exception as error:
+                raise UsageError(
+                    f"{self._name} cannot be opened: {type(error).__name__}: {error}",
+                    remedy="a dataset's __iter__, or a function without arguments, must return an iterator",
+                ) from error
+            self._generators = Generators.current()
+
+    def _opened(self, epoch: int, resume: Any) -> Iterator[Any]:
+        dataset = self._dataset
+        self._rewind()
+        set_epoch = getattr(dataset, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+        if resume is not None and resume["owner"] == "dataset":
+            dataset.load_state_dict(resume["state"])
+        begin = iter(dataset) if isinstance(dataset, Iterable) or not callable(dataset) else iter(dataset())
+        iterator: Iterator[Any] = begin
+        if resume is not None and resume["owner"] == "iterator":
+            begin.load_state_dict(resume["state"])
+        return iterator
+
+    def _rewind(self) -> None:
+        """Every pass begins from the state in which the dataset was handed over, and not where a pass that was
+        left halfway, or a state that was loaded for another one, would have it begin."""
+        dataset = self._dataset
+        if not self._resumable or not _has_state(dataset) or self._one_shot:
+            return
+        if self._as_given is None:
+            try:
+                self._as_given = to_record(dataset.state_dict(), "state")
+            except UsageError as error:
+                self._distrust(error)
+            return
+        dataset.load_state_dict(from_record(bytearray(self._as_given)))
+
+    def _stateful(self) -> tuple[str, Any] | None:
+        for owner, candidate in (("iterator", self._iterator), ("dataset", self._dataset)):
+            if _has_state(candidate):
+                return owner, candidate
+        return None
+
+    def _saved_state(self) -> str | None:
+        if self._loaded is not None:
+            # Nothing was read since, and a generator that has not begun to run says nothing yet.
+            return self._loaded
+        stateful = self._stateful() if self._resumable and self._position and not self._failure else None
+        if stateful is None or self._generators is None:
+            return None
+        owner, holder = stateful
+        state = {"owner": owner, "state": holder.state_dict(), "generators": self._generators.to_plain()}
+        try:
+            return base64.b64encode(to_record(state, "state")).decode()
+        except UsageError as error:
+            self._distrust(error)
+            return None
+
+    def _distrust(self, error: UsageError) -> None:
+        self._resumable = False
+        _log.warning(
+            "the state_dict of %s cannot be saved, so resuming will read the samples before it again: %s",
+            self._name,
+            error.message,
+        )
+
+    @contextmanager
+    def _own_randomness(self) -> Iterator[None]:
+        outside = Generators.current()
+        assert self._generators is not None
+        self._generators.enter()
+        try:
+            with one_thread():
+                yield
+        finally:
+            self._generators = Generators.current()
+            outside.enter()
+
+    @property
+    def _name(self) -> str:
+        return getattr(self._dataset, "__qualname__", None) or type(self._dataset).__qualname__
+
+
+def _has_state(candidate: Any) -> bool:
+    return all(callable(getattr(candidate, name, None)) for name in ("state_dict", "load_state_dict"))

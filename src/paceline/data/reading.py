@@ -1,0 +1,154 @@
+"""Requests in, batches out, in order: in this process, or through the workers that a DataLoader asked for.
+
+The randomness of reading is seeded by the request before it is read, by whoever reads it, so an augmentation
+draws the same numbers with any number of workers; the generators of the calling process are left alone. Must
+not know which samples are asked for, nor why.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import traceback
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from paceline.core.errors import PacelineError, PlatformError, UsageError
+from paceline.data.arrays import ArraySource
+from paceline.data.batches import Batch, Request, Source, can_pin
+from paceline.data.generators import new_numpy, one_thread, set_aside
+from paceline.data.mapped import Loading, MapSource
+from paceline.data.randomness import seed_everything
+
+_log = logging.getLogger(__name__)
+
+_GRACE_SECONDS = 0.2
+
+
+def read(source: Source, requests: Iterable[Request]) -> Iterator[Batch]:
+    """One batch per request, in order. Closing the generator ends its workers."""
+    if isinstance(source, ArraySource):
+        return _read_arrays(source, requests, source.pin_memory and can_pin())
+    loading = source.loading if isinstance(source, MapSource) else Loading()
+    if loading.workers:
+        return _read_by_workers(source, requests, loading)
+    return _read_here(source, requests, loading.pin_memory and can_pin())
+
+
+def _read_arrays(source: ArraySource, requests: Iterable[Request], pin: bool) -> Iterator[Batch]:
+    for request in requests:
+        # Nothing of the user's runs, so there is no randomness to seed.
+        batch = source.fetch(request.indices)
+        yield batch.pin_memory() if pin else batch
+
+
+def _read_here(source: Source, requests: Iterable[Request], pin: bool) -> Iterator[Batch]:
+    numpy = new_numpy()
+    for request in requests:
+        with set_aside(numpy), one_thread():
+            seed_everything(*request.key)
+            batch = source.fetch(request.indices)
+        yield batch.pin_memory() if pin else batch
+
+
+def _read_by_workers(source: Source, requests: Iterable[Request], loading: Loading) -> Iterator[Batch]:
+    with warnings.catch_warnings():
+        # Whoever made the DataLoader has been told already that there are more workers than cores.
+        warnings.filterwarnings("ignore", message="This DataLoader will create")
+        batches = _started(source, requests, loading)
+    try:
+        while True:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            except RuntimeError as error:
+                raise _lost(source, loading, error) from error
+            if isinstance(batch, _Failure):
+                raise batch.error
+            yield batch
+    finally:
+        _end(batches)
+
+
+def _started(source: Source, requests: Iterable[Request], loading: Loading) -> Any:
+    loader: DataLoader[Any] = DataLoader(
+        _Requested(source),
+        batch_size=None,
+        sampler=requests,
+        collate_fn=_as_it_is,
+        num_workers=loading.workers,
+        prefetch_factor=loading.prefetch,
+        pin_memory=loading.pin_memory and can_pin(),
+        timeout=loading.timeout,
+        worker_init_fn=loading.worker_init,
+        multiprocessing_context=loading.context,
+        # The loader draws a number when it starts: not from the generator of the calling process.
+        generator=torch.Generator(),
+    )
+    return iter(loader)
+
+
+def _end(batches: Any) -> None:
+    # torch waits five seconds for a worker that is inside a slow sample, which nobody wants any more.
+    stop = threading.Timer(_GRACE_SECONDS, lambda: [worker.terminate() for worker in batches._workers])
+    stop.start()
+    try:
+        batches._shutdown_workers()
+    except RuntimeError as error:
+        # A worker that was ended before it had set itself up counts as killed; it is gone all the same.
+        _log.debug("while ending the workers of a loader: %s", error)
+    finally:
+        stop.cancel()
+        stop.join()
+
+
+def _lost(source: Source, loading: Loading, error: RuntimeError) -> PacelineError:
+    dataset = source.dataset if isinstance(source, MapSource) else source
+    return PlatformError(
+        f"a worker process of the loader of {type(dataset).__qualname__} failed: {error}",
+        remedy=f"look for a lack of memory; use fewer than num_workers={loading.workers} or a smaller "
+        "prefetch_factor, or num_workers=0 to read in the calling process",
+    )
+
+
+@final
+@dataclass(frozen=True)
+class _Failure:
+    """What reading raised, as a value: torch's loader would rebuild the error from its text alone."""
+
+    error: PacelineError
+
+
+@final
+class _Requested(Dataset[Any]):
+    """A source as the loader's workers see it: an item is a whole request."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def __getitem__(self, request: Request) -> Batch | _Failure:
+        try:
+            seed_everything(*request.key)
+            return self._source.fetch(request.indices)
+        except PacelineError as error:
+            error.add_note("in a worker process of the loader:\n" + traceback.format_exc().rstrip())
+            return _Failure(error)
+        except Exception as error:
+            name = type(self._source).__qualname__
+            wrapped = UsageError(
+                f"{name} could not read samples: {type(error).__name__}: {error}",
+                remedy=f"fix {name}.fetch",
+            )
+            wrapped.__cause__ = error
+            wrapped.add_note("in a worker process of the loader:\n" + traceback.format_exc().rstrip())
+            return _Failure(wrapped)
+
+
+def _as_it_is(item: Any) -> Any:
+    return item

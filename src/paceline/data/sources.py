@@ -1,0 +1,197 @@
+"""The door to data: whatever a user has becomes a `Source`, and `read` turns requests into batches.
+
+    tensors, NumPy arrays, pandas, tuples and dicts of them   ArraySource   memory shared, rows copied out
+    map-style datasets, Hugging Face datasets, DataLoaders    MapSource     one sample at a time, or many
+    iterable datasets, generator functions, iterables         Stream        in order, `size` is None
+
+Must not know which samples are asked for, nor what is learned from them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    TensorDataset,
+    default_collate,
+)
+
+from paceline.core.errors import UsageError
+from paceline.data.arrays import ArraySource, array_source, tensor_dataset_source
+from paceline.data.batches import Batch, Indices, Request, Skipped, SkippedSampleError, Source
+from paceline.data.huggingface import hugging_face_source
+from paceline.data.iterables import Stream
+from paceline.data.mapped import Loading, MapSource
+from paceline.data.reading import read
+
+__all__ = [
+    "ArraySource",
+    "Batch",
+    "Indices",
+    "Loading",
+    "MapSource",
+    "Request",
+    "Skipped",
+    "SkippedSampleError",
+    "Source",
+    "Stream",
+    "as_source",
+    "read",
+]
+
+_log = logging.getLogger(__name__)
+
+_KINDS = (
+    "a tensor, a NumPy array, a pandas object, a tuple or dict of them, a dataset with __len__ and "
+    "__getitem__, a Hugging Face dataset, a DataLoader, an iterable dataset, or a function that returns "
+    "an iterator"
+)
+
+
+def as_source(data: Any) -> Source:
+    """`data` as a source, without reading a sample or copying memory.
+
+    Of a DataLoader the dataset, collate_fn, num_workers, prefetch_factor, pin_memory, timeout, worker_init_fn
+    and multiprocessing_context are taken over. Its batch size and order are not: those belong to the run.
+    """
+    if isinstance(data, ArraySource | MapSource | Stream):
+        return data
+    if isinstance(data, DataLoader):
+        return _from_loader(data)
+    in_memory = array_source(data)
+    if in_memory is not None:
+        return in_memory
+    if type(data) is TensorDataset:
+        return tensor_dataset_source(data)
+    hugging_face = hugging_face_source(data)
+    if hugging_face is not None:
+        return hugging_face
+    if isinstance(data, Source) and not hasattr(data, "__getitem__"):
+        return data
+    if _is_iterable(data):
+        return Stream(data)
+    return MapSource(data, _size_of(data))
+
+
+def _is_iterable(data: Any) -> bool:
+    if isinstance(data, IterableDataset):
+        return True
+    if isinstance(data, dict | str | bytes | type):
+        return False
+    return not hasattr(data, "__getitem__") and (isinstance(data, Iterable) or callable(data))
+
+
+def _size_of(dataset: Any) -> int:
+    name = type(dataset).__qualname__
+    if not hasattr(dataset, "__getitem__") or isinstance(dataset, dict | str | bytes | type):
+        raise UsageError(f"a {name} is no data to train on: {dataset!r:.60}", remedy=f"pass {_KINDS}")
+    try:
+        return len(dataset)
+    except TypeError as error:
+        raise UsageError(
+            f"{name} has __getitem__ and no length, so nobody can say which samples exist: {error}",
+            remedy="define __len__, or make it an IterableDataset",
+        ) from error
+
+
+def _from_loader(loader: DataLoader[Any]) -> Source:
+    dataset: Any = loader.dataset
+    if isinstance(dataset, IterableDataset) or _is_iterable(dataset):
+        return _stream_of_loader(loader, dataset)
+    bulk = _takes_lists(loader)
+    collate: Any = loader.collate_fn
+    _say_what_is_not_used(loader)
+    if type(dataset) is TensorDataset and collate is default_collate and not bulk:
+        # Rows in memory are chosen faster here than a worker process could hand them over.
+        return replace(tensor_dataset_source(dataset), pin_memory=loader.pin_memory)
+    loading = Loading(
+        workers=loader.num_workers,
+        prefetch=loader.prefetch_factor or 2,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init=loader.worker_init_fn,
+        context=loader.multiprocessing_context,
+    )
+    return MapSource(dataset, _size_of(dataset), collate, loading, bulk)
+
+
+def _stream_of_loader(loader: DataLoader[Any], dataset: Any) -> Stream:
+    if loader.batch_size is None:
+        raise UsageError(
+            f"the DataLoader of {type(dataset).__qualname__} has batch_size=None, so its items are batches "
+            "already, and Paceline counts samples",
+            remedy="let the dataset give single samples and set a batch_size (its value is not used)",
+        )
+    if loader.num_workers:
+        _log.warning(
+            "num_workers=%d of the DataLoader is not used: %s is iterable, read by one process, in order",
+            loader.num_workers,
+            type(dataset).__qualname__,
+        )
+    return Stream(dataset, collate=loader.collate_fn)
+
+
+def _takes_lists(loader: DataLoader[Any]) -> bool:
+    """Whether the dataset itself takes a list of numbers; refuses samplers that choose samples themselves."""
+    if loader.batch_size is None and type(loader.batch_sampler) is not BatchSampler:
+        if loader.batch_sampler is not None:
+            raise _own_sampler(loader, "batch_sampler", loader.batch_sampler)
+        sampler: Any = loader.sampler
+        if type(sampler) is BatchSampler:
+            _check_sampler(loader, sampler.sampler)
+            return True
+        raise UsageError(
+            f"the DataLoader of {type(loader.dataset).__qualname__} has batch_size=None: it gives single "
+            "samples and never collates them",
+            remedy="set a batch_size (its value is not used), or pass the dataset itself",
+        )
+    if type(loader.batch_sampler) is not BatchSampler:
+        raise _own_sampler(loader, "batch_sampler", loader.batch_sampler)
+    _check_sampler(loader, loader.batch_sampler.sampler)
+    return False
+
+
+def _check_sampler(loader: DataLoader[Any], sampler: Sampler[Any] | Iterable[Any]) -> None:
+    """Samplers that give every sample once in some order give way to the run's own order."""
+    if type(sampler) is SequentialSampler or isinstance(sampler, DistributedSampler):
+        return
+    if (
+        type(sampler) is RandomSampler
+        and not sampler.replacement
+        and len(sampler) == len(sampler.data_source)
+    ):
+        return
+    if type(sampler).__module__.startswith("paceline."):
+        return
+    raise _own_sampler(loader, "sampler", sampler)
+
+
+def _own_sampler(loader: DataLoader[Any], what: str, sampler: Any) -> UsageError:
+    return UsageError(
+        f"the DataLoader of {type(loader.dataset).__qualname__} has its own {what} "
+        f"({type(sampler).__qualname__}), which chooses samples in a way that Paceline would not follow: "
+        "a run applies every sample of the dataset exactly once per epoch, in an order of its own",
+        remedy="for a part of the samples pass torch.utils.data.Subset(dataset, indices); for repeats, a "
+        "dataset that lists them; else pass the dataset itself",
+    )
+
+
+def _say_what_is_not_used(loader: DataLoader[Any]) -> None:
+    _log.info(
+        "of the DataLoader of %s, batch_size=%s, %s and drop_last=%s are not used: "
+        "global_batch, shuffle and drop_last of the run's configuration decide",
+        type(loader.dataset).__qualname__,
+        loader.batch_size,
+        type(loader.sampler).__qualname__,
+        loader.drop_last,
+    )

@@ -1,0 +1,157 @@
+"""`paceline.session`: a training loop of one's own with the guarantees of `Trainer`.
+
+    with paceline.session(model, optimizer, config) as run:
+        for micro in run.microbatches(dataset):
+            run.backward(F.cross_entropy(model(micro.x), micro.y))
+
+Runs in the ranks that exist: of a spawned function, of torchrun, or this process alone. What happens between
+two micro-batches is in train/run.py. Must not start workers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline.comm.context import DistributedContext
+from paceline.core.errors import UsageError
+from paceline.data.sources import as_source
+from paceline.frontends.joining import prepare, running_job
+from paceline.train import run_setup
+from paceline.train.assembly import Assembled, Given
+from paceline.train.callbacks import Modifier, Observer, RunInfo
+from paceline.train.checks import check
+from paceline.train.config import TrainConfig
+from paceline.train.ending import conclude
+from paceline.train.history import History
+from paceline.train.precision import autocast
+from paceline.train.progress import Progress
+from paceline.train.run import Micro, Run
+from paceline.train.signals import Stopped, StopRequest, listening
+
+
+@contextmanager
+def session(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    config: TrainConfig | None = None,
+    *,
+    callbacks: Sequence[Observer | Modifier] = (),
+) -> Iterator[Session]:
+    """Prepares this process for a run of `model`; `microbatches` of what it gives are the run.
+
+    After the block `run.history` says what happened. SIGTERM and SIGUSR1 finish the step and save; then the
+    block ends with `Stopped`.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"a session trains a module, not a {type(model).__name__}", remedy="build the model before"
+        )
+    config = config or TrainConfig()
+    joined = running_job()
+    with ExitStack() as stack:
+        context = joined if joined is not None else stack.enter_context(DistributedContext(1, 0))
+        settled, folder = prepare(config, context)
+        stop = StopRequest()
+        stack.enter_context(listening(stop.ask))
+        stack.enter_context(run_setup.prepared(settled))
+        run = Session(context, model, optimizer, settled, callbacks, folder, stop)
+        stack.callback(run._close)
+        yield run
+        run._conclude()
+    if run.stopped is not None:
+        raise Stopped(run.stopped, run.history)
+
+
+@final
+class Session:
+    """A run whose loop is the user's; made by `session`."""
+
+    def __init__(
+        self,
+        context: DistributedContext,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        config: TrainConfig,
+        callbacks: Sequence[Observer | Modifier],
+        folder: Any,
+        stop: StopRequest,
+    ) -> None:
+        self.context = context
+        self.config = config
+        self.history: History | None = None
+        self.stopped: str | None = None
+        self._model, self._optimizer, self._callbacks = model, optimizer, callbacks
+        self._folder, self._stop = folder, stop
+        self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self._assembled: Assembled | None = None
+        self._run: Run | None = None
+        self._started = time.perf_counter()
+
+    @property
+    def step(self) -> int:
+        """Committed steps since the start of the run."""
+        return 0 if self._run is None else self._run.position.step
+
+    @property
+    def epoch(self) -> int:
+        return 0 if self._run is None else self._run.position.epoch
+
+    def microbatches(self, data: Any) -> Iterator[Micro]:
+        """The micro-batches that this rank is to compute, to the end of the run."""
+        if self._run is not None:
+            raise UsageError(
+                "microbatches was called twice in one session",
+                remedy="one session is one run: set epochs or max_steps in its TrainConfig",
+            )
+        source = as_source(data)
+        check(self.config, samples=source.size, validation=False)
+        observers = [Progress()] if self.config.progress else []
+        given = Given(
+            self._model, self._optimizer, self.config, source, self._callbacks, self._folder.path, observers
+        )
+        self._assembled = Assembled(self.context, given, self._device, self._stop)
+        self._run = self._assembled.run()
+        if self.context.is_master:
+            self._assembled.callbacks.start(
+                RunInfo(
+                    config=self.config,
+                    workers=self.context.world_size,
+                    total_steps=self._assembled.total_steps,
+                    samples=source.size,
+                    first_step=self._run.position.step,
+                    first_epoch=self._run.position.epoch,
+                    run_dir=str(self._folder.path),
+                    device=str(self._device),
+                )
+            )
+        self._model.train()
+        for micro in self._run.microbatches():
+            with autocast(self.config.precision, self._device):
+                yield micro
+
+    def backward(self, loss: Tensor, metrics: Mapping[str, Any] | None = None) -> None:
+        """The loss of the last micro-batch, a mean over its samples."""
+        if self._run is None:
+            raise UsageError(
+                "backward before the first micro-batch",
+                remedy="loop over run.microbatches(dataset) and call run.backward(loss) in it",
+            )
+        with torch.autocast(self._device.type, enabled=False):
+            self._run.backward(loss, metrics)
+
+    def _conclude(self) -> None:
+        if self._run is None or self._assembled is None:
+            return
+        self.history = conclude(self._run, self._assembled, self._started)
+        self.stopped = self._run.ended if self._run.stopped_on_request else None
+
+    def _close(self) -> None:
+        if self._assembled is not None:
+            self._assembled.close()

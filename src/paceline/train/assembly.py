@@ -1,0 +1,266 @@
+"""Puts a run together from what the user gave: model, objective, optimizer, data and settings; and takes it
+up again from a checkpoint.
+
+Must not know how the process was started, nor walk through the run.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.checkpoint.reading import Checkpoint
+from paceline.checkpoint.store import CheckpointStore
+from paceline.comm.context import DistributedContext
+from paceline.core import events
+from paceline.core.errors import ConfigError
+from paceline.core.journal import Journal
+from paceline.data.plan import Position, deal
+from paceline.data.sources import Source
+from paceline.train import fingerprint, optimizers, state as model_state
+from paceline.train.callbacks import Callbacks, Modifier, Observer
+from paceline.train.config import TrainConfig, changes_of_definition, definition, to_toml
+from paceline.train.dynamic_batch import GradientNoise
+from paceline.train.early_stop import EarlyStopper
+from paceline.train.feed import open_feed
+from paceline.train.optimizers import OptimizerFactory
+from paceline.train.precision import LossScaler
+from paceline.train.recorder import Recorder
+from paceline.train.run import Parts, Run
+from paceline.train.run_folder import RunFolder
+from paceline.train.saving import Contents, Saver
+from paceline.train.schedule import Schedule, total_steps
+from paceline.train.signals import StopRequest
+from paceline.train.step import StepTransaction
+from paceline.train.update import Update
+
+_log = logging.getLogger(__name__)
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a run is made of, on every rank alike. `config` is resolved."""
+
+    module: nn.Module
+    optimizer: OptimizerFactory | torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+    config: TrainConfig
+    data: Source
+    callbacks: Sequence[Observer | Modifier] = ()
+    folder: Path | None = None
+    observers: Sequence[Observer] = field(default_factory=tuple)  # of the main rank only
+
+
+class Assembled:
+    """A run and the parts that have to be closed after it."""
+
+    def __init__(
+        self,
+        context: DistributedContext,
+        given: Given,
+        device: torch.device,
+        stop: StopRequest,
+    ) -> None:
+        self.context, self._given, self._device = context, given, device
+        self.module = given.module
+        config = given.config
+        self.folder = None if given.folder is None else RunFolder(given.folder)
+        self.store = (
+            CheckpointStore(self.folder.checkpoint_url(config))
+            if self.folder is not None and config.checkpoint.enabled
+            else None
+        )
+        self.callbacks = Callbacks([*given.callbacks, *(given.observers if context.is_master else ())])
+        self.journal = None if self.folder is None else Journal(self.folder.journal_file)
+        self.recorder = Recorder(self.callbacks if context.is_master else None, self.journal, device)
+        self.optimizers = optimizers.build(given.optimizer, given.module)
+        self._transaction = StepTransaction(context, given.module, config, device)
+        scaler = LossScaler(config.loss_scaling) if config.precision == "fp16" else None
+        self._update = Update(
+            self._transaction.trained,
+            self.optimizers,
+            clip_norm=config.clip_norm,
+            scaler=scaler,
+            change_gradients=self.callbacks.change_gradients if self.callbacks.changes_gradients else None,
+        )
+        self._noise = None if config.dynamic_batch is None else GradientNoise(config.dynamic_batch)
+        self._early = None if config.early_stopping is None else EarlyStopper(config.early_stopping)
+        blocks = [list(block) for block in deal(self._transaction.shards, context.world_size)]
+        self._feed = open_feed(given.data, config, context, blocks, self._transaction.shards)
+        self.fingerprint = fingerprint.fingerprint(device, torch.get_num_threads())
+        self.total_steps = total_steps(config, given.data.size)
+        self._stop = stop
+        self.config = config
+        self.shards = self._transaction.shards
+        self.workers = context.world_size
+        self.saver: Saver | None = None
+        self.parent: int | None = None
+
+    def run(self, evaluate: Callable[[], tuple[dict[str, float], int]] | None = None) -> Run:
+        """The run at its position: the beginning, or where a checkpoint left it."""
+        self._check_alike()
+        position = self._resume()
+        self._start_journal(position)
+        if self.store is not None:
+            self.saver = Saver(
+                self._given.config.checkpoint,
+                self.store,
+                self.context,
+                parent=self.parent,
+                tell=self.recorder.note,
+                on_saved=self.callbacks.checkpoint,
+            )
+        parts = Parts(
+            context=self.context,
+            config=self._given.config,
+            device=self._device,
+            module=self._given.module,
+            transaction=self._transaction,
+            update=self._update,
+            schedule=Schedule(self._given.config, self.total_steps),
+            feed=self._feed,
+            recorder=self.recorder,
+            callbacks=self.callbacks,
+            stop=self._stop,
+            noise=self._noise,
+            early=self._early,
+            saver=self.saver,
+            evaluate=evaluate,
+            contents=lambda: self.contents(run),
+        )
+        run = Run(parts, position)
+        return run
+
+    def contents(self, run: Run) -> Contents:
+        """Everything that the run is, for a checkpoint."""
+        module, config = self._given.module, self._given.config
+        tensors = {model_state.MODEL + n: t for n, t in model_state.model_tensors(module).items()}
+        tensors |= optimizers.tensors_of(self.optimizers, module)
+        own = {model_state.RESIDUAL + n: t for n, t in self._transaction.residuals().items()}
+        scaler = self._update.scaler
+        plain = {
+            "format": FORMAT,
+            "position": vars(run.position),
+            "model": model_state.model_names(module),
+            "optimizers": optimizers.plain_state_of(self.optimizers, module),
+            "scaler": None if scaler is None else scaler.state_dict(),
+            "dynamic_batch": None if self._noise is None else self._noise.state_dict(),
+            "early_stopping": None if self._early is None else self._early.state_dict(),
+            "modifiers": self.callbacks.state_dict(),
+            "data": {"size": self._given.data.size, "feed": self._feed.state_dict()},
+            "records": self.recorder.state_dict(),
+            "definition": definition(config),
+            "config": to_toml(config),
+            "fingerprint": self.fingerprint,
+        }
+        return Contents(tensors, own, plain)
+
+    def close(self) -> None:
+        self._feed.close()
+        if self.saver is not None:
+            self.saver.close()
+        if self.journal is not None:
+            self.journal.close()
+
+    # taking up a run
+
+    def _check_alike(self) -> None:
+        """Ranks that would compute other bits than the first are refused before the first step."""
+        if self.context.world_size == 1 or self._given.config.mode != "exact":
+            return
+        for rank, theirs in enumerate(self.context.all_gather(self.fingerprint)):
+            fingerprint.check(self.context.broadcast(self.fingerprint), theirs, f"rank {rank}")
+
+    def _resume(self) -> Position:
+        which = self._given.config.resume
+        if which is None or self.store is None:
+            return Position()
+        checkpoint = self._choose(self.store, which)
+        if checkpoint is None:
+            return Position()
+        self._load(checkpoint)
+        self.parent = checkpoint.version
+        return Position(**checkpoint.state["position"])
+
+    def _choose(self, store: CheckpointStore, which: str | int) -> Checkpoint | None:
+        """The first rank looks for it, the others open the same one."""
+        found: Checkpoint | None = None
+        if self.context.is_master:
+            found = store.newest_good() if which == "auto" else store.open(which)
+        version = self.context.broadcast(None if found is None else found.version)
+        if version is None or found is not None:
+            return found
+        return store.open(int(version))
+
+    def _load(self, checkpoint: Checkpoint) -> None:
+        saved, config = checkpoint.state, self._given.config
+        self._check_same_run(checkpoint.version, saved)
+        tensors = checkpoint.tensors()
+        model_state.load_model(self._given.module, tensors)
+        optimizers.load(self.optimizers, self._given.module, saved["optimizers"], tensors)
+        self._transaction.load_residuals(
+            {
+                name.removeprefix(model_state.RESIDUAL): tensor
+                for name, tensor in tensors.items()
+                if name.startswith(model_state.RESIDUAL)
+            }
+        )
+        if self._update.scaler is not None and saved["scaler"] is not None:
+            self._update.scaler.load_state_dict(saved["scaler"])
+        if self._noise is not None and saved["dynamic_batch"] is not None:
+            self._noise.load_state_dict(saved["dynamic_batch"])
+        if self._early is not None and saved["early_stopping"] is not None:
+            self._early.load_state_dict(saved["early_stopping"])
+        self.callbacks.load_state_dict(saved["modifiers"])
+        self.recorder.load_state_dict(saved["records"])
+        self._feed.load_state_dict(saved["data"]["feed"])
+        if config.mode == "exact":
+            fingerprint.check(saved["fingerprint"], self.fingerprint, f"rank {self.context.rank}")
+
+    def _check_same_run(self, version: int, saved: dict[str, Any]) -> None:
+        changes = changes_of_definition(saved["definition"], definition(self._given.config))
+        if saved["data"]["size"] != self._given.data.size:
+            changes.append(f"samples: {saved['data']['size']} -> {self._given.data.size}")
+        if changes:
+            raise ConfigError(
+                f"version {version} belongs to another run than this one: {'; '.join(changes)}",
+                remedy="resume with the settings and the data of the run, or begin anew from its weights "
+                "(paceline checkpoint export)",
+            )
+
+    def _start_journal(self, position: Position) -> None:
+        workers = self.context.all_gather([os.getpid(), socket.gethostname()])
+        for rank, (pid, host) in enumerate(workers):
+            self.recorder.note(events.WorkerStarted(time=time.time(), rank=rank, pid=pid, host=host))
+        size = len(workers)
+        if self.parent is not None:
+            self.recorder.note(
+                events.RunResumed(
+                    time=time.time(),
+                    version=self.parent,
+                    step=position.step,
+                    epoch=position.epoch,
+                    workers=size,
+                )
+            )
+            return
+        self.recorder.note(
+            events.RunStarted(
+                time=time.time(),
+                workers=size,
+                shards=self._transaction.shards,
+                samples=self._given.data.size,
+                definition=definition(self._given.config),
+                fingerprint=self.fingerprint,
+            )
+        )

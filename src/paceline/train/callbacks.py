@@ -1,0 +1,286 @@
+"""Code of the user's own inside the loop: observers watch, modifiers take part.
+
+The loop, with its hook points (marked `*`):
+
+    * observers: on_start(run)                                          # main rank
+      for each epoch:
+          for each step:
+              for each shard of this rank:                              # seeded by (seed, epoch, step, shard)
+                  for each micro batch of the shard:
+    *                 batch = modifiers: change_batch(batch)            # the rank that runs the shard
+                      loss = objective(model, batch); backward
+              gradients = canonical sum over all shards, averaged       # the same bits on every rank
+              unscale (fp16); on overflow no weight changes
+    *         modifiers: change_gradients(parameters)                   # every rank, not after an overflow
+              clip to clip_norm; optimizer.step(); schedule             # the step is committed
+    *         observers: on_step(record)                                # main rank
+    *         reason = modifiers: stop(record)                          # every rank; a reason ends the run
+    *         observers: on_checkpoint(saved)                           # main rank, when one became durable
+              evaluate, every evaluate_every steps:
+    *             observers: on_evaluation(evaluation)                  # main rank
+              begin a checkpoint in the background, every checkpoint.every_steps steps
+          evaluate, if evaluate_every is not set:
+    *         observers: on_evaluation(evaluation)                      # main rank
+    *     observers: on_epoch(record)                                   # main rank
+          begin a checkpoint in the background, every checkpoint.every_epochs epochs
+    * observers: on_end(history)                                        # main rank, also when stopped early
+
+An observer is called on the main rank only and is given frozen records, so it has nothing to change. A
+modifier is called on every rank and must do the same on each: it may depend on its arguments, its own state
+and the seeded generators, never on time, rank or files. Its state is saved with every checkpoint.
+
+Must not know the loop itself, the model or how records are made. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
+
+from paceline.core.errors import UsageError
+from paceline.train.config import TrainConfig
+from paceline.train.history import EpochRecord, Evaluation, History, StepRecord
+
+if TYPE_CHECKING:
+    from torch.nn import Parameter
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class RunInfo:
+    """A run that is about to start; `first_step` is more than 0 for one that goes on from a checkpoint.
+
+    `total_steps` and `samples` are None where nobody can know them (iterable datasets, dynamic batches).
+    """
+
+    config: TrainConfig
+    workers: int
+    total_steps: int | None = None
+    samples: int | None = None
+    first_step: int = 0
+    first_epoch: int = 0
+    run_dir: str | None = None
+    device: str = "cpu"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class SavedCheckpoint:
+    """A checkpoint that is durable; `seconds` is the time it took in the background."""
+
+    version: int
+    step: int
+    epoch: int
+    bytes: int = 0
+    seconds: float = math.nan
+    url: str = ""
+
+
+class Observer:
+    """Watches a run on the main rank. Override what is of interest; nothing given here can be changed."""
+
+    def on_start(self, run: RunInfo) -> None:
+        """Before the first step."""
+
+    def on_step(self, record: StepRecord) -> None:
+        """After each committed step."""
+
+    def on_evaluation(self, evaluation: Evaluation) -> None:
+        """After each pass over the validation data."""
+
+    def on_epoch(self, record: EpochRecord) -> None:
+        """After each epoch and its evaluation."""
+
+    def on_checkpoint(self, saved: SavedCheckpoint) -> None:
+        """Once a checkpoint is durable."""
+
+    def on_end(self, history: History) -> None:
+        """After the last step, also when the run was stopped; not when it failed."""
+
+
+class Modifier:
+    """Takes part in training on every rank, and does the same on each of them."""
+
+    def change_batch(self, batch: Any) -> Any:
+        """Return the micro batch that the objective is to see."""
+        return batch
+
+    def change_gradients(self, parameters: Mapping[str, Parameter]) -> None:
+        """Change `.grad` of parameters in place: averaged over the global batch, before clipping."""
+
+    def stop(self, record: StepRecord) -> str | None:
+        """Return a reason to end the run after this step, or None. `record.seconds` is 0 here."""
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint must keep, as data for JSON."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+
+
+_OBSERVER_HOOKS = tuple(name for name in vars(Observer) if name.startswith("on_"))
+_MODIFIER_HOOKS = tuple(name for name in vars(Modifier) if not name.startswith("_"))
+
+
+@final
+class Callbacks:
+    """A list of observers and modifiers, told apart; each kind is called in the order of the list."""
+
+    def __init__(self, callbacks: Iterable[Observer | Modifier] = ()) -> None:
+        items = list(callbacks)
+        for index, item in enumerate(items):
+            _check(item, index)
+        self.observers = [item for item in items if isinstance(item, Observer)]
+        self.modifiers = [item for item in items if isinstance(item, Modifier)]
+        # Called for every micro batch and step: those that change nothing are not asked.
+        self._batch_changers = [item for item in self.modifiers if _overrides(item, "change_batch")]
+        self._gradient_changers = [item for item in self.modifiers if _overrides(item, "change_gradients")]
+        self._stoppers = [item for item in self.modifiers if _overrides(item, "stop")]
+
+    def start(self, run: RunInfo) -> None:
+        for observer in self.observers:
+            _call(observer, "on_start", run)
+
+    def step(self, record: StepRecord) -> None:
+        for observer in self.observers:
+            _call(observer, "on_step", record)
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        for observer in self.observers:
+            _call(observer, "on_evaluation", evaluation)
+
+    def epoch(self, record: EpochRecord) -> None:
+        for observer in self.observers:
+            _call(observer, "on_epoch", record)
+
+    def checkpoint(self, saved: SavedCheckpoint) -> None:
+        for observer in self.observers:
+            _call(observer, "on_checkpoint", saved)
+
+    def end(self, history: History) -> None:
+        for observer in self.observers:
+            _call(observer, "on_end", history)
+
+    def change_batch(self, batch: Any) -> Any:
+        for modifier in self._batch_changers:
+            batch = _call(modifier, "change_batch", batch)
+            if batch is None:
+                raise UsageError(
+                    f"{_name(modifier)}.change_batch returned None instead of a batch",
+                    remedy="return the batch, also when it was changed in place",
+                )
+        return batch
+
+    @property
+    def may_stop(self) -> bool:
+        return bool(self._stoppers)
+
+    @property
+    def changes_gradients(self) -> bool:
+        return bool(self._gradient_changers)
+
+    def change_gradients(self, parameters: Mapping[str, Parameter]) -> None:
+        for modifier in self._gradient_changers:
+            _call(modifier, "change_gradients", parameters)
+
+    def stop(self, record: StepRecord) -> str | None:
+        """The first modifier's reason; all are asked, so that their states stay equal on every rank."""
+        if not self._stoppers:
+            return None
+        timeless = record.timeless()
+        answers = [(modifier, _call(modifier, "stop", timeless)) for modifier in self._stoppers]
+        for modifier, reason in answers:
+            if reason is not None and not (isinstance(reason, str) and reason):
+                raise UsageError(
+                    f"{_name(modifier)}.stop returned {reason!r}; a reason is text, and None goes on",
+                    remedy='return a sentence such as "the loss is low enough", or None',
+                )
+        return next((f"{_name(modifier)}: {reason}" for modifier, reason in answers if reason), None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The modifiers' states by position and class; empty ones are left out."""
+        states = {_key(i, item): _call(item, "state_dict") for i, item in enumerate(self.modifiers)}
+        return {key: state for key, state in states.items() if state}
+
+    def load_state_dict(self, states: Mapping[str, Any]) -> None:
+        """Give every modifier its state back; a state that nobody here saved is refused."""
+        known = {_key(i, item): item for i, item in enumerate(self.modifiers)}
+        unknown = sorted(set(states) - set(known))
+        if unknown:
+            raise UsageError(
+                f"the checkpoint holds the state of {', '.join(unknown)}, and the modifiers of this run are "
+                f"{', '.join(known) or 'none'}",
+                remedy="resume with the modifiers that the run was started with, in the same order",
+            )
+        for key, item in known.items():
+            if key in states:
+                _call(item, "load_state_dict", states[key])
+
+
+def _check(item: object, index: int) -> None:
+    if isinstance(item, type):
+        raise UsageError(
+            f"callbacks[{index}] is the class {item.__name__} itself, not an object of it",
+            remedy=f"give {item.__name__}()",
+        )
+    watches, takes_part = isinstance(item, Observer), isinstance(item, Modifier)
+    if watches and takes_part:
+        raise UsageError(
+            f"callbacks[{index}], {_name(item)}, is both an Observer and a Modifier: one is called on the "
+            "main rank only and the other on every rank",
+            remedy="split it into two classes",
+        )
+    if not watches and not takes_part:
+        raise UsageError(
+            f"callbacks[{index}] is a {_name(item)}, neither an Observer nor a Modifier",
+            remedy="derive it from paceline.Observer to watch or from paceline.Modifier to change training",
+        )
+    hooks, others = (_OBSERVER_HOOKS, _MODIFIER_HOOKS) if watches else (_MODIFIER_HOOKS, _OBSERVER_HOOKS)
+    # State of an observer's own is its own business; only what the loop would be expected to call is checked.
+    foreign = set(others) - {"state_dict", "load_state_dict"}
+    for name in dir(type(item)):
+        if name in hooks or not (name.startswith("on_") or name in foreign):
+            continue
+        kind, other = ("observer", "Modifier") if watches else ("modifier", "Observer")
+        near = difflib.get_close_matches(name, hooks, n=1, cutoff=0.4)
+        if name in foreign:
+            remedy = f"derive it from paceline.{other}, or rename the method"
+        else:
+            remedy = (f"did you mean {near[0]}? " if near else "") + f"the hooks are {', '.join(hooks)}"
+        raise UsageError(
+            f"{_name(item)}.{name} would never be called: it is no hook of an {kind}", remedy=remedy
+        )
+
+
+def _call(item: Observer | Modifier, hook: str, *arguments: Any) -> Any:
+    method: Callable[..., Any] = getattr(item, hook)
+    try:
+        return method(*arguments)
+    except Exception as error:
+        kind = "observer" if isinstance(item, Observer) else "modifier"
+        raise UsageError(
+            f"the {kind} {_name(item)} raised {type(error).__name__} in {hook}{_where(arguments)}: {error}",
+            remedy=f"fix {_name(item)}.{hook}, or leave this callback out",
+        ) from error
+
+
+def _where(arguments: tuple[Any, ...]) -> str:
+    first = arguments[0] if arguments else None
+    return f" at step {first.step}" if isinstance(first, StepRecord | Evaluation | SavedCheckpoint) else ""
+
+
+def _overrides(item: Modifier, hook: str) -> bool:
+    return getattr(type(item), hook) is not getattr(Modifier, hook)
+
+
+def _name(item: object) -> str:
+    return type(item).__name__
+
+
+def _key(index: int, item: Modifier) -> str:
+    return f"{index}:{_name(item)}"

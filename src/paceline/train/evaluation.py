@@ -1,0 +1,150 @@
+"""Evaluation and prediction, spread over the ranks, with the bits and the order of one process.
+
+The data is cut into batches of one size; whole batches are dealt to the ranks, and what they give is put
+together in the order of the data. Means are weighted by the samples of each batch. Must not know training.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.context import DistributedContext
+from paceline.core.errors import UsageError
+from paceline.data.plan import cut
+from paceline.data.randomness import seed_everything
+from paceline.data.sources import Batch, Request, Source, Stream, read
+from paceline.train.feed import to_device
+from paceline.train.objective import Objective
+from paceline.train.precision import autocast
+
+_EVALUATING = 2  # marks keys of evaluation, apart from those of training
+
+
+@dataclass(frozen=True)
+class Forward:
+    """What a pass over data needs of the run."""
+
+    context: DistributedContext
+    module: nn.Module
+    call: Callable[..., Any]  # the module, compiled where that was asked for
+    device: torch.device
+    precision: str
+    seed: int
+    batch: int
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        modes = [(child, child.training) for child in self.module.modules()]
+        self.module.eval()
+        try:
+            with torch.no_grad(), autocast(self.precision, self.device):
+                yield
+        finally:
+            for child, training in modes:
+                child.training = training
+
+
+def evaluate(forward: Forward, objective: Objective, source: Source) -> tuple[dict[str, float], int]:
+    """Means of loss and metrics over all samples, and how many samples there were; on every rank."""
+    rows: list[list[Any]] = []
+    with forward.evaluating():
+        for number, batch in _dealt(forward, source):
+            scored = objective.evaluate(forward.call, to_device(batch.data, forward.device))
+            values = {"loss": scored.loss, **scored.metrics}
+            rows.append([number, batch.count, {name: float(value) for name, value in values.items()}])
+    told = sorted(row for rank_rows in forward.context.all_gather(rows) for row in rank_rows)
+    total = sum(count for _, count, _ in told)
+    if total == 0:
+        raise UsageError("there is no sample to evaluate", remedy="pass data with at least one sample")
+    names = told[0][2]
+    # The exact sum, rounded once: no order of adding can change it.
+    return {
+        name: math.fsum(count * values[name] for _, count, values in told) / total for name in names
+    }, total
+
+
+def predict(forward: Forward, source: Source) -> Any:
+    """The model's outputs in the order of the data, put together, on the first rank; None elsewhere.
+
+    Of a pair (input, target) the model gets the input; a dict it gets as keyword arguments.
+    """
+    rows: list[list[Any]] = []
+    with forward.evaluating():
+        for number, batch in _dealt(forward, source):
+            data = to_device(batch.data, forward.device)
+            if isinstance(data, tuple | list) and len(data) == 2:
+                data = data[0]
+            output = forward.call(**data) if isinstance(data, dict) else forward.call(data)
+            rows.append([number, to_device(output, torch.device("cpu"))])
+    told = forward.context.gather(rows)
+    if told is None:
+        return None
+    outputs = [output for _, output in sorted((row for rank in told for row in rank), key=lambda row: row[0])]
+    if not outputs:
+        raise UsageError("there is no sample to predict for", remedy="pass data with at least one sample")
+    return _joined(outputs)
+
+
+def _dealt(forward: Forward, source: Source) -> Iterator[tuple[int, Batch]]:
+    """This rank's batches, with their numbers in the order of the data."""
+    numbered = (
+        _dealt_stream(forward, source) if isinstance(source, Stream) else _dealt_by_number(forward, source)
+    )
+    for number, batch in numbered:
+        if batch.count:
+            seed_everything(forward.seed, number, _EVALUATING)
+            yield number, batch
+
+
+def _dealt_by_number(forward: Forward, source: Source) -> Iterator[tuple[int, Batch]]:
+    size = source.size or 0
+    batches = -(-size // forward.batch)
+    first, last = cut(batches, forward.context.world_size)[forward.context.rank]
+    requests = (
+        Request(
+            (forward.seed, number, _EVALUATING),
+            np.arange(number * forward.batch, min((number + 1) * forward.batch, size), dtype=np.int64),
+        )
+        for number in range(first, last)
+    )
+    yield from zip(range(first, last), read(source, requests), strict=True)
+
+
+def _dealt_stream(forward: Forward, stream: Stream) -> Iterator[tuple[int, Batch]]:
+    context, number = forward.context, 0
+    if context.is_master:
+        stream.start(0, forward.seed)
+    while True:
+        parts: list[Any] | None = None
+        if context.is_master:
+            taken = [stream.take(forward.batch) for _ in range(context.world_size)]
+            total = sum(map(len, taken))
+            made = [stream.batch(samples) for samples in taken]
+            parts = [[batch.data, batch.count, total] for batch in made]
+        data, count, total = context.scatter(parts)
+        if not total:
+            return
+        yield number + context.rank, Batch(data, count)
+        number += context.world_size
+
+
+def _joined(outputs: list[Any]) -> Any:
+    first = outputs[0]
+    if isinstance(first, Tensor):
+        return torch.cat(outputs) if first.ndim else torch.stack(outputs)
+    if isinstance(first, dict):
+        return {key: _joined([output[key] for output in outputs]) for key in first}
+    if isinstance(first, tuple | list):
+        return type(first)(_joined([output[i] for output in outputs]) for i in range(len(first)))
+    raise UsageError(
+        f"the model returned a {type(first).__name__}, and predictions are put together from tensors",
+        remedy="return tensors, or tuples, lists or dicts of them",
+    )

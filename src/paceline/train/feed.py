@@ -1,0 +1,225 @@
+"""Which batches a rank reads for a step, and reading ahead of it.
+
+A feed is asked for the step at a position; it answers with how many samples the whole step has, and hands out
+the micro-batches of this rank's shards. Map-style data is read by whoever computes it, by number; a stream is
+read by the first rank, in order, and dealt. Either way the batches of a step depend on the position alone.
+Must not know what is computed from a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.comm.context import DistributedContext
+from paceline.core.errors import UsageError
+from paceline.data.permutation import InOrder, Permutation
+from paceline.data.plan import Position, Slice, slices_of_step
+from paceline.data.sources import Batch, Request, Source, Stream, read
+from paceline.train.config import TrainConfig
+
+_READING = 1  # marks keys of reading, apart from those of computing
+
+
+class Feed(Protocol):
+    @property
+    def size(self) -> int | None:
+        """Samples of an epoch; None where only reading to the end tells."""
+
+    def step(self, position: Position, batch: int) -> int:
+        """Turns to the step at `position` and says how many samples it takes; 0 at the end of an epoch."""
+
+    def batches(self, shard: int) -> Iterator[Batch]:
+        """The micro-batches of the next of this rank's shards, in order."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a position alone does not say, for a checkpoint; the first rank's is the one that counts."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Before the first step of a resumed run."""
+
+    def close(self) -> None: ...
+
+
+@final
+class IndexedFeed:
+    """Samples by number, in a seeded order that is never written down."""
+
+    def __init__(self, source: Source, config: TrainConfig, shards: int, block: Sequence[int]) -> None:
+        assert source.size is not None
+        self.size: int = source.size
+        self._source = source
+        self._config = config
+        self._shards = shards
+        self._block = list(block)
+        self._reader: Iterator[Batch] | None = None
+        self._ready_for: tuple[int, int, int, int] | None = None
+        self._slices: dict[int, Slice] = {}
+        self._left: list[int] = []
+        self._next: tuple[int, int, int, int] | None = None
+
+    def step(self, position: Position, batch: int) -> int:
+        planned = self._planned(position.offset, batch)
+        if planned == 0:
+            return 0
+        here = (position.epoch, position.offset, position.step, batch)
+        if self._ready_for != here:
+            self.close()
+            self._reader = read(self._source, self._requests(*here))
+        self._ready_for = None
+        self._slices = {
+            part.shard: part for part in slices_of_step(position.offset, planned, batch, self._shards)
+        }
+        self._left = list(self._block)
+        epoch, offset, step = position.epoch, position.offset + planned, position.step + 1
+        if self._planned(offset, batch) == 0:
+            epoch, offset = epoch + 1, 0
+        self._next = (epoch, offset, step, batch)
+        return planned
+
+    def batches(self, shard: int) -> Iterator[Batch]:
+        reader = self._reader
+        assert reader is not None
+        for _ in self._slices[shard].pieces(self._config.micro_batch):
+            yield next(reader)
+        self._left.remove(shard)
+        if not self._left:
+            self._ready_for = self._next
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing: samples by number need no more than the position."""
+
+    def close(self) -> None:
+        if isinstance(self._reader, Iterator) and hasattr(self._reader, "close"):
+            self._reader.close()
+        self._reader = self._ready_for = None
+
+    def _planned(self, offset: int, batch: int) -> int:
+        left = self.size - offset
+        return 0 if self._config.drop_last and left < batch else max(0, min(batch, left))
+
+    def _requests(self, epoch: int, offset: int, step: int, batch: int) -> Iterator[Request]:
+        """From a position on, across epochs, so that processes that read ahead stay busy and alive."""
+        config = self._config
+        while config.epochs is None or epoch < config.epochs:
+            order = Permutation(self.size, config.seed, epoch) if config.shuffle else InOrder(self.size)
+            while planned := self._planned(offset, batch):
+                if config.max_steps is not None and step >= config.max_steps:
+                    return
+                for part in slices_of_step(offset, planned, batch, self._shards):
+                    if part.shard not in self._block:
+                        continue
+                    for number, (start, stop) in enumerate(part.pieces(config.micro_batch)):
+                        key = (config.seed, epoch, step, part.shard, number, _READING)
+                        yield Request(key, order.take(start, stop))
+                offset, step = offset + planned, step + 1
+            epoch, offset = epoch + 1, 0
+
+
+@final
+class StreamFeed:
+    """Samples in the order of a stream: the first rank reads, collates and deals them."""
+
+    size = None
+
+    def __init__(
+        self,
+        stream: Stream,
+        config: TrainConfig,
+        context: DistributedContext,
+        blocks: Sequence[Sequence[int]],
+        shards: int,
+    ) -> None:
+        self._stream = stream
+        self._config = config
+        self._context = context
+        self._blocks = blocks
+        self._shards = shards
+        self._dealt: dict[int, list[Batch]] = {}
+        self._opened = False
+        self._saved: dict[str, Any] = {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._saved = state
+
+    def step(self, position: Position, batch: int) -> int:
+        parts = self._deal(position, batch) if self._context.is_master else None
+        planned, held = self._context.scatter(parts)
+        self._dealt = {shard: [Batch(data, count) for data, count in batches] for shard, batches in held}
+        return int(planned)
+
+    def batches(self, shard: int) -> Iterator[Batch]:
+        yield from self._dealt[shard]
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._stream.state_dict() if self._opened else {}
+
+    def close(self) -> None:
+        self._dealt = {}
+
+    def _deal(self, position: Position, batch: int) -> list[Any]:
+        self._seek(position)
+        samples = self._stream.take(batch)
+        if self._config.drop_last and len(samples) < batch:
+            samples = []
+        collated: dict[int, list[list[Any]]] = {}
+        for part in slices_of_step(0, len(samples), batch, self._shards):
+            made = [
+                self._stream.batch(samples[start:stop])
+                for start, stop in part.pieces(self._config.micro_batch)
+            ]
+            collated[part.shard] = [[batch.data, batch.count] for batch in made]
+        return [[len(samples), [[shard, collated[shard]] for shard in block]] for block in self._blocks]
+
+    def _seek(self, position: Position) -> None:
+        stream, config = self._stream, self._config
+        if self._opened and (stream.epoch, stream.position) == (position.epoch, position.offset):
+            return
+        self._opened = True
+        if position.offset == 0:
+            stream.start(position.epoch, config.seed)
+            return
+        saved, self._saved = self._saved, {}
+        if (saved.get("epoch"), saved.get("position")) != (position.epoch, position.offset):
+            saved = {
+                "epoch": position.epoch,
+                "seed": config.seed,
+                "position": position.offset,
+                "resume": None,
+            }
+        stream.load_state_dict(saved)
+
+
+def open_feed(
+    source: Source,
+    config: TrainConfig,
+    context: DistributedContext,
+    blocks: Sequence[Sequence[int]],
+    shards: int,
+) -> IndexedFeed | StreamFeed:
+    if isinstance(source, Stream):
+        return StreamFeed(source, config, context, blocks, shards)
+    if source.size == 0:
+        raise UsageError("the training data is empty", remedy="pass data with at least one sample")
+    return IndexedFeed(source, config, shards, blocks[context.rank])
+
+
+def to_device(data: Any, device: torch.device) -> Any:
+    """`data` with every tensor on the device; containers are rebuilt, anything else is kept."""
+    if isinstance(data, Tensor):
+        return data.to(device, non_blocking=True)
+    if isinstance(data, dict):
+        return {key: to_device(value, device) for key, value in data.items()}
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*(to_device(value, device) for value in data))
+    if isinstance(data, list | tuple):
+        return type(data)(to_device(value, device) for value in data)
+    move = getattr(data, "to", None)
+    return move(device) if callable(move) and not isinstance(data, np.ndarray) else data

@@ -1,0 +1,303 @@
+"""A run on one rank: all its parts, and the steps they take together.
+
+    while the run is not over:
+        a step's position says which samples it takes              feed
+        for each shard of this rank, each of its micro-batches:    handed out, `backward` comes back
+        the shards of all ranks become one gradient                step
+        the gradient changes the model; the step is committed      update
+        what happened is recorded; evaluate, save, stop when due   recorder, evaluation, saving
+
+Both the trainer and a loop of the user's own (`session`) walk through `microbatches`. Must not know how
+workers start, nor where a loss comes from.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.context import DistributedContext
+from paceline.core import events
+from paceline.core.errors import UsageError
+from paceline.data.plan import Position, slices_of_step
+from paceline.data.randomness import seed_everything
+from paceline.data.sources import Batch
+from paceline.train.callbacks import Callbacks
+from paceline.train.config import TrainConfig
+from paceline.train.dynamic_batch import GradientNoise
+from paceline.train.early_stop import EarlyStopper
+from paceline.train.feed import IndexedFeed, StreamFeed, to_device
+from paceline.train.history import Evaluation
+from paceline.train.objective import split_pair
+from paceline.train.recorder import CommittedStep, Recorder
+from paceline.train.saving import Contents, Saver
+from paceline.train.schedule import Schedule
+from paceline.train.signals import StopRequest
+from paceline.train.state import state_hash
+from paceline.train.step import Reduced, StepTransaction, Wishes
+from paceline.train.update import Applied, Update
+
+_log = logging.getLogger(__name__)
+
+Evaluate = Callable[[], tuple[dict[str, float], int]]
+
+
+@final
+@dataclass(frozen=True)
+class Micro:
+    """A micro-batch to compute: `x` and `y` of a pair, or all of it as `data`; `count` samples."""
+
+    data: Any
+    count: int
+    shard: int
+    epoch: int
+    step: int
+
+    @property
+    def x(self) -> Any:
+        return split_pair(self.data)[0]
+
+    @property
+    def y(self) -> Any:
+        return split_pair(self.data)[1]
+
+
+@dataclass
+class Parts:
+    """What a run is put together from; see worker.py and session.py."""
+
+    context: DistributedContext
+    config: TrainConfig
+    device: torch.device
+    module: nn.Module
+    transaction: StepTransaction
+    update: Update
+    schedule: Schedule
+    feed: IndexedFeed | StreamFeed
+    recorder: Recorder
+    callbacks: Callbacks
+    stop: StopRequest
+    noise: GradientNoise | None = None
+    early: EarlyStopper | None = None
+    saver: Saver | None = None
+    evaluate: Evaluate | None = None
+    contents: Callable[[], Contents] | None = None
+
+
+@final
+class Run:
+    """One rank's share of a run; every rank walks through the same steps."""
+
+    def __init__(self, parts: Parts, position: Position | None = None) -> None:
+        self._parts = parts
+        self.position = position or Position()
+        self.ended: str | None = None  # why, before the end of what was asked for
+        self.stopped_on_request = False
+        self._pending = 0  # samples of a micro-batch that was handed out and has not come back
+        self._planned = 0
+        self._counts: list[int] = []
+        self._evaluated_step = -1
+        self._named_unused = self.position.step > 0
+
+    @property
+    def batch(self) -> int:
+        """Samples of the next full step."""
+        noise = self._parts.noise
+        return self._parts.config.global_batch if noise is None else noise.batch
+
+    @property
+    def finished(self) -> bool:
+        config, position = self._parts.config, self.position
+        return (
+            self.ended is not None
+            or (config.max_steps is not None and position.step >= config.max_steps)
+            or (config.epochs is not None and position.epoch >= config.epochs)
+        )
+
+    def microbatches(self) -> Iterator[Micro]:
+        """Every micro-batch of this rank, to the end of the run; after each one `backward` is due."""
+        parts = self._parts
+        feed, transaction = parts.feed, parts.transaction
+        parts.recorder.start_clock()
+        while not self.finished:
+            position = self.position
+            self._planned = feed.step(position, self.batch)
+            if self._planned == 0:
+                self._end_epoch()
+                continue
+            scaler = parts.update.scaler
+            slices = slices_of_step(position.offset, self._planned, self.batch, transaction.shards)
+            self._counts = [part.count for part in slices]
+            transaction.open(position.epoch, position.step, self._counts, scaler.scale if scaler else 1.0)
+            for shard in transaction.block:
+                transaction.start_shard(shard)
+                for batch in feed.batches(shard):
+                    if batch.skipped:
+                        self._say_skipped(batch)
+                    if not batch.count:
+                        continue
+                    self._pending = batch.count
+                    data = to_device(batch.data, parts.device)
+                    yield Micro(data, batch.count, shard, position.epoch, position.step)
+                    if self._pending:
+                        raise UsageError(
+                            f"step {position.step}: a micro-batch of {batch.count} samples was handed out "
+                            "and no backward came back",
+                            remedy="call run.backward(loss) exactly once for every micro-batch",
+                        )
+                transaction.finish_shard(shard)
+            self._commit()
+
+    def backward(self, loss: Tensor, metrics: Mapping[str, Any] | None = None) -> None:
+        """The loss (a mean) of the micro-batch that was handed out last."""
+        if not self._pending:
+            raise UsageError(
+                "backward was called without a micro-batch, or twice for one",
+                remedy="call run.backward(loss) exactly once for every micro-batch",
+            )
+        count, self._pending = self._pending, 0
+        self._parts.transaction.backward(loss, count, metrics)
+
+    def evaluate(self) -> dict[str, float]:
+        """Evaluates now, on every rank, and takes part in early stopping."""
+        parts = self._parts
+        if parts.evaluate is None or self._evaluated_step == self.position.step:
+            return {}
+        parts.recorder.flush()
+        started = time.perf_counter()
+        metrics, samples = parts.evaluate()
+        self._evaluated_step = self.position.step
+        parts.recorder.evaluated(
+            Evaluation(
+                step=self.position.step,
+                epoch=self.position.epoch,
+                metrics=metrics,
+                samples=samples,
+                seconds=time.perf_counter() - started,
+            )
+        )
+        if parts.early is not None:
+            self.ended = self.ended or parts.early.observe(metrics)
+        parts.recorder.start_clock()
+        return metrics
+
+    def save(self) -> None:
+        """Starts a checkpoint of the state as it is, unless this step has one."""
+        parts = self._parts
+        if parts.saver is None or parts.contents is None or parts.saver.saved_step == self.position.step:
+            return
+        parts.recorder.flush()
+        parts.saver.begin(self.position, parts.contents(), self._metrics())
+
+    # inside
+
+    def _commit(self) -> None:
+        parts, config = self._parts, self._parts.config
+        wrote, failed = parts.saver.wrote if parts.saver is not None else (False, False)
+        reduced = parts.transaction.reduce(Wishes(parts.stop.asked(), wrote, failed))
+        step, epoch, batch = self.position.step, self.position.epoch, self.batch
+        # Whatever draws numbers from here on does so on every rank, and must draw the same ones.
+        seed_everything(config.seed, epoch, step, parts.transaction.shards)
+        applied = parts.update.apply(parts.schedule.factor(step, batch), need_norm=parts.noise is not None)
+        if parts.noise is not None:
+            self._observe_noise(reduced, applied)
+        self.position = self.position.after(self._planned, reduced.applied)
+        self._record(reduced, applied, epoch)
+        if parts.saver is not None:
+            parts.saver.settle(reduced.saved, reduced.saves_failed)
+        if config.evaluate_every is not None and self.position.step % config.evaluate_every == 0:
+            self.evaluate()
+        if reduced.stops:
+            self.stopped_on_request = True
+            self.ended = parts.stop.reason or "a signal to another worker"
+        if self.ended is None and parts.saver is not None and parts.saver.due_after_step(self.position.step):
+            self.save()
+
+    def _record(self, reduced: Reduced, applied: Applied, epoch: int) -> None:
+        parts, step = self._parts, self.position.step
+        if not self._named_unused:
+            self._named_unused = True
+            self._say_unused(reduced.unused)
+        audit = parts.config.audit_every
+        numbers = [reduced.loss, *([] if applied.norm is None else [applied.norm]), *reduced.metrics.values()]
+        committed = CommittedStep(
+            step=step,
+            epoch=epoch,
+            samples=reduced.applied,
+            learning_rate=applied.learning_rate,
+            skipped=applied.skipped,
+            hash=state_hash(parts.module) if audit and step % audit == 0 else None,
+            names=tuple(reduced.metrics),
+            has_norm=applied.norm is not None,
+            numbers=torch.stack(numbers) if len(numbers) > 1 else reduced.loss.reshape(1),
+        )
+        record = parts.recorder.commit(committed)
+        if parts.callbacks.may_stop:
+            record = record or parts.recorder.flush()
+            assert record is not None
+            self.ended = parts.callbacks.stop(record)
+
+    def _observe_noise(self, reduced: Reduced, applied: Applied) -> None:
+        noise, norms = self._parts.noise, reduced.shard_square_norms
+        if noise is None or norms is None or applied.norm is None:
+            return
+        counts = self._counts
+        # The shards' gradients were weighted by their share of the samples; the noise is about their means.
+        means = [
+            norm * (self._planned / count) ** 2 if count else 0.0
+            for norm, count in zip(norms.tolist(), counts, strict=True)
+        ]
+        noise.observe(means, counts, float(applied.norm) ** 2)
+
+    def _end_epoch(self) -> None:
+        parts, position = self._parts, self.position
+        if position.offset == 0:
+            raise UsageError(
+                f"epoch {position.epoch} has no full step",
+                remedy="use a smaller global_batch or drop_last=False",
+            )
+        parts.recorder.flush()
+        validation = self.evaluate() if parts.config.evaluate_every is None else {}
+        parts.recorder.end_epoch(position.epoch, validation)
+        self.position = position.next_epoch()
+        if (
+            parts.saver is not None
+            and self.ended is None
+            and parts.saver.due_after_epoch(self.position.epoch)
+        ):
+            parts.saver.forget_step()
+            self.save()
+        parts.recorder.start_clock()
+
+    def _metrics(self) -> dict[str, float]:
+        """What a version is judged by: the newest evaluation, else the loss of the last step."""
+        recorder = self._parts.recorder
+        if recorder.evaluations:
+            return dict(recorder.evaluations[-1].metrics)
+        return {"loss": recorder.steps[-1].loss} if recorder.steps else {}
+
+    def _say_unused(self, unused: tuple[str, ...]) -> None:
+        if unused and self._parts.context.is_master:
+            _log.warning(
+                "the first step gave no gradient to %s: a parameter keeps its value in every step "
+                "in which no sample uses it",
+                ", ".join(unused),
+            )
+
+    def _say_skipped(self, batch: Batch) -> None:
+        for skipped in batch.skipped:
+            self._parts.recorder.note_here(
+                events.SampleSkipped(
+                    time=time.time(),
+                    step=self.position.step,
+                    epoch=self.position.epoch,
+                    index=skipped.index,
+                    reason=skipped.reason,
+                )
+            )

@@ -1,0 +1,181 @@
+"""The folder of a run: where its settings, journal, checkpoints and logs lie, and how the newest is found.
+
+    runs/20250314-150926-train/           UTC, so that names sort by time everywhere
+        config.toml     the settings as they were resolved
+        journal.jsonl   events, one per line
+        checkpoints/    unless checkpoint.url points elsewhere
+        logs/           the workers' output
+
+Folders are made with one atomic mkdir, so that runs started in the same second get `+2`, `+3`, ... and never
+share one. A folder that holds a run is never overwritten. Must not know what is in the files.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+from paceline.core import config as core_config
+from paceline.core.clock import Clock, WallClock
+from paceline.core.errors import ConfigError, PlatformError, UsageError
+from paceline.train.config import TrainConfig, to_toml
+
+RUNS = "runs"
+_DEFAULT_NAME = re.compile(r"(?P<time>\d{8}-\d{6})-(?P<name>[A-Za-z0-9._-]+)(?:\+(?P<copy>\d+))?")
+
+
+@final
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths of one run; made by `create`, `open` or `for_config`."""
+
+    path: Path
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.toml"
+
+    @property
+    def journal_file(self) -> Path:
+        return self.path / "journal.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def checkpoint_url(self, config: TrainConfig) -> str:
+        """Where the run's checkpoints are: `checkpoint.url`, else its own folder."""
+        return str(self.checkpoints) if config.checkpoint.url is None else config.checkpoint.url
+
+    @staticmethod
+    def create(
+        config: TrainConfig, *, root: str | os.PathLike[str] = RUNS, clock: Clock | None = None
+    ) -> RunFolder:
+        """A new run's folder: `config.run_dir`, else a fresh one below `root`."""
+        if config.run_dir is not None:
+            folder = RunFolder(Path(config.run_dir).absolute())
+            _make(folder.path)
+            if folder.config_file.exists() or folder.journal_file.exists():
+                raise UsageError(
+                    f"{folder.path} already holds a run",
+                    remedy='continue it with resume="auto", or choose another run_dir',
+                )
+        else:
+            now = (clock or WallClock()).now()
+            folder = RunFolder(_fresh(Path(root).absolute(), config.name, now))
+        _make(folder.checkpoints)
+        _make(folder.logs)
+        folder.save_config(config)
+        return folder
+
+    @staticmethod
+    def open(path: str | os.PathLike[str]) -> RunFolder:
+        """The folder of a run that was started before."""
+        folder = RunFolder(Path(path).absolute())
+        if not folder.config_file.is_file():
+            what = "has no config.toml" if folder.path.is_dir() else "does not exist"
+            raise UsageError(
+                f"{folder.path} is not the folder of a run: it {what}",
+                remedy="give the folder that TrainConfig(run_dir=...) or the default runs/ made",
+            )
+        _make(folder.checkpoints)
+        _make(folder.logs)
+        return folder
+
+    @staticmethod
+    def for_config(
+        config: TrainConfig, *, root: str | os.PathLike[str] = RUNS, clock: Clock | None = None
+    ) -> RunFolder:
+        """The folder that `config` means: the one to resume in, else a new one.
+
+        With resume="auto" and nothing to resume a new run begins; a version or a tag needs a run.
+        """
+        if config.resume is None:
+            return RunFolder.create(config, root=root, clock=clock)
+        if config.run_dir is not None:
+            folder = RunFolder(Path(config.run_dir).absolute())
+            found = folder if folder.config_file.is_file() else None
+        else:
+            found = find_latest(config.name, root=root)
+        if found is not None:
+            return RunFolder.open(found.path)
+        if config.resume == "auto":
+            return RunFolder.create(config, root=root, clock=clock)
+        place = config.run_dir or f"{root}/*-{config.name}"
+        raise ConfigError(
+            f"resume={config.resume!r}, and there is no run at {place}",
+            remedy='give the run\'s folder as run_dir, or use resume="auto" to start where there is none',
+        )
+
+    def save_config(self, config: TrainConfig) -> None:
+        """Write config.toml in one piece."""
+        part = self.config_file.with_suffix(".toml.part")
+        try:
+            part.write_text(to_toml(config), encoding="utf-8")
+            part.replace(self.config_file)
+        except OSError as error:
+            raise _cannot(self.config_file, error) from error
+
+    def load_config(self) -> TrainConfig:
+        """The settings as they were saved; a schedule that was a function is refused."""
+        return core_config.load(TrainConfig, self.config_file)
+
+
+def find_latest(name: str, *, root: str | os.PathLike[str] = RUNS) -> RunFolder | None:
+    """The newest run called `name` below `root`, by the time in its folder's name."""
+    try:
+        entries = os.listdir(root)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise PlatformError(
+            f"{root} cannot be searched for runs: {error.strerror}", remedy="give the run's folder as run_dir"
+        ) from error
+    found = []
+    for entry in entries:
+        match = _DEFAULT_NAME.fullmatch(entry)
+        if match is None or match["name"] != name:
+            continue
+        folder = RunFolder(Path(root).absolute() / entry)
+        # A folder whose creator died before it wrote the settings never was a run.
+        if folder.config_file.is_file():
+            found.append((match["time"], int(match["copy"] or 1), folder))
+    return max(found, key=lambda run: run[:2])[2] if found else None
+
+
+def _fresh(root: Path, name: str, now: float) -> Path:
+    stem = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}-{name}"
+    _make(root)
+    copy = 1
+    while True:
+        path = root / (stem if copy == 1 else f"{stem}+{copy}")
+        try:
+            path.mkdir()
+        except FileExistsError:
+            copy += 1
+        except OSError as error:
+            raise _cannot(path, error) from error
+        else:
+            return path
+
+
+def _make(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _cannot(path, error) from error
+
+
+def _cannot(path: Path, error: OSError) -> PlatformError:
+    return PlatformError(
+        f"{path} cannot be written: {error.strerror}",
+        remedy="check the path, its permissions and the disk's space, or choose another run_dir",
+    )

@@ -1,0 +1,85 @@
+"""Signals that ask a run to stop: finish the step, save, exit; the second one exits at once.
+
+SIGTERM and SIGUSR1 ask. A run that stopped ends its process with code 75 (EX_TEMPFAIL: saved, start it again
+with resume="auto"). Handlers are installed for the time of a run only, and only in the main thread; the ones
+of before come back. Must not know what stopping means.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, final
+
+STOPPED_EXIT_CODE = 75
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+@final
+class StopRequest:
+    """Whether somebody asked, and who: a signal to this process, or one to the process that started it,
+    which then leaves a file."""
+
+    def __init__(self, file: Path | None = None) -> None:
+        self.reason: str | None = None
+        self._file = file
+
+    def ask(self, reason: str) -> None:
+        self.reason = self.reason or reason
+
+    def asked(self) -> bool:
+        if self.reason is None and self._file is not None and os.path.exists(self._file):
+            self.reason = self._file.read_text() or "a request"
+        return self.reason is not None
+
+
+def leave_request(file: Path, reason: str) -> None:
+    """Asks the run that looks for this file to stop."""
+    part = file.with_suffix(".part")
+    part.write_text(reason)
+    part.replace(file)
+
+
+class Stopped(SystemExit):
+    """Raised by `fit` after a run stopped on request and saved: ends the process with STOPPED_EXIT_CODE.
+
+    `history` is how far it came. Catch it to do something else than exit.
+    """
+
+    def __init__(self, reason: str, history: Any) -> None:
+        super().__init__(STOPPED_EXIT_CODE)
+        self.reason = reason
+        self.history = history
+
+    def __str__(self) -> str:
+        return f"stopped by {self.reason}: saved, start again with resume='auto'"
+
+
+@contextmanager
+def listening(on_first: Callable[[str], None]) -> Iterator[None]:
+    """Calls `on_first` with the signal's name at the first one; ends the process at the second."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    asked = False
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            # Not sys.exit: whatever this process is doing right now may never return to Python code that
+            # lets an exception through.
+            os._exit(128 + number)
+        asked = True
+        on_first(signal.Signals(number).name)
+
+    previous = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)

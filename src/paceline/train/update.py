@@ -1,0 +1,110 @@
+"""What a summed gradient does to the model: unscale, clip, change by modifiers, learning rate, optimizer.
+
+The second half of a step, the commit. Every rank does the same to the same numbers, so every rank ends with
+the same bits. Must not know where the gradient comes from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from paceline.train.precision import LossScaler
+
+ChangeGradients = Callable[[Mapping[str, Parameter]], None]
+
+
+@dataclass(frozen=True)
+class Applied:
+    """How the step went; the norm may still be on the device, and is None when nobody needed it."""
+
+    norm: Tensor | None
+    skipped: bool  # an overflow of fp16: the parameters are as they were
+    learning_rate: float
+
+
+@final
+class Update:
+    def __init__(
+        self,
+        parameters: Mapping[str, Parameter],
+        optimizers: Sequence[Optimizer],
+        *,
+        clip_norm: float | None,
+        scaler: LossScaler | None,
+        change_gradients: ChangeGradients | None = None,
+    ) -> None:
+        self._parameters = parameters
+        self._optimizers = optimizers
+        self._clip_norm = clip_norm
+        self.scaler = scaler
+        self._change = change_gradients
+        # The learning rates that the schedule multiplies; a resumed run finds them in the groups.
+        for group in self._groups():
+            group.setdefault("initial_lr", float(group["lr"]))
+
+    def apply(self, factor: float, *, need_norm: bool = False) -> Applied:
+        """One optimizer step with learning rates of `factor` times the initial ones."""
+        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
+        norm: Tensor | None = None
+        if self.scaler is not None:
+            _scale(gradients, 1.0 / self.scaler.scale)
+            overflow = not all_finite(gradients)
+            self.scaler.update(overflow)
+            if overflow:
+                return Applied(None, True, self._learning_rate())
+        if self._change is not None:
+            self._change(self._parameters)
+            gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
+        if self._clip_norm is not None or need_norm:
+            norm = total_norm(gradients)
+        if self._clip_norm is not None and norm is not None:
+            # As torch's clip_grad_norm_: a product instead of a branch, so that a GPU is not waited for.
+            _scale(gradients, torch.clamp(self._clip_norm / (norm + 1e-6), max=1.0))
+        for group in self._groups():
+            wanted = group["initial_lr"] * factor
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(wanted)
+            else:
+                group["lr"] = wanted
+        for optimizer in self._optimizers:
+            optimizer.step()
+        return Applied(norm, False, self._learning_rate())
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
+
+    def _learning_rate(self) -> float:
+        return float(self._groups()[0]["lr"])
+
+
+def total_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """The norm of all gradients together, from the norms of each: the same bits wherever they lie."""
+    if not gradients:
+        return torch.zeros(())
+    dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+    norms = torch._foreach_norm(dense)
+    together: Tensor = torch.linalg.vector_norm(
+        torch.stack([norm.to(norms[0].device, norms[0].dtype) for norm in norms])
+    )
+    return together
+
+
+def all_finite(gradients: Sequence[Tensor]) -> bool:
+    return not gradients or math.isfinite(float(total_norm(gradients)))
+
+
+def _scale(gradients: Sequence[Tensor], factor: float | Tensor) -> None:
+    dense = [g for g in gradients if not g.is_sparse]
+    if dense:
+        torch._foreach_mul_(dense, factor)
+    for gradient in gradients:
+        if gradient.is_sparse:
+            gradient.mul_(factor)

@@ -1,0 +1,160 @@
+"""What one worker does for `Trainer`: the whole of training, of an evaluation or of a prediction.
+
+The loop itself is three lines of `train`; what happens between two of its turns is in run.py. Must not know
+how the worker was started.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.context import DistributedContext
+from paceline.data.sources import as_source
+from paceline.train import evaluation, run_setup
+from paceline.train.assembly import Assembled, Given
+from paceline.train.callbacks import Modifier, Observer, RunInfo
+from paceline.train.config import TrainConfig
+from paceline.train.ending import conclude
+from paceline.train.evaluation import Forward
+from paceline.train.history import History
+from paceline.train.objective import Objective
+from paceline.train.precision import autocast
+from paceline.train.progress import Progress
+from paceline.train.run import Micro, Run
+from paceline.train.signals import StopRequest, listening
+from paceline.train.state import model_tensors
+
+
+@dataclass(frozen=True)
+class TrainJob:
+    """All of a training run, as it travels to the workers. `config` is resolved."""
+
+    model: nn.Module | Callable[[], nn.Module]
+    objective: Callable[..., Any]
+    optimizer: Any
+    config: TrainConfig
+    train: Any
+    validation: Any = None
+    callbacks: Sequence[Observer | Modifier] = ()
+    folder: Path | None = None
+    stop_file: Path | None = None
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What comes back from a worker; only the main rank sends history and weights."""
+
+    history: History | None
+    weights: dict[str, Tensor]
+    stopped: str | None
+
+
+def train(context: DistributedContext, job: TrainJob) -> Trained:
+    """Trains on this rank, together with the others of the context."""
+    config = job.config
+    stop = StopRequest(job.stop_file)
+    with ExitStack() as stack:
+        stack.enter_context(listening(stop.ask))
+        stack.enter_context(run_setup.prepared(config))
+        started = time.perf_counter()
+        device = run_setup.choose_device(config, context.rank)
+        module = run_setup.build_model(job.model, config.seed).to(device).train()
+        objective = Objective(job.objective)
+        objective.to(device)
+        stack.enter_context(run_setup.recomputing(module, config.activation_checkpointing))
+        call = torch.compile(module) if config.compile else module
+        observers = [Progress()] if config.progress else []
+        given = Given(
+            module, job.optimizer, config, as_source(job.train), job.callbacks, job.folder, observers
+        )
+        assembled = Assembled(context, given, device, stop)
+        stack.callback(assembled.close)
+        forward = _forward(context, module, call, device, config)
+        validation = None if job.validation is None else as_source(job.validation)
+        evaluate = None if validation is None else lambda: evaluation.evaluate(forward, objective, validation)
+        run = assembled.run(evaluate)
+        if context.is_master:
+            assembled.callbacks.start(_info(run, assembled, given, device))
+
+        for micro in run.microbatches():
+            try:
+                with autocast(config.precision, device):
+                    scored = objective.score(call, assembled.callbacks.change_batch(micro.data))
+                run.backward(scored.loss, scored.metrics)
+            except Exception as error:
+                error.add_note(_where(micro, given))
+                raise
+
+        history = conclude(run, assembled, started)
+        stopped = run.ended if run.stopped_on_request else None
+        if history is None:
+            return Trained(None, {}, stopped)
+        weights = {name: tensor.detach().cpu() for name, tensor in model_tensors(module).items()}
+        return Trained(history, weights, stopped)
+
+
+def evaluate(context: DistributedContext, job: TrainJob) -> dict[str, float]:
+    """Loss and metrics of the model on `job.train`."""
+    with run_setup.prepared(job.config):
+        device, module = _placed(context, job)
+        objective = Objective(job.objective)
+        objective.to(device)
+        forward = _forward(context, module, module, device, job.config)
+        return evaluation.evaluate(forward, objective, as_source(job.train))[0]
+
+
+def predict(context: DistributedContext, job: TrainJob) -> Any:
+    """The model's outputs for `job.train`, on the main rank."""
+    with run_setup.prepared(job.config):
+        device, module = _placed(context, job)
+        forward = _forward(context, module, module, device, job.config)
+        return evaluation.predict(forward, as_source(job.train))
+
+
+def _placed(context: DistributedContext, job: TrainJob) -> tuple[torch.device, nn.Module]:
+    device = run_setup.choose_device(job.config, context.rank)
+    return device, run_setup.build_model(job.model, job.config.seed).to(device)
+
+
+def _forward(
+    context: DistributedContext,
+    module: nn.Module,
+    call: Callable[..., Any],
+    device: torch.device,
+    config: TrainConfig,
+) -> Forward:
+    batch = config.micro_batch or -(-config.global_batch // (config.shards or config.workers))
+    return Forward(context, module, call, device, config.precision, config.seed, batch)
+
+
+def _info(run: Run, assembled: Assembled, given: Given, device: torch.device) -> RunInfo:
+    return RunInfo(
+        config=given.config,
+        workers=assembled.workers,
+        total_steps=assembled.total_steps,
+        samples=given.data.size,
+        first_step=run.position.step,
+        first_epoch=run.position.epoch,
+        run_dir=None if given.folder is None else str(given.folder),
+        device=str(device),
+    )
+
+
+def _where(micro: Micro, given: Given) -> str:
+    text = f"in epoch {micro.epoch}, step {micro.step}, shard {micro.shard}, a micro-batch of {micro.count}"
+    batch, size = given.config.global_batch, given.data.size
+    if micro.count == 1 and batch > 1 and size is not None and size % batch:
+        text += (
+            f"\nthe last batch of an epoch holds {size} % {batch} = {size % batch} samples, cut into "
+            f"{given.config.shards} shards; where one sample is too few (BatchNorm), use drop_last=True or "
+            "another global_batch"
+        )
+    return text
