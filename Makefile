@@ -17,8 +17,8 @@ help: ## show this list
 
 setup: $(STAMP) ## create .venv and install Paceline with its development tools
 
-demo: $(STAMP) ## start 4 ranks and all-reduce with every algorithm
-	$(BIN)/python examples/demo_comm.py
+demo: $(STAMP) ## train on real images with 4 workers and with 1, and compare the bits
+	$(BIN)/python examples/demo_train.py
 
 test: system check ## everything that must pass: check, then the tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

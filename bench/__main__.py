@@ -9,7 +9,21 @@ import sys
 
 from paceline.core.errors import PacelineError, UnavailableError
 
-MODULES = ("all_reduce", "canonical", "counts", "network", "disagreement", "spawn_latency", "cycles")
+MODULES = (
+    "all_reduce",
+    "canonical",
+    "counts",
+    "network",
+    "disagreement",
+    "spawn_latency",
+    "cycles",
+    "seek",
+    "same_bits",
+    "train_speed",
+    "checkpoint_stall",
+    "gpu",
+    "gpu_bits",
+)
 
 
 def main() -> int:

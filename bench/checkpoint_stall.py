@@ -42,7 +42,8 @@ class Cost:
     @property
     def slowdown(self) -> float:
         pairs = zip(self.saving, self.plain, strict=True)
-        return statistics.median(saving / plain - 1 for saving, plain in pairs)
+        # Less than nothing is noise.
+        return max(0.0, statistics.median(saving / plain - 1 for saving, plain in pairs))
 
     @property
     def per_save(self) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -95,7 +96,7 @@ def run() -> Report:
         for _ in range(ROUNDS):
             for name, contender in contenders.items():
                 times[name].append(contender())
-                print(f"{name}: {times[name][-1] * 1e3:.2f} ms a step", flush=True)
+                print(f"{name}: {times[name][-1] * 1e3:.2f} ms a step", file=sys.stderr, flush=True)
     report = Report(
         "gpu",
         f"GPT of 124 M parameters, batch {gpt_loop.BATCH} x {gpt_loop.CONTEXT}, bf16, compiled, "

@@ -2,7 +2,8 @@
 
 Three models, each with and without accumulation, on 1, 2, 3, 4 and 6 workers with the same shards; then
 stopped at a random step by SIGTERM and by SIGKILL of every process, and resumed on another number of workers.
-A row is right when all its hashes are one. As a control another seed must give another hash.
+A column is right when all its hashes are one. A resumed run must really go on from a checkpoint, and as a
+control another seed must give another hash.
 """
 
 from __future__ import annotations
@@ -24,27 +25,53 @@ STOPS: tuple[tuple[Manner, int, int], ...] = (("SIGTERM", 3, 2), ("SIGKILL", 2, 
 RANDOM = 2026
 
 
+@dataclass(frozen=True)
+class Stop:
+    """A run that was ended after step `reached` and whose next start began with step `resumed` + 1."""
+
+    manner: Manner
+    before: int
+    after: int
+    reached: int
+    resumed: int
+
+    @property
+    def right(self) -> bool:
+        """After SIGTERM nothing is done twice; SIGKILL may cost the steps since the newest checkpoint."""
+        return self.resumed == self.reached if self.manner == "SIGTERM" else self.resumed > 0
+
+    def __str__(self) -> str:
+        moved = f"{self.before} to {self.after} workers"
+        return (
+            f"{self.manner} after step {self.reached} of {bits.STEPS}, {moved}, from step {self.resumed} on"
+        )
+
+
 @dataclass
-class Row:
+class Column:
     """Hashes of one model's runs by what was done to them."""
 
     case: Case
     micro_batch: int | None
     hashes: dict[str, str] = field(default_factory=dict)
-    stops: list[str] = field(default_factory=list)
+    stops: list[Stop] = field(default_factory=list)
 
     @property
     def title(self) -> str:
         return f"{self.case.title}, {'with' if self.micro_batch else 'no'} accumulation"
 
+    @property
+    def heading(self) -> str:
+        return f"{self.case.name}, micro batch {self.micro_batch}" if self.micro_batch else self.case.name
 
-def measure(case: Case, micro_batch: int | None, dice: random.Random, folder: Path) -> Row:
+
+def measure(case: Case, micro_batch: int | None, dice: random.Random, folder: Path) -> Column:
     """Undisturbed runs, then interrupted ones."""
-    row = Row(case, micro_batch)
+    column = Column(case, micro_batch)
     for workers in WORKERS:
         run_dir = str(folder / f"{workers}-workers")
         history = bits.fit(case, workers=workers, micro_batch=micro_batch, run_dir=run_dir)
-        row.hashes[str(workers)] = history.state_hash
+        column.hashes[str(workers)] = history.state_hash
     for manner, before, after in STOPS:
         run_dir_of_both = folder / manner
         # Late enough for a checkpoint, early enough that the signal arrives before the end.
@@ -62,48 +89,39 @@ def measure(case: Case, micro_batch: int | None, dice: random.Random, folder: Pa
             resume="auto",
             checkpoint=bits.saving(EVERY),
         )
-        row.hashes[manner] = history.state_hash
-        row.stops.append(f"{manner} at step {reached}, {before} to {after} workers")
-    return row
+        column.hashes[manner] = history.state_hash
+        column.stops.append(Stop(manner, before, after, reached, history.steps[0].step - 1))
+    return column
 
 
 def run() -> Report:
     """state_hash for 1 to 6 workers, and after stops."""
     dice = random.Random(RANDOM)
-    rows = []
+    columns = []
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
         for case in CASES.values():
             for micro_batch in (None, MICRO_BATCH):
-                rows.append(measure(case, micro_batch, dice, Path(folder, f"{case.name}-{micro_batch}")))
+                columns.append(measure(case, micro_batch, dice, Path(folder, f"{case.name}-{micro_batch}")))
         case = CASES["mlp"]
         other = bits.fit(case, workers=2, run_dir=str(Path(folder, "other")), seed=bits.SEED + 1).state_hash
     report = Report(
         "same_bits",
         f"state_hash after {bits.EPOCHS} epochs of {bits.SAMPLES} samples, global batch {bits.GLOBAL_BATCH}",
-        (
-            "model",
-            "shards",
-            "micro batch",
-            *(f"{workers} workers" if workers > 1 else "1 worker" for workers in WORKERS),
-            *(manner for manner, _, _ in STOPS),
-            "stopped",
-        ),
-        data={"hashes": {row.title: row.hashes for row in rows}},
+        ("run", *(column.heading for column in columns)),
+        data={"hashes": {column.title: column.hashes for column in columns}},
+        notes=[f"{column.heading}: {stop}" for column in columns for stop in column.stops],
     )
-    for row in rows:
-        report.rows.append(
-            (
-                row.case.title,
-                str(row.case.shards),
-                str(row.micro_batch or "-"),
-                *(text[:8] for text in row.hashes.values()),
-                "; ".join(row.stops),
-            )
-        )
-        count = len(set(row.hashes.values()))
-        what = f"{row.title}: different hashes of {len(row.hashes)} runs"
+    for name in columns[0].hashes:
+        run_text = f"{name} workers" if name.isdigit() else name
+        report.rows.append((run_text, *(column.hashes[name][:8] for column in columns)))
+    for column in columns:
+        count = len(set(column.hashes.values()))
+        what = f"{column.title}: different hashes of {len(column.hashes)} runs"
         report.targets.append(Target(what, count, 1, at_least=False, unit=""))
-    control = len({other, rows[0].hashes["1"]})
+    stops = [stop for column in columns for stop in column.stops]
+    right = sum(stop.right for stop in stops)
+    report.targets.append(Target("resumed where the checkpoint was", right, len(stops), unit=" runs"))
+    control = len({other, columns[0].hashes["1"]})
     report.targets.append(Target("control: different hashes of two seeds", control, 2, unit=""))
     return report
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import statistics
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -72,7 +73,10 @@ def measure(work: Workload, workers: int) -> Row:
             for name in order:
                 times[name].append(contenders[name]())
             order = [*order[1:], order[0]]
-    return Row(work, workers, times)
+    row = Row(work, workers, times)
+    said = ", ".join(f"{name} {row.milliseconds(name)} ms" for name in times)
+    print(f"{workers} workers, {work.title}: {said}", file=sys.stderr, flush=True)
+    return row
 
 
 def _installed() -> list[str]:

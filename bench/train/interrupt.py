@@ -16,6 +16,7 @@ from typing import Literal
 import psutil
 
 from paceline.core.errors import CommTimeoutError, UsageError
+from paceline.train.signals import STOPPED_EXIT_CODE
 
 Manner = Literal["SIGTERM", "SIGKILL"]
 
@@ -48,8 +49,9 @@ def stop_at(command: Sequence[str], run_dir: Path, step: int, manner: Manner) ->
             f"the run ended by itself before {manner} reached it at step {step}",
             remedy="stop it at an earlier step or give it more to do",
         )
-    if manner == "SIGTERM" and process.returncode < 0:
-        raise UsageError(f"SIGTERM killed the run instead of stopping it\n{errors[-2000:]}")
+    wanted = STOPPED_EXIT_CODE if manner == "SIGTERM" else -signal.SIGKILL
+    if process.returncode != wanted:
+        raise UsageError(f"the run ended with {process.returncode}, not {wanted}\n{errors[-2000:]}")
     return newest_step(journal)
 
 

@@ -34,6 +34,12 @@ if TYPE_CHECKING:
         UsageError as UsageError,
         WireError as WireError,
     )
+    from paceline.data.checked import CheckedShards as CheckedShards, write_shards as write_shards
+    from paceline.data.partition import (
+        DataPartitioner as DataPartitioner,
+        balance_workload as balance_workload,
+    )
+    from paceline.data.sampler import DistributedSampler as DistributedSampler
     from paceline.frontends.process_group import (
         all_gather as all_gather,
         all_reduce as all_reduce,
@@ -54,11 +60,6 @@ if TYPE_CHECKING:
         scatter as scatter,
         send as send,
     )
-    from paceline.data.partition import (
-        DataPartitioner as DataPartitioner,
-        balance_workload as balance_workload,
-    )
-    from paceline.data.sampler import DistributedSampler as DistributedSampler
     from paceline.frontends.session import session as session
     from paceline.frontends.spawn import spawn as spawn
     from paceline.frontends.trainer import Trainer as Trainer
@@ -73,6 +74,7 @@ if TYPE_CHECKING:
         TrainConfig as TrainConfig,
     )
     from paceline.train.history import History as History
+    from paceline.train.report import write_report as write_report
     from paceline.train.signals import STOPPED_EXIT_CODE as STOPPED_EXIT_CODE, Stopped as Stopped
     from paceline.train.state import state_hash as state_hash
 
@@ -118,6 +120,7 @@ _MODULES = {
         "scatter",
         "send",
     ),
+    "paceline.data.checked": ("CheckedShards", "write_shards"),
     "paceline.data.partition": ("DataPartitioner", "balance_workload"),
     "paceline.data.sampler": ("DistributedSampler",),
     "paceline.frontends.session": ("session",),
@@ -134,6 +137,7 @@ _MODULES = {
         "TrainConfig",
     ),
     "paceline.train.history": ("History",),
+    "paceline.train.report": ("write_report",),
     "paceline.train.signals": ("STOPPED_EXIT_CODE", "Stopped"),
     "paceline.train.state": ("state_hash",),
 }

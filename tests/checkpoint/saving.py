@@ -11,7 +11,7 @@ from paceline.checkpoint.manifest import Info, Manifest
 from paceline.checkpoint.reading import Checkpoint
 from paceline.checkpoint.retention import Retention
 from paceline.checkpoint.store import CheckpointStore
-from paceline.checkpoint.writer import share_of
+from paceline.checkpoint.writer import BackgroundWriter, Finished, share_of
 
 
 def tensors_at(step: int) -> dict[str, Tensor]:
@@ -52,6 +52,13 @@ def save(
     if retention is not None:
         store.prune(retention)
     return manifest
+
+
+def finished(writer: BackgroundWriter) -> Finished:
+    """What the writer has under way, when it is done."""
+    done = writer.wait(60)
+    assert done is not None
+    return done
 
 
 def assert_is(checkpoint: Checkpoint | None, step: int) -> None:

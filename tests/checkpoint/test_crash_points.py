@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shutil
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
-from tests.checkpoint.saving import Info, assert_is, save, state_at, tensors_at
+from tests.checkpoint.saving import assert_is, finished, save, state_at, tensors_at
 
+from paceline.checkpoint.manifest import Info
 from paceline.checkpoint.retention import Retention
 from paceline.checkpoint.storage import open_storage
 from paceline.checkpoint.store import LATEST, CheckpointStore
@@ -28,12 +30,12 @@ KEEP_TWO = Retention(keep_last=2)
 
 
 @pytest.fixture
-def before(tmp_path: Path) -> Path:
+def before(quick_path: Path) -> Path:
     """Checkpoints of steps 1 and 2; saving step 3 with keep_last=2 deletes that of step 1."""
-    store = CheckpointStore(tmp_path / "before")
+    store = CheckpointStore(quick_path / "before")
     save(store, 1)
     save(store, 2)
-    return tmp_path / "before"
+    return quick_path / "before"
 
 
 def copied(before: Path, name: str) -> Path:
@@ -47,12 +49,10 @@ def in_background(store: CheckpointStore) -> None:
     with BackgroundWriter(store) as writer:
         version = store.next_version()
         writer.save(version, tensors_at(3), state_at(3))
-        saved = writer.wait()
-        assert saved is not None
+        saved = finished(writer)
         assert saved.error is None
         writer.commit(version, saved.records, Info(step=3), KEEP_TWO)
-        committed = writer.wait()
-        assert committed is not None
+        committed = finished(writer)
         assert committed.error is None
 
 
@@ -92,7 +92,7 @@ def test_every_call_of_a_save_with_pruning(before, how):
     steps = []
     for point in every:
         folder = copied(before, "killed")
-        code = run_forked(lambda point=point, folder=folder: do(CheckpointStore(kill_at(folder, point))))
+        code = run_forked(partial(do, CheckpointStore(kill_at(folder, point))))
         assert code == -signal.SIGKILL, point
         steps.append(check_after_crash(folder))
         shutil.rmtree(folder)

@@ -1,28 +1,28 @@
-"""Bit flips, cuts, additions, deletions and swaps in every file of a checkpoint: detected, named, worked around."""
+"""Bit flips, cuts, additions, deletions and swaps in every file of a checkpoint: detected and named."""
 
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from tests.checkpoint.saving import assert_is, save
 
-from paceline.checkpoint.manifest import Damage, DamagedCheckpointError
+from paceline.checkpoint.manifest import Damage, DamagedCheckpointError, Info
 from paceline.checkpoint.store import CheckpointStore
 
 FILES = ("part-00-of-02.safetensors", "part-01-of-02.safetensors", "state.json", "manifest.json")
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
-    store = CheckpointStore(tmp_path / "run")
+def run(quick_path: Path) -> Path:
+    store = CheckpointStore(quick_path / "run")
     save(store, 1)
     save(store, 2)
-    return tmp_path / "run"
+    return quick_path / "run"
 
 
 def regions(file: Path) -> Iterator[int]:
@@ -41,7 +41,7 @@ def check(run: Path, file: Path, problem: str) -> None:
     told: list[Damage] = []
     assert_is(store.newest_good(told.append), 1)
     assert [damage.file for damage in told] == [name]
-    with pytest.raises((DamagedCheckpointError, Exception), match=os.path.basename(name)):
+    with pytest.raises(DamagedCheckpointError, match=file.name):
         store.open(2)
 
 
@@ -118,14 +118,10 @@ def test_a_file_of_the_same_size_from_another_checkpoint(run):
     check(run, run / "v00000002" / FILES[0], "checksum")
 
 
-def test_swapped_names_in_one_size_name_the_other_file(run, tmp_path):
+def test_a_part_with_the_content_of_another_is_recognised(tmp_path):
     store = CheckpointStore(tmp_path / "equal")
-    import torch
-
-    from paceline.checkpoint.manifest import Info
-
     version = store.next_version()
-    records = [store.write_part(version, part, 2, {"same": torch.full((3,), part)}) for part in (0, 1)]
+    records = [store.write_part(version, part, 2, {f"t{part}": torch.full((3,), part)}) for part in (0, 1)]
     store.commit(version, [*records, store.write_state(version, {})], Info(step=1))
     folder = tmp_path / "equal" / "v00000001"
     (folder / FILES[0]).write_bytes((folder / FILES[1]).read_bytes())
@@ -174,24 +170,15 @@ def test_a_damaged_latest_is_named_and_not_needed(run, caplog, harm: Callable[[P
     assert store.verify() == []
 
 
-def test_a_latest_of_another_manifest_is_named(run):
-    manifest = run / "v00000002" / "manifest.json"
-    save(CheckpointStore(run), 3)
-    other = CheckpointStore(run.parent / "other")
+def test_a_latest_of_another_manifest_is_named(run, tmp_path):
+    """A whole checkpoint of another run, put in the place of ours."""
+    other = CheckpointStore(tmp_path / "other")
     for step in (7, 8):
         save(other, step)
     shutil.rmtree(run / "v00000002")
-    shutil.copytree(run.parent / "other" / "v00000002", run / "v00000002")
-    assert manifest.exists()
-    (run / "latest").write_bytes((run.parent / "other" / "latest").read_bytes())
-    assert CheckpointStore(run).verify() == []
-    shutil.rmtree(run / "v00000002")
-    save_again = CheckpointStore(run.parent / "third")
-    for step in (4, 5):
-        save(save_again, step)
-    shutil.copytree(run.parent / "third" / "v00000002", run / "v00000002")
+    shutil.copytree(tmp_path / "other" / "v00000002", run / "v00000002")
     (found,) = CheckpointStore(run).verify()
-    assert "another v00000002/manifest.json" in found.problem
+    assert str(found) == "latest was written for another v00000002/manifest.json than the one that is there"
 
 
 def test_an_unreadable_file_is_damage_too(run):

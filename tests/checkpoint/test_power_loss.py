@@ -46,14 +46,16 @@ def steps_after(
     return found
 
 
-def test_after_every_call_of_three_saves(tmp_path):
-    folder = tmp_path / "run"
+def test_after_every_call_of_three_saves(quick_path):
+    folder = quick_path / "run"
     made, ends = three_saves(folder)
     disks = 0
     damage: list[Damage] = []
     for count in range(len(made) + 1):
         finished = sum(count >= end for end in ends)
-        for description, step in steps_after(made[:count], folder, tmp_path / "left", damage.append).items():
+        for description, step in steps_after(
+            made[:count], folder, quick_path / "left", damage.append
+        ).items():
             disks += 1
             # What a save has returned from is never lost; what it has not returned from may be there already.
             allowed = {finished, finished + 1} if finished else {None, 1}

@@ -1,4 +1,4 @@
-"""Tensor files are safetensors files: the package of that name reads them, and nothing in them is believed."""
+"""Tensor files are safetensors files: that package reads them, and nothing in them is believed."""
 
 from __future__ import annotations
 

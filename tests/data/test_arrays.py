@@ -125,6 +125,12 @@ def test_a_tensor_dataset_is_read_as_its_columns_and_looks_like_torchs_batches()
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
+def test_numbers_that_may_not_be_written_to() -> None:
+    fixed = IDS.copy()
+    fixed.flags.writeable = False
+    assert fetch(torch.arange(10), fixed).tolist() == IDS.tolist()
+
+
 def test_no_samples_asked_for() -> None:
     batch = as_source(torch.zeros(3)).fetch(np.empty(0, np.int64))
     assert (batch.data, batch.count) == (None, 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,10 @@ IDS = np.array([5, 1, 9])
 
 
 @pytest.fixture(autouse=True)
-def _no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
     # Its progress bars start a thread that never ends.
     monkeypatch.setattr(tqdm, "monitor_interval", 0)
-    yield
 
 
 def table(count: int = 12) -> Any:

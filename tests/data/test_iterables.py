@@ -190,6 +190,7 @@ def test_a_state_that_cannot_be_saved_is_said(caplog: pytest.LogCaptureFixture) 
     stream.take(3)
     assert stream.state_dict()["resume"] is None
     assert "cannot be saved" in caplog.text
+    assert not stream.resumes_at_once
 
 
 def test_collating() -> None:

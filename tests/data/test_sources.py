@@ -130,13 +130,14 @@ def test_a_loader_is_taken_over(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_samplers_that_give_every_sample_once_are_replaced() -> None:
     dataset = Squares()
-    for options in (
+    choices: list[dict[str, Any]] = [
         {},
         {"shuffle": True},
         {"sampler": SequentialSampler(dataset)},
         {"sampler": DistributedSampler(dataset, 2, 0)},
         {"batch_sampler": BatchSampler(RandomSampler(dataset), 4, False)},
-    ):
+    ]
+    for options in choices:
         assert as_source(DataLoader(dataset, **options)).size == 12
 
 

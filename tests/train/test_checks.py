@@ -82,8 +82,8 @@ REFUSED = [
         100,
         r"1 - keep = 99.0% of every gradient would be lost",
     ),
-    ({"mode": "fast", "compression": GradientCompression(kind="int4")}, 100, "can send fp16 or bf16 only"),
-    ({"mode": "fast", "compression": GradientCompression(kind="bf16")}, 100, "keeps no residuals"),
+    ({"mode": "fast", "compression": GradientCompression(kind="bf16")}, 100, "is kept by shard"),
+    ({"global_batch": (1 << 24) + 1}, None, r"2\*\*24 = 16777216"),
     ({"checkpoint": CheckpointConfig(every_epochs=None, at_end=False)}, 100, "never write one"),
     ({"checkpoint": CheckpointConfig(enabled=False), "resume": "auto"}, 100, "no place to resume from"),
 ]

@@ -17,7 +17,7 @@ from typing import Final, final
 
 import numpy as np
 
-from paceline.checkpoint.storage import TEMPORARY, Call, Storage, direct, write_error
+from paceline.checkpoint.storage import TEMPORARY, Call, Storage, direct, list_error, write_error
 from paceline.core.errors import PacelineError, PlatformError, ResourceError
 
 BLOCK: Final = 4096
@@ -77,6 +77,8 @@ class LocalStorage(Storage):
             return sorted(self._call(os.listdir, self._full(path)))
         except (FileNotFoundError, NotADirectoryError):
             return []
+        except OSError as error:
+            raise list_error(f"the folder {self._full(path)}", error) from error
 
     def size(self, path: str) -> int | None:
         try:

@@ -89,7 +89,7 @@ def examine(storage: Storage, version: int, *, keep: bool) -> Examined:
     # What a save that was killed left of its manifest is no stranger's.
     for name in sorted(set(storage.names(folder)) - known - {MANIFEST + TEMPORARY}):
         found.append(Damage(version, f"{folder}/{name}", "is not in the manifest"))
-    if found and storage.size(f"{folder}/{MANIFEST}") is None:
+    if found and _is_gone(storage, f"{folder}/{MANIFEST}"):
         return Examined(None, (), gone=True)
     if not good:
         return Examined(None, tuple(found))
@@ -112,6 +112,13 @@ def read_manifest(storage: Storage, version: int) -> tuple[Manifest | None, tupl
     if manifest.version != version:
         return None, (Damage(version, path, f"belongs to version {manifest.version}, not to {version}"),)
     return manifest, ()
+
+
+def _is_gone(storage: Storage, path: str) -> bool:
+    try:
+        return storage.size(path) is None
+    except OSError:
+        return False
 
 
 def _read(storage: Storage, path: str, record: FileRecord, manifest: Manifest, keep: bool) -> mmap.mmap:

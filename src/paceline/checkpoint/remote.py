@@ -12,7 +12,7 @@ import posixpath
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Final, final
 
-from paceline.checkpoint.storage import Call, Storage, write_error
+from paceline.checkpoint.storage import Call, Storage, list_error, write_error
 from paceline.core.errors import PacelineError, PlatformError, UnavailableError, UsageError
 
 # Also the size of the parts of a multipart upload, of which S3 allows ten thousand: files of up to 320 GB.
@@ -32,6 +32,11 @@ def open_remote(url: str, *, call: Call) -> Storage:
         ) from error
     except ValueError as error:
         raise UsageError(f"{url} is not a URL that fsspec knows: {error}", remedy="check the URL") from error
+    except OSError as error:
+        reason = str(error).partition("\n")[0]
+        raise UnavailableError(
+            f"{url} cannot be reached from here: {reason}", remedy="check what this kind of URL needs"
+        ) from error
     return FsspecStorage(filesystem, root, url, call=call)
 
 
@@ -66,12 +71,10 @@ class FsspecStorage(Storage):
             try:
                 for start in range(0, len(data), _CHUNK):
                     self._call(file.write, data[start : start + _CHUNK])
+                self._call(file.close)
             except BaseException:
-                # Without this, closing would make the half object visible.
-                with suppress(Exception):
-                    self._call(file.discard)
+                self._abandon(file)
                 raise
-            self._call(file.close)
         except Exception as error:
             with suppress(Exception):
                 self._call(self._files.rm_file, full)
@@ -84,6 +87,8 @@ class FsspecStorage(Storage):
             found = self._call(self._files.ls, full, detail=False)
         except (FileNotFoundError, NotADirectoryError):
             return []
+        except Exception as error:
+            raise list_error(self._shown(path), error) from error
         names = {posixpath.basename(str(name).rstrip("/")) for name in found}
         # A folder may list itself, as an object of its own name.
         return sorted(names - {"", posixpath.basename(full)})
@@ -94,6 +99,8 @@ class FsspecStorage(Storage):
             facts = self._call(self._files.info, self._full(path))
         except (FileNotFoundError, NotADirectoryError):
             return None
+        except Exception as error:
+            raise _read_error(error) from error
         return int(facts["size"]) if facts.get("type") == "file" else None
 
     def read_into(self, path: str, view: memoryview, offset: int = 0) -> int:
@@ -128,6 +135,13 @@ class FsspecStorage(Storage):
     def lock(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def _abandon(self, file: Any) -> None:
+        """Give up an upload: without this, the file object would finish it when it is collected."""
+        with suppress(Exception):
+            self._call(file.discard)
+        with suppress(AttributeError):
+            file.closed = True
+
     def _read_range(self, path: str, start: int, stop: int) -> bytes:
         try:
             data: bytes = self._call(self._files.cat_file, self._full(path), start=start, end=stop)
@@ -137,7 +151,7 @@ class FsspecStorage(Storage):
                 return b""
             raise
         except Exception as error:
-            raise OSError(errno.EIO, f"{os.strerror(errno.EIO)} ({type(error).__name__}: {error})") from error
+            raise _read_error(error) from error
         return data
 
     def _full(self, path: str) -> str:
@@ -145,6 +159,11 @@ class FsspecStorage(Storage):
 
     def _shown(self, path: str) -> str:
         return f"{self.url.rstrip('/')}/{path}"
+
+
+def _read_error(error: Exception) -> OSError:
+    """What the packages below raise is of any kind; a reader knows one."""
+    return OSError(errno.EIO, f"{os.strerror(errno.EIO)} ({type(error).__name__}: {error})")
 
 
 def _remove_error(what: str, error: Exception) -> PacelineError:

@@ -17,7 +17,7 @@ def share_of(tensors: Mapping[str, Tensor], rank: int, world: int) -> list[str]:
     """
     if not 0 <= rank < world:
         raise UsageError(f"rank {rank} of {world}", remedy="give 0 <= rank < world")
-    sizes = sorted((-tensor.numel() * tensor.element_size(), name) for name, tensor in tensors.items())
+    sizes = sorted((-_nbytes(name, tensor), name) for name, tensor in tensors.items())
     loads = [(0, index) for index in range(world)]
     mine: list[str] = []
     for negative, name in sizes:
@@ -26,3 +26,11 @@ def share_of(tensors: Mapping[str, Tensor], rank: int, world: int) -> list[str]:
         if index == rank:
             mine.append(name)
     return sorted(mine)
+
+
+def _nbytes(name: str, tensor: Tensor) -> int:
+    if not isinstance(tensor, Tensor):
+        raise UsageError(
+            f"{name!r} is a {type(tensor).__name__}, not a tensor", remedy="put plain values into the state"
+        )
+    return tensor.numel() * tensor.element_size()

@@ -12,7 +12,6 @@ the state means.
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import math
 from typing import Any
@@ -33,8 +32,8 @@ def decode(raw: bytes) -> dict[str, Any]:
     """The state that `encode` was given; ValueError when the bytes are something else."""
     try:
         state = _restored(json.loads(raw))
-    except (TypeError, KeyError, binascii.Error, RecursionError) as error:
-        raise ValueError(f"not a state: {error!r}") from error
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"not a state: {error}") from error
     if type(state) is not dict:
         raise ValueError("not a state: it is not a dict")
     return state

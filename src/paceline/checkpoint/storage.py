@@ -59,7 +59,10 @@ class Storage(ABC):
 
     @abstractmethod
     def names(self, path: str) -> list[str]:
-        """Names of the files and folders in a folder, sorted; none when it does not exist."""
+        """Names of the files and folders in a folder, sorted; none when it does not exist.
+
+        A folder that cannot be listed is a PlatformError: without names there is nothing to find.
+        """
 
     @abstractmethod
     def size(self, path: str) -> int | None:
@@ -106,6 +109,15 @@ def open_storage(url: str | os.PathLike[str], *, call: Call | None = None) -> St
     from paceline.checkpoint.remote import open_remote
 
     return open_remote(text, call=caller)
+
+
+def list_error(what: str, error: Exception) -> PacelineError:
+    """What to raise when the names in `what` cannot be had."""
+    reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+    return PlatformError(
+        f"{what} cannot be listed: {reason}",
+        remedy="check that it may be read, that its server answers, and the key that is used",
+    )
 
 
 def write_error(what: str, error: Exception) -> PacelineError:

@@ -120,9 +120,12 @@ class CheckpointStore:
         check_info(info)
         folder = folder_name(version)
         for record in records:
-            size = self.storage.size(f"{folder}/{record.name}")
-            if size != record.nbytes:
+            try:
+                size = self.storage.size(f"{folder}/{record.name}")
                 found = "is not there" if size is None else f"has {size} bytes instead of {record.nbytes}"
+            except OSError as error:
+                size, found = None, f"cannot be looked at: {error.strerror or error}"
+            if size != record.nbytes:
                 raise PlatformError(
                     f"checkpoint {version} cannot be committed: {record.name} {found} in {self.url}",
                     remedy="give a checkpoint folder that every host of the job shares",
@@ -320,7 +323,14 @@ class CheckpointStore:
 
     def _committed(self, versions: Iterable[int]) -> list[int]:
         """Those that have a manifest. Oldest first: one is deleted only after a newer one was committed."""
-        return [v for v in sorted(versions) if self.storage.size(f"{folder_name(v)}/{MANIFEST}") is not None]
+        return [version for version in sorted(versions) if self._has_manifest(version)]
+
+    def _has_manifest(self, version: int) -> bool:
+        try:
+            return self.storage.size(f"{folder_name(version)}/{MANIFEST}") is not None
+        except OSError:
+            # It may be there: reading it will tell, and nothing is deleted on a guess.
+            return True
 
     def _require(self, version: int) -> None:
         if not self._committed([version]):
@@ -330,7 +340,7 @@ class CheckpointStore:
 
     def _newest(self) -> int:
         newest = self._latest()
-        if newest is not None and self.storage.size(f"{folder_name(newest[0])}/{MANIFEST}") is not None:
+        if newest is not None and self._has_manifest(newest[0]):
             return newest[0]
         manifests = self.manifests()
         if not manifests:
@@ -344,7 +354,7 @@ class CheckpointStore:
 
     def _check_latest(self, version: int, digest: str) -> list[Damage]:
         path = f"{folder_name(version)}/{MANIFEST}"
-        if self.storage.size(path) is None:
+        if not self._has_manifest(version):
             return [Damage(version, LATEST, f"points to version {version}, which is not there")]
         if checksum(self.storage.read(path)) != digest:
             return [Damage(version, LATEST, f"was written for another {path} than the one that is there")]

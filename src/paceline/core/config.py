@@ -74,6 +74,10 @@ class _Explain:
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, ConfigError):
+            raise ConfigError(
+                f"{self._origin}: {error.message}", remedy=error.remedy, **error.facts
+            ) from None
         if isinstance(error, typed.MismatchError):
             key = error.path or "the settings"
             raise ConfigError(

@@ -15,6 +15,8 @@
         ├── RendezvousError                     ranks could not find each other
         └── UnavailableError                    a backend or an optional package is not here
 
+Folders that know more add leaves of their own below these (a damaged checkpoint, a corrupt shard).
+
 Errors travel between processes, so all of them survive pickle with their facts, notes and cause; a fact or a
 cause that cannot be pickled arrives as text. Must not know who raises or prints them.
 """

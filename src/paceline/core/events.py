@@ -7,7 +7,6 @@ who writes or reads them, and never asks a clock: `time` is wall-clock seconds, 
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import re
@@ -29,6 +28,9 @@ class Event:
 
 
 _known: dict[str, type[Event]] = {}
+
+# A run writes an event per step: an encoder made once, and no copy of the event.
+_encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 
 
 def register(cls: E) -> E:
@@ -75,6 +77,7 @@ class StepCommitted(Event):
     epoch: int
     loss: float
     samples: int
+    seconds: float = 0.0
     hash: str | None = None
 
 
@@ -192,9 +195,12 @@ def to_json(event: Event) -> str:
                 f"{type(event).__name__} is not a registered event",
                 remedy="decorate it with @events.register",
             )
-        plain = {"type": event.type, **dataclasses.asdict(event)}
+        plain = {"type": event.type, **vars(event)}
     try:
-        return json.dumps(_finite(plain), allow_nan=False, separators=(",", ":"))
+        try:
+            return _encode(plain)
+        except ValueError:
+            return _encode(_finite(plain))
     except TypeError as error:
         raise UsageError(
             f"a {event.type} event holds what JSON cannot: {error}", remedy="give events plain data only"

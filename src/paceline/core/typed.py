@@ -14,7 +14,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union
 
-from paceline.core.errors import UsageError
+from paceline.core.errors import ConfigError, UsageError
 
 _NOT_FINITE = {"nan": "nan", "inf": "inf", "infinity": "inf", "-inf": "-inf", "-infinity": "-inf"}
 
@@ -183,6 +183,9 @@ def construct(cls: type, given: dict[str, Any], path: str) -> Any:
     """`cls(**given)`, where a ValueError of its own checks counts as a mismatch of the whole table."""
     try:
         return cls(**given)
+    except ConfigError:
+        # It says what is wrong and what to try better than anybody outside could.
+        raise
     except ValueError as error:
         raise MismatchError(path, f"a valid {cls.__name__}", f"values for which: {error}") from error
 

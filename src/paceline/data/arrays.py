@@ -47,7 +47,8 @@ class ArraySource:
         count = len(indices)
         if not count:
             return Batch(None, 0)
-        rows = torch.from_numpy(indices)
+        # torch warns about memory that may not be written to, though it only reads here.
+        rows = torch.from_numpy(indices if indices.flags.writeable else indices.copy())
         try:
             parts = [take(rows) for take in self._takers]
         except (IndexError, RuntimeError) as error:

@@ -10,6 +10,7 @@ samples up to that place again, and says so. Must not know who gets the samples.
 from __future__ import annotations
 
 import base64
+import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -52,7 +53,7 @@ class Stream:
         self._generators: Generators | None = None
         self._failure: PacelineError | None = None
         self._loaded: str | None = None
-        self._as_given: bytes | None = None
+        self._as_given: tuple[Any] | None = None
         self._gave_samples = False
         self._seed = self._epoch = self._position = 0
 
@@ -231,18 +232,14 @@ class Stream:
         return iterator
 
     def _rewind(self) -> None:
-        """Every pass begins from the state in which the dataset was handed over, and not where a pass that was
-        left halfway, or a state that was loaded for another one, would have it begin."""
-        dataset = self._dataset
-        if not self._resumable or not _has_state(dataset) or self._one_shot:
+        """Every pass begins from the state in which the dataset was handed over, and not where a pass that
+        was left halfway, or a state that was loaded for another one, would have it begin."""
+        if self._one_shot or not _has_state(self._dataset):
             return
         if self._as_given is None:
-            try:
-                self._as_given = to_record(dataset.state_dict(), "state")
-            except UsageError as error:
-                self._distrust(error)
-            return
-        dataset.load_state_dict(from_record(bytearray(self._as_given)))
+            self._as_given = (copy.deepcopy(self._dataset.state_dict()),)
+        else:
+            self._dataset.load_state_dict(copy.deepcopy(self._as_given[0]))
 
     def _stateful(self) -> tuple[str, Any] | None:
         for owner, candidate in (("iterator", self._iterator), ("dataset", self._dataset)):
@@ -262,16 +259,13 @@ class Stream:
         try:
             return base64.b64encode(to_record(state, "state")).decode()
         except UsageError as error:
-            self._distrust(error)
+            _log.warning(
+                "the state_dict of %s cannot be saved, so resuming will read the samples before it again: %s",
+                self._name,
+                error.message,
+            )
+            self._resumable = False
             return None
-
-    def _distrust(self, error: UsageError) -> None:
-        self._resumable = False
-        _log.warning(
-            "the state_dict of %s cannot be saved, so resuming will read the samples before it again: %s",
-            self._name,
-            error.message,
-        )
 
     @contextmanager
     def _own_randomness(self) -> Iterator[None]:

@@ -32,5 +32,6 @@ def seed_everything(*key: int) -> None:
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
+    in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if in_use:
         torch.cuda.manual_seed_all(seed)

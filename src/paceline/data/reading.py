@@ -11,7 +11,7 @@ import logging
 import threading
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -28,9 +28,11 @@ from paceline.data.randomness import seed_everything
 _log = logging.getLogger(__name__)
 
 _GRACE_SECONDS = 0.2
+# How torch's messages about workers that died or are late begin; anything else comes from the requests.
+_LOADERS_OWN = ("DataLoader", "Pin memory")
 
 
-def read(source: Source, requests: Iterable[Request]) -> Iterator[Batch]:
+def read(source: Source, requests: Iterable[Request]) -> Generator[Batch, None, None]:
     """One batch per request, in order. Closing the generator ends its workers."""
     if isinstance(source, ArraySource):
         return _read_arrays(source, requests, source.pin_memory and can_pin())
@@ -40,14 +42,14 @@ def read(source: Source, requests: Iterable[Request]) -> Iterator[Batch]:
     return _read_here(source, requests, loading.pin_memory and can_pin())
 
 
-def _read_arrays(source: ArraySource, requests: Iterable[Request], pin: bool) -> Iterator[Batch]:
+def _read_arrays(source: ArraySource, requests: Iterable[Request], pin: bool) -> Generator[Batch, None, None]:
     for request in requests:
         # Nothing of the user's runs, so there is no randomness to seed.
         batch = source.fetch(request.indices)
         yield batch.pin_memory() if pin else batch
 
 
-def _read_here(source: Source, requests: Iterable[Request], pin: bool) -> Iterator[Batch]:
+def _read_here(source: Source, requests: Iterable[Request], pin: bool) -> Generator[Batch, None, None]:
     numpy = new_numpy()
     for request in requests:
         with set_aside(numpy), one_thread():
@@ -56,7 +58,9 @@ def _read_here(source: Source, requests: Iterable[Request], pin: bool) -> Iterat
         yield batch.pin_memory() if pin else batch
 
 
-def _read_by_workers(source: Source, requests: Iterable[Request], loading: Loading) -> Iterator[Batch]:
+def _read_by_workers(
+    source: Source, requests: Iterable[Request], loading: Loading
+) -> Generator[Batch, None, None]:
     with warnings.catch_warnings():
         # Whoever made the DataLoader has been told already that there are more workers than cores.
         warnings.filterwarnings("ignore", message="This DataLoader will create")
@@ -68,6 +72,8 @@ def _read_by_workers(source: Source, requests: Iterable[Request], loading: Loadi
             except StopIteration:
                 return
             except RuntimeError as error:
+                if not str(error).startswith(_LOADERS_OWN):
+                    raise
                 raise _lost(source, loading, error) from error
             if isinstance(batch, _Failure):
                 raise batch.error

@@ -11,8 +11,9 @@ two micro-batches is in train/run.py. Must not start workers.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from types import TracebackType
 from typing import Any, final
 
 import torch
@@ -62,7 +63,7 @@ def session(
         stack.enter_context(listening(stop.ask))
         stack.enter_context(run_setup.prepared(settled))
         run = Session(context, model, optimizer, settled, callbacks, folder, stop)
-        stack.callback(run._close)
+        stack.push(run._close)
         yield run
         run._conclude()
     if run.stopped is not None:
@@ -90,8 +91,10 @@ class Session:
         self._model, self._optimizer, self._callbacks = model, optimizer, callbacks
         self._folder, self._stop = folder, stop
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self._progress = Progress()
         self._assembled: Assembled | None = None
         self._run: Run | None = None
+        self._micros: Generator[Micro, None, None] = _nothing()
         self._started = time.perf_counter()
 
     @property
@@ -112,7 +115,7 @@ class Session:
             )
         source = as_source(data)
         check(self.config, samples=source.size, validation=False)
-        observers = [Progress()] if self.config.progress else []
+        observers = [self._progress] if self.config.progress and self.context.is_master else []
         given = Given(
             self._model, self._optimizer, self.config, source, self._callbacks, self._folder.path, observers
         )
@@ -132,9 +135,14 @@ class Session:
                 )
             )
         self._model.train()
-        for micro in self._run.microbatches():
-            with autocast(self.config.precision, self._device):
-                yield micro
+        self._micros = self._handed_out(self._run)
+        yield from self._micros
+
+    def _handed_out(self, run: Run) -> Generator[Micro, None, None]:
+        with closing(run.microbatches()) as micros:
+            for micro in micros:
+                with autocast(self.config.precision, self._device):
+                    yield micro
 
     def backward(self, loss: Tensor, metrics: Mapping[str, Any] | None = None) -> None:
         """The loss of the last micro-batch, a mean over its samples."""
@@ -149,9 +157,19 @@ class Session:
     def _conclude(self) -> None:
         if self._run is None or self._assembled is None:
             return
+        self._micros.close()
         self.history = conclude(self._run, self._assembled, self._started)
         self.stopped = self._run.ended if self._run.stopped_on_request else None
 
-    def _close(self) -> None:
+    def _close(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.close()
+        # A loop that was left by an error is still inside autocast, and its step half done.
+        self._micros.close()
         if self._assembled is not None:
-            self._assembled.close()
+            self._assembled.__exit__(kind, error, trace)
+
+
+def _nothing() -> Generator[Micro, None, None]:
+    yield from ()

@@ -37,6 +37,8 @@ def _reduce(tensor: torch.Tensor) -> Any:
         and not tensor.is_conj()
         and not tensor.is_neg()
         and tensor.numel() > 0
+        # A part of a larger memory may share it with another tensor; torch keeps track of that.
+        and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
         and not tensor.__dict__
     )
     if not plain:

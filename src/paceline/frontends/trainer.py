@@ -8,17 +8,24 @@ a run is prepared, started and handed back. Importing this module does not impor
 from __future__ import annotations
 
 import dataclasses
+import os
+import time
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
-from paceline.core.errors import UsageError
+from paceline.core.errors import ConfigError, PacelineError, PeerLostError, UsageError
+from paceline.core.events import WorkerFailed
+from paceline.core.journal import Journal
+from paceline.engines.local import payload
+from paceline.frontends import tensor_payload
 from paceline.frontends.joining import cores, prepare, running_job
 from paceline.frontends.spawn import spawn
 from paceline.train.callbacks import Callbacks, Modifier, Observer
 from paceline.train.checks import check
 from paceline.train.config import TrainConfig
+from paceline.train.run_folder import RunFolder
 from paceline.train.signals import Stopped, leave_request, listening
 
 if TYPE_CHECKING:
@@ -34,7 +41,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _STOP_FILE = "stop"
-_PRELOAD = ("paceline.train.worker",)
+# Optimizers and deterministic kernels import torch's compiler, hundreds of modules: once for all workers.
+_PRELOAD = ("paceline.train.worker", "torch._inductor.config")
 
 
 @final
@@ -83,10 +91,18 @@ class Trainer:
         from paceline.train import worker
         from paceline.train.history import History
         from paceline.train.objective import Objective
+        from paceline.train.own_process import OwnProcess
 
         Objective(self.objective)
         source, validation = as_source(train_data), None if val_data is None else as_source(val_data)
         context = running_job()
+        url = self.config.checkpoint.url or ""
+        if context is None and url.startswith("memory:"):
+            raise ConfigError(
+                f"checkpoint.url={url!r}: the workers would write to their own memory, which ends with them",
+                remedy="give a folder or a URL that outlives the workers; memory:// is for paceline.session",
+                key="checkpoint.url",
+            )
         # Refused before a folder is made or a worker starts.
         check(self.config, samples=source.size, validation=validation is not None)
         config, folder = prepare(self.config, context)
@@ -102,16 +118,24 @@ class Trainer:
             callbacks=self.callbacks,
             folder=folder.path,
             stop_file=None if context is not None else stop_file,
+            process=None if context is not None else OwnProcess.like_this_one(),
         )
         if context is not None:
-            trained = worker.train(context, job)
+            trained = worker.train(context, dataclasses.replace(job, model=self._built()))
             done = History.from_dict(context.broadcast(trained.history and trained.history.to_dict()))
         else:
-            with _forwarding_signals(stop_file):
-                trained = self._spawn(worker.train, job)
-            assert trained.history is not None
-            done = trained.history
-            self._take_weights(trained.weights)
+            with _forwarding_signals(stop_file) as asked:
+                try:
+                    trained = self._spawn(worker.train, job)
+                except PeerLostError as error:
+                    _note_lost(folder, error)
+                    raise
+                assert trained.history is not None
+                done = trained.history
+                self._take_weights(trained.weights)
+            if trained.stopped is None and asked:
+                # The workers had ended when it came; whoever sent it wants this process to end.
+                raise Stopped(asked[0], done)
         if trained.stopped is not None:
             raise Stopped(trained.stopped, done)
         return done
@@ -143,34 +167,86 @@ class Trainer:
 
     def _spawn(self, function: Callable[[DistributedContext, TrainJob], T], job: TrainJob) -> T:
         config = job.config
-        results = spawn(
-            function,
-            job,
-            workers=config.workers,
-            threads=config.threads,
-            comm_timeout=config.timeout,
-            preload=_PRELOAD,
-        )
+        try:
+            results = spawn(
+                function,
+                job,
+                workers=config.workers,
+                threads=config.threads,
+                comm_timeout=config.timeout,
+                preload=_PRELOAD,
+            )
+        except UsageError as error:
+            raise _name_part(job, error) from error.__cause__
         return results[0]
 
     def _take_weights(self, weights: dict[str, Any]) -> None:
         import torch
-        from torch import nn
 
-        from paceline.train.run_setup import build_model
         from paceline.train.state import model_tensors
 
-        if not isinstance(self.model, nn.Module):
-            self.model = build_model(self.model, self.config.seed)
         with torch.no_grad():
-            for name, tensor in model_tensors(self.model).items():
+            for name, tensor in model_tensors(self._built()).items():
                 tensor.copy_(weights[name])
+
+    def _built(self) -> nn.Module:
+        """The module; one that a function makes is made once, and the caller's generators do not notice."""
+        from torch import nn
+
+        from paceline.data.generators import new_numpy, set_aside
+        from paceline.train.run_setup import build_model
+
+        if not isinstance(self.model, nn.Module):
+            with set_aside(new_numpy()):
+                self.model = build_model(self.model, self.config.seed)
+        return self.model
+
+
+def _note_lost(folder: RunFolder, error: PeerLostError) -> None:
+    """A worker that was killed could not write into the journal that it failed."""
+    rank, pid = error.rank, error.facts.get("pid")
+    if rank is None or not isinstance(pid, int):
+        return
+    reason = error.message.splitlines()[0]
+    # The error itself says more than the journal would.
+    with suppress(PacelineError), Journal(folder.journal_file) as journal:
+        journal.append(WorkerFailed(time=time.time(), rank=rank, pid=pid, phase="training", reason=reason))
+
+
+def _name_part(job: TrainJob, error: UsageError) -> UsageError:
+    """The same error; where the job could not be sent, one that names what of it."""
+    if not str(error).startswith("argument 1 of "):
+        return error
+    for name, part in [(field.name, getattr(job, field.name)) for field in dataclasses.fields(job)]:
+        try:
+            os.close(payload.dump(part, reducers=tensor_payload.reducers()))
+        except Exception as reason:
+            kind = type(part).__qualname__
+            what = f"the {name.replace('train', 'training data')}, of type {kind},"
+            remedy = (
+                "pass a function that builds the model"
+                if name == "model"
+                else "make it inside the function that uses it, and keep locks, files and sockets out of it"
+            )
+            return UsageError(
+                f"{what} cannot be sent to the workers: {type(reason).__name__}: {reason}", remedy=remedy
+            )
+    return error
 
 
 @contextmanager
-def _forwarding_signals(stop_file: Path) -> Iterator[None]:
-    """A signal to this process asks the workers, which look for the file after every step."""
+def _forwarding_signals(stop_file: Path) -> Iterator[list[str]]:
+    """A signal to this process asks the workers, which look for the file after every step. What was asked for
+    is also in the list."""
+    asked: list[str] = []
+
+    def pass_on(reason: str) -> None:
+        asked.append(reason)
+        leave_request(stop_file, reason)
+
     stop_file.unlink(missing_ok=True)
-    with listening(lambda reason: leave_request(stop_file, reason)):
-        yield
-    stop_file.unlink(missing_ok=True)
+    try:
+        with listening(pass_on):
+            yield asked
+    finally:
+        stop_file.unlink(missing_ok=True)

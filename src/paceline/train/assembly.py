@@ -11,9 +11,11 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self, final
 
 import torch
 from torch import nn
@@ -22,7 +24,7 @@ from paceline.checkpoint.reading import Checkpoint
 from paceline.checkpoint.store import CheckpointStore
 from paceline.comm.context import DistributedContext
 from paceline.core import events
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, PacelineError, PeerError, UnavailableError
 from paceline.core.journal import Journal
 from paceline.data.plan import Position, deal
 from paceline.data.sources import Source
@@ -42,6 +44,7 @@ from paceline.train.schedule import Schedule, total_steps
 from paceline.train.signals import StopRequest
 from paceline.train.step import StepTransaction
 from paceline.train.update import Update
+from paceline.train.worker_log import WorkerLog
 
 _log = logging.getLogger(__name__)
 
@@ -61,8 +64,9 @@ class Given:
     observers: Sequence[Observer] = field(default_factory=tuple)  # of the main rank only
 
 
+@final
 class Assembled:
-    """A run and the parts that have to be closed after it."""
+    """A run and the parts that have to be closed after it: use it with `with`, or an ExitStack."""
 
     def __init__(
         self,
@@ -73,15 +77,35 @@ class Assembled:
     ) -> None:
         self.context, self._given, self._device = context, given, device
         self.module = given.module
-        config = given.config
         self.folder = None if given.folder is None else RunFolder(given.folder)
+        self.saver: Saver | None = None
+        self.parent: int | None = None
+        self._ended: str | None = None  # why the run was over when it was saved
+        self._evaluated: int | None = None
+        self._closing = ExitStack()
+        try:
+            self._build(context, given, device, stop)
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
+
+    def _build(
+        self, context: DistributedContext, given: Given, device: torch.device, stop: StopRequest
+    ) -> None:
+        config = given.config
+        self._worker_log: WorkerLog | None = None
+        self.journal: Journal | None = None
+        if self.folder is not None:
+            self._worker_log = WorkerLog(self.folder.logs, context.rank, context.world_size)
+            self._closing.callback(self._worker_log.close)
+            self.journal = Journal(self.folder.journal_file)
+            self._closing.callback(self.journal.close)
         self.store = (
             CheckpointStore(self.folder.checkpoint_url(config))
             if self.folder is not None and config.checkpoint.enabled
             else None
         )
         self.callbacks = Callbacks([*given.callbacks, *(given.observers if context.is_master else ())])
-        self.journal = None if self.folder is None else Journal(self.folder.journal_file)
         self.recorder = Recorder(self.callbacks if context.is_master else None, self.journal, device)
         self.optimizers = optimizers.build(given.optimizer, given.module)
         self._transaction = StepTransaction(context, given.module, config, device)
@@ -97,14 +121,13 @@ class Assembled:
         self._early = None if config.early_stopping is None else EarlyStopper(config.early_stopping)
         blocks = [list(block) for block in deal(self._transaction.shards, context.world_size)]
         self._feed = open_feed(given.data, config, context, blocks, self._transaction.shards)
+        self._closing.callback(self._feed.close)
         self.fingerprint = fingerprint.fingerprint(device, torch.get_num_threads())
         self.total_steps = total_steps(config, given.data.size)
         self._stop = stop
         self.config = config
         self.shards = self._transaction.shards
         self.workers = context.world_size
-        self.saver: Saver | None = None
-        self.parent: int | None = None
 
     def run(self, evaluate: Callable[[], tuple[dict[str, float], int]] | None = None) -> Run:
         """The run at its position: the beginning, or where a checkpoint left it."""
@@ -117,9 +140,11 @@ class Assembled:
                 self.store,
                 self.context,
                 parent=self.parent,
+                step=position.step,
                 tell=self.recorder.note,
                 on_saved=self.callbacks.checkpoint,
             )
+            self._closing.callback(self.saver.close)
         parts = Parts(
             context=self.context,
             config=self._given.config,
@@ -137,8 +162,11 @@ class Assembled:
             saver=self.saver,
             evaluate=evaluate,
             contents=lambda: self.contents(run),
+            draws_after_exchange=bool(self.callbacks.modifiers)
+            or any(not type(made).__module__.startswith("torch.optim.") for made in self.optimizers),
         )
         run = Run(parts, position)
+        run.ended, run.evaluated_step = self._ended, self._evaluated
         return run
 
     def contents(self, run: Run) -> Contents:
@@ -151,11 +179,14 @@ class Assembled:
         plain = {
             "format": FORMAT,
             "position": vars(run.position),
+            "ended": run.over,
+            "evaluated": run.evaluated_step,
             "model": model_state.model_names(module),
             "optimizers": optimizers.plain_state_of(self.optimizers, module),
             "scaler": None if scaler is None else scaler.state_dict(),
             "dynamic_batch": None if self._noise is None else self._noise.state_dict(),
             "early_stopping": None if self._early is None else self._early.state_dict(),
+            "patience": _patience(config),
             "modifiers": self.callbacks.state_dict(),
             "data": {"size": self._given.data.size, "feed": self._feed.state_dict()},
             "records": self.recorder.state_dict(),
@@ -165,12 +196,42 @@ class Assembled:
         }
         return Contents(tensors, own, plain)
 
+    @property
+    def stop_asked(self) -> bool:
+        return self._stop.asked()
+
+    @property
+    def stop_reason(self) -> str:
+        return self._stop.reason or "a signal to another worker"
+
     def close(self) -> None:
-        self._feed.close()
-        if self.saver is not None:
-            self.saver.close()
-        if self.journal is not None:
-            self.journal.close()
+        self._closing.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._closing:
+            if isinstance(error, Exception):
+                self._say_failed(error)
+
+    def _say_failed(self, error: Exception) -> None:
+        """Into this rank's log; into the journal as well, unless it is another rank that failed."""
+        if self._worker_log is not None:
+            self._worker_log.say(logging.ERROR, "this rank failed", error)
+        if self.journal is not None and not isinstance(error, PeerError):
+            lines = str(error).splitlines() or [""]
+            failed = events.WorkerFailed(
+                time=time.time(),
+                rank=self.context.rank,
+                pid=os.getpid(),
+                phase="training",
+                reason=f"{type(error).__name__}: {lines[0]}",
+            )
+            with suppress(PacelineError):  # the error itself is on its way, and says more
+                self.journal.append(failed)
 
     # taking up a run
 
@@ -204,6 +265,12 @@ class Assembled:
 
     def _load(self, checkpoint: Checkpoint) -> None:
         saved, config = checkpoint.state, self._given.config
+        if saved.get("format") != FORMAT:
+            raise UnavailableError(
+                f"version {checkpoint.version} has format {saved.get('format')}, and not {FORMAT}",
+                remedy="resume with the Paceline that wrote it, or begin anew from its weights "
+                "(paceline checkpoint export)",
+            )
         self._check_same_run(checkpoint.version, saved)
         tensors = checkpoint.tensors()
         model_state.load_model(self._given.module, tensors)
@@ -222,6 +289,10 @@ class Assembled:
         if self._early is not None and saved["early_stopping"] is not None:
             self._early.load_state_dict(saved["early_stopping"])
         self.callbacks.load_state_dict(saved["modifiers"])
+        # Over is over, unless what ended the run has been changed or taken away.
+        if saved["patience"] == _patience(config) and (self._early is not None or self.callbacks.may_stop):
+            self._ended = saved["ended"]
+        self._evaluated = saved["evaluated"]
         self.recorder.load_state_dict(saved["records"])
         self._feed.load_state_dict(saved["data"]["feed"])
         if config.mode == "exact":
@@ -264,3 +335,7 @@ class Assembled:
                 fingerprint=self.fingerprint,
             )
         )
+
+
+def _patience(config: TrainConfig) -> dict[str, Any] | None:
+    return None if config.early_stopping is None else asdict(config.early_stopping)

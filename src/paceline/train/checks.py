@@ -14,6 +14,7 @@ from paceline.train.config import GradientCompression, LossScaling, TrainConfig
 from paceline.train.schedule import steps_per_epoch, total_steps
 
 # Above this a global batch's slices do not shrink any more, they only multiply: surely a mistake.
+_MOST_SAMPLES = 1 << 24
 _MOST_SHARDS = 1 << 16
 
 
@@ -70,6 +71,13 @@ def _global_batch(config: TrainConfig, samples: int | None) -> None:
             f"global_batch={config.global_batch} over shards={shards}: "
             f"{shards - config.global_batch} of the {shards} shards would never hold a sample",
             f"set global_batch to {shards} or more, or shards to {config.global_batch} or fewer",
+        )
+    largest = config.global_batch if config.dynamic_batch is None else config.dynamic_batch.max
+    if largest > _MOST_SAMPLES:
+        _refuse(
+            f"a global batch of {largest} samples: the samples of a step are counted in fp32, which holds "
+            f"whole numbers up to 2**24 = {_MOST_SAMPLES}",
+            f"set it to {_MOST_SAMPLES} or less",
         )
 
 
@@ -188,16 +196,10 @@ def _compression(config: TrainConfig, samples: int | None) -> None:
             f"{1 - compression.keep:.1%} of every gradient would be lost for good",
             "leave error_feedback on",
         )
-    if config.mode == "fast" and compression.kind not in ("fp16", "bf16"):
-        _refuse(
-            f'compression.kind="{compression.kind}" with mode="fast", where torch reduces the gradients and '
-            "can send fp16 or bf16 only",
-            'use mode="exact", or kind="bf16"',
-        )
     if config.mode == "fast" and compression.error_feedback:
         _refuse(
-            'compression with error_feedback=True and mode="fast", where torch reduces the gradients and '
-            "keeps no residuals",
+            'compression with error_feedback=True and mode="fast": what could not be sent is kept by shard, '
+            "and there a worker is no shard, so it would be lost with every change of the number of workers",
             'set error_feedback=False, or use mode="exact"',
         )
 

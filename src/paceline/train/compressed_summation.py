@@ -5,7 +5,8 @@ that shard could not send in earlier steps; every rank gets every shard's bytes,
 whole tree by itself.
 What travels: the encoded bytes of the own shards to every peer. What it costs: decoding all shards on every
 rank. What survives: the residuals, one per shard, are part of the run's state and follow the shard to whoever
-computes it next.
+computes it next. They are in the unit of the loss itself, so that a loss scale (fp16) may change between
+steps.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class CompressedSummation:
         self._block: list[int] = []
         self._encoded: dict[int, list[Tensor]] = {}
         self._transfers: list[Transfer] = []
+        self.scale = 1.0  # what the gradients of this step are multiplied by
 
     def _flat(self) -> Flat:
         return Flat(
@@ -58,6 +60,8 @@ class CompressedSummation:
         parts = []
         for dtype, memory in self._leaf.memory.items():
             flat = memory[: self._gradients_end(dtype, memory)]
+            if self.scale != 1.0:
+                flat.mul_(1.0 / self.scale)
             transfer = self._compression.open(flat, _name(dtype, shard))
             self._transfers.append(transfer)
             parts.append(transfer.encode(0, flat.numel()).cpu())
@@ -76,6 +80,8 @@ class CompressedSummation:
             for (dtype, memory), part in zip(self._leaf.memory.items(), encoded, strict=True):
                 flat = memory[: self._gradients_end(dtype, memory)]
                 self._decode(part.to(self._device), flat)
+                if self.scale != 1.0:
+                    flat.mul_(self.scale)
             self._fold.deposit(list(self._leaf.views), tail.to(self._device))
         for transfer in self._transfers:
             transfer.close()

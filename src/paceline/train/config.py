@@ -128,7 +128,7 @@ class CheckpointConfig:
     """When checkpoints are written, where, and which of them stay.
 
     `url` is any fsspec URL (default: the run's folder). `keep_best` is by `metric` and `mode`; `keep_every`
-    keeps each version whose step is a multiple of it.
+    keeps the first of each so many consecutive versions.
     """
 
     every_steps: int | None = None
@@ -149,7 +149,7 @@ class CheckpointConfig:
         at_least(self, "every_epochs", 1, "it counts the epochs between two checkpoints")
         at_least(self, "keep_last", 1, "the newest checkpoint is what a resumed run starts from")
         at_least(self, "keep_best", 0, "it counts the best checkpoints that stay")
-        at_least(self, "keep_every", 1, "it counts steps")
+        at_least(self, "keep_every", 1, "it counts versions")
         _not_empty(self, "metric")
 
 

@@ -5,6 +5,7 @@ Must not know how the run was walked through.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 
@@ -15,20 +16,29 @@ from paceline.train.history import History
 from paceline.train.run import Run
 from paceline.train.state import state_hash
 
+_log = logging.getLogger(__name__)
+
 
 def conclude(run: Run, assembled: Assembled, started: float) -> History | None:
     """Ends the run on this rank; the main rank gets the history."""
     recorder, saver, context = assembled.recorder, assembled.saver, assembled.context
     recorder.flush()
+    validation: dict[str, float] = {}
     if not run.stopped_on_request:
-        validation = run.evaluate()
-        if recorder.sums.steps:
-            recorder.end_epoch(run.position.epoch, validation)
-    if saver is not None and (run.stopped_on_request or assembled.config.checkpoint.at_end):
-        run.save()
+        known = recorder.evaluations[-1:]
+        validation = (
+            known[0].metrics if known and known[0].step == run.position.step else run.evaluate(extra=True)
+        )
+    if saver is not None:
+        if run.stopped_on_request or assembled.config.checkpoint.at_end:
+            run.save()
         saver.finish()
+    # After the save: a longer run that goes on from it is still in the middle of this epoch.
+    if recorder.sums.steps and not run.stopped_on_request:
+        recorder.end_epoch(run.position.epoch, validation)
     digest = state_hash(assembled.module)
-    _check_equal(context.all_gather(digest))
+    told = context.all_gather([digest, assembled.stop_asked])
+    _check_equal([theirs for theirs, _ in told])
     recorder.note(
         events.RunEnded(
             time=time.time(),
@@ -38,21 +48,41 @@ def conclude(run: Run, assembled: Assembled, started: float) -> History | None:
             hash=digest,
         )
     )
-    if not context.is_master:
-        return None
-    history = History(
+    history = _history(run, assembled, started, digest) if context.is_master else None
+    if any(asked for _, asked in told):
+        # Also where the signal came after the last step: whoever sent it wants the process to end.
+        run.stopped_on_request, run.ended = True, assembled.stop_reason
+        if context.is_master:
+            _say_stopped(run, assembled)
+    if history is not None:
+        assembled.callbacks.end(history)
+    return history
+
+
+def _history(run: Run, assembled: Assembled, started: float, digest: str) -> History:
+    recorder = assembled.recorder
+    return History(
         total_time=time.perf_counter() - started,
         state_hash=digest,
         steps=tuple(recorder.steps),
         epochs=tuple(recorder.epochs),
         evaluations=tuple(recorder.evaluations),
-        workers=context.world_size,
+        workers=assembled.workers,
         shards=assembled.shards,
         run_dir=None if assembled.folder is None else str(assembled.folder.path),
         stopped=run.ended,
     )
-    assembled.callbacks.end(history)
-    return history
+
+
+def _say_stopped(run: Run, assembled: Assembled) -> None:
+    saver = assembled.saver
+    if saver is None:
+        what = "nothing is saved, because checkpoints are turned off"
+    elif saver.newest is None:
+        what = "nothing is saved: a run that goes on begins anew"
+    else:
+        what = f"version {saver.newest} of step {saver.newest_step} is saved"
+    _log.warning("stopped by %s after step %d; %s", run.ended, run.position.step, what)
 
 
 def _check_equal(hashes: Sequence[str]) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from paceline.comm.context import DistributedContext
 from paceline.core.errors import UsageError
-from paceline.data.plan import cut
+from paceline.data.plan import deal
 from paceline.data.randomness import seed_everything
 from paceline.data.sources import Batch, Request, Source, Stream, read
 from paceline.train.feed import to_device
@@ -74,20 +74,23 @@ def evaluate(forward: Forward, objective: Objective, source: Source) -> tuple[di
 def predict(forward: Forward, source: Source) -> Any:
     """The model's outputs in the order of the data, put together, on the first rank; None elsewhere.
 
-    Of a pair (input, target) the model gets the input; a dict it gets as keyword arguments.
+    Of a pair (input, target), or of an input alone, the model gets the input; a dict it gets as keyword
+    arguments.
     """
     rows: list[list[Any]] = []
     with forward.evaluating():
         for number, batch in _dealt(forward, source):
             data = to_device(batch.data, forward.device)
-            if isinstance(data, tuple | list) and len(data) == 2:
+            if isinstance(data, tuple | list) and len(data) in (1, 2):
                 data = data[0]
             output = forward.call(**data) if isinstance(data, dict) else forward.call(data)
             rows.append([number, to_device(output, torch.device("cpu"))])
-    told = forward.context.gather(rows)
+    told = forward.context.gather([[number, _plain(output)] for number, output in rows])
     if told is None:
         return None
-    outputs = [output for _, output in sorted((row for rank in told for row in rank), key=lambda row: row[0])]
+    # The first rank's own are as the model gave them, and show what the others' are to become.
+    everybody = [*rows, *(row for theirs in told[1:] for row in theirs)]
+    outputs = [output for _, output in sorted(everybody, key=lambda row: row[0])]
     if not outputs:
         raise UsageError("there is no sample to predict for", remedy="pass data with at least one sample")
     return _joined(outputs)
@@ -106,16 +109,17 @@ def _dealt(forward: Forward, source: Source) -> Iterator[tuple[int, Batch]]:
 
 def _dealt_by_number(forward: Forward, source: Source) -> Iterator[tuple[int, Batch]]:
     size = source.size or 0
-    batches = -(-size // forward.batch)
-    first, last = cut(batches, forward.context.world_size)[forward.context.rank]
+    if not size:
+        return
+    mine = deal(-(-size // forward.batch), forward.context.world_size)[forward.context.rank]
     requests = (
         Request(
             (forward.seed, number, _EVALUATING),
             np.arange(number * forward.batch, min((number + 1) * forward.batch, size), dtype=np.int64),
         )
-        for number in range(first, last)
+        for number in mine
     )
-    yield from zip(range(first, last), read(source, requests), strict=True)
+    yield from zip(mine, read(source, requests), strict=True)
 
 
 def _dealt_stream(forward: Forward, stream: Stream) -> Iterator[tuple[int, Batch]]:
@@ -136,6 +140,16 @@ def _dealt_stream(forward: Forward, stream: Stream) -> Iterator[tuple[int, Batch
         number += context.world_size
 
 
+def _plain(output: Any) -> Any:
+    """As it can be sent: named tuples become tuples."""
+    if isinstance(output, dict):
+        return {key: _plain(value) for key, value in output.items()}
+    if isinstance(output, tuple | list):
+        parts = [_plain(value) for value in output]
+        return parts if isinstance(output, list) else tuple(parts)
+    return output
+
+
 def _joined(outputs: list[Any]) -> Any:
     first = outputs[0]
     if isinstance(first, Tensor):
@@ -143,7 +157,8 @@ def _joined(outputs: list[Any]) -> Any:
     if isinstance(first, dict):
         return {key: _joined([output[key] for output in outputs]) for key in first}
     if isinstance(first, tuple | list):
-        return type(first)(_joined([output[i] for output in outputs]) for i in range(len(first)))
+        joined = [_joined([output[i] for output in outputs]) for i in range(len(first))]
+        return type(first)(*joined) if hasattr(first, "_fields") else type(first)(joined)
     raise UsageError(
         f"the model returned a {type(first).__name__}, and predictions are put together from tensors",
         remedy="return tensors, or tuples, lists or dicts of them",

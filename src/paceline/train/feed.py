@@ -145,9 +145,12 @@ class StreamFeed:
         self._dealt: dict[int, list[Batch]] = {}
         self._opened = False
         self._saved: dict[str, Any] = {}
+        self._end: tuple[int, int] | None = None  # the epoch that is read to its end, and where that is
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._saved = state
+        self._saved = dict(state)
+        end = self._saved.pop("end", None)
+        self._end = None if end is None else (end[0], end[1])
 
     def step(self, position: Position, batch: int) -> int:
         parts = self._deal(position, batch) if self._context.is_master else None
@@ -159,16 +162,22 @@ class StreamFeed:
         yield from self._dealt[shard]
 
     def state_dict(self) -> dict[str, Any]:
-        return self._stream.state_dict() if self._opened else {}
+        if not self._opened:
+            return {}
+        # Where a dataset stands after its end is its own business; many are at their beginning then.
+        return {**self._stream.state_dict(), "end": None if self._end is None else list(self._end)}
 
     def close(self) -> None:
         self._dealt = {}
 
     def _deal(self, position: Position, batch: int) -> list[Any]:
-        self._seek(position)
-        samples = self._stream.take(batch)
-        if self._config.drop_last and len(samples) < batch:
-            samples = []
+        samples: list[Any] = []
+        if self._end != (position.epoch, position.offset):
+            self._seek(position)
+            samples = self._stream.take(batch)
+            if len(samples) < batch:
+                self._end = (position.epoch, position.offset + len(samples))
+                samples = [] if self._config.drop_last else samples
         collated: dict[int, list[list[Any]]] = {}
         for part in slices_of_step(0, len(samples), batch, self._shards):
             made = [

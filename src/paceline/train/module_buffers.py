@@ -4,71 +4,124 @@ The rule: every shard starts from the buffers of the step before; afterwards a f
 by the average of its movements in the shards, weighted by their samples, and any other buffer (counters) has
 moved as in the first shard that has samples. A buffer that no shard touches keeps its bits. For BatchNorm
 that is the running average of the shards' batch statistics. Must not know shards or ranks.
+
+Movements travel as fp32 numbers that are summed, those of doubles too; those of whole numbers in four pieces
+of 16 bits, so that none is rounded; as a negative zero where nothing moved.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import final
+
 import torch
 from torch import Tensor, nn
 
+_PIECES = 4
+_BITS = 16
 
+
+@final
 class ModuleBuffers:
     """The buffers of one module, read and moved as one vector."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._owners: list[tuple[nn.Module, str]] = []
+        groups: dict[torch.dtype, list[tuple[nn.Module, str]]] = {}
         seen: set[int] = set()
         for child in module.modules():
             for key, buffer in child._buffers.items():
-                if buffer is not None and id(buffer) not in seen and not buffer.is_complex():
+                if buffer is not None and buffer.numel() and id(buffer) not in seen:
                     seen.add(id(buffer))
-                    self._owners.append((child, key))
-        self._owners.sort(key=lambda owner: not self._of(owner).is_floating_point())
-        self.floats = sum(self._of(o).numel() for o in self._owners if self._of(o).is_floating_point())
-        self.size = sum(self._of(owner).numel() for owner in self._owners)
-        self._before: list[Tensor] = []
+                    groups.setdefault(buffer.dtype, []).append((child, key))
+        self._groups = [_OneDtype(owners) for owners in groups.values()]
+        self.size = sum(group.size for group in self._groups)
 
     def remember(self) -> None:
         """The buffers as they are now are those that every shard starts from."""
-        self._before = [self._of(owner).clone() for owner in self._owners]
+        for group in self._groups:
+            group.before = group.flat()
 
     @torch.no_grad()
     def restore(self) -> None:
-        for owner, before in zip(self._owners, self._before, strict=True):
-            self._of(owner).copy_(before)
+        for group in self._groups:
+            group.put(group.before)
 
     @torch.no_grad()
     def movement(self, weight: float, *, counters: bool, out: Tensor) -> None:
         """How the buffers moved since `remember`, times `weight`; counters as they are, or not at all."""
-        start = 0
-        for owner, before in zip(self._owners, self._before, strict=True):
-            now = self._of(owner)
-            part = out[start : start + now.numel()]
-            start += now.numel()
-            if now.is_floating_point():
-                # An infinity that stays is no movement, though their difference is no number.
-                moved = (now - before).masked_fill_(now == before, 0.0)
-                part.copy_(moved.flatten()).mul_(weight)
+        for group, part in self._parts(out):
+            if group.is_float:
+                _float_movement(group.flat(), group.before, weight, part)
             elif counters:
-                part.copy_((now.long() - before.long()).flatten())
+                moved = group.flat().long() - group.before.long()
+                for number, piece in enumerate(part.chunk(_PIECES)):
+                    piece.copy_((moved >> (number * _BITS)) & ((1 << _BITS) - 1))
             else:
                 part.zero_()
 
     @torch.no_grad()
-    def move(self, movement: Tensor) -> None:
-        """The buffers of before, moved; what did not move keeps its bits."""
-        start = 0
-        for owner, before in zip(self._owners, self._before, strict=True):
-            now = self._of(owner)
-            part = movement[start : start + now.numel()].view(now.shape)
-            start += now.numel()
-            if now.is_floating_point():
-                now.copy_(torch.where(part == 0, before, before + part.to(now.dtype)))
-            else:
-                now.copy_(before.long() + part.round().long())
+    def move(self, movement: Tensor, share: float = 1.0) -> None:
+        """The buffers of before, moved; what did not move keeps its bits. `share` is what the weights of
+        all movements add up to."""
+        for group, part in self._parts(movement):
+            if group.is_float:
+                group.put(_moved_float(group.before, part, share))
+                continue
+            moved = group.before.long()
+            for number, piece in enumerate(part.chunk(_PIECES)):
+                moved = moved + (piece.round().long() << (number * _BITS))
+            group.put(moved.to(group.before.dtype))
 
-    @staticmethod
-    def _of(owner: tuple[nn.Module, str]) -> Tensor:
-        buffer = owner[0]._buffers[owner[1]]
-        assert buffer is not None
-        return buffer
+    def _parts(self, vector: Tensor) -> Iterator[tuple[_OneDtype, Tensor]]:
+        parts = torch.split(vector, [group.size for group in self._groups])
+        return zip(self._groups, parts, strict=True)
+
+
+@final
+class _OneDtype:
+    """All buffers of a dtype, one behind the other: a few long vectors are faster than many short ones.
+
+    Looked up by owner and name each time, since a module may put another tensor in a buffer's place.
+    """
+
+    def __init__(self, owners: list[tuple[nn.Module, str]]) -> None:
+        self._owners = owners
+        self.before = self.flat()
+        self.is_float = self.before.is_floating_point()
+        self.size = self.before.numel() * (1 if self.is_float else _PIECES)
+
+    def flat(self) -> Tensor:
+        """The buffers in new memory; complex ones as pairs of reals."""
+        return torch.cat([_real(buffer).reshape(-1) for buffer in self._buffers()])
+
+    def put(self, flat: Tensor) -> None:
+        buffers = [_real(buffer) for buffer in self._buffers()]
+        parts = torch.split(flat, [buffer.numel() for buffer in buffers])
+        torch._foreach_copy_(
+            buffers, [part.view(buffer.shape) for part, buffer in zip(parts, buffers, strict=True)]
+        )
+
+    def _buffers(self) -> list[Tensor]:
+        found = [owner._buffers[key] for owner, key in self._owners]
+        return [buffer.detach() for buffer in found if buffer is not None]
+
+
+def _real(buffer: Tensor) -> Tensor:
+    return torch.view_as_real(buffer) if buffer.is_complex() else buffer
+
+
+def _start(before: Tensor) -> Tensor:
+    """What a movement is counted from: nothing moves away from an infinity by adding to it."""
+    return before.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _float_movement(now: Tensor, before: Tensor, weight: float, part: Tensor) -> None:
+    still = (now == before) | (now.isnan() & before.isnan())
+    part.copy_(torch.sub(now, _start(before))).mul_(weight).masked_fill_(still, -0.0)
+
+
+def _moved_float(before: Tensor, part: Tensor, share: float) -> Tensor:
+    # The sum of negative zeros alone is a negative zero. What is finite is not moved by any zero.
+    still = (part == 0) & (part.signbit() | before.isfinite())
+    moved = _start(before) + (part if share == 1.0 else part / share)
+    return torch.where(still, before, moved.to(before.dtype))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -35,15 +36,25 @@ class Objective:
                 f"the objective is a {type(objective).__name__}",
                 remedy="pass a loss module such as nn.MSELoss() or a function (model, batch) -> loss",
             )
+        reduction = getattr(objective, "reduction", "mean") if isinstance(objective, nn.Module) else "mean"
+        if reduction != "mean":
+            raise UsageError(
+                f'{type(objective).__name__}(reduction="{reduction}"): a step weights the mean losses of its '
+                "micro-batches by their samples",
+                remedy='use reduction="mean", or a function (model, batch) -> loss that returns a mean',
+            )
         self._objective = objective
-        self.takes_pairs = isinstance(objective, nn.Module) or (
-            getattr(objective, "__module__", "") in ("torch.nn.functional", "torch._C._nn", "torch")
+        inner = objective
+        while isinstance(inner, partial):
+            inner = inner.func
+        self.takes_pairs = isinstance(inner, nn.Module) or (
+            getattr(inner, "__module__", "") in ("torch.nn.functional", "torch._C._nn", "torch")
         )
         if not self.takes_pairs:
             self._check_signature(objective)
-        self._classifies = isinstance(objective, nn.CrossEntropyLoss | nn.NLLLoss) or getattr(
-            objective, "__name__", ""
-        ) in ("cross_entropy", "nll_loss")
+        self._classifies = isinstance(inner, nn.CrossEntropyLoss | nn.NLLLoss) or (
+            self.takes_pairs and getattr(inner, "__name__", "") in ("cross_entropy", "nll_loss")
+        )
 
     def to(self, device: torch.device) -> None:
         if isinstance(self._objective, nn.Module):

@@ -45,7 +45,7 @@ def build(given: OptimizerFactory | Optimizer | Sequence[Optimizer], module: nn.
     optimizers = [made] if isinstance(made, Optimizer) else list(made)
     for optimizer in optimizers:
         _check(optimizer)
-    _check_cover(optimizers, named)
+    _check_cover(optimizers, named, module)
     return optimizers
 
 
@@ -64,8 +64,8 @@ def _check(optimizer: Any) -> None:
         )
 
 
-def _check_cover(optimizers: Sequence[Optimizer], named: Mapping[str, Parameter]) -> None:
-    names = {id(parameter): name for name, parameter in named.items()}
+def _check_cover(optimizers: Sequence[Optimizer], named: Mapping[str, Parameter], module: nn.Module) -> None:
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
     seen: set[int] = set()
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -76,7 +76,7 @@ def _check_cover(optimizers: Sequence[Optimizer], named: Mapping[str, Parameter]
                         remedy="give each parameter to one of them",
                     )
                 seen.add(id(parameter))
-                if id(parameter) not in names and parameter.requires_grad:
+                if id(parameter) not in names:
                     raise UsageError(
                         f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} "
                         "that is not one of the model's",
@@ -162,13 +162,7 @@ def load(
         )
     for number, (optimizer, saved) in enumerate(zip(optimizers, plain, strict=True)):
         names = _names_in_order(optimizer, module)
-        kept = [name for group in saved["groups"] for name in group["params"]]
-        if sorted(names) != sorted(kept):
-            raise UsageError(
-                f"{saved['type']} in the checkpoint holds other parameters: "
-                f"{', '.join(sorted(set(names) ^ set(kept))[:5])}",
-                remedy="resume with the model and the parameter groups that the checkpoint was written with",
-            )
+        _check_groups(optimizer, module, saved)
         state: dict[int, dict[str, Any]] = {}
         for index, name in enumerate(names):
             entries = dict(saved["state"].get(name, {}))
@@ -186,3 +180,31 @@ def load(
             settings = {key: _unplain(value, group.get(key)) for key, value in old.items() if key != "params"}
             groups.append({**group, **settings})
         optimizer.load_state_dict({"state": state, "param_groups": groups})
+        _put_back_bits(optimizer, state)
+
+
+def _check_groups(optimizer: Optimizer, module: nn.Module, saved: Mapping[str, Any]) -> None:
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    here = [{names[id(parameter)] for parameter in group["params"]} for group in optimizer.param_groups]
+    kept = [set(group["params"]) for group in saved["groups"]]
+    if here == kept:
+        return
+    if len(here) != len(kept):
+        what = f"{len(kept)} parameter groups, and {len(here)} in this run"
+    else:
+        moved = sorted(set().union(*(a ^ b for a, b in zip(here, kept, strict=True))))
+        what = f"other parameters in its groups: {', '.join(moved[:5])}{' ...' if len(moved) > 5 else ''}"
+    raise UsageError(
+        f"{saved['type']} has in the checkpoint {what}",
+        remedy="resume with the model and the parameter groups that the checkpoint was written with",
+    )
+
+
+def _put_back_bits(optimizer: Optimizer, state: Mapping[int, Mapping[str, Any]]) -> None:
+    """torch casts loaded state to the dtype of its parameter, which is not what every optimizer keeps."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, entries in state.items():
+        kept = optimizer.state[parameters[index]]
+        for key, value in entries.items():
+            if isinstance(value, Tensor) and kept[key].dtype != value.dtype:
+                kept[key] = value.to(kept[key].device, copy=True)

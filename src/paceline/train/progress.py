@@ -240,6 +240,8 @@ def _opening(run: RunInfo) -> str:
     dynamic = config.dynamic_batch
     batch = f"{config.global_batch}" if dynamic is None else f"{dynamic.min} to {dynamic.max}"
     workers = f"{run.workers} worker{'' if run.workers == 1 else 's'}"
+    if config.mode == "exact" and config.shards is not None:
+        workers += f", {config.shards} shard{'' if config.shards == 1 else 's'}"
     where = "" if run.run_dir is None else f"; {run.run_dir}"
     return f"training on {samples} with {workers} ({run.device}): batches of {batch}{total}{again}{where}"
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from paceline.core import events
+from paceline.core.errors import ResourceError
 from paceline.core.journal import Journal
 from paceline.train.callbacks import Callbacks
 from paceline.train.history import EpochRecord, Evaluation, StepRecord
@@ -97,6 +98,7 @@ class Recorder:
         self.evaluations: list[Evaluation] = []
         self.sums = EpochSums()
         self._said_not_finite = False
+        self._unwritten: deque[events.Event] = deque()
 
     def start_clock(self) -> None:
         """What happened before now (loading, evaluating) is not part of the next step's time."""
@@ -126,6 +128,8 @@ class Recorder:
         return self.steps[-1] if self.steps else None
 
     def evaluated(self, evaluation: Evaluation) -> None:
+        if self.evaluations and self.evaluations[-1].step == evaluation.step:
+            self.evaluations.pop()  # done again after a resume
         self.evaluations.append(evaluation)
         self.note(
             events.Evaluated(
@@ -149,13 +153,22 @@ class Recorder:
 
     def note(self, event: events.Event) -> None:
         """Into the journal, by the main rank."""
-        if self._journal is not None and self._callbacks is not None:
-            self._journal.append(event)
+        if self._callbacks is not None:
+            self.note_here(event)
 
     def note_here(self, event: events.Event) -> None:
-        """Into the journal, by the rank that saw it."""
-        if self._journal is not None:
-            self._journal.append(event)
+        """Into the journal, by the rank that saw it. When its disk is full the run goes on, and what could
+        not be written is written, in order, as soon as there is room."""
+        if self._journal is None:
+            return
+        self._unwritten.append(event)
+        try:
+            while self._unwritten:
+                self._journal.append(self._unwritten[0])
+                self._unwritten.popleft()
+        except ResourceError as error:
+            if len(self._unwritten) == 1:
+                _log.error("%s; training goes on, and the journal is completed when that works again", error)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -194,16 +207,15 @@ class Recorder:
                 "the loss of step %d is %s: this and what follows may be of no use", record.step, record.loss
             )
         if self._callbacks is not None:
-            if self._journal is not None:
-                self._journal.append(
-                    events.StepCommitted(
-                        time=time.time(),
-                        step=record.step,
-                        epoch=record.epoch,
-                        loss=record.loss,
-                        samples=record.samples,
-                        hash=step.hash,
-                    )
+            self.note(
+                events.StepCommitted(
+                    time=time.time(),
+                    step=record.step,
+                    epoch=record.epoch,
+                    loss=record.loss,
+                    samples=record.samples,
+                    hash=step.hash,
                 )
+            )
             self._callbacks.step(record)
         return record

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -88,6 +88,7 @@ class Parts:
     saver: Saver | None = None
     evaluate: Evaluate | None = None
     contents: Callable[[], Contents] | None = None
+    draws_after_exchange: bool = True  # modifiers, or optimizers that may use randomness
 
 
 @final
@@ -99,10 +100,10 @@ class Run:
         self.position = position or Position()
         self.ended: str | None = None  # why, before the end of what was asked for
         self.stopped_on_request = False
+        self.evaluated_step: int | None = None
         self._pending = 0  # samples of a micro-batch that was handed out and has not come back
         self._planned = 0
         self._counts: list[int] = []
-        self._evaluated_step = -1
         self._named_unused = self.position.step > 0
 
     @property
@@ -120,11 +121,20 @@ class Run:
             or (config.epochs is not None and position.epoch >= config.epochs)
         )
 
-    def microbatches(self) -> Iterator[Micro]:
+    def microbatches(self) -> Generator[Micro, None, None]:
         """Every micro-batch of this rank, to the end of the run; after each one `backward` is due."""
         parts = self._parts
-        feed, transaction = parts.feed, parts.transaction
         parts.recorder.start_clock()
+        try:
+            yield from self._steps()
+        except GeneratorExit:
+            # The loop was left within a step, which then never happened.
+            parts.transaction.abandon()
+            raise
+
+    def _steps(self) -> Iterator[Micro]:
+        parts = self._parts
+        feed, transaction = parts.feed, parts.transaction
         while not self.finished:
             position = self.position
             self._planned = feed.step(position, self.batch)
@@ -164,15 +174,20 @@ class Run:
         count, self._pending = self._pending, 0
         self._parts.transaction.backward(loss, count, metrics)
 
-    def evaluate(self) -> dict[str, float]:
-        """Evaluates now, on every rank, and takes part in early stopping."""
+    @property
+    def over(self) -> str | None:
+        """Why a run that goes on from here would end at once; not because it was asked to stop."""
+        return None if self.stopped_on_request else self.ended
+
+    def evaluate(self, *, extra: bool = False) -> dict[str, float]:
+        """Evaluates now, on every rank. An extra one, where the run ends between two of its evaluations,
+        leaves no trace in what a longer run does: it takes no part in early stopping."""
         parts = self._parts
-        if parts.evaluate is None or self._evaluated_step == self.position.step:
+        if parts.evaluate is None or self.evaluated_step == self.position.step:
             return {}
         parts.recorder.flush()
         started = time.perf_counter()
         metrics, samples = parts.evaluate()
-        self._evaluated_step = self.position.step
         parts.recorder.evaluated(
             Evaluation(
                 step=self.position.step,
@@ -182,8 +197,10 @@ class Run:
                 seconds=time.perf_counter() - started,
             )
         )
-        if parts.early is not None:
-            self.ended = self.ended or parts.early.observe(metrics)
+        if not extra:
+            self.evaluated_step = self.position.step
+            if parts.early is not None:
+                self.ended = self.ended or parts.early.observe(metrics)
         parts.recorder.start_clock()
         return metrics
 
@@ -202,8 +219,9 @@ class Run:
         wrote, failed = parts.saver.wrote if parts.saver is not None else (False, False)
         reduced = parts.transaction.reduce(Wishes(parts.stop.asked(), wrote, failed))
         step, epoch, batch = self.position.step, self.position.epoch, self.batch
-        # Whatever draws numbers from here on does so on every rank, and must draw the same ones.
-        seed_everything(config.seed, epoch, step, parts.transaction.shards)
+        if parts.draws_after_exchange:
+            # What draws numbers from here on does so on every rank, and must draw the same ones.
+            seed_everything(config.seed, epoch, step, parts.transaction.shards)
         applied = parts.update.apply(parts.schedule.factor(step, batch), need_norm=parts.noise is not None)
         if parts.noise is not None:
             self._observe_noise(reduced, applied)
@@ -213,7 +231,7 @@ class Run:
             parts.saver.settle(reduced.saved, reduced.saves_failed)
         if config.evaluate_every is not None and self.position.step % config.evaluate_every == 0:
             self.evaluate()
-        if reduced.stops:
+        if reduced.stops and self.ended is None:
             self.stopped_on_request = True
             self.ended = parts.stop.reason or "a signal to another worker"
         if self.ended is None and parts.saver is not None and parts.saver.due_after_step(self.position.step):
@@ -225,7 +243,10 @@ class Run:
             self._named_unused = True
             self._say_unused(reduced.unused)
         audit = parts.config.audit_every
-        numbers = [reduced.loss, *([] if applied.norm is None else [applied.norm]), *reduced.metrics.values()]
+        numbers = reduced.numbers
+        if applied.norm is not None:
+            norm = applied.norm.to(numbers).reshape(1)
+            numbers = torch.cat([numbers[:1], norm, numbers[1:]])
         committed = CommittedStep(
             step=step,
             epoch=epoch,
@@ -233,19 +254,22 @@ class Run:
             learning_rate=applied.learning_rate,
             skipped=applied.skipped,
             hash=state_hash(parts.module) if audit and step % audit == 0 else None,
-            names=tuple(reduced.metrics),
+            names=reduced.metrics,
             has_norm=applied.norm is not None,
-            numbers=torch.stack(numbers) if len(numbers) > 1 else reduced.loss.reshape(1),
+            numbers=numbers,
         )
         record = parts.recorder.commit(committed)
         if parts.callbacks.may_stop:
             record = record or parts.recorder.flush()
             assert record is not None
-            self.ended = parts.callbacks.stop(record)
+            # Asked every time, also when the run ends anyway: modifiers keep equal states on every rank.
+            reason = parts.callbacks.stop(record)
+            self.ended = self.ended or reason
 
     def _observe_noise(self, reduced: Reduced, applied: Applied) -> None:
         noise, norms = self._parts.noise, reduced.shard_square_norms
-        if noise is None or norms is None or applied.norm is None:
+        # A step that lost samples says little about noise: nobody counted them by shard.
+        if noise is None or norms is None or applied.measured is None or reduced.applied != self._planned:
             return
         counts = self._counts
         # The shards' gradients were weighted by their share of the samples; the noise is about their means.
@@ -253,7 +277,7 @@ class Run:
             norm * (self._planned / count) ** 2 if count else 0.0
             for norm, count in zip(norms.tolist(), counts, strict=True)
         ]
-        noise.observe(means, counts, float(applied.norm) ** 2)
+        noise.observe(means, counts, float(applied.measured) ** 2)
 
     def _end_epoch(self) -> None:
         parts, position = self._parts, self.position

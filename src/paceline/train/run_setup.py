@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -87,7 +87,12 @@ def recomputing(module: nn.Module, which: bool | tuple[str, ...]) -> Iterator[No
     chosen = _blocks(module) if which is True else _named(module, which or ())
     for child in chosen:
         # An attribute of the object, which hides the method of its class for the time of the run.
-        child.forward = partial(checkpoint, child.forward, use_reentrant=False)
+        child.forward = partial(
+            checkpoint,
+            child.forward,
+            use_reentrant=False,
+            context_fn=partial(_first_and_second_pass, child),
+        )
     try:
         yield
     finally:
@@ -95,10 +100,31 @@ def recomputing(module: nn.Module, which: bool | tuple[str, ...]) -> Iterator[No
             del child.forward
 
 
+def _first_and_second_pass(
+    module: nn.Module,
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return nullcontext(), _keeping_buffers(module)
+
+
+@contextmanager
+def _keeping_buffers(module: nn.Module) -> Iterator[None]:
+    """Statistics have counted the batch in the first pass; the second, for backward, changes nothing."""
+    before = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, kept in before:
+            # Through `data`, which autograd does not count as a change: a buffer may be saved for backward.
+            buffer.data.copy_(kept)
+
+
 def _blocks(module: nn.Module) -> list[nn.Module]:
     containers = [child for child in module.modules() if isinstance(child, nn.ModuleList | nn.Sequential)]
     inside = {id(container) for container in containers}
     found = {id(child): child for container in containers for child in container if id(child) not in inside}
+    # The outermost only: what lies within a block is recomputed with it.
+    within = {id(part) for block in found.values() for part in block.modules() if part is not block}
+    found = {key: child for key, child in found.items() if key not in within}
     if not found:
         raise UsageError(
             "activation_checkpointing=True takes the members of ModuleList and Sequential, "

@@ -54,13 +54,15 @@ class Saver:
         context: DistributedContext,
         *,
         parent: int | None,
+        step: int,
         tell: Tell,
         on_saved: Callable[[SavedCheckpoint], None],
     ) -> None:
         self._config = config
         self._context = context
         self._writer = BackgroundWriter(store, context.rank, context.world_size)
-        self._parent = parent
+        self.newest = parent  # the version that a run goes on from, and its step
+        self.newest_step = step
         self._tell = tell
         self._on_saved = on_saved
         self._version: int | None = None  # under way
@@ -69,7 +71,7 @@ class Saver:
         self._committing: tuple[int, float, float] | None = None  # version, begun, stall; on the first rank
         self._begun = 0.0
         self._stall = 0.0
-        self.saved_step = -1
+        self.saved_step = -1 if parent is None else step
         self.last_error: str | None = None
         self._retention = Retention(
             keep_last=config.keep_last,
@@ -113,7 +115,7 @@ class Saver:
             epoch=position.epoch,
             samples=position.samples,
             workers=self._context.world_size,
-            parent=self._parent,
+            parent=self.newest,
             metrics=metrics,
         )
         state = contents.state if self._context.is_master else None
@@ -174,10 +176,12 @@ class Saver:
         if done is None or self._committing is None:
             return
         (version, begun, stall), self._committing = self._committing, None
-        if done.error is not None or done.manifest is None:
+        if done.manifest is None:
             self._failed(version, self._info.step, str(done.error))
             return
-        self._parent = version
+        if done.error is not None:
+            _log.warning("version %d is saved, and older ones could not be deleted: %s", version, done.error)
+        self.newest, self.newest_step = version, self._info.step
         info, seconds = done.manifest.info, time.perf_counter() - begun
         self._tell(
             events.CheckpointSaved(

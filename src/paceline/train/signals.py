@@ -16,6 +16,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, final
 
+from paceline.core.errors import PlatformError
+
 STOPPED_EXIT_CODE = 75
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -41,14 +43,25 @@ class StopRequest:
 def leave_request(file: Path, reason: str) -> None:
     """Asks the run that looks for this file to stop."""
     part = file.with_suffix(".part")
-    part.write_text(reason)
-    part.replace(file)
+    try:
+        try:
+            part.write_text(reason)
+            part.replace(file)
+        except OSError:
+            # A full disk has no room for a word, and mostly for an empty file.
+            file.touch()
+    except OSError as error:
+        raise PlatformError(
+            f"{reason} asked the run to stop, and its workers cannot be told: {file}: {error.strerror}",
+            remedy="see what became of the run's folder; send the signal to a worker to stop it as well",
+        ) from error
 
 
 class Stopped(SystemExit):
     """Raised by `fit` after a run stopped on request and saved: ends the process with STOPPED_EXIT_CODE.
 
-    `history` is how far it came. Catch it to do something else than exit.
+    `history` is how far it came: to the end, if the signal came too late to change that. Catch it to do
+    something else than exit.
     """
 
     def __init__(self, reason: str, history: Any) -> None:
@@ -57,7 +70,7 @@ class Stopped(SystemExit):
         self.history = history
 
     def __str__(self) -> str:
-        return f"stopped by {self.reason}: saved, start again with resume='auto'"
+        return f"stopped by {self.reason}: start again with resume='auto' to go on"
 
 
 @contextmanager

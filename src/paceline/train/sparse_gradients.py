@@ -53,6 +53,10 @@ class SparseGradients:
             parameter.grad = None
         self._held[shard] = held
 
+    def values(self, shard: int) -> list[Tensor]:
+        """The rows' values that a shard of this rank has collected."""
+        return [pair[1] for pair in self._held.get(shard, ()) if pair is not None]
+
     def reduce(self, context: DistributedContext) -> None:
         """Every parameter's gradient becomes the sum over all shards; None where no shard has one."""
         if not self._parameters:

@@ -32,6 +32,7 @@ from paceline.train.gradients import Layout, expose
 from paceline.train.module_buffers import ModuleBuffers
 from paceline.train.sparse_gradients import SparseGradients, sparse_parameters
 from paceline.train.summation import CanonicalSummation, PlainSummation, Summation
+from paceline.train.update import total_norm
 
 MOST_METRICS = 16
 _LOSS, _FIRST_METRIC = 0, 1
@@ -51,8 +52,8 @@ class Wishes:
 class Reduced:
     """What all ranks know after the exchange. Loss and metrics may still be on the device."""
 
-    loss: Tensor
-    metrics: Mapping[str, Tensor]
+    numbers: Tensor  # the loss, then the metrics
+    metrics: tuple[str, ...]
     applied: int  # samples
     unused: tuple[str, ...]
     stops: int
@@ -113,6 +114,8 @@ class StepTransaction:
             self._buffers.remember()
         if self._summation is not None:
             self._summation.start(self.block, self.shards)
+        if isinstance(self._summation, CompressedSummation):
+            self._summation.scale = scale
 
     def start_shard(self, shard: int) -> None:
         """The shard starts from the step's state, with randomness of its own."""
@@ -130,7 +133,9 @@ class StepTransaction:
         (loss if factor == 1.0 else loss * factor).backward()  # type: ignore[no-untyped-call]
         self._shard_applied += count
         with torch.no_grad():
-            weighted = loss.detach().float() * weight
+            weighted = loss.detach().float()
+            if weight != 1.0:
+                weighted = weighted * weight
             self._loss = weighted if self._loss is None else self._loss + weighted
             if metrics or self._metric_names:
                 self._add_metrics(metrics or {}, weight)
@@ -142,8 +147,6 @@ class StepTransaction:
             self._used[position] |= parameter.grad is not None
         self._sparse.collect(shard)
         if self._summation is None:
-            if self._noise:
-                self._tail[self._norms_start + shard] = self._square_norm()
             return
         with torch.no_grad():
             self._summation.deposit([p.grad for p in self._parameters], self._shard_tail(shard))
@@ -154,12 +157,12 @@ class StepTransaction:
         if not self._agreed:
             self._agree_on_metrics()
         ballot = [self._applied, wishes.stop, wishes.saved, wishes.save_failed, *self._used]
-        tail = self._tail
+        names = self._metric_names or ()
         if self._summation is None:
-            if self._loss is not None:
-                tail[_LOSS] = self._loss
-                for position, value in enumerate(self._metrics):
-                    tail[_FIRST_METRIC + position] = value
+            # A step whose samples were all left out has no numbers.
+            nothing = self._tail[_LOSS]
+            loss = nothing if self._loss is None else self._loss
+            tail = torch.stack([loss, *(self._metrics or [nothing] * len(names))])
         else:
             flat = self._summation.finish(torch.tensor(ballot, dtype=torch.float32))
             if self._context.world_size > 1:
@@ -167,21 +170,22 @@ class StepTransaction:
             used = dict(zip(self.trained, ballot[_WISHES:], strict=True))
             expose(self._parameters, flat, [used[name] > 0 for name in self._names])
             tail = flat.tail
-            if self._buffers.size:
-                self._buffers.move(tail[_FIRST_METRIC + MOST_METRICS : self._norms_start])
         self._sparse.reduce(self._context)
         applied, stops, saved, failed, *marks = ballot
+        if self._buffers.size and self._summation is not None and applied:
+            movement = tail[_FIRST_METRIC + MOST_METRICS : self._norms_start]
+            self._buffers.move(movement, applied / self._planned)
         short = self._planned / applied if 0 < applied != self._planned else 1.0
         if short != 1.0:
             # Samples were skipped: what was weighted by the planned number is weighted by the real one.
             grads = [p.grad for p in self.trained.values() if p.grad is not None]
             torch._foreach_mul_(grads, short)
-        numbers = tail[: _FIRST_METRIC + MOST_METRICS] * short
         return Reduced(
-            numbers[_LOSS],
-            {name: numbers[_FIRST_METRIC + i] for i, name in enumerate(self._metric_names or ())},
+            # A copy: the next step writes over what was exchanged.
+            tail[: _FIRST_METRIC + len(names)] * short,
+            tuple(names),
             applied,
-            tuple(name for name, mark in zip(self.trained, marks, strict=True) if not mark),
+            () if all(marks) else tuple(n for n, mark in zip(self.trained, marks, strict=True) if not mark),
             stops,
             saved,
             failed,
@@ -241,6 +245,8 @@ class StepTransaction:
 
     def _shard_tail(self, shard: int) -> Tensor:
         tail = self._tail.zero_()
+        # A negative zero is no movement at all; see module_buffers.py.
+        tail[_FIRST_METRIC + MOST_METRICS : self._norms_start] = -0.0
         if self._shard_applied and self._loss is not None:
             tail[_LOSS] = self._loss
             for position, value in enumerate(self._metrics):
@@ -252,14 +258,12 @@ class StepTransaction:
                     out=tail[_FIRST_METRIC + MOST_METRICS : self._norms_start],
                 )
             if self._noise:
-                tail[self._norms_start + shard] = self._square_norm()
+                tail[self._norms_start + shard] = self._square_norm(shard)
         return tail
 
-    def _square_norm(self) -> Tensor:
-        grads = [p.grad for p in self._parameters if p.grad is not None]
-        if not grads:
-            return torch.zeros((), device=self._device)
-        return torch.stack(torch._foreach_norm(grads)).square().sum() / self._scale**2
+    def _square_norm(self, shard: int) -> Tensor:
+        grads = [p.grad for p in self._parameters if p.grad is not None] + self._sparse.values(shard)
+        return total_norm(grads).square().to(self._device) / self._scale**2
 
 
 def _summation(

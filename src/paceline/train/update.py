@@ -18,6 +18,8 @@ from torch.optim import Optimizer
 
 from paceline.train.precision import LossScaler
 
+_NARROW = (torch.float16, torch.bfloat16)
+
 ChangeGradients = Callable[[Mapping[str, Parameter]], None]
 
 
@@ -28,6 +30,7 @@ class Applied:
     norm: Tensor | None
     skipped: bool  # an overflow of fp16: the parameters are as they were
     learning_rate: float
+    measured: Tensor | None = None  # the norm before modifiers changed the gradient, where it was asked for
 
 
 @final
@@ -53,17 +56,17 @@ class Update:
     def apply(self, factor: float, *, need_norm: bool = False) -> Applied:
         """One optimizer step with learning rates of `factor` times the initial ones."""
         gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
-        norm: Tensor | None = None
         if self.scaler is not None:
             _scale(gradients, 1.0 / self.scaler.scale)
             overflow = not all_finite(gradients)
             self.scaler.update(overflow)
             if overflow:
                 return Applied(None, True, self._learning_rate())
+        measured = norm = total_norm(gradients) if need_norm else None
         if self._change is not None:
             self._change(self._parameters)
             gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
-        if self._clip_norm is not None or need_norm:
+        if self._clip_norm is not None and (norm is None or self._change is not None):
             norm = total_norm(gradients)
         if self._clip_norm is not None and norm is not None:
             # As torch's clip_grad_norm_: a product instead of a branch, so that a GPU is not waited for.
@@ -76,7 +79,7 @@ class Update:
                 group["lr"] = wanted
         for optimizer in self._optimizers:
             optimizer.step()
-        return Applied(norm, False, self._learning_rate())
+        return Applied(norm, False, self._learning_rate(), measured)
 
     def _groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]
@@ -90,10 +93,13 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     if not gradients:
         return torch.zeros(())
     dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
-    norms = torch._foreach_norm(dense)
-    together: Tensor = torch.linalg.vector_norm(
-        torch.stack([norm.to(norms[0].device, norms[0].dtype) for norm in norms])
-    )
+    wide = [g for g in dense if g.dtype not in _NARROW]
+    narrow = [g for g in dense if g.dtype in _NARROW]
+    norms = [*torch._foreach_norm(wide)] if wide else []
+    if narrow:
+        # A norm of 16 bits would be rounded to three digits, or be infinite.
+        norms += torch._foreach_norm(narrow, dtype=torch.float32)
+    together: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
     return together
 
 

@@ -26,6 +26,7 @@ from paceline.train.ending import conclude
 from paceline.train.evaluation import Forward
 from paceline.train.history import History
 from paceline.train.objective import Objective
+from paceline.train.own_process import OwnProcess
 from paceline.train.precision import autocast
 from paceline.train.progress import Progress
 from paceline.train.run import Micro, Run
@@ -46,6 +47,7 @@ class TrainJob:
     callbacks: Sequence[Observer | Modifier] = ()
     folder: Path | None = None
     stop_file: Path | None = None
+    process: OwnProcess | None = None  # given where the process was started for this job
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ class Trained:
 def train(context: DistributedContext, job: TrainJob) -> Trained:
     """Trains on this rank, together with the others of the context."""
     config = job.config
+    if job.process is not None:
+        job.process.settle()
     stop = StopRequest(job.stop_file)
     with ExitStack() as stack:
         stack.enter_context(listening(stop.ask))
@@ -71,12 +75,14 @@ def train(context: DistributedContext, job: TrainJob) -> Trained:
         objective.to(device)
         stack.enter_context(run_setup.recomputing(module, config.activation_checkpointing))
         call = torch.compile(module) if config.compile else module
-        observers = [Progress()] if config.progress else []
+        observers = [Progress()] if config.progress and context.is_master else []
+        for progress in observers:
+            stack.callback(progress.close)
         given = Given(
             module, job.optimizer, config, as_source(job.train), job.callbacks, job.folder, observers
         )
         assembled = Assembled(context, given, device, stop)
-        stack.callback(assembled.close)
+        stack.push(assembled)
         forward = _forward(context, module, call, device, config)
         validation = None if job.validation is None else as_source(job.validation)
         evaluate = None if validation is None else lambda: evaluation.evaluate(forward, objective, validation)

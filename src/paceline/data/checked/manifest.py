@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, final
@@ -83,17 +83,26 @@ class Manifest:
                 f"it is of format {plain.get('format')!r}, version {plain.get('version')!r}; "
                 f"this Paceline reads {_FORMAT!r}, version {_VERSION}"
             )
-        names = {field.name for field in fields(ShardRecord)}
-        if any(set(shard) != names for shard in plain["shards"]):
-            raise ManifestDamaged(f"a shard in it is not described by {', '.join(sorted(names))}")
-        if any("/" in shard["file"] or shard["file"].startswith(".") for shard in plain["shards"]):
-            raise ManifestDamaged("a shard in it lies outside of the manifest's own folder")
-        manifest = Manifest(tuple(ShardRecord(**shard) for shard in plain["shards"]))
-        if manifest.samples != plain["samples"]:
+        try:
+            manifest = Manifest(tuple(_shard(shard) for shard in plain["shards"]))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ManifestDamaged(f"it does not list its shards ({type(error).__name__}: {error})") from error
+        if manifest.samples != plain.get("samples"):
             raise ManifestDamaged(
-                f"it says {plain['samples']} samples and its shards have {manifest.samples}"
+                f"it says {plain.get('samples')} samples and its shards have {manifest.samples}"
             )
         return manifest
+
+
+def _shard(plain: dict[str, Any]) -> ShardRecord:
+    shard = ShardRecord(**plain)
+    numbers = all(type(number) is int and number >= 0 for number in (shard.samples, shard.bytes))
+    texts = all(type(text) is str for text in (shard.file, shard.checksum, shard.index_checksum))
+    if not numbers or not texts:
+        raise ManifestDamaged(f"it describes a shard by values of the wrong kind: {plain}")
+    if "/" in shard.file or shard.file.startswith("."):
+        raise ManifestDamaged(f"the shard {shard.file!r} lies outside of the manifest's own folder")
+    return shard
 
 
 class ManifestDamaged(Exception):  # noqa: N818 - a reason inside this package, never seen outside

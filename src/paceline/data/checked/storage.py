@@ -87,10 +87,9 @@ class Folder:
         return self.read(name, 0, self.size(name), fresh=fresh)
 
     def chunks(self, name: str) -> Iterator[bytearray]:
-        start = 0
-        while chunk := self.read(name, start, _CHUNK):
-            yield chunk
-            start += len(chunk)
+        size = self.size(name)
+        for start in range(0, size, _CHUNK):
+            yield self.read(name, start, min(_CHUNK, size - start))
 
     def write(self, name: str, pieces: Iterable[bytes | bytearray | memoryview]) -> None:
         """Puts a whole file in place at once: under another name first where renaming is atomic."""

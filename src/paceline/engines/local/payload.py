@@ -102,8 +102,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             buffers.append(buffer)
             return False
 
-        super().__init__(file, protocol=5, buffer_callback=keep_inline)
+        # Before the base class, which looks at it once, when it is made.
         self.dispatch_table = ChainMap(dict(reducers), cloudpickle.Pickler.dispatch_table)
+        super().__init__(file, protocol=5, buffer_callback=keep_inline)
         self._numbers = {cls: number for number, cls in enumerate(shared)}
         self._definitions = definitions
 

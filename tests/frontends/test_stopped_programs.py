@@ -1,0 +1,142 @@
+"""Real programs that are stopped and killed: exit codes, what is left of them, and the run that goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.engines.local.processes import all_gone, watch
+from tests.train import small_run
+from tests.train.small_run import STEPS, fit, settings, steps_of, wait_for, workers_of
+
+import paceline
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = [sys.executable, "-m", "tests.train.small_run"]
+
+
+@pytest.fixture(scope="module")
+def quiet(tmp_path_factory) -> str:
+    """The hash of the run that nobody disturbs."""
+    return fit(settings(tmp_path_factory.mktemp("quiet") / "run", 1)).state_hash
+
+
+@contextlib.contextmanager
+def program(folder: Path, *words: str, command: list[str] | None = None) -> Iterator[subprocess.Popen[str]]:
+    """A process group of its own, and no process left of it however the test ends."""
+    process = subprocess.Popen(
+        [*(command or PROGRAM), str(folder), *words],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> None:
+    wait_for(lambda: process.poll() is not None or max(steps_of(folder), default=0) >= step)
+    assert process.poll() is None, process.communicate()[1]
+
+
+def family(process: subprocess.Popen[str], folder: Path) -> list[int]:
+    """The program, its fork server and its workers."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [process.pid, *map(int, children), *workers_of(folder).values()]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_program_exits_with_75_and_its_process_group_may_be_signalled(tmp_path, quiet, number):
+    folder = tmp_path / "run"
+    step = random.Random(number).randint(2, STEPS - 6)
+    with program(folder, "2", f"hold={step + 4}") as process:
+        wait_for_step(folder, step, process)
+        with watch(family(process, folder)) as everybody:
+            os.killpg(process.pid, number)
+            out, err = process.communicate(timeout=60)
+            assert process.returncode == paceline.STOPPED_EXIT_CODE, err
+            assert all_gone(everybody, 10)
+    assert out == ""
+    at = steps_of(folder)[-1]
+    assert f"stopped by {number.name} after step {at}; version " in err
+    assert len(err.splitlines()) == 1
+    assert fit(settings(folder, 3, resume="auto")).state_hash == quiet
+
+
+def test_the_second_signal_exits_at_once_and_leaves_nobody(tmp_path, quiet):
+    folder = tmp_path / "run"
+    never = tmp_path / "never"
+    with program(folder, "2", "hold=6", f"until={never}") as process:
+        wait_for_step(folder, 6, process)
+        with watch(family(process, folder)) as everybody:
+            process.send_signal(signal.SIGTERM)
+            wait_for((folder / "stop").exists)
+            assert process.poll() is None
+            process.send_signal(signal.SIGUSR1)
+            process.communicate(timeout=60)
+            assert process.returncode == 128 + signal.SIGUSR1
+            assert all_gone(everybody, 10)
+    assert fit(settings(folder, 1, resume="auto")).state_hash == quiet
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_every_process_is_killed_and_the_run_goes_on_elsewhere(tmp_path, quiet, seed):
+    folder = tmp_path / "run"
+    choice = random.Random(seed)
+    step, workers, later = choice.randint(5, STEPS - 4), *choice.sample([1, 2, 3, 4], 2)
+    with program(folder, str(workers), f"hold={step + 2}", f"until={tmp_path / 'never'}") as process:
+        wait_for_step(folder, step, process)
+        pids = family(process, folder)
+        with watch(pids) as everybody:
+            for pid in choice.sample(pids, len(pids)):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            assert all_gone(everybody, 10)
+        assert process.wait(10) == -signal.SIGKILL
+    assert fit(settings(folder, later, resume="auto")).state_hash == quiet
+
+
+def test_when_the_program_alone_is_killed_its_workers_end(tmp_path, quiet):
+    folder = tmp_path / "run"
+    with program(folder, "2", "hold=7", f"until={tmp_path / 'never'}") as process:
+        wait_for_step(folder, 7, process)
+        with watch(family(process, folder)) as everybody:
+            process.kill()
+            assert all_gone(everybody, 10)
+    assert fit(settings(folder, 4, resume="auto")).state_hash == quiet
+
+
+@pytest.mark.parametrize("to", ["one rank", "the launcher"])
+def test_inside_torchrun(tmp_path, quiet, to):
+    folder, go = tmp_path / "run", tmp_path / "go"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+    until = f"until={go if to == 'one rank' else ''}"
+    with program(folder, "2", "hold=9", until, command=[*torchrun, "tests.train.small_run"]) as process:
+        wait_for_step(folder, 9, process)
+        ranks = workers_of(folder)
+        with watch([process.pid, *ranks.values()]) as everybody:
+            os.kill(ranks[1] if to == "one rank" else process.pid, signal.SIGTERM)
+            go.touch()
+            _, err = process.communicate(timeout=60)
+            assert all_gone(everybody, 10)
+    at = steps_of(folder)[-1]
+    assert 9 <= at < STEPS
+    assert f"after step {at}; version " in err
+    if to == "one rank":
+        assert "exitcode  : 75" in err
+    assert fit(settings(folder, 3, resume="auto")).state_hash == quiet
+    assert small_run.journal_of(folder)[-1].reason == "finished"

@@ -1,0 +1,245 @@
+"""Signals that ask a run to stop: wherever they go, whenever they come, the result is that of a quiet run."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from tests.train import small_run
+from tests.train.small_run import EPOCHS, STEPS, Signals, fit, journal_of, settings, steps_of
+
+import paceline
+from paceline.checkpoint import storage
+from paceline.checkpoint.store import CheckpointStore
+from paceline.core import events
+from paceline.core.errors import PeerLostError
+from paceline.train.callbacks import Observer, RunInfo
+from paceline.train.signals import Stopped
+
+
+@pytest.fixture(scope="module")
+def quiet(tmp_path_factory) -> str:
+    """The hash of the run that nobody disturbs."""
+    return fit(settings(tmp_path_factory.mktemp("quiet") / "run", 1)).state_hash
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+def stopped(config, callbacks=(), **parts) -> Stopped:
+    with pytest.raises(Stopped) as caught:
+        fit(config, callbacks, **parts)
+    return caught.value
+
+
+def ended(folder: Path) -> events.RunEnded:
+    last = journal_of(folder)[-1]
+    assert isinstance(last, events.RunEnded)
+    return last
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("to", [("main",), (0,), (1,), ("main", 0, 1)], ids=str)
+def test_the_step_is_finished_and_saved_and_the_run_goes_on(folder, quiet, number, to):
+    step = random.Random(f"{number} {to}").randint(1, STEPS - 5)
+    how = stopped(settings(folder, 2), [Signals(folder, step, to, number)])
+    assert how.code == paceline.STOPPED_EXIT_CODE == 75
+    expected = {number.name, "a signal to another worker"}
+    assert how.reason in expected
+    assert how.history.stopped == how.reason
+    at = ended(folder).step
+    assert step <= at < STEPS
+    assert steps_of(folder) == list(range(1, at + 1))
+    assert CheckpointStore(folder / "checkpoints").open().manifest.info.step == at
+    assert not (folder / "stop").exists()
+
+    history = fit(settings(folder, random.Random(step).choice([1, 3, 4]), resume="auto"))
+    assert history.state_hash == quiet
+    assert steps_of(folder) == list(range(1, STEPS + 1))
+
+
+class AtStart(Observer):
+    """Signals the main process before the first step."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.main = folder, os.getpid()
+
+    def on_start(self, run: RunInfo) -> None:
+        os.kill(self.main, signal.SIGTERM)
+        small_run.wait_for((self.folder / "stop").exists)
+
+
+def test_before_the_first_step(folder, quiet):
+    stopped(settings(folder, 2), [AtStart(folder)])
+    assert steps_of(folder) == [1]
+    assert fit(settings(folder, 3, resume="auto")).state_hash == quiet
+
+
+class SignalsWhileEvaluating:
+    """An objective that signals its own process in the second evaluation."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+        self.loss = torch.nn.CrossEntropyLoss()
+
+    def __call__(self, model, batch):
+        if not model.training and not self.mark.exists():
+            self.mark.touch()
+            os.kill(os.getpid(), signal.SIGTERM)
+        return self.loss(model(batch[0]), batch[1])
+
+
+def test_while_evaluating(folder, quiet, tmp_path):
+    stopped(settings(folder, 2), objective=SignalsWhileEvaluating(tmp_path / "mark"))
+    assert ended(folder).step == small_run.STEPS_OF_EPOCH + 1
+    assert fit(settings(folder, 1, resume="auto")).state_hash == quiet
+
+
+def build_and_signal_while_saving(main: int) -> torch.nn.Module:
+    """The rank that commits is signalled in the middle of it."""
+    done = os.getpid() == main
+
+    def call(operation, /, *args, **kwargs):
+        nonlocal done
+        if operation.__name__ == "rename" and "manifest" in str(args) and not done:
+            done = True
+            os.kill(os.getpid(), signal.SIGTERM)
+        return operation(*args, **kwargs)
+
+    if not done:
+        storage.direct = call
+    return small_run.build()
+
+
+def test_while_saving(folder, quiet):
+    stopped(settings(folder, 2), model=partial(build_and_signal_while_saving, os.getpid()))
+    assert fit(settings(folder, 3, resume="auto")).state_hash == quiet
+    assert CheckpointStore(folder / "checkpoints").verify() == []
+
+
+class AtTheEnd(Observer):
+    """Signals the main process when nothing is left to do."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.main = folder, os.getpid()
+
+    def on_end(self, history) -> None:
+        os.kill(self.main, signal.SIGTERM)
+        small_run.wait_for((self.folder / "stop").exists)
+
+
+def test_a_signal_after_the_last_step_is_not_swallowed(folder, quiet):
+    how = stopped(settings(folder, 2), [AtTheEnd(folder)])
+    assert how.history.state_hash == quiet
+    assert how.history.stopped is None
+    assert ended(folder).reason == "finished"
+    assert fit(settings(folder, 1, resume="auto")).state_hash == quiet
+
+
+def test_with_a_signal_in_the_last_step_the_run_is_complete(folder, quiet):
+    how = stopped(settings(folder, 2), [Signals(folder, STEPS, (1,))])
+    assert how.history.state_hash == quiet
+    assert fit(settings(folder, 1, resume="auto")).state_hash == quiet
+
+
+def test_handlers_are_as_before(folder):
+    def own(number, frame):
+        raise AssertionError("not meant for this one")
+
+    before = {number: signal.signal(number, own) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        fit(settings(folder, 1, epochs=1))
+        assert signal.getsignal(signal.SIGTERM) is own
+        stopped(settings(folder, 1, resume="auto"), [Signals(folder, 7, ("main",))])
+        assert signal.getsignal(signal.SIGTERM) is own
+        with pytest.raises(paceline.RankFailedError):
+            fit(settings(folder, 1, resume="auto"), objective=lambda model, batch: 1 / 0)
+        assert [signal.getsignal(number) for number in before] == [own, own]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_in_another_thread(folder, quiet):
+    """Only the main thread can have handlers; there the program's own stay, and workers can be signalled."""
+    results: list[object] = []
+
+    def work() -> None:
+        try:
+            fit(settings(folder, 2), [Signals(folder, 8, (1,))])
+        except BaseException as error:
+            results.append(error)
+        results.append(fit(settings(folder, 3, resume="auto")).state_hash)
+
+    before = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(small_run.PATIENCE)
+    assert signal.getsignal(signal.SIGTERM) is before
+    error, digest = results
+    assert isinstance(error, Stopped)
+    assert digest == quiet
+
+
+class SignalsTwice(Observer):
+    """Asks the other rank to stop and to end at once, while that one waits for this one."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self.folder, self.step = folder, step
+
+    def on_step(self, record) -> None:
+        if record.step == self.step:
+            for number in (signal.SIGTERM, signal.SIGUSR1):
+                os.kill(small_run.workers_of(self.folder)[1], number)
+            small_run.wait_for(lambda: False)
+
+
+def test_the_second_signal_ends_a_worker_that_waits_for_another(folder, quiet):
+    with pytest.raises(PeerLostError, match=r"rank 1 \(pid \d+\) exited with code 1(38|43)"):
+        fit(settings(folder, 2), [SignalsTwice(folder, 9)])
+    assert fit(settings(folder, 1, resume="auto")).state_hash == quiet
+
+
+def own_loop(config, signal_at: int | None = None) -> paceline.train.history.History:
+    model = small_run.build()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.uniform_(-0.5, 0.5)
+    loss = torch.nn.CrossEntropyLoss()
+    with paceline.session(model, small_run.adam(model.parameters()), config) as run:
+        for micro in run.microbatches(small_run.data()):
+            if run.step == signal_at:
+                signal_at = None
+                os.kill(os.getpid(), signal.SIGUSR1)
+            run.backward(loss(model(micro.x), micro.y))
+    assert run.history is not None
+    return run.history
+
+
+def test_in_a_session(tmp_path):
+    quiet = own_loop(settings(tmp_path / "quiet", 1)).state_hash
+    folder = tmp_path / "run"
+    before = signal.getsignal(signal.SIGUSR1)
+    with pytest.raises(Stopped) as caught:
+        own_loop(settings(folder, 1), signal_at=12)
+    assert caught.value.reason == "SIGUSR1"
+    assert steps_of(folder) == list(range(1, 14))
+    assert signal.getsignal(signal.SIGUSR1) is before
+    assert own_loop(settings(folder, 1, resume="auto")).state_hash == quiet
+
+
+def test_a_stop_that_is_left_over_is_not_obeyed(folder, quiet):
+    stopped(settings(folder, 2), [Signals(folder, 3, (0,))])
+    (folder / "stop").write_text("SIGTERM")  # by a process that was killed before it could take it away
+    history = fit(settings(folder, 2, resume="auto"))
+    assert (history.state_hash, history.stopped) == (quiet, None)
+    assert history.epochs[-1].epoch == EPOCHS - 1

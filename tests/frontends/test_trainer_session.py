@@ -1,0 +1,200 @@
+"""`paceline.session`: a loop of one's own has the bits of `Trainer`, and mistakes in it are named."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import paceline
+from paceline.comm.context import DistributedContext
+from paceline.core.errors import UsageError
+from paceline.frontends.spawn import spawn
+from paceline.train import worker
+from paceline.train.state import state_hash
+from tests.one_thread import one_thread as one_thread
+
+X = torch.randn(29, 5, generator=torch.Generator().manual_seed(0))
+Y = torch.sin(X[:, :2])
+
+
+def config(**given: Any) -> paceline.TrainConfig:
+    defaults: dict[str, Any] = {
+        "shards": 4,
+        "global_batch": 12,
+        "epochs": 2,
+        "micro_batch": 2,
+        "threads": 1,
+        "progress": False,
+        "seed": 5,
+        "checkpoint": paceline.CheckpointConfig(every_epochs=None),
+    }
+    return paceline.TrainConfig(**{**defaults, **given})
+
+
+def build() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Dropout(0.25), nn.Linear(16, 2))
+
+
+def own_loop(folder: Path, **given: Any) -> tuple[nn.Module, Any]:
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    with paceline.session(model, optimizer, config(run_dir=folder, **given)) as run:
+        for micro in run.microbatches((X, Y)):
+            run.backward(F.mse_loss(model(micro.x), micro.y), {"count": micro.count})
+    return model, run.history
+
+
+def trainers_hash(**given: Any) -> str:
+    job = worker.TrainJob(
+        build(),
+        nn.MSELoss(),
+        lambda p: torch.optim.AdamW(p, 0.01),
+        config(**given).resolved(1),
+        (X, Y),
+    )
+    with DistributedContext(1, 0) as context:
+        history = worker.train(context, job).history
+    assert history is not None
+    return history.state_hash
+
+
+def test_same_bits_as_the_trainer(tmp_path: Path) -> None:
+    model, history = own_loop(tmp_path / "run")
+    assert history.state_hash == state_hash(model) == trainers_hash()
+    assert [record.samples for record in history.steps] == [12, 12, 5] * 2
+    # Four shards of three samples, in micro-batches of two and of one.
+    assert history.steps[0].metrics == {"count": pytest.approx(4 * (2 * 2 + 1 * 1) / 12)}
+    assert (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_under_bf16(tmp_path: Path) -> None:
+    """The user's forward pass is inside autocast; code after the loop is not, even when it ends by an error."""
+    _, history = own_loop(tmp_path / "a", precision="bf16")
+    assert history.state_hash == trainers_hash(precision="bf16")
+    assert history.state_hash != trainers_hash()
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    with (  # noqa: PT012
+        pytest.raises(ZeroDivisionError),
+        paceline.session(model, optimizer, config(run_dir=tmp_path / "b", precision="bf16")) as run,
+    ):
+        for micro in run.microbatches((X, Y)):
+            assert torch.is_autocast_enabled("cpu")
+            assert model(micro.x).dtype == torch.bfloat16
+            raise ZeroDivisionError
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def in_a_job(ctx: Any, folder: Path) -> str:
+    model, _ = own_loop(folder, workers=1)
+    return state_hash(model)
+
+
+def test_joins_spawned_ranks(tmp_path: Path) -> None:
+    found = spawn(in_a_job, tmp_path / "run", workers=3, threads=1, timeout=60)
+    assert set(found) == {trainers_hash()}
+
+
+UNDER_TORCHRUN = """
+import sys
+from pathlib import Path
+from tests.frontends.test_trainer_session import own_loop
+from paceline.train.state import state_hash
+model, history = own_loop(Path(sys.argv[1]), workers=1)
+print("hash", state_hash(model), flush=True)
+"""
+
+
+def test_joins_ranks_of_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(UNDER_TORCHRUN)
+    environment = {**os.environ, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone",
+         str(script), str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    hashes = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("hash")]
+    assert hashes == [trainers_hash()] * 2
+
+
+# mistakes
+
+
+def test_backward_is_due_once_for_every_micro_batch(tmp_path: Path) -> None:
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+
+    def loop(folder: str, times: int) -> None:
+        with paceline.session(model, optimizer, config(run_dir=tmp_path / folder)) as run:
+            for micro in run.microbatches((X, Y)):
+                for _ in range(times):
+                    run.backward(F.mse_loss(model(micro.x), micro.y))
+
+    with pytest.raises(UsageError, match="a micro-batch of 2 samples was handed out and no backward came back"):
+        loop("never", 0)
+    with pytest.raises(UsageError, match="without a micro-batch, or twice for one"):
+        loop("twice", 2)
+
+
+def test_other_mistakes(tmp_path: Path) -> None:
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    with (
+        pytest.raises(UsageError, match="backward before the first micro-batch"),
+        paceline.session(model, optimizer, config(run_dir=tmp_path / "a")) as run,
+    ):
+        run.backward(torch.zeros(()))
+    with (  # noqa: PT012
+        pytest.raises(UsageError, match="microbatches was called twice"),
+        paceline.session(model, optimizer, config(run_dir=tmp_path / "b", epochs=1)) as run,
+    ):
+        for micro in run.microbatches((X, Y)):
+            run.backward(F.mse_loss(model(micro.x), micro.y))
+        next(iter(run.microbatches((X, Y))))
+    not_a_module: Any = build
+    with (
+        pytest.raises(UsageError, match="a session trains a module, not a function"),
+        paceline.session(not_a_module, optimizer),
+    ):
+        pass
+
+
+def test_a_loop_that_is_left_gives_its_step_up(tmp_path: Path) -> None:
+    """The half of a step that was computed has changed nothing, not even running statistics."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with paceline.session(model, optimizer, config(run_dir=tmp_path / "run", micro_batch=None)) as run:
+        seen = ""
+        for micro in run.microbatches((X, Y)):
+            if run.step == 1 and not seen:
+                seen = state_hash(model)
+            run.backward(F.mse_loss(model(micro.x), micro.y))
+            if run.step == 1 and micro.shard == 2:
+                break
+    assert run.history is not None
+    assert state_hash(model) == seen == run.history.state_hash
+    assert [record.step for record in run.history.steps] == [1]
+
+
+def test_a_session_without_a_loop(tmp_path: Path) -> None:
+    model = build()
+    with paceline.session(
+        model, torch.optim.SGD(model.parameters(), 0.1), config(run_dir=tmp_path / "run")
+    ) as run:
+        assert (run.step, run.epoch) == (0, 0)
+    assert run.history is None

@@ -1,0 +1,161 @@
+"""A run that is small and has everything that a fault could break: dropout, BatchNorm, Adam, an uneven end of
+each epoch, evaluation. Also a program: `python -m tests.train.small_run FOLDER WORKERS [key=value ...]`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import paceline
+from paceline.core import events, journal
+from paceline.train.callbacks import Modifier, Observer, RunInfo
+from paceline.train.config import CheckpointConfig, TrainConfig
+from paceline.train.history import History, StepRecord
+
+SHARDS = 4
+STEPS_OF_EPOCH = 5
+EPOCHS = 6
+STEPS = STEPS_OF_EPOCH * EPOCHS
+PATIENCE = 60.0
+
+
+def build() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, 1e-2)
+
+
+def data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(54, 6, generator=generator), torch.randint(0, 3, (54,), generator=generator)
+
+
+def settings(folder: Path, workers: int = 2, **changes: Any) -> TrainConfig:
+    config = TrainConfig(
+        workers=workers,
+        shards=SHARDS,
+        threads=1,
+        global_batch=12,
+        epochs=EPOCHS,
+        seed=5,
+        device="cpu",
+        progress=False,
+        run_dir=str(folder),
+        checkpoint=CheckpointConfig(every_steps=4),
+    )
+    return dataclasses.replace(config, **changes)
+
+
+def trainer(
+    config: TrainConfig,
+    callbacks: Sequence[Observer | Modifier] = (),
+    *,
+    model: Any = build,
+    objective: Callable[..., Any] | None = None,
+) -> paceline.Trainer:
+    return paceline.Trainer(
+        model, objective or nn.CrossEntropyLoss(), optimizer=adam, config=config, callbacks=callbacks
+    )
+
+
+def fit(config: TrainConfig, callbacks: Sequence[Observer | Modifier] = (), **parts: Any) -> History:
+    return trainer(config, callbacks, **parts).fit(data(), data())
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Waits for what another process does; there is no other way to hear of it."""
+    limit = time.monotonic() + PATIENCE
+    while not condition():
+        if time.monotonic() > limit:
+            raise TimeoutError("the other process did not do it")
+        time.sleep(0.002)
+
+
+def journal_of(folder: Path) -> list[events.Event]:
+    file = folder / "journal.jsonl"
+    return list(journal.iterate(file)) if file.exists() else []
+
+
+def steps_of(folder: Path) -> list[int]:
+    return [event.step for event in journal_of(folder) if isinstance(event, events.StepCommitted)]
+
+
+def workers_of(folder: Path) -> dict[int, int]:
+    """Rank to pid, of the newest start."""
+    return {event.rank: event.pid for event in journal_of(folder) if isinstance(event, events.WorkerStarted)}
+
+
+class Signals(Observer):
+    """At a step, signals some processes of the job: "main", ranks, or all of them.
+
+    Afterwards training waits until the request has arrived, so that it cannot end before.
+    """
+
+    def __init__(
+        self, folder: Path, step: int, to: Sequence[str | int], number: int = signal.SIGTERM
+    ) -> None:
+        self.folder, self.step, self.to, self.number = folder, step, to, number
+        self.main = os.getpid()
+
+    def on_step(self, record: StepRecord) -> None:
+        if record.step != self.step:
+            return
+        ranks = workers_of(self.folder)
+        for who in self.to:
+            os.kill(self.main if isinstance(who, str) else ranks[who], self.number)
+        if "main" in self.to:
+            wait_for((self.folder / "stop").exists)
+
+
+class Holds(Observer):
+    """After a step, training waits until somebody makes a file or ends the process.
+
+    With `until=None` it waits for a SIGTERM, which then takes its way.
+    """
+
+    def __init__(self, step: int, until: Path | None) -> None:
+        self.step = step
+        self.until = until
+        self.arrived = False
+
+    def on_start(self, run: RunInfo) -> None:
+        if self.until is not None:
+            return
+        handler = signal.getsignal(signal.SIGTERM)
+
+        def note(number: int, frame: FrameType | None) -> None:
+            self.arrived = True
+            handler(number, frame)
+
+        signal.signal(signal.SIGTERM, note)
+
+    def on_step(self, record: StepRecord) -> None:
+        if record.step == self.step:
+            wait_for(lambda: self.arrived if self.until is None else self.until.exists())
+
+
+def main(folder: str, workers: str, *rest: str) -> None:
+    options = dict(item.split("=", 1) for item in rest)
+    path = Path(folder)
+    hold = int(options.pop("hold", 0))
+    until = options.pop("until", str(path / "stop"))
+    callbacks = [Holds(hold, Path(until) if until else None)] if hold else []
+    history = fit(settings(path, int(workers), **options), callbacks)
+    print(history.state_hash)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,130 @@
+"""A step is a transaction: given up in the middle and done again, even with the shards dealt in another way,
+it has the bits of a step that nothing disturbed."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from paceline.comm.context import DistributedContext
+from paceline.comm.transport.threads import run_ranks
+from paceline.train.config import GradientCompression
+from paceline.train.state import state_hash
+from paceline.train.step import StepTransaction, Wishes
+from tests.train.running import regression, seeded, settings
+
+X, Y = regression(12)
+SHARDS = 4
+COUNTS = [3, 3, 3, 3]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(4, 5, sparse=True)
+        self.inner = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x + self.words((x[:, 0] > 0).long()))
+
+
+def compute(transaction: StepTransaction, module: nn.Module, shard: int) -> None:
+    transaction.start_shard(shard)
+    part = slice(3 * shard, 3 * shard + 3)
+    transaction.backward(F.mse_loss(module(X[part]), Y[part]), 3)
+    transaction.finish_shard(shard)
+
+
+def gradients(module: nn.Module) -> list[Tensor]:
+    found = []
+    for parameter in module.parameters():
+        assert parameter.grad is not None
+        found.append(parameter.grad.to_dense().clone())
+    return found
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"compression": GradientCompression(kind="int8")},
+        {"mode": "fast", "shards": 1, "workers": 1},
+        {"shards": 1},
+    ],
+    ids=["exact", "compressed", "fast", "one shard"],
+)
+def test_a_step_that_was_given_up_leaves_nothing(given: dict[str, Any]) -> None:
+    config = settings(**{"shards": SHARDS, **given})
+    model = seeded(Model)
+
+    def run(disturbed: bool) -> tuple[list[list[Tensor]], str]:
+        module = copy.deepcopy(model)
+        found = []
+        with DistributedContext(1, 0) as context:
+            transaction = StepTransaction(context, module, config, torch.device("cpu"))
+            shards = list(transaction.block)
+            counts = COUNTS[: len(shards)]
+            for step in range(3):
+                if disturbed and step == 1:
+                    before = state_hash(module)
+                    transaction.open(0, step, counts)
+                    for shard in shards[:2]:
+                        compute(transaction, module, shard)
+                    transaction.abandon()
+                    assert state_hash(module) == before
+                    assert all(parameter.grad is None for parameter in module.parameters())
+                transaction.open(0, step, counts)
+                for shard in shards:
+                    compute(transaction, module, shard)
+                assert transaction.reduce().applied == sum(counts)
+                found.append(gradients(module))
+        return found, state_hash(module)
+
+    undisturbed, disturbed = run(False), run(True)
+    assert undisturbed[1] == disturbed[1]
+    for mine, theirs in zip(undisturbed[0], disturbed[0], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def test_what_all_ranks_know_after_a_step() -> None:
+    model = seeded(Model)
+    config = settings(shards=SHARDS, workers=3)
+
+    def one(context: DistributedContext) -> tuple[int, int, int, int, tuple[str, ...], list[float]]:
+        module = copy.deepcopy(model)
+        transaction = StepTransaction(context, module, config, torch.device("cpu"))
+        transaction.open(0, 0, COUNTS)
+        for shard in transaction.block:
+            compute(transaction, module, shard)
+        wishes = Wishes(stop=context.rank == 1, saved=context.rank != 0, save_failed=context.rank == 0)
+        known = transaction.reduce(wishes)
+        numbers = known.numbers.tolist()
+        return known.applied, known.stops, known.saved, known.saves_failed, known.unused, numbers
+
+    found = run_ranks(3, one)
+    assert all(known == found[0] for known in found)
+    assert found[0][:5] == (12, 1, 2, 1, ())
+
+
+def test_sparse_gradients_and_samples_that_were_left_out() -> None:
+    module: Any = seeded(Model)
+    plain: Any = copy.deepcopy(module)
+    with DistributedContext(1, 0) as context:
+        transaction = StepTransaction(context, module, settings(shards=2), torch.device("cpu"))
+        transaction.open(0, 0, [6, 6])
+        for shard in transaction.block:
+            transaction.start_shard(shard)
+            if shard == 0:
+                transaction.backward(F.mse_loss(module(X[:6]), Y[:6]), 6)
+            transaction.finish_shard(shard)
+        reduced = transaction.reduce()
+    F.mse_loss(plain(X[:6]), Y[:6]).backward()
+    assert reduced.applied == 6
+    for mine, theirs in zip(gradients(module), gradients(plain), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    torch.testing.assert_close(module.inner[1].running_mean, plain.inner[1].running_mean)
