@@ -7,6 +7,7 @@ nothing in the loop waits for it.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -45,8 +46,12 @@ def objective(gpt: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return loss
 
 
-def prepare(workers: int, *, batch: int = BATCH) -> Block:
+def prepare(workers: int, *, batch: int = BATCH, deterministic: bool = False) -> Block:
     torch.set_float32_matmul_precision("high")
+    if deterministic:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
     device = torch.device("cuda")
     gpt: Any = torch.compile(model().to(device))
     stepper = optimizer(gpt.parameters())

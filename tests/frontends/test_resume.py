@@ -234,6 +234,25 @@ def test_other_data_is_refused(tmp_path):
         small_run.trainer(settings(folder, 1, resume="auto")).fit((x[1:], y[1:]))
 
 
+def wider() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(6, 17), torch.nn.ReLU(), torch.nn.Linear(17, 3))
+
+
+def momentum(parameters) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.1, momentum=0.9)
+
+
+def test_another_model_or_optimizer_is_refused(finished, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(finished[0], folder)
+    config = settings(folder, 2, resume="auto", epochs=EPOCHS + 1)
+    with pytest.raises(UsageError, match=r"0\.weight|1\.weight"):
+        fit(config, model=wider)
+    other = paceline.Trainer(small_run.build, torch.nn.CrossEntropyLoss(), optimizer=momentum, config=config)
+    with pytest.raises(UsageError, match="SGD"):
+        other.fit(small_run.data(), small_run.data())
+
+
 def test_a_folder_with_a_run_is_not_overwritten(finished):
     with pytest.raises(UsageError, match="already holds a run"):
         fit(settings(finished[0], 1))

@@ -59,9 +59,8 @@ def family(process: subprocess.Popen[str], folder: Path) -> list[int]:
     return [process.pid, *map(int, children), *workers_of(folder).values()]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_program_exits_with_75_and_its_process_group_may_be_signalled(tmp_path, quiet, number):
-    folder = tmp_path / "run"
+def test_a_program_exits_with_75_and_its_process_group_may_be_signalled(tmp_path, quiet):
+    folder, number = tmp_path / "run", signal.SIGTERM
     step = random.Random(number).randint(2, STEPS - 6)
     with program(folder, "2", f"hold={step + 4}") as process:
         wait_for_step(folder, step, process)
@@ -140,3 +139,18 @@ def test_inside_torchrun(tmp_path, quiet, to):
         assert "exitcode  : 75" in err
     assert fit(settings(folder, 3, resume="auto")).state_hash == quiet
     assert small_run.journal_of(folder)[-1].reason == "finished"
+
+
+def test_a_signal_to_every_process_of_the_job(tmp_path, quiet):
+    """As a scheduler does that knows the processes of a job and not who started whom."""
+    folder = tmp_path / "run"
+    with program(folder, "2", "hold=10") as process:
+        wait_for_step(folder, 6, process)
+        pids = family(process, folder)
+        with watch(pids) as everybody:
+            for pid in random.Random(0).sample(pids, len(pids)):
+                os.kill(pid, signal.SIGTERM)
+            _, err = process.communicate(timeout=60)
+            assert process.returncode == paceline.STOPPED_EXIT_CODE, err
+            assert all_gone(everybody, 10)
+    assert fit(settings(folder, 3, resume="auto")).state_hash == quiet

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import random
 import signal
@@ -150,6 +151,17 @@ def test_with_a_signal_in_the_last_step_the_run_is_complete(folder, quiet):
     assert fit(settings(folder, 1, resume="auto")).state_hash == quiet
 
 
+class AtExit(Observer):
+    """Signals its own process when that is about to end."""
+
+    def on_end(self, history) -> None:
+        atexit.register(os.kill, os.getpid(), signal.SIGUSR1)
+
+
+def test_a_worker_that_has_done_its_work_is_not_killed_by_a_signal(folder, quiet):
+    assert fit(settings(folder, 2), [AtExit()]).state_hash == quiet
+
+
 def test_handlers_are_as_before(folder):
     def own(number, frame):
         raise AssertionError("not meant for this one")
@@ -235,6 +247,24 @@ def test_in_a_session(tmp_path):
     assert steps_of(folder) == list(range(1, 14))
     assert signal.getsignal(signal.SIGUSR1) is before
     assert own_loop(settings(folder, 1, resume="auto")).state_hash == quiet
+
+
+def test_in_a_session_outside_of_the_loop(tmp_path):
+    model = small_run.build()
+
+    def signalled(folder: Path, *, loop: bool) -> None:
+        config = settings(folder, 1, epochs=1)
+        with paceline.session(model, small_run.adam(model.parameters()), config) as run:
+            for micro in run.microbatches(small_run.data()) if loop else ():
+                run.backward(model(micro.x).mean())
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Stopped) as caught:
+        signalled(tmp_path / "after", loop=True)
+    assert len(caught.value.history.steps) == small_run.STEPS_OF_EPOCH
+    with pytest.raises(Stopped) as caught:
+        signalled(tmp_path / "before", loop=False)
+    assert caught.value.history is None
 
 
 def test_a_stop_that_is_left_over_is_not_obeyed(folder, quiet):

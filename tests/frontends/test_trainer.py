@@ -49,7 +49,7 @@ def test_trained_weights_arrive_in_the_callers_module(tmp_path: Path) -> None:
             super().__init__()
             self.inner = linear()
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x: Tensor) -> Any:
             return self.inner(x)
 
     model = Local()
@@ -135,7 +135,9 @@ def test_a_run_keeps_its_shards_when_it_goes_on_with_other_workers(tmp_path: Pat
             linear(),
             nn.MSELoss(),
             optimizer=lambda p: torch.optim.AdamW(p, 0.01),
-            config=config(tmp_path / folder, workers=workers, shards=None, threads=None, epochs=None, **given),
+            config=config(
+                tmp_path / folder, workers=workers, shards=None, threads=None, epochs=None, **given
+            ),
         )
         history = trainer.fit((X, Y))
         assert history.shards == 2
@@ -184,8 +186,9 @@ x = torch.randn(20, 5)
 scale = 2.0
 objective = lambda model, batch: ((model(batch) * scale) ** 2).mean()
 model = Mine()
-trainer = paceline.Trainer(model, objective, optimizer=lambda p: torch.optim.SGD(p, 0.05), callbacks=[Count()],
-                           config=paceline.TrainConfig(workers=2, global_batch=4, threads=1, run_dir=sys.argv[1]))
+config = paceline.TrainConfig(workers=2, global_batch=4, threads=1, run_dir=sys.argv[1])
+trainer = paceline.Trainer(model, objective, optimizer=lambda p: torch.optim.SGD(p, 0.05), config=config,
+                           callbacks=[Count()])
 history = trainer.fit(x)
 print("losses", history.steps[0].loss > history.steps[-1].loss, history.epochs[0].samples)
 """

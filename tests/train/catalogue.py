@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from tests.train.running import job, regression, seeded
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from paceline.train.worker import TrainJob
-from tests.train.running import job, regression, seeded
 
 SAMPLES = 29
 
@@ -26,7 +26,7 @@ class Residual(nn.Module):
         self.second = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
         self.second_norm = nn.BatchNorm2d(channels)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         inner = F.relu(self.first_norm(self.first(x)))
         return F.relu(x + self.second_norm(self.second(inner)))
 
@@ -47,7 +47,7 @@ class LanguageModel(nn.Module):
         self.head = nn.Linear(width, words, bias=False)
         self.head.weight = self.embedding.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor) -> Any:
         return self.head(self.block(self.embedding(tokens)))
 
 

@@ -1,4 +1,4 @@
-"""Whole training runs for the tests of this folder: alone in this process, or on ranks that are threads of it.
+"""Whole training runs for the tests of this folder: alone in this process, or on ranks that are its threads.
 
 Ranks in threads share the random generators of the process, so what draws numbers while it trains (dropout,
 augmentation) is tested in processes instead: see test_same_bits.py.
@@ -76,9 +76,7 @@ class Outcome:
         return [record.loss for record in self.history.steps]
 
 
-def train(
-    given: TrainJob, workers: int = 1, callbacks: Callable[[], Sequence[Any]] | None = None
-) -> Outcome:
+def train(given: TrainJob, workers: int = 1, callbacks: Callable[[], Sequence[Any]] | None = None) -> Outcome:
     """Trains copies of the job's model, in this process; `callbacks` makes those of one rank."""
     config = dataclasses.replace(given.config, workers=workers)
     copies = [copy.deepcopy(given.model) for _ in range(workers)]
@@ -124,6 +122,4 @@ def seeded(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
 
 
 def mlp(features: int = 5, outputs: int = 2, hidden: int = 8) -> nn.Module:
-    return seeded(
-        lambda: nn.Sequential(nn.Linear(features, hidden), nn.Tanh(), nn.Linear(hidden, outputs))
-    )
+    return seeded(lambda: nn.Sequential(nn.Linear(features, hidden), nn.Tanh(), nn.Linear(hidden, outputs)))

@@ -1,4 +1,4 @@
-"""Evaluation and prediction: the same for any number of workers, weighted by samples, in the order of the data."""
+"""Evaluation and prediction: the same for any number of workers, weighted by samples, in the data's order."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from tests.train.running import job, mlp, regression, seeded, train
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
@@ -20,7 +21,6 @@ from paceline.core.errors import UsageError
 from paceline.data.batches import SkippedSampleError
 from paceline.train import run_setup, worker
 from paceline.train.worker import TrainJob
-from tests.train.running import job, mlp, regression, seeded, train
 
 SAMPLES = 29
 X, Y = regression(SAMPLES)
@@ -32,7 +32,9 @@ def number(scalar: Tensor) -> float:
 
 
 def everywhere(
-    function: Callable[[DistributedContext, TrainJob], Any], given: TrainJob, workers: Sequence[int] = (1, 2, 3)
+    function: Callable[[DistributedContext, TrainJob], Any],
+    given: TrainJob,
+    workers: Sequence[int] = (1, 2, 3),
 ) -> list[list[Any]]:
     """What every rank gets, for each number of workers."""
     found = []
@@ -49,7 +51,9 @@ def everywhere(
 
 
 def assert_same_everywhere(given: TrainJob) -> dict[str, float]:
-    found = [result for ranks in everywhere(worker.evaluate, given) for result in ranks]
+    found: list[dict[str, float]] = [
+        result for ranks in everywhere(worker.evaluate, given) for result in ranks
+    ]
     assert all(result == found[0] for result in found)
     return found[0]
 
@@ -80,7 +84,11 @@ def test_metrics_and_accuracy() -> None:
     assert found["error"] == pytest.approx(number((model(X) - Y).abs().mean()), rel=1e-6)
     assert found["constant"] == 3.0
     right = float((model(X).argmax(1) == LABELS).float().mean())
-    losses: list[Any] = [nn.CrossEntropyLoss(), F.cross_entropy, partial(F.cross_entropy, label_smoothing=0.0)]
+    losses: list[Any] = [
+        nn.CrossEntropyLoss(),
+        F.cross_entropy,
+        partial(F.cross_entropy, label_smoothing=0.0),
+    ]
     for loss in losses:
         found = assert_same_everywhere(job(mlp(), (X, LABELS), objective=loss))
         assert found["accuracy"] == pytest.approx(right)
@@ -222,7 +230,13 @@ def test_left_out_samples_do_not_count_in_a_step(micro_batch: int | None) -> Non
     """The gradient is the mean over what was really there: equal to a loop over those samples alone."""
     missing = {1, 2, 3, 14}
     given = job(
-        mlp(), Damaged(missing), global_batch=12, shards=4, shuffle=False, max_steps=2, micro_batch=micro_batch
+        mlp(),
+        Damaged(missing),
+        global_batch=12,
+        shards=4,
+        shuffle=False,
+        max_steps=2,
+        micro_batch=micro_batch,
     )
     plain: Any = mlp()
     optimizer = torch.optim.SGD(plain.parameters(), 0.1, momentum=0.9)

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from tests.train.running import Outcome, job, train
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from paceline.train.callbacks import Modifier
 from paceline.train.config import CheckpointConfig
 from paceline.train.history import StepRecord
-from tests.train.running import Outcome, job, train
 
 
 @dataclass
@@ -54,6 +54,10 @@ class Bookkeeper(Modifier):
             self._ledger.applied[record.epoch].update(self._seen)
         self._seen = []
         return None
+
+
+def _bookkeepers(*given: Any) -> list[Bookkeeper]:
+    return [Bookkeeper(*given)]
 
 
 class Numbers(Dataset):
@@ -123,8 +127,8 @@ def with_stops(
             **run,
         )
         given = dataclasses.replace(given, stop_file=request)
-        keep = partial(Bookkeeper, ledger, done, stop_after, request)
-        outcomes.append(train(given, workers, lambda keep=keep: [keep()]))
+        keep = partial(_bookkeepers, ledger, done, stop_after, request)
+        outcomes.append(train(given, workers, keep))
         if outcomes[-1].history.stopped is None:
             break
         done = stop_after or 0
@@ -153,11 +157,12 @@ def runs(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def expected_per_epoch(run: dict[str, Any]) -> int:
-    size, batch = run["size"], run["global_batch"]
+    size: int = run["size"]
+    batch: int = run["global_batch"]
     return size // batch * batch if run["drop_last"] else size
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(runs())
 def test_every_sample_once_per_epoch(run: dict[str, Any]) -> None:
     size, plan = run["size"], run["plan"]
@@ -165,7 +170,9 @@ def test_every_sample_once_per_epoch(run: dict[str, Any]) -> None:
     ledger, undisturbed = Ledger(), Ledger()
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
         sessions = with_stops(lambda: in_memory(size), Path(one) / "run", plan, ledger, **config)
-        (alone,) = with_stops(lambda: in_memory(size), Path(other) / "run", [(1, None)], undisturbed, **config)
+        (alone,) = with_stops(
+            lambda: in_memory(size), Path(other) / "run", [(1, None)], undisturbed, **config
+        )
     assert set(ledger.applied) == set(range(run["epochs"]))
     for applied in ledger.applied.values():
         assert set(applied.values()) == {1}

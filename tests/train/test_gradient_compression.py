@@ -9,12 +9,12 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from tests.train.running import hashes, job, mlp, regression, train
 from torch import nn
 
 from paceline.train.callbacks import Modifier
 from paceline.train.config import CheckpointConfig, GradientCompression, LossScaling
 from paceline.train.history import StepRecord
-from tests.train.running import hashes, job, mlp, regression, train
 
 Kind = Literal["fp16", "bf16", "int8", "int4", "top-k"]
 KINDS: list[Kind] = ["fp16", "bf16", "int8", "int4", "top-k"]
@@ -74,7 +74,7 @@ def test_doubles_and_complex_numbers_are_compressed_too() -> None:
             self.accurate = nn.Parameter(torch.linspace(-1, 1, 10, dtype=torch.float64).view(5, 2))
             self.phase = nn.Parameter(torch.ones(2, dtype=torch.complex64))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x: torch.Tensor) -> Any:
             return (x.double() @ self.accurate).float() * self.phase.abs()
 
     given = job(Odd(), DATA, epochs=2, compression=compression("int8"))
@@ -98,6 +98,25 @@ def test_residuals_do_not_depend_on_the_loss_scale() -> None:
         for interval in (2000, 1)
     ]
     assert made[0] == made[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_overflow_is_forgotten_with_its_step(kind: Kind) -> None:
+    """One infinite gradient spoils neither residuals nor the memory that later steps use."""
+    given = job(
+        mlp(hidden=32),
+        DATA,
+        epochs=4,
+        precision="fp16",
+        loss_scaling=LossScaling(initial=2.0**20),
+        compression=compression(kind),
+    )
+    outcomes = [train(given, workers) for workers in (1, 3)]
+    skipped = [record.skipped for record in outcomes[0].history.steps]
+    assert skipped[0]
+    assert not any(skipped[-4:])
+    assert len({outcome.hash for outcome in outcomes}) == 1
+    assert all(parameter.isfinite().all() for parameter in outcomes[0].module.parameters())
 
 
 @pytest.mark.parametrize("kind", [None, "bf16", "fp16"])

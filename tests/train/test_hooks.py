@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.train.running import job, mlp, regression, train
 from torch import nn
 
 from paceline.core.errors import UsageError
 from paceline.train.callbacks import Modifier, Observer
 from paceline.train.config import CheckpointConfig, EarlyStopping
-from tests.train.running import job, mlp, regression, train
 
 DATA = regression(12)
 
@@ -61,7 +61,13 @@ class Meddler(Modifier):
 def test_the_documented_order() -> None:
     log: list[str] = []
     given = job(
-        mlp(), DATA, validation=DATA, callbacks=[Watcher(log), Meddler(log)], epochs=2, global_batch=6, shards=2
+        mlp(),
+        DATA,
+        validation=DATA,
+        callbacks=[Watcher(log), Meddler(log)],
+        epochs=2,
+        global_batch=6,
+        shards=2,
     )
     train(given)
     step = ["batch", "batch", "gradients"]

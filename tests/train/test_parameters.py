@@ -1,21 +1,23 @@
-"""Parameters and buffers of every kind: frozen, unused, shared, sparse, of other dtypes and memory formats."""
+"""Parameters and buffers of every kind: frozen, unused, shared, sparse, of other dtypes and layouts."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
+from tests.train.running import hashes, job, mlp, regression, seeded, train
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline.comm.context import DistributedContext
 from paceline.core.errors import UsageError
 from paceline.train import worker
-from tests.train.running import hashes, job, mlp, regression, seeded, train
+from paceline.train.callbacks import Modifier
 
 DATA = regression(29)
 
@@ -30,7 +32,7 @@ class Partly(nn.Module):
         self.never = nn.Linear(5, 2)
         self.rare = nn.Linear(5, 2, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         total = self.main(x) + self.frozen(x)
         if bool((x[:, 0] > 1.0).any()):
             total = total + self.rare(x)
@@ -81,7 +83,7 @@ class Tied(nn.Module):
         self.second = nn.Linear(5, 5)
         self.second.weight = self.first.weight
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.second(torch.tanh(self.first(x)))
 
 
@@ -99,7 +101,7 @@ class Words(nn.Module):
         self.bag = nn.EmbeddingBag(20, 4, sparse=True, mode="sum")
         self.head = nn.Linear(4, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.head(self.embedding(x).mean(1) + self.bag(x))
 
 
@@ -157,9 +159,7 @@ def test_optimizers_that_cannot_work_are_refused() -> None:
     with pytest.raises(UsageError, match=r"no optimizer holds 2.weight, 2.bias"):
         train(job(model, DATA, optimizer=lambda p: torch.optim.SGD(p[:2], 0.1)))
     with pytest.raises(UsageError, match=r"0.weight is in two optimizers"):
-        train(
-            job(model, DATA, optimizer=lambda p: [torch.optim.SGD(p, 0.1), torch.optim.SGD([p[0]], 0.1)])
-        )
+        train(job(model, DATA, optimizer=lambda p: [torch.optim.SGD(p, 0.1), torch.optim.SGD([p[0]], 0.1)]))
     with pytest.raises(UsageError, match="not one of the model's"):
         train(job(model, DATA, optimizer=lambda p: torch.optim.SGD([*p, *other.parameters()], 0.1)))
     stranger = nn.Parameter(torch.zeros(3), requires_grad=False)
@@ -181,7 +181,7 @@ class Mixed(nn.Module):
         self.nothing = nn.Parameter(torch.empty(0, 3))
         self.strided = nn.Parameter(torch.randn(4, 2).t())
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         hidden = (x.double() @ self.accurate).float()
         hidden = (hidden.bfloat16() @ self.rough).float()
         turned = (hidden.to(torch.complex64) @ self.phase).abs() + (hidden @ self.strided.t())
@@ -190,7 +190,11 @@ class Mixed(nn.Module):
 
 def test_other_dtypes() -> None:
     given = job(
-        seeded(Mixed), DATA, optimizer=lambda p: torch.optim.SGD(p, 0.05, momentum=0.9), epochs=3, clip_norm=1.0
+        seeded(Mixed),
+        DATA,
+        optimizer=lambda p: torch.optim.SGD(p, 0.05, momentum=0.9),
+        epochs=3,
+        clip_norm=1.0,
     )
     outcomes = [train(given, workers) for workers in (1, 2, 3, 4)]
     assert len({outcome.hash for outcome in outcomes}) == 1
@@ -214,20 +218,36 @@ def test_gradients_of_doubles_are_summed_in_doubles() -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-13, atol=1e-15)
 
 
+class SameStrides(Modifier):
+    def change_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        for parameter in parameters.values():
+            assert parameter.grad is not None
+            assert parameter.grad.stride() == parameter.stride()
+
+
 def test_channels_last() -> None:
     images = torch.randn(29, 3, 6, 6, generator=torch.Generator().manual_seed(1))
     model: Any = seeded(
         lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 2))
-    ).to(memory_format=torch.channels_last)
-    given = job(model, (images, DATA[1]), epochs=2)
+    )
+    model.to(memory_format=torch.channels_last)
+    given = job(model, (images, DATA[1]), epochs=2, callbacks=[SameStrides()])
     assert len(set(hashes(given))) == 1
     ours: Any = train(given, 2).module
     assert ours[0].weight.is_contiguous(memory_format=torch.channels_last)
-    assert ours[0].weight.grad.stride() == ours[0].weight.stride()
 
 
 class Statistics(nn.Module):
     """Buffers that models really have: lowest and highest, counters, flags, hashes, doubles, complex ones."""
+
+    lowest: Tensor
+    highest: Tensor
+    untouched: Tensor
+    seen: Tensor
+    large: Tensor
+    ready: Tensor
+    mean: Tensor
+    turn: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -243,7 +263,7 @@ class Statistics(nn.Module):
         self.register_buffer("nothing", torch.empty(0))
         self.register_buffer("later", None)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         if self.training:
             self.lowest.copy_(torch.minimum(self.lowest, x.amin(0)))
             self.highest = torch.maximum(self.highest, x.amax(0))
@@ -267,7 +287,8 @@ def test_buffers_of_every_kind(shards: int) -> None:
     outcomes = [train(given, count) for count in counts]
     assert len({outcome.hash for outcome in outcomes}) == 1
     ours: Any = outcomes[0].module
-    assert bits(ours.untouched) == bits(given.model.untouched)  # type: ignore[union-attr]
+    untouched: Any = given.model
+    assert bits(ours.untouched) == bits(untouched.untouched)
     assert int(ours.seen) == 2
     assert ours.large.tolist() == [(1 << 60) + 2 * ((1 << 41) + 1), -7 + 2 * ((1 << 41) + 1)]
     assert bool(ours.ready)
@@ -281,12 +302,14 @@ def test_buffers_of_every_kind(shards: int) -> None:
 
 
 class Zeros(nn.Module):
+    lowest: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(5, 2)
         self.register_buffer("lowest", torch.tensor(math.inf))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         self.lowest.clamp_(max=0.0)
         return self.linear(x)
 

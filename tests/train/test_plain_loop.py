@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.train.running import job, regression, seeded, train
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -14,7 +15,6 @@ from paceline.comm.fold import Node, tree_fold
 from paceline.data.permutation import Permutation
 from paceline.data.plan import cut
 from paceline.data.randomness import seed_everything
-from tests.train.running import job, regression, seeded, train
 
 SAMPLES, BATCH, EPOCHS, SEED = 29, 12, 2, 5
 X, Y = regression(SAMPLES)
@@ -34,7 +34,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 def steps() -> list[tuple[int, int, Tensor]]:
     """(epoch, step, sample numbers) of every step."""
-    found = []
+    found: list[tuple[int, int, Tensor]] = []
     for epoch in range(EPOCHS):
         order = Permutation(SAMPLES, SEED, epoch).take(0, SAMPLES)
         for start in range(0, SAMPLES, BATCH):
@@ -91,7 +91,7 @@ def test_one_shard_with_micro_batches_is_accumulation() -> None:
 
 @pytest.mark.parametrize("shards", [2, 3, 5])
 def test_shards_are_accumulation_along_the_tree(shards: int) -> None:
-    """The gradient is the tree sum of the shards' weighted gradients; buffers move by the weighted average."""
+    """The gradient is the tree sum of the shards' weighted gradients."""
     plain = seeded(lambda: nn.Sequential(nn.Linear(5, 12), nn.ReLU(), nn.Dropout(0.2), nn.Linear(12, 2)))
     ours = copy.deepcopy(plain)
     optimizer = adamw(plain.parameters())

@@ -6,12 +6,12 @@ import dataclasses
 from typing import Any
 
 import pytest
+from tests.train.catalogue import CATALOGUE, DATA, small_resnet, transformer
+from tests.train.running import WORKERS, train
 
 from paceline.comm.context import DistributedContext
 from paceline.frontends.spawn import spawn
 from paceline.train import worker
-from tests.train.catalogue import CATALOGUE, DATA, small_resnet, transformer
-from tests.train.running import WORKERS, train
 
 _WORKERS_FOR_DATA = (1, 2)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 import torch
+from tests.comm.ranks import canonical_reference, wide_range
 from torch import Tensor, nn
 
 from paceline.comm.context import DistributedContext
@@ -17,7 +18,6 @@ from paceline.core.errors import UsageError
 from paceline.data.plan import deal
 from paceline.train.gradients import Flat, Layout
 from paceline.train.shard_fold import ShardFold, merges_after
-from tests.comm.ranks import canonical_reference, wide_range
 
 MOST = 17
 
@@ -91,7 +91,7 @@ def cuts(shards: int, workers: int) -> list[list[range]]:
         for middle in combinations(sorted(list(range(shards + 1)) * (workers - 1)), workers - 1)
     ]
     unique = {tuple(edge) for edge in edges}
-    return [[range(a, b) for a, b in zip(edge, edge[1:], strict=False)] for edge in sorted(unique)]
+    return [[range(a, b) for a, b in pairwise(edge)] for edge in sorted(unique)]
 
 
 @pytest.mark.parametrize(("shards", "workers"), [(1, 2), (5, 2), (7, 3), (6, 4)])

@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from tests.train.running import Outcome, job, mlp, regression, train
 from torch import nn
 
 from paceline.core.errors import ConfigError, PlatformError, UsageError
 from paceline.core.events import StepCommitted
 from paceline.core.journal import read
 from paceline.train import fingerprint
+from paceline.train.callbacks import Observer, RunInfo
 from paceline.train.config import CheckpointConfig
 from paceline.train.state import load_model, model_tensors, state_hash
-from tests.train.running import Outcome, job, mlp, regression, train
 
 DATA = regression(29)
 
@@ -84,6 +85,14 @@ def test_a_model_with_other_names_or_shapes_is_refused() -> None:
 # resuming
 
 
+class FirstStep(Observer):
+    def __init__(self, found: list[int]) -> None:
+        self.found = found
+
+    def on_start(self, run: RunInfo) -> None:
+        self.found.append(run.first_step)
+
+
 def first_part(tmp_path: Path, **given: Any) -> None:
     train(job(mlp(), DATA, max_steps=2, run_dir=tmp_path / "run", **given))
 
@@ -95,8 +104,10 @@ def second_part(tmp_path: Path, data: Any = DATA, model: nn.Module | None = None
 
 def test_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
     first_part(tmp_path)
-    resumed = second_part(tmp_path)
-    assert [record.step for record in resumed.history.steps] == [3, 4]
+    started: list[int] = []
+    resumed = second_part(tmp_path, callbacks=[FirstStep(started)])
+    assert started == [2]
+    assert resumed.history.steps[-1].step == 4
     assert resumed.hash == train(job(mlp(), DATA, max_steps=4)).hash
 
 
@@ -142,9 +153,22 @@ def test_another_optimizer_is_refused(tmp_path: Path) -> None:
         second_part(tmp_path, optimizer=lambda p: torch.optim.Adam(p, 0.1))
 
 
+def test_changed_settings_of_an_optimizer_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first_part(tmp_path)
+    caplog.clear()
+    resumed = second_part(tmp_path, optimizer=lambda p: torch.optim.SGD(p, 0.7, momentum=0.5))
+    assert "settings of SGD that it has had: momentum=0.9 (here 0.5), lr=0.1 (here 0.7)" in caplog.text
+    assert resumed.hash == train(job(mlp(), DATA, max_steps=4)).hash
+    caplog.clear()
+    second_part(tmp_path)
+    assert "settings of SGD" not in caplog.text
+
+
 def groups(first: int) -> Any:
     def make(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD([{"params": parameters[:first]}, {"params": parameters[first:], "lr": 0.5}], 0.1)
+        return torch.optim.SGD(
+            [{"params": parameters[:first]}, {"params": parameters[first:], "lr": 0.5}], 0.1
+        )
 
     return make
 
@@ -178,6 +202,26 @@ def test_optimizer_state_comes_back_bit_for_bit(make: Any, dtype: torch.dtype, t
     assert resumed.hash == train(job(mlp().to(dtype), data, max_steps=4, optimizer=make)).hash
 
 
+class Phases(nn.Module):
+    last: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = nn.Parameter(torch.tensor([[0.3 + 0.1j, 0.2j]], dtype=torch.complex128))
+        self.register_buffer("last", torch.zeros(2, dtype=torch.complex128))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.last = self.last * 0.5 + self.phase[0].detach()
+        return (x[:, :1] * self.phase).abs().float()
+
+
+def test_numbers_that_the_file_format_does_not_know(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"optimizer": lambda p: torch.optim.Adam(p, 0.01)}
+    train(job(Phases(), DATA, max_steps=2, run_dir=tmp_path / "run", **given))
+    resumed = second_part(tmp_path, model=Phases(), **given)
+    assert resumed.hash == train(job(Phases(), DATA, max_steps=4, **given)).hash
+
+
 # fingerprints
 
 
@@ -186,7 +230,9 @@ def test_fingerprints_that_differ_are_named() -> None:
     assert here["threads"] == "2"
     fingerprint.check(here, dict(here), "rank 1")
     other = {**here, "threads": "3", "instructions": "NONE"}
-    with pytest.raises(PlatformError, match=r"rank 1 would not .*instructions was .*, is NONE; threads was 2, is 3"):
+    with pytest.raises(
+        PlatformError, match=r"rank 1 would not .*instructions was .*, is NONE; threads was 2, is 3"
+    ):
         fingerprint.check(here, other, "rank 1")
 
 
@@ -198,13 +244,15 @@ def test_a_run_of_other_threads_is_refused(tmp_path: Path, monkeypatch: pytest.M
         return {**real(device, threads), "instructions": "FOREIGN"}
 
     monkeypatch.setattr(fingerprint, "fingerprint", foreign)
-    with pytest.raises(PlatformError, match=r"would not compute the same bits as the run so far: instructions"):
+    with pytest.raises(
+        PlatformError, match=r"would not compute the same bits as the run so far: instructions"
+    ):
         second_part(tmp_path)
-    fast = {"mode": "fast", "workers": 1, "shards": 1}
+    fast: dict[str, Any] = {"mode": "fast", "workers": 1, "shards": 1}
     train(job(mlp(), DATA, max_steps=2, run_dir=tmp_path / "fast", **fast))
     monkeypatch.setattr(fingerprint, "fingerprint", real)
     resumed = train(job(mlp(), DATA, max_steps=3, run_dir=tmp_path / "fast", resume="auto", **fast))
-    assert resumed.history.steps[0].step == 3
+    assert resumed.history.steps[-1].step == 3
 
 
 def test_ranks_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,19 +4,22 @@ it has the bits of a step that nothing disturbed."""
 from __future__ import annotations
 
 import copy
+import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.train.running import job, mlp, regression, seeded, settings, train
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline.comm.context import DistributedContext
 from paceline.comm.transport.threads import run_ranks
+from paceline.testing import leaks
 from paceline.train.config import GradientCompression
 from paceline.train.state import state_hash
 from paceline.train.step import StepTransaction, Wishes
-from tests.train.running import regression, seeded, settings
 
 X, Y = regression(12)
 SHARDS = 4
@@ -29,7 +32,7 @@ class Model(nn.Module):
         self.words = nn.Embedding(4, 5, sparse=True)
         self.inner = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.inner(x + self.words((x[:, 0] > 0).long()))
 
 
@@ -89,6 +92,22 @@ def test_a_step_that_was_given_up_leaves_nothing(given: dict[str, Any]) -> None:
     assert undisturbed[1] == disturbed[1]
     for mine, theirs in zip(undisturbed[0], disturbed[0], strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def test_a_run_leaves_nothing_even_without_the_collector(tmp_path: Path) -> None:
+    """Memory that gradients were exchanged in goes with the run, not some time later."""
+    given = job(mlp(), (X, Y), epochs=1, run_dir=tmp_path / "run", validation=(X, Y))
+    train(given, 2)  # what is started once and kept
+    before = leaks.snapshot()
+    gc.disable()
+    try:
+        outcome = train(given, 2)
+        now = leaks.snapshot()
+    finally:
+        gc.enable()
+    assert now.descriptors == before.descriptors
+    assert now.threads == before.threads
+    assert all(parameter.grad is None for parameter in outcome.module.parameters())
 
 
 def test_what_all_ranks_know_after_a_step() -> None:

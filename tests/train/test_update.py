@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.train.running import job, mlp, regression, train
 from torch import Tensor, nn
 
 from paceline.train.callbacks import Modifier
 from paceline.train.config import DynamicBatch, LossScaling
 from paceline.train.update import Update, total_norm
-from tests.train.running import job, mlp, regression, train
 
 DATA = regression(29)
 
@@ -87,7 +87,9 @@ def test_norms_are_those_of_torch() -> None:
     mixed = [torch.ones(2, dtype=torch.bfloat16), torch.full((3,), 1.0 + 1e-9, dtype=torch.float64)]
     assert float(total_norm(mixed)) == pytest.approx(math.sqrt(5), rel=1e-6)
     assert float(total_norm([])) == 0.0
-    sparse = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), torch.tensor([[3.0], [1.0]]), (4, 1), check_invariants=True)
+    sparse = torch.sparse_coo_tensor(
+        torch.tensor([[1, 1]]), torch.tensor([[3.0], [1.0]]), (4, 1), check_invariants=True
+    )
     assert float(total_norm([sparse, torch.tensor([3.0])])) == 5.0
 
 
@@ -189,7 +191,7 @@ class Embedded(nn.Module):
         with torch.no_grad():
             self.table.weight.copy_(torch.linspace(-1, 1, 27).view(9, 3))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.table(x)
 
 

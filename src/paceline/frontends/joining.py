@@ -45,8 +45,10 @@ def prepare(config: TrainConfig, context: DistributedContext | None) -> tuple[Tr
     What a run that goes on had recorded (shards, threads) stays as it was where the config leaves it open.
     """
     if context is not None and config.workers != context.world_size:
-        if config.workers != 1:
-            _log.warning("workers=%d, and this job has %d ranks", config.workers, context.world_size)
+        if config.workers != 1 and context.is_master:
+            _log.warning(
+                "workers=%d, and this job has %d: it trains with those", config.workers, context.world_size
+            )
         shards = config.workers if config.shards is None and config.workers != 1 else config.shards
         config = dataclasses.replace(config, workers=context.world_size, shards=shards)
     shards, threads, path = config.shards, config.threads, ""

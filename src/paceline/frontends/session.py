@@ -10,6 +10,7 @@ two micro-batches is in train/run.py. Must not start workers.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -21,12 +22,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.comm.context import DistributedContext
-from paceline.core.errors import UsageError
+from paceline.core.errors import ConfigError, UsageError
 from paceline.data.sources import as_source
 from paceline.frontends.joining import prepare, running_job
 from paceline.train import run_setup
 from paceline.train.assembly import Assembled, Given
-from paceline.train.callbacks import Modifier, Observer, RunInfo
+from paceline.train.callbacks import Modifier, Observer
 from paceline.train.checks import check
 from paceline.train.config import TrainConfig
 from paceline.train.ending import conclude
@@ -35,6 +36,8 @@ from paceline.train.precision import autocast
 from paceline.train.progress import Progress
 from paceline.train.run import Micro, Run
 from paceline.train.signals import Stopped, StopRequest, listening
+
+_USUAL = TrainConfig()
 
 
 @contextmanager
@@ -55,6 +58,7 @@ def session(
             f"a session trains a module, not a {type(model).__name__}", remedy="build the model before"
         )
     config = config or TrainConfig()
+    _check(model, config)
     joined = running_job()
     with ExitStack() as stack:
         context = joined if joined is not None else stack.enter_context(DistributedContext(1, 0))
@@ -66,8 +70,10 @@ def session(
         stack.push(run._close)
         yield run
         run._conclude()
-    if run.stopped is not None:
-        raise Stopped(run.stopped, run.history)
+    # Also a signal that came too late, or before the first step, wants the process to end.
+    reason = run.stopped or stop.reason
+    if reason is not None:
+        raise Stopped(reason, run.history)
 
 
 @final
@@ -122,27 +128,17 @@ class Session:
         self._assembled = Assembled(self.context, given, self._device, self._stop)
         self._run = self._assembled.run()
         if self.context.is_master:
-            self._assembled.callbacks.start(
-                RunInfo(
-                    config=self.config,
-                    workers=self.context.world_size,
-                    total_steps=self._assembled.total_steps,
-                    samples=source.size,
-                    first_step=self._run.position.step,
-                    first_epoch=self._run.position.epoch,
-                    run_dir=str(self._folder.path),
-                    device=str(self._device),
-                )
-            )
+            self._assembled.callbacks.start(self._assembled.info(self._run))
         self._model.train()
-        self._micros = self._handed_out(self._run)
+        self._micros = self._handed_out(self._run, self._assembled)
         yield from self._micros
 
-    def _handed_out(self, run: Run) -> Generator[Micro, None, None]:
+    def _handed_out(self, run: Run, assembled: Assembled) -> Generator[Micro, None, None]:
         with closing(run.microbatches()) as micros:
             for micro in micros:
+                changed = dataclasses.replace(micro, data=assembled.callbacks.change_batch(micro.data))
                 with autocast(self.config.precision, self._device):
-                    yield micro
+                    yield changed
 
     def backward(self, loss: Tensor, metrics: Mapping[str, Any] | None = None) -> None:
         """The loss of the last micro-batch, a mean over its samples."""
@@ -169,6 +165,26 @@ class Session:
         self._micros.close()
         if self._assembled is not None:
             self._assembled.__exit__(kind, error, trace)
+
+
+def _check(model: nn.Module, config: TrainConfig) -> None:
+    """Settings that `Trainer` carries out by itself are the loop's own business here, and never ignored."""
+    own = [
+        name
+        for name in ("compile", "activation_checkpointing")
+        if getattr(config, name) != getattr(_USUAL, name)
+    ]
+    if own:
+        raise ConfigError(
+            f"{' and '.join(own)} in a session: the loop calls the model itself",
+            remedy="do it to the model before the session, and leave the setting out",
+        )
+    kinds = {parameter.device.type for parameter in model.parameters()}
+    if config.device != "auto" and kinds != {config.device}:
+        raise ConfigError(
+            f'device="{config.device}", and the model of the session is on {", ".join(sorted(kinds))}',
+            remedy=f'move it before: model.to("{config.device}")',
+        )
 
 
 def _nothing() -> Generator[Micro, None, None]:

@@ -24,13 +24,13 @@ from paceline.checkpoint.reading import Checkpoint
 from paceline.checkpoint.store import CheckpointStore
 from paceline.comm.context import DistributedContext
 from paceline.core import events
-from paceline.core.errors import ConfigError, PacelineError, PeerError, UnavailableError
+from paceline.core.errors import PacelineError, PeerError
 from paceline.core.journal import Journal
 from paceline.data.plan import Position, deal
 from paceline.data.sources import Source
-from paceline.train import fingerprint, optimizers, state as model_state
-from paceline.train.callbacks import Callbacks, Modifier, Observer
-from paceline.train.config import TrainConfig, changes_of_definition, definition, to_toml
+from paceline.train import fingerprint, optimizers, resuming, state as model_state
+from paceline.train.callbacks import Callbacks, Modifier, Observer, RunInfo
+from paceline.train.config import TrainConfig, definition, to_toml
 from paceline.train.dynamic_batch import GradientNoise
 from paceline.train.early_stop import EarlyStopper
 from paceline.train.feed import open_feed
@@ -47,8 +47,6 @@ from paceline.train.update import Update
 from paceline.train.worker_log import WorkerLog
 
 _log = logging.getLogger(__name__)
-
-FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -79,6 +77,7 @@ class Assembled:
         self.module = given.module
         self.folder = None if given.folder is None else RunFolder(given.folder)
         self.saver: Saver | None = None
+        self.first_step = 0  # of this process
         self.parent: int | None = None
         self._ended: str | None = None  # why the run was over when it was saved
         self._evaluated: int | None = None
@@ -109,6 +108,7 @@ class Assembled:
         self.recorder = Recorder(self.callbacks if context.is_master else None, self.journal, device)
         self.optimizers = optimizers.build(given.optimizer, given.module)
         self._transaction = StepTransaction(context, given.module, config, device)
+        self._closing.callback(self._transaction.close)
         scaler = LossScaler(config.loss_scaling) if config.precision == "fp16" else None
         self._update = Update(
             self._transaction.trained,
@@ -131,8 +131,9 @@ class Assembled:
 
     def run(self, evaluate: Callable[[], tuple[dict[str, float], int]] | None = None) -> Run:
         """The run at its position: the beginning, or where a checkpoint left it."""
-        self._check_alike()
+        resuming.check_alike(self.context, self.config, self.fingerprint, self.module)
         position = self._resume()
+        self.first_step = position.step
         self._start_journal(position)
         if self.store is not None:
             self.saver = Saver(
@@ -161,7 +162,7 @@ class Assembled:
             early=self._early,
             saver=self.saver,
             evaluate=evaluate,
-            contents=lambda: self.contents(run),
+            contents=self.contents,
             draws_after_exchange=bool(self.callbacks.modifiers)
             or any(not type(made).__module__.startswith("torch.optim.") for made in self.optimizers),
         )
@@ -169,15 +170,29 @@ class Assembled:
         run.ended, run.evaluated_step = self._ended, self._evaluated
         return run
 
+    def info(self, run: Run) -> RunInfo:
+        """What observers are told before the first step."""
+        return RunInfo(
+            config=self.config,
+            workers=self.workers,
+            total_steps=self.total_steps,
+            samples=self._given.data.size,
+            first_step=run.position.step,
+            first_epoch=run.position.epoch,
+            run_dir=None if self.folder is None else str(self.folder.path),
+            device=str(self._device),
+        )
+
     def contents(self, run: Run) -> Contents:
         """Everything that the run is, for a checkpoint."""
         module, config = self._given.module, self._given.config
         tensors = {model_state.MODEL + n: t for n, t in model_state.model_tensors(module).items()}
         tensors |= optimizers.tensors_of(self.optimizers, module)
+        tensors, pairs = model_state.as_pairs(tensors)
         own = {model_state.RESIDUAL + n: t for n, t in self._transaction.residuals().items()}
         scaler = self._update.scaler
         plain = {
-            "format": FORMAT,
+            "format": resuming.FORMAT,
             "position": vars(run.position),
             "ended": run.over,
             "evaluated": run.evaluated_step,
@@ -193,6 +208,7 @@ class Assembled:
             "definition": definition(config),
             "config": to_toml(config),
             "fingerprint": self.fingerprint,
+            "pairs": pairs,
         }
         return Contents(tensors, own, plain)
 
@@ -235,44 +251,21 @@ class Assembled:
 
     # taking up a run
 
-    def _check_alike(self) -> None:
-        """Ranks that would compute other bits than the first are refused before the first step."""
-        if self.context.world_size == 1 or self._given.config.mode != "exact":
-            return
-        for rank, theirs in enumerate(self.context.all_gather(self.fingerprint)):
-            fingerprint.check(self.context.broadcast(self.fingerprint), theirs, f"rank {rank}")
-
     def _resume(self) -> Position:
         which = self._given.config.resume
         if which is None or self.store is None:
             return Position()
-        checkpoint = self._choose(self.store, which)
+        checkpoint = resuming.choose(self.context, self.store, which)
         if checkpoint is None:
             return Position()
         self._load(checkpoint)
         self.parent = checkpoint.version
         return Position(**checkpoint.state["position"])
 
-    def _choose(self, store: CheckpointStore, which: str | int) -> Checkpoint | None:
-        """The first rank looks for it, the others open the same one."""
-        found: Checkpoint | None = None
-        if self.context.is_master:
-            found = store.newest_good() if which == "auto" else store.open(which)
-        version = self.context.broadcast(None if found is None else found.version)
-        if version is None or found is not None:
-            return found
-        return store.open(int(version))
-
     def _load(self, checkpoint: Checkpoint) -> None:
         saved, config = checkpoint.state, self._given.config
-        if saved.get("format") != FORMAT:
-            raise UnavailableError(
-                f"version {checkpoint.version} has format {saved.get('format')}, and not {FORMAT}",
-                remedy="resume with the Paceline that wrote it, or begin anew from its weights "
-                "(paceline checkpoint export)",
-            )
-        self._check_same_run(checkpoint.version, saved)
-        tensors = checkpoint.tensors()
+        resuming.check_same_run(checkpoint, config, self._given.data.size)
+        tensors = model_state.from_pairs(checkpoint.tensors(), saved["pairs"])
         model_state.load_model(self._given.module, tensors)
         optimizers.load(self.optimizers, self._given.module, saved["optimizers"], tensors)
         self._transaction.load_residuals(
@@ -297,17 +290,6 @@ class Assembled:
         self._feed.load_state_dict(saved["data"]["feed"])
         if config.mode == "exact":
             fingerprint.check(saved["fingerprint"], self.fingerprint, f"rank {self.context.rank}")
-
-    def _check_same_run(self, version: int, saved: dict[str, Any]) -> None:
-        changes = changes_of_definition(saved["definition"], definition(self._given.config))
-        if saved["data"]["size"] != self._given.data.size:
-            changes.append(f"samples: {saved['data']['size']} -> {self._given.data.size}")
-        if changes:
-            raise ConfigError(
-                f"version {version} belongs to another run than this one: {'; '.join(changes)}",
-                remedy="resume with the settings and the data of the run, or begin anew from its weights "
-                "(paceline checkpoint export)",
-            )
 
     def _start_journal(self, position: Position) -> None:
         workers = self.context.all_gather([os.getpid(), socket.gethostname()])

@@ -56,6 +56,8 @@ class CompressedSummation:
 
     def deposit(self, gradients: Sequence[Tensor | None], tail: Tensor) -> None:
         shard = self._block[len(self._encoded)]
+        # Decoding wrote between the gradients as well, where a NaN of an earlier step would spoil blocks.
+        self._leaf.clear()
         self._leaf.store(gradients, tail)
         parts = []
         for dtype, memory in self._leaf.memory.items():

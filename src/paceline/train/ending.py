@@ -13,6 +13,7 @@ from paceline.core import events
 from paceline.core.errors import InternalError
 from paceline.train.assembly import Assembled
 from paceline.train.history import History
+from paceline.train.resuming import earlier_steps
 from paceline.train.run import Run
 from paceline.train.state import state_hash
 
@@ -61,10 +62,14 @@ def conclude(run: Run, assembled: Assembled, started: float) -> History | None:
 
 def _history(run: Run, assembled: Assembled, started: float, digest: str) -> History:
     recorder = assembled.recorder
+    before = assembled.first_step
+    earlier = (
+        earlier_steps(assembled.journal.path, before) if assembled.journal is not None and before else []
+    )
     return History(
         total_time=time.perf_counter() - started,
         state_hash=digest,
-        steps=tuple(recorder.steps),
+        steps=(*earlier, *recorder.steps),
         epochs=tuple(recorder.epochs),
         evaluations=tuple(recorder.evaluations),
         workers=assembled.workers,

@@ -68,16 +68,20 @@ class Flat:
         self.layout = layout
         self.memory = {dtype: memory(size, dtype, device) for dtype, size in layout.sizes.items()}
         # Padding between views travels with them and must not hold what is no number.
-        for tensor in self.memory.values():
-            tensor.zero_()
+        self.clear()
         self.views = [
             self.memory[place.dtype][place.start : place.start + place.numel].as_strided(
-                place.shape, place.stride, place.start
+                place.shape, place.stride
             )
             for place in layout.places
         ]
         self.tail = self.memory[torch.float32][layout.tail_start : layout.ballot_start]
         self.ballot = self.memory[torch.float32][layout.ballot_start :]
+
+    def clear(self) -> None:
+        """Zeros everywhere."""
+        for tensor in self.memory.values():
+            tensor.zero_()
 
     def store(self, gradients: Sequence[Tensor | None], tail: Tensor) -> None:
         """Overwrites gradients and tail; a missing gradient is zero."""

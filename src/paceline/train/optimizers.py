@@ -7,6 +7,7 @@ parameters were handed over. Must not know when a step is taken.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
@@ -16,6 +17,8 @@ from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer
 
 from paceline.core.errors import UsageError
+
+_log = logging.getLogger(__name__)
 
 OptimizerFactory = Callable[["Parameters"], Optimizer | Sequence[Optimizer]]
 
@@ -163,20 +166,17 @@ def load(
     for number, (optimizer, saved) in enumerate(zip(optimizers, plain, strict=True)):
         names = _names_in_order(optimizer, module)
         _check_groups(optimizer, module, saved)
-        state: dict[int, dict[str, Any]] = {}
-        for index, name in enumerate(names):
-            entries = dict(saved["state"].get(name, {}))
-            prefix = f"optimizer/{number}/{name}/"
-            entries |= {
-                key.removeprefix(prefix): value
-                for key, value in tensors.items()
-                if key.startswith(prefix) and "/" not in key.removeprefix(prefix)
-            }
-            if entries:
-                state[index] = entries
+        by_name = {name: dict(entries) for name, entries in saved["state"].items()}
+        prefix = f"optimizer/{number}/"
+        for full_name, tensor in tensors.items():
+            if full_name.startswith(prefix):
+                name, _, key = full_name.removeprefix(prefix).rpartition("/")
+                by_name.setdefault(name, {})[key] = tensor
+        state = {index: by_name[name] for index, name in enumerate(names) if by_name.get(name)}
         groups = []
         current = optimizer.state_dict()["param_groups"]
         for group, old in zip(current, saved["groups"], strict=True):
+            _say_changed(saved["type"], group, old)
             settings = {key: _unplain(value, group.get(key)) for key, value in old.items() if key != "params"}
             groups.append({**group, **settings})
         optimizer.load_state_dict({"state": state, "param_groups": groups})
@@ -198,6 +198,17 @@ def _check_groups(optimizer: Optimizer, module: nn.Module, saved: Mapping[str, A
         f"{saved['type']} has in the checkpoint {what}",
         remedy="resume with the model and the parameter groups that the checkpoint was written with",
     )
+
+
+def _say_changed(kind: str, group: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """The settings of the run count; whoever changed them meanwhile is told that nothing comes of it."""
+    changed = [
+        f"{'lr' if key == 'initial_lr' else key}={saved[key]} (here {_plain(group[key])})"
+        for key in saved
+        if key in group and key not in ("params", "lr") and _plain(group[key]) != saved[key]
+    ]
+    if changed:
+        _log.warning("the run goes on with the settings of %s that it has had: %s", kind, ", ".join(changed))
 
 
 def _put_back_bits(optimizer: Optimizer, state: Mapping[int, Mapping[str, Any]]) -> None:

@@ -214,6 +214,7 @@ class Recorder:
                     epoch=record.epoch,
                     loss=record.loss,
                     samples=record.samples,
+                    seconds=record.seconds,
                     hash=step.hash,
                 )
             )

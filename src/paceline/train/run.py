@@ -87,7 +87,7 @@ class Parts:
     early: EarlyStopper | None = None
     saver: Saver | None = None
     evaluate: Evaluate | None = None
-    contents: Callable[[], Contents] | None = None
+    contents: Callable[[Run], Contents] | None = None
     draws_after_exchange: bool = True  # modifiers, or optimizers that may use randomness
 
 
@@ -101,6 +101,7 @@ class Run:
         self.ended: str | None = None  # why, before the end of what was asked for
         self.stopped_on_request = False
         self.evaluated_step: int | None = None
+        self._prepared = False
         self._pending = 0  # samples of a micro-batch that was handed out and has not come back
         self._planned = 0
         self._counts: list[int] = []
@@ -129,6 +130,7 @@ class Run:
             yield from self._steps()
         except GeneratorExit:
             # The loop was left within a step, which then never happened.
+            self.ended = self.ended or "the loop was left"
             parts.transaction.abandon()
             raise
 
@@ -210,7 +212,7 @@ class Run:
         if parts.saver is None or parts.contents is None or parts.saver.saved_step == self.position.step:
             return
         parts.recorder.flush()
-        parts.saver.begin(self.position, parts.contents(), self._metrics())
+        parts.saver.begin(self.position, parts.contents(self), self._metrics())
 
     # inside
 
@@ -228,6 +230,10 @@ class Run:
         self.position = self.position.after(self._planned, reduced.applied)
         self._record(reduced, applied, epoch)
         if parts.saver is not None:
+            if not self._prepared and parts.contents is not None:
+                # Now, after a first step, optimizers have all the state that they will have.
+                self._prepared = True
+                parts.saver.prepare(parts.contents(self))
             parts.saver.settle(reduced.saved, reduced.saves_failed)
         if config.evaluate_every is not None and self.position.step % config.evaluate_every == 0:
             self.evaluate()

@@ -25,6 +25,7 @@ from paceline.checkpoint.store import CheckpointStore
 from paceline.checkpoint.writer import BackgroundWriter, Finished
 from paceline.comm.context import DistributedContext
 from paceline.core import events
+from paceline.core.errors import PacelineError
 from paceline.data.plan import Position
 from paceline.train.callbacks import SavedCheckpoint
 from paceline.train.config import CheckpointConfig
@@ -98,6 +99,16 @@ class Saver:
             return False, False
         return self._mine.error is None, self._mine.error is not None
 
+    def prepare(self, contents: Contents) -> None:
+        """Gets the memory for copies in advance, so that the first save stalls no longer than the others."""
+        if self._version is not None or self._committing is not None:
+            return  # a run that goes on from the end of an epoch begins with a save
+        try:
+            self._writer.prepare(contents.tensors, own=contents.own)
+        except PacelineError as error:
+            # Its text alone: the error itself would keep what it has seen for as long as the line is kept.
+            _log.warning("the memory for checkpoints could not be set aside: %s", str(error))
+
     def begin(self, position: Position, contents: Contents, metrics: dict[str, float]) -> None:
         """Starts a version of the state as it is now; waits for the one before, if it is not complete."""
         started = time.perf_counter()
@@ -119,7 +130,11 @@ class Saver:
             metrics=metrics,
         )
         state = contents.state if self._context.is_master else None
-        self._writer.save(version, contents.tensors, state, own=contents.own)
+        try:
+            self._writer.save(version, contents.tensors, state, own=contents.own)
+        except PacelineError as error:
+            # No memory for the copy, or something that no file can hold: this rank's part has failed.
+            self._mine = Finished(version, error=error)
         self.saved_step = position.step
         self._begun, self._stall = started, time.perf_counter() - started
 

@@ -74,8 +74,12 @@ class Stopped(SystemExit):
 
 
 @contextmanager
-def listening(on_first: Callable[[str], None]) -> Iterator[None]:
-    """Calls `on_first` with the signal's name at the first one; ends the process at the second."""
+def listening(on_first: Callable[[str], None], *, to_the_end: bool = False) -> Iterator[None]:
+    """Calls `on_first` with the signal's name at the first one; ends the process at the second.
+
+    With `to_the_end` the process has nothing to do afterwards but to hand over its result, and signals that
+    come then are ignored, instead of killing it.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -95,4 +99,5 @@ def listening(on_first: Callable[[str], None]) -> Iterator[None]:
         yield
     finally:
         for number, handler in previous.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+            kept = signal.SIG_DFL if handler is None else handler
+            signal.signal(number, signal.SIG_IGN if to_the_end else kept)

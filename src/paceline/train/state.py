@@ -1,14 +1,15 @@
 """Everything a run is, as tensors by name and plain data: what a checkpoint holds, and its hash.
 
 Tensors: parameters and buffers as "model/<name>", optimizer state as "optimizer/<number>/<parameter>/<key>",
-what compression still owes as "residual/<dtype>/<shard>". The rest is plain data for JSON. Randomness needs
-no entry of its own: generators are seeded from (seed, epoch, step, shard), so the position says it all.
+what compression still owes as "residual/<dtype>/<shard>"; complex128 as pairs of doubles. The rest is plain
+data for JSON. Randomness needs no entry of its own: generators are seeded from (seed, epoch, step, shard), so
+the position says it all.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +42,17 @@ def state_hash(module: nn.Module) -> str:
         if data.numel():
             digest.update(data.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def as_pairs(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    """The same tensors with those of complex128, which safetensors does not know, as pairs of doubles; and
+    the names of these. Nothing is copied."""
+    pairs = [name for name, tensor in tensors.items() if tensor.dtype == torch.complex128]
+    return {**tensors, **{name: torch.view_as_real(tensors[name]) for name in pairs}}, sorted(pairs)
+
+
+def from_pairs(tensors: Mapping[str, Tensor], pairs: Sequence[str]) -> dict[str, Tensor]:
+    return {**tensors, **{name: torch.view_as_complex(tensors[name]) for name in pairs}}
 
 
 def model_names(module: nn.Module) -> dict[str, Any]:

@@ -199,6 +199,11 @@ class StepTransaction:
         for parameter in self.trained.values():
             parameter.grad = None
 
+    def close(self) -> None:
+        """The module keeps nothing of the memory that gradients were exchanged in."""
+        for parameter in self.trained.values():
+            parameter.grad = None
+
     # what compression still owes is part of the run's state
 
     def residuals(self) -> dict[str, Tensor]:
@@ -245,8 +250,9 @@ class StepTransaction:
 
     def _shard_tail(self, shard: int) -> Tensor:
         tail = self._tail.zero_()
-        # A negative zero is no movement at all; see module_buffers.py.
-        tail[_FIRST_METRIC + MOST_METRICS : self._norms_start] = -0.0
+        if self._buffers.size:
+            # A negative zero is no movement at all; see module_buffers.py.
+            tail[_FIRST_METRIC + MOST_METRICS : self._norms_start] = -0.0
         if self._shard_applied and self._loss is not None:
             tail[_LOSS] = self._loss
             for position, value in enumerate(self._metrics):

@@ -122,7 +122,9 @@ class PlainSummation:
         self._staging = Staging(context, layout, device)
 
     def start(self, block: Sequence[int], shards: int) -> None:
-        self._flat.ballot.zero_()
+        if self._compression is not None:
+            # A codec may have written a NaN of an earlier step between the gradients.
+            self._flat.clear()
 
     def deposit(self, gradients: Sequence[Tensor | None], tail: Tensor) -> None:
         self._flat.store(gradients, tail)

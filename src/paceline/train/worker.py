@@ -20,7 +20,8 @@ from paceline.comm.context import DistributedContext
 from paceline.data.sources import as_source
 from paceline.train import evaluation, run_setup
 from paceline.train.assembly import Assembled, Given
-from paceline.train.callbacks import Modifier, Observer, RunInfo
+from paceline.train.callbacks import Modifier, Observer
+from paceline.train.compilation import compiled
 from paceline.train.config import TrainConfig
 from paceline.train.ending import conclude
 from paceline.train.evaluation import Forward
@@ -29,7 +30,7 @@ from paceline.train.objective import Objective
 from paceline.train.own_process import OwnProcess
 from paceline.train.precision import autocast
 from paceline.train.progress import Progress
-from paceline.train.run import Micro, Run
+from paceline.train.run import Micro
 from paceline.train.signals import StopRequest, listening
 from paceline.train.state import model_tensors
 
@@ -66,7 +67,7 @@ def train(context: DistributedContext, job: TrainJob) -> Trained:
         job.process.settle()
     stop = StopRequest(job.stop_file)
     with ExitStack() as stack:
-        stack.enter_context(listening(stop.ask))
+        stack.enter_context(listening(stop.ask, to_the_end=job.stop_file is not None))
         stack.enter_context(run_setup.prepared(config))
         started = time.perf_counter()
         device = run_setup.choose_device(config, context.rank)
@@ -74,7 +75,7 @@ def train(context: DistributedContext, job: TrainJob) -> Trained:
         objective = Objective(job.objective)
         objective.to(device)
         stack.enter_context(run_setup.recomputing(module, config.activation_checkpointing))
-        call = torch.compile(module) if config.compile else module
+        call = stack.enter_context(compiled(module, config))
         observers = [Progress()] if config.progress and context.is_master else []
         for progress in observers:
             stack.callback(progress.close)
@@ -88,7 +89,7 @@ def train(context: DistributedContext, job: TrainJob) -> Trained:
         evaluate = None if validation is None else lambda: evaluation.evaluate(forward, objective, validation)
         run = assembled.run(evaluate)
         if context.is_master:
-            assembled.callbacks.start(_info(run, assembled, given, device))
+            assembled.callbacks.start(assembled.info(run))
 
         for micro in run.microbatches():
             try:
@@ -139,19 +140,6 @@ def _forward(
 ) -> Forward:
     batch = config.micro_batch or -(-config.global_batch // (config.shards or config.workers))
     return Forward(context, module, call, device, config.precision, config.seed, batch)
-
-
-def _info(run: Run, assembled: Assembled, given: Given, device: torch.device) -> RunInfo:
-    return RunInfo(
-        config=given.config,
-        workers=assembled.workers,
-        total_steps=assembled.total_steps,
-        samples=given.data.size,
-        first_step=run.position.step,
-        first_epoch=run.position.epoch,
-        run_dir=None if given.folder is None else str(given.folder),
-        device=str(device),
-    )
 
 
 def _where(micro: Micro, given: Given) -> str:

@@ -124,7 +124,8 @@ def _resolve(entry: str) -> Callable[[Task], int]:
 
 
 def _reset_signals() -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
     # A rank has no terminal, so Ctrl-C cannot reach it; one that interrupts itself is interrupted.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

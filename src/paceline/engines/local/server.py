@@ -122,8 +122,10 @@ def _import(name: str) -> None:
 def _wake_on_child_exit() -> tuple[int, int]:
     # Without a handler, however empty, Python does not write to the wake-up pipe.
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    # The server outlives a Ctrl-C at the prompt; whether ranks do is the parent's decision.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The server outlives a Ctrl-C at the prompt, and a scheduler that signals every process of a job to stop
+    # it; whether ranks do is their own and the parent's decision. It ends with its parent.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(write)
     return read, write

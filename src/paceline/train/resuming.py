@@ -1,0 +1,101 @@
+"""What has to hold before a run goes on: ranks that start alike, a checkpoint that belongs to it.
+
+Must not know how state is put back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import xxhash
+from torch import nn
+
+from paceline.checkpoint.reading import Checkpoint
+from paceline.checkpoint.store import CheckpointStore
+from paceline.comm.context import DistributedContext
+from paceline.core import journal
+from paceline.core.errors import ConfigError, UnavailableError, UsageError
+from paceline.core.events import StepCommitted
+from paceline.train import fingerprint
+from paceline.train.config import TrainConfig, changes_of_definition, definition
+from paceline.train.history import StepRecord
+from paceline.train.state import model_tensors
+
+FORMAT = 1
+
+
+def check_alike(
+    context: DistributedContext, config: TrainConfig, arithmetic: Mapping[str, str], module: nn.Module
+) -> None:
+    """Ranks that would compute other bits than the first are refused before the first step."""
+    if context.world_size == 1:
+        return
+    told = context.all_gather([dict(arithmetic), _digest(module)])
+    if config.mode == "exact":
+        for rank, (theirs, _) in enumerate(told):
+            fingerprint.check(told[0][0], theirs, f"rank {rank}")
+    odd = [rank for rank, (_, digest) in enumerate(told) if digest != told[0][1]]
+    if odd:
+        raise UsageError(
+            f"the model of rank {', '.join(map(str, odd))} does not start with the weights of rank 0's",
+            remedy="seed before the model is built (torch.manual_seed), or load the same weights everywhere",
+        )
+
+
+def _digest(module: nn.Module) -> str:
+    """Tells starting weights apart; quick, and no proof against anybody."""
+    found = xxhash.xxh3_128()
+    for name, tensor in sorted(model_tensors(module).items()):
+        data = tensor.detach().cpu().contiguous()
+        found.update(f"{name}{tuple(data.shape)}{data.dtype}".encode())
+        if data.numel():
+            found.update(data.reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def choose(context: DistributedContext, store: CheckpointStore, which: str | int) -> Checkpoint | None:
+    """The version to go on from: the first rank looks for it, the others open the same one."""
+    found: Checkpoint | None = None
+    if context.is_master:
+        found = store.newest_good() if which == "auto" else store.open(which)
+    version = context.broadcast(None if found is None else found.version)
+    if version is None or found is not None:
+        return found
+    return store.open(int(version))
+
+
+def check_same_run(checkpoint: Checkpoint, config: TrainConfig, samples: int | None) -> None:
+    """A checkpoint of another format, of other settings or of other data is refused, with the difference."""
+    saved, version = checkpoint.state, checkpoint.version
+    if saved.get("format") != FORMAT:
+        raise UnavailableError(
+            f"version {version} has format {saved.get('format')}, and not {FORMAT}",
+            remedy="resume with the Paceline that wrote it, or begin anew from its weights "
+            "(paceline checkpoint export)",
+        )
+    changes = changes_of_definition(saved["definition"], definition(config))
+    if saved["data"]["size"] != samples:
+        changes.append(f"samples: {saved['data']['size']} -> {samples}")
+    if changes:
+        raise ConfigError(
+            f"version {version} belongs to another run than this one: {'; '.join(changes)}",
+            remedy="resume with the settings and the data of the run, or begin anew from its weights "
+            "(paceline checkpoint export)",
+        )
+
+
+def earlier_steps(file: Path, before: int) -> list[StepRecord]:
+    """The steps up to `before` that the journal knows; of one that was done again the last time counts."""
+    found: dict[int, StepRecord] = {}
+    for event in journal.iterate(file):
+        if isinstance(event, StepCommitted) and event.step <= before:
+            found[event.step] = _record(event)
+    return [found[step] for step in sorted(found)]
+
+
+def _record(event: StepCommitted) -> StepRecord:
+    return StepRecord(
+        step=event.step, epoch=event.epoch, loss=event.loss, samples=event.samples, seconds=event.seconds
+    )
