@@ -34,7 +34,11 @@ def run_page(page: str, folder: Path) -> list[str]:
 PAGES = (
     "README.md",
     "docs/callbacks.md",
+    "docs/checked-shards.md",
+    "docs/checkpoints.md",
     "docs/data-order.md",
+    "docs/data-sources.md",
+    "docs/runs.md",
     "docs/train-config.md",
     "docs/training.md",
 )

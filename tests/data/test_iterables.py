@@ -125,7 +125,6 @@ def test_a_place_is_found_again_by_reading(position: int, caplog: pytest.LogCapt
     second = Stream(Noisy())
     second.load_state_dict(state)
     assert second.take(50) == expected[position:]
-    assert not second.resumes_at_once
     assert (f"reading {position} samples again" in caplog.text) == bool(position)
 
 
@@ -142,7 +141,6 @@ def test_a_place_is_found_at_once_where_the_dataset_knows_it(
     state = json.loads(json.dumps(first.state_dict()))
     dataset = Counted()
     second = Stream(dataset)
-    assert second.resumes_at_once
     second.load_state_dict(state)
     assert (second.epoch, second.position) == (1, position)
     assert second.state_dict() == state
@@ -190,7 +188,6 @@ def test_a_state_that_cannot_be_saved_is_said(caplog: pytest.LogCaptureFixture) 
     stream.take(3)
     assert stream.state_dict()["resume"] is None
     assert "cannot be saved" in caplog.text
-    assert not stream.resumes_at_once
 
 
 def test_collating() -> None:

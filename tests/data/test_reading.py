@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -193,3 +194,21 @@ def until(condition: Any, seconds: float = 30.0) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
+
+
+class TellsItsProcess(Dataset[Any]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, number: int) -> int:
+        return os.getpid()
+
+
+def test_a_signal_to_all_processes_does_not_end_the_loaders_workers() -> None:
+    batches = read(as_source(DataLoader(TellsItsProcess(), num_workers=2, prefetch_factor=1)), requests())
+    first = next(batches)
+    for process in psutil.Process().children():
+        if process.pid in first.data.tolist():
+            process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGUSR1)
+    assert len(list(batches)) == 6

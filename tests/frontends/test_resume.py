@@ -13,11 +13,10 @@ from tests.train.small_run import EPOCHS, STEPS, fit, journal_of, settings, step
 
 import paceline
 from paceline.checkpoint.store import CheckpointStore
-from paceline.core import events
+from paceline.core import config as core_config, events
 from paceline.core.errors import ConfigError, UsageError
 from paceline.train.callbacks import Modifier
-from paceline.train.config import CheckpointConfig, EarlyStopping, to_toml
-from paceline.train.run_folder import RunFolder
+from paceline.train.config import CheckpointConfig, EarlyStopping, TrainConfig, to_toml
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +28,7 @@ def finished(tmp_path_factory) -> tuple[Path, str]:
 
 @pytest.fixture(scope="module")
 def quiet(finished) -> str:
-    return finished[1]
+    return str(finished[1])
 
 
 def keeping(**changes) -> CheckpointConfig:
@@ -260,7 +259,7 @@ def test_a_folder_with_a_run_is_not_overwritten(finished):
 
 def test_the_settings_read_back(finished):
     folder, _ = finished
-    config = RunFolder.open(folder).load_config()
+    config = core_config.load(TrainConfig, folder / "config.toml")
     assert config == settings(folder, 1, checkpoint=keeping())
     assert to_toml(config) == (folder / "config.toml").read_text()
 

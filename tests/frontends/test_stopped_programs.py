@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.engines.local.processes import all_gone, watch
@@ -138,7 +139,8 @@ def test_inside_torchrun(tmp_path, quiet, to):
     if to == "one rank":
         assert "exitcode  : 75" in err
     assert fit(settings(folder, 3, resume="auto")).state_hash == quiet
-    assert small_run.journal_of(folder)[-1].reason == "finished"
+    ended: Any = small_run.journal_of(folder)[-1]
+    assert ended.reason == "finished"
 
 
 def test_a_signal_to_every_process_of_the_job(tmp_path, quiet):

@@ -161,6 +161,8 @@ def test_compiled_models_train(tmp_path: Path) -> None:
     assert history.steps[-1].loss < history.steps[0].loss
     assert state_hash(model) == history.state_hash
     assert set(model.state_dict()) == {"weight", "bias"}
+    assert trainer.evaluate((X, Y))["loss"] < history.steps[0].loss
+    torch.testing.assert_close(trainer.predict(X), model(X).detach())
 
 
 SCRIPT = """

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import paceline
 from paceline.comm.context import DistributedContext
-from paceline.core.errors import UsageError
+from paceline.core.errors import ConfigError, UsageError
 from paceline.frontends.spawn import spawn
 from paceline.train import worker
 from paceline.train.state import state_hash
@@ -200,3 +200,84 @@ def test_a_session_without_a_loop(tmp_path: Path) -> None:
     ) as run:
         assert (run.step, run.epoch) == (0, 0)
     assert run.history is None
+
+
+class NeverStops(paceline.Modifier):
+    def stop(self, record: Any) -> str | None:
+        return None
+
+
+@pytest.mark.parametrize("every", [None, 1])
+def test_a_run_whose_loop_was_left_can_go_on(tmp_path: Path, every: int | None) -> None:
+    def loop(folder: str, until: int | None, resume: str | None = None) -> Any:
+        model = build()
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+        saving = paceline.CheckpointConfig(every_steps=every, every_epochs=None)
+        given = config(run_dir=tmp_path / folder, resume=resume, checkpoint=saving)
+        with paceline.session(model, optimizer, given, callbacks=[NeverStops()]) as run:
+            for micro in run.microbatches((X, Y)):
+                run.backward(F.mse_loss(model(micro.x), micro.y))
+                if run.step == until:
+                    break
+        return run.history
+
+    left = loop("parts", 2)
+    assert left.stopped == "the loop was left"
+    assert len(left.steps) == 2
+    again = loop("parts", None, "auto")
+    assert again.stopped is None
+    assert again.state_hash == loop("whole", None).state_hash
+
+
+def test_what_the_loop_must_not_change(tmp_path: Path) -> None:
+    def loop(folder: str, change: Any, **given: Any) -> None:
+        model: Any = build()
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        with paceline.session(model, optimizer, config(run_dir=tmp_path / folder, **given)) as run:
+            for micro in run.microbatches((X, Y)):
+                run.backward(F.mse_loss(model(micro.x), micro.y))
+                change(model, optimizer)
+
+    def rate(model: Any, optimizer: Any) -> None:
+        optimizer.param_groups[0]["lr"] = 1e-9
+
+    def group(model: Any, optimizer: Any) -> None:
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+
+    def freeze(model: Any, optimizer: Any) -> None:
+        model[0].weight.requires_grad_(False)
+
+    with pytest.raises(UsageError, match="group 0 of SGD is 1e-09, and that is not what the run's schedule"):
+        loop("rate", rate)
+    with pytest.raises(UsageError, match="the parameter groups of SGD changed"):
+        loop("group", group)
+    with pytest.raises(UsageError, match=r"requires_grad of 0\.weight changed during"):
+        loop("freeze", freeze)
+    with pytest.raises(ConfigError, match="evaluate_every=2 steps, and there is no validation data"):
+        loop("evaluate", freeze, evaluate_every=2)
+
+
+def test_losses_that_are_none(tmp_path: Path) -> None:
+    def loop(folder: str, loss: Any) -> None:
+        model = build()
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        with paceline.session(model, optimizer, config(run_dir=tmp_path / folder)) as run:
+            for micro in run.microbatches((X, Y)):
+                run.backward(loss(model(micro.x)))
+
+    with pytest.raises(UsageError, match="the loss is a float"):
+        loop("float", lambda output: 1.0)
+    with pytest.raises(UsageError, match=r"the loss is a tensor of shape \(2, 2\)"):
+        loop("vector", lambda output: output)
+    with pytest.raises(UsageError, match="the loss does not depend on any parameter"):
+        loop("constant", lambda output: output.detach().mean())
+
+
+def test_a_model_that_does_not_know_its_sizes(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.LazyLinear(2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with (
+        pytest.raises(UsageError, match="have no size yet"),
+        paceline.session(model, optimizer, config(run_dir=tmp_path / "run")),
+    ):
+        pass

@@ -134,7 +134,7 @@ class Holds(Observer):
     def on_start(self, run: RunInfo) -> None:
         if self.until is not None:
             return
-        handler = signal.getsignal(signal.SIGTERM)
+        handler: Any = signal.getsignal(signal.SIGTERM)
 
         def note(number: int, frame: FrameType | None) -> None:
             self.arrived = True

@@ -56,6 +56,11 @@ REFUSED = [
     ),
     ({"dynamic_batch": DynamicBatch(200, 400), "shards": 4}, 100, "min=200 and 100 samples"),
     (
+        {"dynamic_batch": DynamicBatch(8, 64), "shards": 4, "global_batch": 16},
+        100,
+        "global_batch=16 next to dynamic_batch: .* from dynamic_batch.min=8 to dynamic_batch.max=64",
+    ),
+    (
         {"dynamic_batch": DynamicBatch(8, 64), "workers": 2, "mode": "fast"},
         100,
         'dynamic_batch with mode="fast"',
@@ -102,6 +107,7 @@ ALLOWED = [
     ({"workers": 4, "global_batch": 10}, 3),
     ({"workers": 2, "shards": 8, "global_batch": 10, "micro_batch": 2, "epochs": 3}, 101),
     ({"shards": 4, "dynamic_batch": DynamicBatch(8, 64), "lr_rule": "linear"}, 1000),
+    ({"shards": 4, "dynamic_batch": DynamicBatch(8, 64), "global_batch": 8}, 1000),
     ({"shards": 4, "dynamic_batch": DynamicBatch(8, 64), "schedule": "cosine", "max_steps": 50}, 1000),
     ({"schedule": "cosine", "max_steps": 10, "warmup_steps": 9}, None),
     ({"schedule": lambda step: 1.0, "epochs": 2}, None),

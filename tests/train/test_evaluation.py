@@ -293,3 +293,24 @@ def test_a_step_without_any_sample() -> None:
         assert outcome.losses[1] == 0.0
         one = train(job(mlp(), (X, Y), global_batch=12, shards=shards, shuffle=False, max_steps=1))
         assert outcome.hash == one.hash
+
+
+def test_an_accuracy_is_an_exact_share() -> None:
+    """Means in fp32 times counts would miss the last bits."""
+
+    class Third(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.one_hot((x[:, 0] % 7 % 3 > 0).long(), 2).float()
+
+    data = (torch.arange(21.0).unsqueeze(1), torch.zeros(21, dtype=torch.long))
+    given = job(Third(), data, objective=nn.CrossEntropyLoss(), global_batch=21, micro_batch=7)
+    assert assert_same_everywhere(given)["accuracy"] == 9 / 21
+
+
+def test_metrics_that_differ_by_batch_are_named() -> None:
+    def varying(model: nn.Module, batch: Any) -> Any:
+        loss = model(batch[0]).mean()
+        return loss, {"a": 0.5} if float(batch[1][0, 0]) < float(Y[:, 0].median()) else {"b": 0.5}
+
+    with pytest.raises(UsageError, match=r"gave \['.', 'loss'\] for batch 0 and \['.', 'loss'\] for batch"):
+        everywhere(worker.evaluate, job(mlp(), (X, Y), objective=varying, global_batch=1), (1,))

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from paceline.core import config as core_config
 from paceline.core.clock import VirtualClock
 from paceline.core.errors import ConfigError, PlatformError, UsageError
 from paceline.train.config import CheckpointConfig, TrainConfig
@@ -23,7 +24,7 @@ def test_a_new_run_gets_a_folder_with_everything_in_its_place(tmp_path):
     folder = create(tmp_path / "runs", workers=3)
     assert folder.path == tmp_path / "runs" / "20250314-150926-train"
     assert sorted(os.listdir(folder.path)) == ["checkpoints", "config.toml", "logs"]
-    assert folder.load_config() == TrainConfig(workers=3)
+    assert core_config.load(TrainConfig, folder.config_file) == TrainConfig(workers=3)
     assert folder.journal_file == folder.path / "journal.jsonl"
     assert RunFolder.open(folder.path) == folder
 
@@ -113,5 +114,5 @@ def test_a_relative_folder_stays_where_it_was_made(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = RunFolder.create(TrainConfig(run_dir="here"))
     monkeypatch.chdir("/")
-    assert folder.load_config().run_dir == "here"
+    assert core_config.load(TrainConfig, folder.config_file).run_dir == "here"
     assert folder.path == tmp_path / "here"

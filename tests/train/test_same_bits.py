@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from typing import Any
 
 import pytest
+import torch
 from tests.train.catalogue import CATALOGUE, DATA, small_resnet, transformer
-from tests.train.running import WORKERS, train
+from tests.train.running import WORKERS, job, regression, seeded, train
+from torch import nn
 
 from paceline.comm.context import DistributedContext
+from paceline.core.errors import UsageError
 from paceline.frontends.spawn import spawn
-from paceline.train import worker
+from paceline.train import compilation, worker
 
 _WORKERS_FOR_DATA = (1, 2)
 
@@ -66,3 +70,50 @@ def test_recomputing_activations_changes_no_bit(outcomes: dict[int, dict[str, An
     assert again.hash == outcomes[1]["resnet"][0]
     again = train(transformer(activation_checkpointing=("TransformerEncoderLayer",)))
     assert again.hash == outcomes[1]["transformer"][0]
+
+
+class Normalised(nn.Module):
+    """Sums over features and over the batch, which a compiler may order as it likes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(5, 33), nn.LayerNorm(33), nn.GELU(), nn.BatchNorm1d(33))
+        self.head = nn.Linear(33, 2)
+
+    def forward(self, x: Any) -> Any:
+        hidden = self.inner(x)
+        return self.head(hidden * torch.softmax(hidden, 0).sum(1, keepdim=True))
+
+
+def run_compiled(context: DistributedContext) -> str | None:
+    """Shards of 2, 3 and 3 samples, and of 2, 3 and 2 at the end of an epoch: each worker sees its own."""
+    given = job(
+        seeded(Normalised), regression(15), shards=3, global_batch=8, epochs=2, compile=True, shuffle=False
+    )
+    config = dataclasses.replace(given.config, workers=context.world_size)
+    history = worker.train(context, dataclasses.replace(given, config=config)).history
+    return None if history is None else history.state_hash
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+@pytest.mark.slow
+def test_compiled_models_have_the_same_bits_over_uneven_shards() -> None:
+    found = {spawn(run_compiled, workers=workers, threads=1, timeout=300)[0] for workers in (1, 2, 3)}
+    assert len(found) == 1
+
+
+def run_many_shapes(context: DistributedContext) -> str:
+    # In a process of its own, which also ends those that the compiler starts.
+    compilation._MOST_SHAPES = 1
+    given = job(nn.Linear(5, 2), regression(15), shards=3, global_batch=8, compile=True)
+    with pytest.raises(UsageError) as caught:
+        worker.train(context, given)
+    return "\n".join([str(caught.value), *caught.value.__notes__])
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+@pytest.mark.slow
+def test_more_shapes_than_the_compiler_takes_are_said() -> None:
+    (said,) = spawn(run_many_shapes, workers=1, threads=1, timeout=300)
+    assert "the compiled model Linear met more than 1 different shapes of batches" in said
+    assert "in epoch 0, step 0, shard 1" in said

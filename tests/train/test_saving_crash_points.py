@@ -3,6 +3,7 @@ what is there loads, and the run that goes on from it ends with the right hash. 
 
 from __future__ import annotations
 
+import functools
 import gc
 import shutil
 import signal
@@ -17,6 +18,7 @@ from torch import nn
 
 import paceline
 from paceline.checkpoint import storage
+from paceline.checkpoint.manifest import Damage
 from paceline.checkpoint.storage import open_storage
 from paceline.checkpoint.store import CheckpointStore
 from paceline.core.errors import PeerLostError
@@ -53,6 +55,10 @@ def train(settled: TrainConfig) -> str:
     return run.history.state_hash
 
 
+def refuse(damage: Damage) -> None:
+    pytest.fail(str(damage))
+
+
 def die(folder: Path, point: CrashPoint) -> None:
     arm(point)
     train(config(folder))
@@ -79,9 +85,9 @@ def test_the_writer_is_killed_at_every_call_of_a_run(in_memory, monkeypatch, cap
     begun_at = []
     for point in every:
         folder = in_memory / "killed"
-        code = run_forked(lambda point=point, folder=folder: die(folder, point))
+        code = run_forked(functools.partial(die, folder, point))
         assert code == -signal.SIGKILL, (point, capfd.readouterr().err)
-        good = CheckpointStore(folder / "checkpoints").newest_good(pytest.fail)
+        good = CheckpointStore(folder / "checkpoints").newest_good(refuse)
         begun_at.append(0 if good is None else good.manifest.info.step)
         assert train(config(folder, resume="auto")) == quiet, point
         assert CheckpointStore(folder / "checkpoints").verify() == [], point

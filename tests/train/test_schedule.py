@@ -57,6 +57,12 @@ def test_rule_warmup_and_shape_multiply():
     assert schedule.factor(4, 64) == 1.0 * 0.5 * 2.0
 
 
+def test_under_a_dynamic_batch_the_learning_rate_is_meant_for_the_first_batch():
+    config = TrainConfig(lr_rule="linear", shards=2, dynamic_batch=DynamicBatch(8, 64))
+    schedule = Schedule(config, None)
+    assert [schedule.factor(0, batch) for batch in (8, 16, 64)] == [1.0, 2.0, 8.0]
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -0.5, None, "1", True])
 def test_a_function_that_returns_nonsense_is_named_with_the_step(bad):
     schedule = Schedule(TrainConfig(schedule=lambda step: bad), 10)

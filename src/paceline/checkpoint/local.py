@@ -33,6 +33,8 @@ _LOCK_PAUSE: Final = 0.005
 class LocalStorage(Storage):
     """Files below a folder of this machine (or of a shared file system that is mounted on it)."""
 
+    exclusive = True
+
     def __init__(self, root: str, *, call: Call = direct) -> None:
         self.root = os.path.abspath(os.path.expanduser(root))
         self.url = self.root

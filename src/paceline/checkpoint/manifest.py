@@ -16,6 +16,7 @@ from paceline.core.errors import PlatformError, UsageError
 FORMAT: Final = "paceline-checkpoint-1"
 MANIFEST: Final = "manifest.json"
 STATE: Final = "state.json"
+OWNER: Final = "owner.json"
 
 _FOLDER: Final = re.compile(r"v(\d{8,})")
 _PART: Final = re.compile(r"part-(\d+)-of-(\d+)\.safetensors")
@@ -53,7 +54,10 @@ class FileRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Info:
-    """Which moment of which run a checkpoint is; `parent` is the version the run loaded or saved before."""
+    """Which moment of which run a checkpoint is; `parent` is the version the run loaded or saved before.
+
+    `run` is the run's own mark, the same in all its versions: only those does its retention delete.
+    """
 
     step: int
     epoch: int = 0
@@ -62,6 +66,7 @@ class Info:
     parent: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     note: str = ""
+    run: str = ""
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,7 @@ class Manifest:
             "parent": info.parent,
             "metrics": {name: finite(float(value)) for name, value in sorted(info.metrics.items())},
             "note": info.note,
+            "run": info.run,
             "files": [file.to_plain() for file in self.files],
         }
         return seal(body)
@@ -113,6 +119,7 @@ class Manifest:
                 parent=body["parent"],
                 metrics={name: float(value) for name, value in body["metrics"].items()},
                 note=body["note"],
+                run=str(body.get("run", "")),
             )
             files = tuple(FileRecord.from_plain(file) for file in body["files"])
             return cls(body["version"], body["created"], info, files)

@@ -13,7 +13,7 @@ import xxhash
 
 from paceline.checkpoint import state_json, tensor_file
 from paceline.checkpoint.documents import BrokenDocument
-from paceline.checkpoint.manifest import MANIFEST, STATE, Damage, FileRecord, Manifest, folder_name
+from paceline.checkpoint.manifest import MANIFEST, OWNER, STATE, Damage, FileRecord, Manifest, folder_name
 from paceline.checkpoint.regions import memory
 from paceline.checkpoint.storage import TEMPORARY, Storage
 
@@ -87,7 +87,7 @@ def examine(storage: Storage, version: int, *, keep: bool) -> Examined:
     good = not found
     known = {file.name for file in manifest.files} | {MANIFEST}
     # What a save that was killed left of its manifest is no stranger's.
-    for name in sorted(set(storage.names(folder)) - known - {MANIFEST + TEMPORARY}):
+    for name in sorted(set(storage.names(folder)) - known - {MANIFEST + TEMPORARY, OWNER}):
         found.append(Damage(version, f"{folder}/{name}", "is not in the manifest"))
     if found and _is_gone(storage, f"{folder}/{MANIFEST}"):
         return Examined(None, (), gone=True)

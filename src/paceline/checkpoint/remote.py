@@ -21,7 +21,7 @@ _CHUNK: Final = 32 << 20
 
 def open_remote(url: str, *, call: Call) -> Storage:
     """The storage behind an fsspec URL; what fsspec cannot do is said with the package that is missing."""
-    import fsspec  # type: ignore[import-untyped]
+    import fsspec
 
     try:
         filesystem, root = fsspec.core.url_to_fs(url)
@@ -43,6 +43,8 @@ def open_remote(url: str, *, call: Call) -> Storage:
 @final
 class FsspecStorage(Storage):
     """Files below a folder of an fsspec file system."""
+
+    exclusive = False
 
     def __init__(self, filesystem: Any, root: str, url: str, *, call: Call) -> None:
         self.url = url

@@ -44,6 +44,7 @@ class Storage(ABC):
     """
 
     url: str
+    exclusive: bool  # whether `make_folder` tells two that make the same folder at once apart
 
     @abstractmethod
     def make_folder(self, path: str) -> bool:

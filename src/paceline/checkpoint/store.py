@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import secrets
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal, final
 
@@ -21,6 +22,7 @@ from paceline.checkpoint import state_json
 from paceline.checkpoint.documents import BrokenDocument, checksum, seal, unseal
 from paceline.checkpoint.manifest import (
     MANIFEST,
+    OWNER,
     STATE,
     Damage,
     DamagedCheckpointError,
@@ -66,6 +68,7 @@ class CheckpointStore:
         self.storage = where if isinstance(where, Storage) else open_storage(where)
         self._clock = clock or WallClock()
         self._highest: int | None = None
+        self._token = secrets.token_hex(8)  # tells this writer from others that save to the same place
 
     @property
     def url(self) -> str:
@@ -73,7 +76,7 @@ class CheckpointStore:
 
     # -- saving
 
-    def next_version(self) -> int:
+    def next_version(self, run: str = "") -> int:
         """A version that was never used here, reserved: higher than any, also than those deleted since."""
         if self._highest is None:
             # Looked up once: the caller waits for this, and a store far away takes its time to list.
@@ -82,10 +85,31 @@ class CheckpointStore:
                 [0, *self._versions(), *self.tags().values(), *(newest[:1] if newest else ())]
             )
         version = self._highest + 1
-        while not self.storage.make_folder(folder_name(version)):
+        while not self._reserved(version, run):
             version += 1
         self._highest = version
         return version
+
+    def _reserved(self, version: int, run: str) -> bool:
+        folder = folder_name(version)
+        if self.storage.exclusive:
+            return self.storage.make_folder(folder)
+        # Where making a folder tells nothing: whoever is in it already has it, and of two that come at the
+        # same moment the one whose name stays loses nothing, and the other is refused when it commits.
+        if self.storage.names(folder):
+            return False
+        self.storage.make_folder(folder)
+        self.storage.put(f"{folder}/{OWNER}", seal({"run": run, "writer": self._token}))
+        return True
+
+    def _check_owner(self, version: int) -> None:
+        owner = self._document(f"{folder_name(version)}/{OWNER}")[0]
+        if owner is not None and owner.get("writer") != self._token:
+            raise PlatformError(
+                f"checkpoint {version} cannot be committed: another run saves to {self.url} at the same time "
+                "and has taken this version",
+                remedy="give every run a place of its own for its checkpoints (checkpoint.url)",
+            )
 
     def write_part(self, version: int, part: int, parts: int, tensors: Mapping[str, Tensor]) -> FileRecord:
         """Write tensors as one of `parts` files; they are durable when this returns."""
@@ -119,6 +143,8 @@ class CheckpointStore:
         check_complete(version, records)
         check_info(info)
         folder = folder_name(version)
+        if not self.storage.exclusive:
+            self._check_owner(version)
         for record in records:
             try:
                 size = self.storage.size(f"{folder}/{record.name}")
@@ -167,8 +193,10 @@ class CheckpointStore:
         if which == "best":
             best = ranked(self.manifests(), Retention(metric=metric, mode=mode))
             if not best:
+                have = sorted({name for manifest in self.manifests() for name in manifest.info.metrics})
                 raise UsageError(
-                    f"no checkpoint in {self.url} has the metric {metric!r}", remedy="name another metric"
+                    f"no checkpoint in {self.url} has the metric {metric!r}",
+                    remedy=f"name another metric: there are {have}" if have else "name a version or a tag",
                 )
             return best[0].version
         tagged = self.tags().get(which)
@@ -291,8 +319,11 @@ class CheckpointStore:
             tags = self._tags_or_fail()
             self._write_tags({tag: version for tag, version in tags.items() if tag != name})
 
-    def prune(self, retention: Retention) -> list[int]:
-        """Delete what need not stay, and what saves that never ended left behind; the versions deleted."""
+    def prune(self, retention: Retention, *, run: str | None = None) -> list[int]:
+        """Delete what need not stay, and what saves that never ended left behind; the versions deleted.
+
+        With `run` only versions of that run are counted and deleted.
+        """
         if not self._versions():
             return []
         with self.storage.lock():
@@ -301,7 +332,7 @@ class CheckpointStore:
                 # Nobody knows which ones are tagged: nothing is deleted.
                 self._tell(damage, None)
                 return []
-            manifests = self.manifests()
+            manifests = [manifest for manifest in self.manifests() if run is None or manifest.info.run == run]
             newest = self._latest()
             protected = {*(body or {}).get("tags", {}).values(), *([] if newest is None else [newest[0]])}
             stay = kept(manifests, retention, protected)
@@ -312,8 +343,16 @@ class CheckpointStore:
             # A save that is under way has a higher version than any that is committed.
             folders = [version for version in self._versions() if version < max(committed, default=0)]
             for version in sorted(set(folders) - set(self._committed(folders))):
-                self.discard(version)
+                if self._may_clear(version, run):
+                    self.discard(version)
         return removed
+
+    def _may_clear(self, version: int, run: str | None) -> bool:
+        """Whether an unfinished version is one's own, or nobody's who still writes."""
+        if run is None or self.storage.exclusive:
+            return True
+        owner = self._document(f"{folder_name(version)}/{OWNER}")[0]
+        return owner is None or owner.get("run") == run
 
     # -- inside
 

@@ -83,11 +83,6 @@ class BackgroundWriter:
         """Whether something is under way, or finished and not polled yet."""
         return self._busy
 
-    @property
-    def held_bytes(self) -> int:
-        """Memory that is kept for copies."""
-        return self._buffer.nbytes
-
     def prepare(self, tensors: Mapping[str, Tensor], *, own: Mapping[str, Tensor] | None = None) -> None:
         """Get the memory for the copy now, so that the first save stalls no longer than the others."""
         self._require_idle("prepare")
@@ -135,7 +130,7 @@ class BackgroundWriter:
         def write() -> Finished:
             manifest = self.store.commit(version, files, info)
             try:
-                removed = [] if retention is None else self.store.prune(retention)
+                removed = [] if retention is None else self.store.prune(retention, run=info.run)
             except PacelineError as error:
                 # The checkpoint is safe: that older ones could not be deleted is told, and does not undo it.
                 return Finished(version, files, manifest, error=error)
@@ -170,13 +165,19 @@ class BackgroundWriter:
                 )
             return self._take()
 
-    def close(self) -> None:
-        """Finish what is under way, end the thread and give the memory back."""
+    def close(self, timeout: float | None = None) -> None:
+        """Finish what is under way, end the thread and give the memory back.
+
+        A thread that is still inside the storage after `timeout` seconds is left to itself, with its memory:
+        it ends with the process.
+        """
         with self._change:
             self._closed = True
             self._change.notify_all()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(timeout)
+            if self._thread.is_alive():
+                return
             self._thread = None
         self._busy = False
         self._buffer.release()

@@ -326,17 +326,10 @@ class DistributedContext:
         Each rank passes the shards it holds, none is fine too. op=AVERAGE divides by the number of shards.
         """
         op = parse_op(op)
-        if not isinstance(shards_held, Mapping):
-            raise UsageError(
-                f"canonical_sum of a {type(shards_held).__name__}", remedy="pass {shard_index: tensor, ...}"
-            )
-        flats = shards_of_ranks.open_shards(shards_held, shards)
-        for flat in flats.values():
-            check_op(op, flat.dtype)
-        shape = list(next(iter(shards_held.values())).shape) if flats else []
+        held = shards_of_ranks.open_shards(shards_held, shards, op)
 
         def work(call: Call, deadline: float) -> Tensor:
-            return shards_of_ranks.canonical_sum(self._transport, call, op, shape, flats, shards, deadline)
+            return shards_of_ranks.canonical_sum(self._transport, call, op, held, shards, deadline)
 
         text = f"canonical_sum({op.name}, shards={shards})"
         return self._sequence.run(

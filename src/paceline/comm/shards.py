@@ -18,15 +18,27 @@ from paceline.comm.algorithms.work import Recipe
 from paceline.comm.calls import Call
 from paceline.comm.collectives import transfer
 from paceline.comm.fold import Node, covering_nodes
-from paceline.comm.ops import ReduceOp, dtype_name
+from paceline.comm.ops import ReduceOp, check_op, dtype_name
 from paceline.comm.parcel import Parcel, pack, unpack
 from paceline.comm.payload import check_dense, describe, to_flat_cpu
 from paceline.comm.transport.base import Transport
 from paceline.core.errors import UsageError
 
 
-def open_shards(tensors: Mapping[int, Tensor], shards: int) -> dict[int, Tensor]:
-    """This rank's shards, flat, after checking that they can be summed."""
+@dataclass(frozen=True)
+class Held:
+    """This rank's shards, flat, and the shape that they had."""
+
+    flats: dict[int, Tensor]
+    shape: list[int]
+
+
+def open_shards(tensors: Mapping[int, Tensor], shards: int, op: ReduceOp) -> Held:
+    """This rank's shards, after checking that they can be combined."""
+    if not isinstance(tensors, Mapping):
+        raise UsageError(
+            f"canonical_sum of a {type(tensors).__name__}", remedy="pass {shard_index: tensor, ...}"
+        )
     if not isinstance(shards, int) or shards < 1:
         raise UsageError(
             f"canonical_sum: shards={shards!r}",
@@ -44,6 +56,7 @@ def open_shards(tensors: Mapping[int, Tensor], shards: int) -> dict[int, Tensor]
         if not isinstance(tensor, Tensor):
             raise UsageError(f"{what} is a {type(tensor).__name__}", remedy="pass {shard_index: tensor, ...}")
         check_dense(tensor, what)
+        check_op(op, tensor.dtype)
         shapes.add(describe(tensor))
         flats[index] = to_flat_cpu(tensor)
     if len(shapes) > 1:
@@ -51,23 +64,22 @@ def open_shards(tensors: Mapping[int, Tensor], shards: int) -> dict[int, Tensor]
             f"canonical_sum: shards differ: {', '.join(sorted(shapes))}",
             remedy="all shards have one shape and dtype",
         )
-    return flats
+    return Held(flats, list(next(iter(tensors.values())).shape) if flats else [])
 
 
 def canonical_sum(
     transport: Transport,
     call: Call,
     op: ReduceOp,
-    shape: list[int],
-    flats: Mapping[int, Tensor],
+    held: Held,
     shards: int,
     deadline: float,
 ) -> Tensor:
     """Sums shards that are spread over the ranks in any way; every rank gets the result."""
-    holdings, about = _holdings(transport, call, shape, flats, deadline)
+    holdings, about = _holdings(transport, call, held.shape, held.flats, deadline)
     _check_cover(holdings, shards)
     total = torch.empty(about.numel, dtype=about.dtype, device="cpu")
-    canonical.sum_shards(transport, call, flats, holdings, shards, op, total, deadline)
+    canonical.sum_shards(transport, call, held.flats, holdings, shards, op, total, deadline)
     return total.view(about.shape)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import PlatformError
+from paceline.data.containers import changed
 
 Indices: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -71,15 +72,15 @@ class SkippedSampleError(PlatformError):
 
 
 def pinned(data: Any) -> Any:
-    """`data` with every tensor in page-locked memory; containers are rebuilt, anything else is kept."""
-    if isinstance(data, Tensor):
-        return data.pin_memory() if data.device.type == "cpu" else data
-    if isinstance(data, dict):
-        return _rebuilt(data, {key: pinned(value) for key, value in data.items()})
-    if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*(pinned(value) for value in data))
-    if isinstance(data, list | tuple):
-        return _rebuilt(data, [pinned(value) for value in data])
+    """`data` with every tensor in page-locked memory; what can do that by itself does."""
+    return changed(data, _pinned_tensor, _pinned_object)
+
+
+def _pinned_tensor(tensor: Tensor) -> Tensor:
+    return tensor.pin_memory() if tensor.device.type == "cpu" else tensor
+
+
+def _pinned_object(data: Any) -> Any:
     pin = getattr(data, "pin_memory", None)
     return pin() if callable(pin) else data
 
@@ -87,11 +88,3 @@ def pinned(data: Any) -> Any:
 def can_pin() -> bool:
     """Page-locked memory exists for the sake of an accelerator."""
     return torch.cuda.is_available()
-
-
-def _rebuilt(original: Any, values: Any) -> Any:
-    try:
-        return type(original)(values)
-    except TypeError:
-        # A container whose constructor wants something else (a defaultdict): its plain kind serves as well.
-        return dict(values) if isinstance(original, dict) else values

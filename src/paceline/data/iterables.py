@@ -66,10 +66,11 @@ class Stream:
         """How many samples of this epoch have been taken: the number of the next one."""
         return self._position
 
-    @property
-    def resumes_at_once(self) -> bool:
-        """Whether a saved place is found again without reading what lies before it."""
-        return self._resumable and self._stateful() is not None
+    def reads_from(self, other: Stream) -> bool:
+        """Whether reading this one would move the other: one object with one place in it."""
+        return self is other or (
+            self._dataset is other._dataset and (self._one_shot or _has_state(self._dataset))
+        )
 
     def start(self, epoch: int = 0, seed: int = 0) -> None:
         """Begin an epoch at its first sample."""
@@ -93,7 +94,7 @@ class Stream:
         except Exception as error:
             place = self._position + len(samples)
             self._failure = UsageError(
-                f"sample {place} of epoch {self._epoch} of {self._name} cannot be read: "
+                f"sample {place} of epoch {self._epoch} of {self.name} cannot be read: "
                 f"{type(error).__name__}: {error}",
                 remedy="fix the dataset: what follows in the stream cannot be reached past an error",
                 samples=(place,),
@@ -105,7 +106,7 @@ class Stream:
             self._gave_samples = True
         elif count and not self._position and self._gave_samples:
             raise UsageError(
-                f"{self._name} gave samples before and gives none in epoch {self._epoch}",
+                f"{self.name} gave samples before and gives none in epoch {self._epoch}",
                 remedy="let every iter() (or call) begin anew: return a new iterator each time",
             )
         return samples
@@ -120,7 +121,7 @@ class Stream:
             raise
         except Exception as error:
             raise UsageError(
-                f"{len(samples)} samples of {self._name} cannot be put into one batch: "
+                f"{len(samples)} samples of {self.name} cannot be put into one batch: "
                 f"{type(error).__name__}: {error}",
                 remedy="yield samples of equal shapes and types, or pass a DataLoader with a collate_fn",
             ) from error
@@ -132,12 +133,12 @@ class Stream:
         first, last = int(indices[0]), int(indices[-1])
         if last - first + 1 != len(indices) or (indices[1:] - indices[:-1] != 1).any():
             raise UsageError(
-                f"{self._name} is a stream: it gives samples one after the other, not {indices[:8].tolist()}",
+                f"{self.name} is a stream: it gives samples one after the other, not {indices[:8].tolist()}",
                 remedy="ask for consecutive numbers, or pass a dataset with __getitem__",
             )
         if first < self._position:
             raise UsageError(
-                f"{self._name} is at sample {self._position} and cannot go back to {first}",
+                f"{self.name} is at sample {self._position} and cannot go back to {first}",
                 remedy="start the epoch again: stream.start(epoch, seed)",
             )
         self._skip(first - self._position)
@@ -150,6 +151,9 @@ class Stream:
             "seed": self._seed,
             "position": self._position,
             "resume": self._saved_state(),
+            "given": None
+            if self._as_given is None or not self._resumable
+            else self._record(self._as_given[0]),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -159,7 +163,8 @@ class Stream:
             seed = whole("seed", state["seed"], 0)
             position = whole("position", state["position"], 0)
             saved = state.get("resume")
-            resume = None if saved is None else from_record(bytearray(base64.b64decode(saved, validate=True)))
+            resume = None if saved is None else _plain(saved)
+            self.begin_as(state)
         except (KeyError, TypeError, ValueError, AttributeError, WireError) as error:
             if isinstance(error, PacelineError) and not isinstance(error, WireError):
                 raise
@@ -176,12 +181,19 @@ class Stream:
             _log.warning(
                 "%s cannot say where it stands (no state_dict that is exact): "
                 "reading %d samples again to get to sample %d of epoch %d",
-                self._name,
+                self.name,
                 position,
                 position,
                 epoch,
             )
         self._skip(position)
+
+    def begin_as(self, state: dict[str, Any]) -> None:
+        """Every pass from now on begins as those of the stream that saved `state`: the dataset in this
+        process may have been left halfway."""
+        given = state.get("given")
+        if given is not None and not self._one_shot and _has_state(self._dataset):
+            self._as_given = (_plain(given),)
 
     def _skip(self, count: int) -> None:
         target = self._position + count
@@ -189,14 +201,14 @@ class Stream:
             # In pieces, so that samples that nobody wants are not all in memory at once.
             if not self.take(min(256, target - self._position)):
                 raise UsageError(
-                    f"{self._name} ended after {self._position} samples, before sample {target}",
+                    f"{self.name} ended after {self._position} samples, before sample {target}",
                     remedy="give the run the data that it was started with",
                 )
 
     def _begin(self, epoch: int, seed: int, resume: Any) -> None:
         if self._one_shot and (self._gave_samples or self._failure is not None):
             raise UsageError(
-                f"{self._name} is an iterator: it can be read once, and epoch {epoch} would be another pass",
+                f"{self.name} is an iterator: it can be read once, and epoch {epoch} would be another pass",
                 remedy="pass something that can begin again: a function that returns a new iterator, or an "
                 "object whose __iter__ does",
             )
@@ -212,7 +224,7 @@ class Stream:
                 raise
             except Exception as error:
                 raise UsageError(
-                    f"{self._name} cannot be opened: {type(error).__name__}: {error}",
+                    f"{self.name} cannot be opened: {type(error).__name__}: {error}",
                     remedy="a dataset's __iter__, or a function without arguments, must return an iterator",
                 ) from error
             self._generators = Generators.current()
@@ -255,13 +267,17 @@ class Stream:
         if stateful is None or self._generators is None:
             return None
         owner, holder = stateful
-        state = {"owner": owner, "state": holder.state_dict(), "generators": self._generators.to_plain()}
+        return self._record(
+            {"owner": owner, "state": holder.state_dict(), "generators": self._generators.to_plain()}
+        )
+
+    def _record(self, state: Any) -> str | None:
         try:
             return base64.b64encode(to_record(state, "state")).decode()
         except UsageError as error:
             _log.warning(
                 "the state_dict of %s cannot be saved, so resuming will read the samples before it again: %s",
-                self._name,
+                self.name,
                 error.message,
             )
             self._resumable = False
@@ -280,8 +296,12 @@ class Stream:
             outside.enter()
 
     @property
-    def _name(self) -> str:
+    def name(self) -> str:
         return getattr(self._dataset, "__qualname__", None) or type(self._dataset).__qualname__
+
+
+def _plain(record: str) -> Any:
+    return from_record(bytearray(base64.b64decode(record, validate=True)))
 
 
 def _has_state(candidate: Any) -> bool:

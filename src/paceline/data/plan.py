@@ -74,7 +74,3 @@ def deal(shards: int, workers: int) -> list[range]:
     each, longer = divmod(shards, workers)
     starts = [each * rank + min(rank, longer) for rank in range(workers + 1)]
     return [range(start, stop) for start, stop in pairwise(starts)]
-
-
-def steps_of_epoch(samples: int, batch: int, *, drop_last: bool = False) -> int:
-    return samples // batch if drop_last else -(-samples // batch)

@@ -7,15 +7,17 @@ not know which samples are asked for, nor why.
 
 from __future__ import annotations
 
-import logging
+import signal
 import threading
 import traceback
 import warnings
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import torch
+from torch._C import _remove_worker_pids
 from torch.utils.data import DataLoader, Dataset
 
 from paceline.core.errors import PacelineError, PlatformError, UsageError
@@ -24,8 +26,6 @@ from paceline.data.batches import Batch, Request, Source, can_pin
 from paceline.data.generators import new_numpy, one_thread, set_aside
 from paceline.data.mapped import Loading, MapSource
 from paceline.data.randomness import seed_everything
-
-_log = logging.getLogger(__name__)
 
 _GRACE_SECONDS = 0.2
 # How torch's messages about workers that died or are late begin; anything else comes from the requests.
@@ -92,7 +92,7 @@ def _started(source: Source, requests: Iterable[Request], loading: Loading) -> A
         prefetch_factor=loading.prefetch,
         pin_memory=loading.pin_memory and can_pin(),
         timeout=loading.timeout,
-        worker_init_fn=loading.worker_init,
+        worker_init_fn=partial(_begin_worker, loading.worker_init),
         multiprocessing_context=loading.context,
         # The loader draws a number when it starts: not from the generator of the calling process.
         generator=torch.Generator(),
@@ -101,17 +101,26 @@ def _started(source: Source, requests: Iterable[Request], loading: Loading) -> A
 
 
 def _end(batches: Any) -> None:
-    # torch waits five seconds for a worker that is inside a slow sample, which nobody wants any more.
-    stop = threading.Timer(_GRACE_SECONDS, lambda: [worker.terminate() for worker in batches._workers])
+    # torch waits five seconds for a worker that is inside a slow sample, which nobody wants any more. Before
+    # it is killed torch is told not to watch it any longer: its end is no failure.
+    if batches._worker_pids_set:
+        _remove_worker_pids(id(batches))
+        batches._worker_pids_set = False
+    stop = threading.Timer(_GRACE_SECONDS, lambda: [worker.kill() for worker in batches._workers])
     stop.start()
     try:
         batches._shutdown_workers()
-    except RuntimeError as error:
-        # A worker that was ended before it had set itself up counts as killed; it is gone all the same.
-        _log.debug("while ending the workers of a loader: %s", error)
     finally:
         stop.cancel()
         stop.join()
+
+
+def _begin_worker(worker_init: Callable[[int], None] | None, number: int) -> None:
+    # A signal to every process of a job asks the run to stop after its step, for which it needs this worker.
+    for asking in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(asking, signal.SIG_IGN)
+    if worker_init is not None:
+        worker_init(number)
 
 
 def _lost(source: Source, loading: Loading, error: RuntimeError) -> PacelineError:

@@ -46,6 +46,7 @@ __all__ = [
     "Source",
     "Stream",
     "as_source",
+    "check_apart",
     "read",
 ]
 
@@ -81,6 +82,16 @@ def as_source(data: Any) -> Source:
     if _is_iterable(data):
         return Stream(data)
     return MapSource(data, _size_of(data))
+
+
+def check_apart(train: Source, validation: Source) -> None:
+    """Refuses one stream in two roles: an evaluation within an epoch would move the training data."""
+    if isinstance(train, Stream) and isinstance(validation, Stream) and validation.reads_from(train):
+        raise UsageError(
+            f"the training and the validation data are the same {validation.name}, which remembers where "
+            "reading stands: an evaluation would move the training data",
+            remedy="give validation an object of its own (copy.deepcopy, or make it again)",
+        )
 
 
 def _is_iterable(data: Any) -> bool:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import tomllib
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from paceline.core.errors import ConfigError, PacelineError, UsageError
 from paceline.train.config import TrainConfig
 from paceline.train.run_folder import RunFolder
 
@@ -39,10 +40,14 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def prepare(config: TrainConfig, context: DistributedContext | None) -> tuple[TrainConfig, RunFolder]:
+def prepare(
+    config: TrainConfig,
+    context: DistributedContext | None,
+    check: Callable[[TrainConfig], None] | None = None,
+) -> tuple[TrainConfig, RunFolder]:
     """The config with nothing left open, and the run's folder: the first rank decides, the others follow.
 
-    What a run that goes on had recorded (shards, threads) stays as it was where the config leaves it open.
+    `check` sees the config before a folder is made. What the first rank refuses, all refuse.
     """
     if context is not None and config.workers != context.world_size:
         if config.workers != 1 and context.is_master:
@@ -51,17 +56,72 @@ def prepare(config: TrainConfig, context: DistributedContext | None) -> tuple[Tr
             )
         shards = config.workers if config.shards is None and config.workers != 1 else config.shards
         config = dataclasses.replace(config, workers=context.world_size, shards=shards)
-    shards, threads, path = config.shards, config.threads, ""
-    if context is None or context.is_master:
-        folder = RunFolder.for_config(config.resolved(cores()))
-        path = str(folder.path)
-        if config.resume is not None:
-            recorded = tomllib.loads(folder.config_file.read_text(encoding="utf-8"))
-            shards = recorded.get("shards") if shards is None else shards
-            threads = recorded.get("threads") if threads is None else threads
-        filled = dataclasses.replace(config, shards=shards, threads=threads).resolved(cores())
-        shards, threads = filled.shards, filled.threads
-    if context is not None:
-        shards, threads, path = context.broadcast([shards, threads, path])
+    if context is None:
+        settled = as_recorded(config)
+        return settled, _make_folder(settled, check)
+    told: list[Any] = []
+    refused: PacelineError | None = None
+    if context.is_master:
+        try:
+            settled = as_recorded(config)
+            told = [settled.shards, settled.threads, str(_make_folder(settled, check).path)]
+        except PacelineError as error:
+            refused = error
+            told = [error.message, error.remedy]
+    told = context.broadcast(told)
+    if refused is not None:
+        raise refused
+    if len(told) == 2:
+        raise UsageError(f"rank 0 refuses the run: {told[0]}", remedy=told[1])
+    shards, threads, path = told
     settled = dataclasses.replace(config, shards=shards, threads=threads).resolved(cores())
     return settled, RunFolder(Path(path))
+
+
+def as_recorded(config: TrainConfig) -> TrainConfig:
+    """The config with nothing left open. What the run that it goes on with had recorded (shards, threads)
+    stays as it was; in fast mode a shard is a worker, and their number may change."""
+    folder = RunFolder.to_resume(config)
+    if folder is not None and (config.shards is None or config.threads is None):
+        recorded = folder.recorded()
+        shards = None if config.mode == "fast" else _count(folder, recorded, "shards")
+        config = dataclasses.replace(
+            config,
+            shards=shards if config.shards is None else config.shards,
+            threads=_count(folder, recorded, "threads") if config.threads is None else config.threads,
+        )
+    return config.resolved(cores())
+
+
+def _count(folder: RunFolder, recorded: dict[str, Any], name: str) -> int | None:
+    value = recorded.get(name)
+    if value is not None and (type(value) is not int or value < 1):
+        raise ConfigError(
+            f"{folder.config_file} is damaged: {name}={value!r} is not a count",
+            remedy=f"set {name} in the TrainConfig to what it was",
+            key=name,
+        )
+    return value
+
+
+def _make_folder(config: TrainConfig, check: Callable[[TrainConfig], None] | None) -> RunFolder:
+    if check is not None:
+        check(config)
+    if config.resume is None and config.checkpoint.enabled and config.checkpoint.url is not None:
+        _check_empty(config.checkpoint.url)
+    return RunFolder.for_config(config)
+
+
+def _check_empty(url: str) -> None:
+    """A new run among the versions of another would go on counting after them and mix with them."""
+    from paceline.checkpoint.store import CheckpointStore
+
+    found = CheckpointStore(url).manifests()
+    if found:
+        newest = found[-1]
+        raise ConfigError(
+            f"checkpoint.url={url!r} already holds {len(found)} version{'s' if len(found) > 1 else ''} of "
+            f"another run, up to version {newest.version} of step {newest.info.step}",
+            remedy='give a new run a place of its own, or go on with that one: resume="auto"',
+            key="checkpoint.url",
+        )

@@ -169,6 +169,7 @@ class Session:
 
 def _check(model: nn.Module, config: TrainConfig) -> None:
     """Settings that `Trainer` carries out by itself are the loop's own business here, and never ignored."""
+    run_setup.check_initialised(model)
     own = [
         name
         for name in ("compile", "activation_checkpointing")

@@ -20,12 +20,13 @@ from paceline.core.events import WorkerFailed
 from paceline.core.journal import Journal
 from paceline.engines.local import payload
 from paceline.frontends import tensor_payload
-from paceline.frontends.joining import cores, prepare, running_job
+from paceline.frontends.joining import as_recorded, prepare, running_job
 from paceline.frontends.spawn import spawn
 from paceline.train.callbacks import Callbacks, Modifier, Observer
 from paceline.train.checks import check
 from paceline.train.config import TrainConfig
 from paceline.train.run_folder import RunFolder
+from paceline.train.run_lock import held
 from paceline.train.signals import Stopped, leave_request, listening
 
 if TYPE_CHECKING:
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from paceline.train.worker import TrainJob
 
 T = TypeVar("T")
-_STOP_FILE = "stop"
 # Optimizers and deterministic kernels import torch's compiler, hundreds of modules: once for all workers.
 _PRELOAD = ("paceline.train.worker", "torch._inductor.config")
 
@@ -75,19 +75,27 @@ class Trainer:
                 f"the model is a {type(model).__name__}",
                 remedy="pass a torch.nn.Module or a function that builds one",
             )
+        if not callable(optimizer) and not _is_optimizer(optimizer):
+            raise UsageError(
+                f"the optimizer is {optimizer!r:.60}",
+                remedy="pass a function from parameters to an optimizer: "
+                "optimizer=lambda p: torch.optim.AdamW(p, 1e-3)",
+            )
         self.model = model
         self.objective = objective
         self.optimizer = optimizer
         self.config = config or TrainConfig()
         self.callbacks = tuple(callbacks)
+        self._settled: TrainConfig | None = None  # of the last fit, with nothing left open
         Callbacks(self.callbacks)  # refused here, before a worker starts
 
     def fit(self, train_data: Any, val_data: Any = None) -> History:
         """Trains to the end that the config names, or until told to stop, and returns what happened.
 
-        SIGTERM and SIGUSR1 finish the step, save and raise `Stopped`, which ends the process with code 75.
+        SIGTERM and SIGUSR1 finish the step, save and raise `Stopped`, which ends the process with code 75; a
+        state that cannot be saved then is an error instead.
         """
-        from paceline.data.sources import as_source
+        from paceline.data.sources import as_source, check_apart
         from paceline.train import worker
         from paceline.train.history import History
         from paceline.train.objective import Objective
@@ -103,11 +111,15 @@ class Trainer:
                 remedy="give a folder or a URL that outlives the workers; memory:// is for paceline.session",
                 key="checkpoint.url",
             )
+        if validation is not None:
+            check_apart(source, validation)
         # Refused before a folder is made or a worker starts.
-        check(self.config, samples=source.size, validation=validation is not None)
-        config, folder = prepare(self.config, context)
-        check(config, samples=source.size, validation=validation is not None)
-        stop_file = folder.path / _STOP_FILE
+        config, folder = prepare(
+            self.config,
+            context,
+            lambda settled: check(settled, samples=source.size, validation=validation is not None),
+        )
+        self._settled = config
         job = worker.TrainJob(
             model=self.model,
             objective=self.objective,
@@ -117,14 +129,15 @@ class Trainer:
             validation=validation,
             callbacks=self.callbacks,
             folder=folder.path,
-            stop_file=None if context is not None else stop_file,
+            stop_file=None if context is not None else folder.stop_file,
             process=None if context is not None else OwnProcess.like_this_one(),
         )
         if context is not None:
             trained = worker.train(context, dataclasses.replace(job, model=self._built()))
             done = History.from_dict(context.broadcast(trained.history and trained.history.to_dict()))
         else:
-            with _forwarding_signals(stop_file) as asked:
+            # The lock first: the file is the other run's where there is one.
+            with held(folder.lock_file, str(folder.path)), _forwarding_signals(folder.stop_file) as asked:
                 try:
                     trained = self._spawn(worker.train, job)
                 except PeerLostError as error:
@@ -141,16 +154,26 @@ class Trainer:
         return done
 
     def evaluate(self, data: Any) -> dict[str, float]:
-        """Means of loss and metrics over the data, the same bits on any number of workers."""
+        """Means of loss and metrics over the data, the same bits on any number of workers, and as `fit` has
+        them: with the shards and threads of the last `fit`, else of the run that `resume` names."""
         from paceline.train import worker
 
         return self._pass_over(worker.evaluate, data)
 
     def predict(self, data: Any) -> Any:
-        """The model's outputs, in the order of the data."""
+        """The model's outputs, in the order of the data; inside a job, on every rank of it.
+
+        Ranks other than the first have them in plain dicts, lists and tuples, whatever kind the model gives.
+        """
+        from paceline.data.containers import plain
         from paceline.train import worker
 
-        return self._pass_over(worker.predict, data)
+        outputs = self._pass_over(worker.predict, data)
+        context = running_job()
+        if context is None or context.world_size == 1:
+            return outputs
+        told = context.broadcast(plain(outputs) if context.is_master else None)
+        return outputs if context.is_master else told
 
     # inside
 
@@ -160,8 +183,7 @@ class Trainer:
 
         context = running_job()
         workers = self.config.workers if context is None else context.world_size
-        shards = self.config.shards or self.config.workers
-        config = dataclasses.replace(self.config, shards=shards, workers=workers).resolved(cores())
+        config = dataclasses.replace(self._settled or as_recorded(self.config), workers=workers)
         job = TrainJob(self.model, self.objective, None, config, as_source(data))
         return function(context, job) if context is not None else self._spawn(function, job)
 
@@ -200,6 +222,12 @@ class Trainer:
             with set_aside(new_numpy()):
                 self.model = build_model(self.model, self.config.seed)
         return self.model
+
+
+def _is_optimizer(given: object) -> bool:
+    """An optimizer or several; told apart without importing torch."""
+    several = list(given) if isinstance(given, Sequence) else [given]
+    return bool(several) and all(hasattr(one, "param_groups") for one in several)
 
 
 def _note_lost(folder: RunFolder, error: PeerLostError) -> None:

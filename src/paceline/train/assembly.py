@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from paceline.checkpoint.reading import Checkpoint
 from paceline.checkpoint.store import CheckpointStore
 from paceline.comm.context import DistributedContext
 from paceline.core import events
-from paceline.core.errors import PacelineError, PeerError
+from paceline.core.errors import PacelineError, PeerError, UsageError
 from paceline.core.journal import Journal
 from paceline.data.plan import Position, deal
 from paceline.data.sources import Source
@@ -39,6 +40,7 @@ from paceline.train.precision import LossScaler
 from paceline.train.recorder import Recorder
 from paceline.train.run import Parts, Run
 from paceline.train.run_folder import RunFolder
+from paceline.train.run_lock import held
 from paceline.train.saving import Contents, Saver
 from paceline.train.schedule import Schedule, total_steps
 from paceline.train.signals import StopRequest
@@ -79,6 +81,7 @@ class Assembled:
         self.saver: Saver | None = None
         self.first_step = 0  # of this process
         self.parent: int | None = None
+        self._mark = secrets.token_hex(8)  # of this run, in all its versions
         self._ended: str | None = None  # why the run was over when it was saved
         self._evaluated: int | None = None
         self._closing = ExitStack()
@@ -94,6 +97,7 @@ class Assembled:
         config = given.config
         self._worker_log: WorkerLog | None = None
         self.journal: Journal | None = None
+        self._hold(stop)
         if self.folder is not None:
             self._worker_log = WorkerLog(self.folder.logs, context.rank, context.world_size)
             self._closing.callback(self._worker_log.close)
@@ -129,6 +133,26 @@ class Assembled:
         self.shards = self._transaction.shards
         self.workers = context.world_size
 
+    def _hold(self, stop: StopRequest) -> None:
+        """Nobody else runs in this folder or saves to this place until the run ends. Where a launcher looks
+        after the run, it holds the folder; the first rank the rest. All ranks are refused alike."""
+        refused: PacelineError | None = None
+        if self.context.is_master and self.folder is not None:
+            try:
+                if not stop.from_launcher:
+                    self._closing.enter_context(held(self.folder.lock_file, str(self.folder.path)))
+                place = _local_place(self.folder, self._given.config)
+                if place is not None:
+                    self._closing.enter_context(held(place / ".run", f"checkpoint.url={str(place)!r}"))
+            except PacelineError as error:
+                refused = error
+        if self.context.world_size > 1:
+            told = self.context.broadcast(None if refused is None else [refused.message, refused.remedy])
+            if refused is None and told is not None:
+                raise UsageError(f"rank 0 refuses the run: {told[0]}", remedy=told[1])
+        if refused is not None:
+            raise refused
+
     def run(self, evaluate: Callable[[], tuple[dict[str, float], int]] | None = None) -> Run:
         """The run at its position: the beginning, or where a checkpoint left it."""
         resuming.check_alike(self.context, self.config, self.fingerprint, self.module)
@@ -142,6 +166,8 @@ class Assembled:
                 self.context,
                 parent=self.parent,
                 step=position.step,
+                run=self._mark,
+                patience=self._given.config.timeout,
                 tell=self.recorder.note,
                 on_saved=self.callbacks.checkpoint,
             )
@@ -260,6 +286,7 @@ class Assembled:
             return Position()
         self._load(checkpoint)
         self.parent = checkpoint.version
+        self._mark = checkpoint.manifest.info.run or self._mark
         return Position(**checkpoint.state["position"])
 
     def _load(self, checkpoint: Checkpoint) -> None:
@@ -317,6 +344,14 @@ class Assembled:
                 fingerprint=self.fingerprint,
             )
         )
+
+
+def _local_place(folder: RunFolder, config: TrainConfig) -> Path | None:
+    """The folder of checkpoints that are kept outside of the run's own; None for a URL far away."""
+    if not config.checkpoint.enabled or config.checkpoint.url is None:
+        return None
+    storage = CheckpointStore(folder.checkpoint_url(config)).storage
+    return Path(storage.url) if storage.exclusive else None
 
 
 def _patience(config: TrainConfig) -> dict[str, Any] | None:

@@ -16,6 +16,7 @@ from paceline.train.schedule import steps_per_epoch, total_steps
 # Above this a global batch's slices do not shrink any more, they only multiply: surely a mistake.
 _MOST_SAMPLES = 1 << 24
 _MOST_SHARDS = 1 << 16
+_USUAL_BATCH = TrainConfig().global_batch  # nobody can tell it from one that was left out
 
 
 def check(config: TrainConfig, *, samples: int | None, validation: bool = True) -> None:
@@ -173,6 +174,13 @@ def _dynamic_batch(config: TrainConfig, samples: int | None) -> None:
             f"{shard_sizes(dynamic.min, shards)}, and one without samples has no gradient to measure",
             f"set min to {shards} or more, or shards to {dynamic.min} or fewer",
         )
+    if config.global_batch not in (_USUAL_BATCH, dynamic.min):
+        _refuse(
+            f"global_batch={config.global_batch} next to dynamic_batch: the batch goes from "
+            f"dynamic_batch.min={dynamic.min} to dynamic_batch.max={dynamic.max}, and global_batch would "
+            "mean nothing",
+            "leave global_batch out; the learning rate is meant for dynamic_batch.min",
+        )
     if samples is not None and dynamic.min > samples:
         _refuse(
             f"dynamic_batch.min={dynamic.min} and {samples} samples: the first batch would be the whole data",
@@ -224,6 +232,11 @@ def _validation(config: TrainConfig, validation: bool) -> None:
         _refuse(
             f"early_stopping watches {config.early_stopping.metric!r} on validation data, and there is none",
             "give fit(train, val) validation data, or leave early_stopping out",
+        )
+    if config.evaluate_every is not None and not validation:
+        _refuse(
+            f"evaluate_every={config.evaluate_every} steps, and there is no validation data",
+            "give fit(train, val) validation data, or leave evaluate_every out",
         )
 
 

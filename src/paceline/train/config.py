@@ -223,6 +223,11 @@ class TrainConfig:
             )
         _check_names(self)
 
+    @property
+    def first_batch(self) -> int:
+        """Samples of the first step, which the optimizer's learning rate is meant for."""
+        return self.global_batch if self.dynamic_batch is None else self.dynamic_batch.min
+
     def resolved(self, cores: int) -> TrainConfig:
         """The same run with what was left open filled in, for a machine of `cores` cores.
 

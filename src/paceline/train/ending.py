@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 
 from paceline.core import events
-from paceline.core.errors import InternalError
+from paceline.core.errors import InternalError, PacelineError, PlatformError
 from paceline.train.assembly import Assembled
 from paceline.train.history import History
 from paceline.train.resuming import earlier_steps
@@ -38,8 +38,9 @@ def conclude(run: Run, assembled: Assembled, started: float) -> History | None:
     if recorder.sums.steps and not run.stopped_on_request:
         recorder.end_epoch(run.position.epoch, validation)
     digest = state_hash(assembled.module)
-    told = context.all_gather([digest, assembled.stop_asked])
-    _check_equal([theirs for theirs, _ in told])
+    unsaved = saver.unsaved(run.position.step) if saver is not None else None
+    told = context.all_gather([digest, assembled.stop_asked, unsaved])
+    _check_equal([theirs for theirs, _, _ in told])
     recorder.note(
         events.RunEnded(
             time=time.time(),
@@ -50,14 +51,25 @@ def conclude(run: Run, assembled: Assembled, started: float) -> History | None:
         )
     )
     history = _history(run, assembled, started, digest) if context.is_master else None
-    if any(asked for _, asked in told):
+    if any(asked for _, asked, _ in told):
         # Also where the signal came after the last step: whoever sent it wants the process to end.
         run.stopped_on_request, run.ended = True, assembled.stop_reason
         if context.is_master:
             _say_stopped(run, assembled)
     if history is not None:
         assembled.callbacks.end(history)
+    if run.stopped_on_request and told[0][2] is not None:
+        raise _not_saved(run, told[0][2])
     return history
+
+
+def _not_saved(run: Run, reason: str) -> PacelineError:
+    """Whoever asked is not told "saved, start again" where that is not so."""
+    return PlatformError(
+        f"stopped by {run.ended} after step {run.position.step}, and this state could not be saved: {reason}",
+        remedy='make room, or see why the storage does not answer; then start again with resume="auto", '
+        "which goes on from the newest version there is",
+    )
 
 
 def _history(run: Run, assembled: Assembled, started: float, digest: str) -> History:

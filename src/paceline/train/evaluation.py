@@ -6,6 +6,7 @@ together in the order of the data. Means are weighted by the samples of each bat
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,12 +19,15 @@ from torch import Tensor, nn
 
 from paceline.comm.context import DistributedContext
 from paceline.core.errors import UsageError
+from paceline.data.containers import packed, plain, unpacked
 from paceline.data.plan import deal
 from paceline.data.randomness import seed_everything
 from paceline.data.sources import Batch, Request, Source, Stream, read
 from paceline.train.feed import to_device
 from paceline.train.objective import Objective
 from paceline.train.precision import autocast
+
+_log = logging.getLogger(__name__)
 
 _EVALUATING = 2  # marks keys of evaluation, apart from those of training
 
@@ -57,6 +61,10 @@ def evaluate(forward: Forward, objective: Objective, source: Source) -> tuple[di
     rows: list[list[Any]] = []
     with forward.evaluating():
         for number, batch in _dealt(forward, source):
+            for skipped in batch.skipped:
+                _log.warning("evaluation goes on without sample %d: %s", skipped.index, skipped.reason)
+            if not batch.count:
+                continue
             scored = objective.evaluate(forward.call, to_device(batch.data, forward.device))
             values = {"loss": scored.loss, **scored.metrics}
             rows.append([number, batch.count, {name: float(value) for name, value in values.items()}])
@@ -65,27 +73,48 @@ def evaluate(forward: Forward, objective: Objective, source: Source) -> tuple[di
     if total == 0:
         raise UsageError("there is no sample to evaluate", remedy="pass data with at least one sample")
     names = told[0][2]
+    for number, _, values in told:
+        if values.keys() != names.keys():
+            raise UsageError(
+                f"the objective gave {sorted(names)} for batch {told[0][0]} and {sorted(values)} for batch "
+                f"{number}, and a mean is over all samples",
+                remedy="return the same metrics for every batch",
+            )
     # The exact sum, rounded once: no order of adding can change it.
     return {
-        name: math.fsum(count * values[name] for _, count, values in told) / total for name in names
+        name: math.fsum(_total(values[name], count) for _, count, values in told) / total for name in names
     }, total
+
+
+def _total(mean: float, count: int) -> float:
+    """The sum behind a mean over `count` samples: exact where the mean is a share of them in single or double
+    precision, as an accuracy is."""
+    if not math.isfinite(mean):
+        return mean
+    share = round(mean * count)
+    return float(share) if mean in (share / count, float(np.float32(share / count))) else mean * count
 
 
 def predict(forward: Forward, source: Source) -> Any:
     """The model's outputs in the order of the data, put together, on the first rank; None elsewhere.
 
     Of a pair (input, target), or of an input alone, the model gets the input; a dict it gets as keyword
-    arguments.
+    arguments. Samples that cannot be read are an error: rows would not be those of the data any more.
     """
     rows: list[list[Any]] = []
+    left_out: list[int] = []
     with forward.evaluating():
         for number, batch in _dealt(forward, source):
+            left_out += [skipped.index for skipped in batch.skipped]
+            if not batch.count:
+                continue
             data = to_device(batch.data, forward.device)
             if isinstance(data, tuple | list) and len(data) in (1, 2):
                 data = data[0]
             output = forward.call(**data) if isinstance(data, dict) else forward.call(data)
             rows.append([number, to_device(output, torch.device("cpu"))])
-    told = forward.context.gather([[number, _plain(output)] for number, output in rows])
+    _check_whole(forward, left_out)
+    told = forward.context.gather([[number, plain(output)] for number, output in rows])
     if told is None:
         return None
     # The first rank's own are as the model gave them, and show what the others' are to become.
@@ -96,13 +125,25 @@ def predict(forward: Forward, source: Source) -> Any:
     return _joined(outputs)
 
 
+def _check_whole(forward: Forward, left_out: list[int]) -> None:
+    missing = sorted(index for theirs in forward.context.all_gather(left_out) for index in theirs)
+    if missing:
+        shown = ", ".join(map(str, missing[:10])) + (" ..." if len(missing) > 10 else "")
+        raise UsageError(
+            f"{len(missing)} of the samples to predict for cannot be read and were left out: {shown}; row n "
+            "of the result would no longer be of sample n",
+            remedy='repair the data, or use on_corrupt="fail"; or predict for a Subset without these samples',
+            samples=tuple(missing),
+        )
+
+
 def _dealt(forward: Forward, source: Source) -> Iterator[tuple[int, Batch]]:
     """This rank's batches, with their numbers in the order of the data."""
     numbered = (
         _dealt_stream(forward, source) if isinstance(source, Stream) else _dealt_by_number(forward, source)
     )
     for number, batch in numbered:
-        if batch.count:
+        if batch.count or batch.skipped:
             seed_everything(forward.seed, number, _EVALUATING)
             yield number, batch
 
@@ -132,22 +173,12 @@ def _dealt_stream(forward: Forward, stream: Stream) -> Iterator[tuple[int, Batch
             taken = [stream.take(forward.batch) for _ in range(context.world_size)]
             total = sum(map(len, taken))
             made = [stream.batch(samples) for samples in taken]
-            parts = [[batch.data, batch.count, total] for batch in made]
+            parts = [[packed(batch.data), batch.count, total] for batch in made]
         data, count, total = context.scatter(parts)
         if not total:
             return
-        yield number + context.rank, Batch(data, count)
+        yield number + context.rank, Batch(unpacked(data), count)
         number += context.world_size
-
-
-def _plain(output: Any) -> Any:
-    """As it can be sent: named tuples become tuples."""
-    if isinstance(output, dict):
-        return {key: _plain(value) for key, value in output.items()}
-    if isinstance(output, tuple | list):
-        parts = [_plain(value) for value in output]
-        return parts if isinstance(output, list) else tuple(parts)
-    return output
 
 
 def _joined(outputs: list[Any]) -> Any:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from paceline.comm.context import DistributedContext
 from paceline.core.errors import UsageError
+from paceline.data.containers import changed, packed, unpacked
 from paceline.data.permutation import InOrder, Permutation
 from paceline.data.plan import Position, Slice, slices_of_step
 from paceline.data.sources import Batch, Request, Source, Stream, read
@@ -155,7 +156,9 @@ class StreamFeed:
     def step(self, position: Position, batch: int) -> int:
         parts = self._deal(position, batch) if self._context.is_master else None
         planned, held = self._context.scatter(parts)
-        self._dealt = {shard: [Batch(data, count) for data, count in batches] for shard, batches in held}
+        self._dealt = {
+            shard: [Batch(unpacked(data), count) for data, count in batches] for shard, batches in held
+        }
         return int(planned)
 
     def batches(self, shard: int) -> Iterator[Batch]:
@@ -184,7 +187,7 @@ class StreamFeed:
                 self._stream.batch(samples[start:stop])
                 for start, stop in part.pieces(self._config.micro_batch)
             ]
-            collated[part.shard] = [[batch.data, batch.count] for batch in made]
+            collated[part.shard] = [[packed(batch.data), batch.count] for batch in made]
         return [[len(samples), [[shard, collated[shard]] for shard in block]] for block in self._blocks]
 
     def _seek(self, position: Position) -> None:
@@ -192,10 +195,12 @@ class StreamFeed:
         if self._opened and (stream.epoch, stream.position) == (position.epoch, position.offset):
             return
         self._opened = True
+        saved, self._saved = self._saved, {}
+        if saved:
+            stream.begin_as(saved)
         if position.offset == 0:
             stream.start(position.epoch, config.seed)
             return
-        saved, self._saved = self._saved, {}
         if (saved.get("epoch"), saved.get("position")) != (position.epoch, position.offset):
             saved = {
                 "epoch": position.epoch,
@@ -221,14 +226,13 @@ def open_feed(
 
 
 def to_device(data: Any, device: torch.device) -> Any:
-    """`data` with every tensor on the device; containers are rebuilt, anything else is kept."""
-    if isinstance(data, Tensor):
-        return data.to(device, non_blocking=True)
-    if isinstance(data, dict):
-        return {key: to_device(value, device) for key, value in data.items()}
-    if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*(to_device(value, device) for value in data))
-    if isinstance(data, list | tuple):
-        return type(data)(to_device(value, device) for value in data)
-    move = getattr(data, "to", None)
-    return move(device) if callable(move) and not isinstance(data, np.ndarray) else data
+    """`data` with every tensor on the device; what can move by itself (a PackedSequence) does."""
+
+    def moved(tensor: Tensor) -> Tensor:
+        return tensor.to(device, non_blocking=True)
+
+    def moved_object(thing: Any) -> Any:
+        move = getattr(thing, "to", None)
+        return move(device) if callable(move) and not isinstance(thing, np.ndarray) else thing
+
+    return changed(data, moved, moved_object)

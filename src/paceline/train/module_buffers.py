@@ -12,10 +12,12 @@ of 16 bits, so that none is rounded; as a negative zero where nothing moved.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import final
+from typing import NoReturn, final
 
 import torch
 from torch import Tensor, nn
+
+from paceline.core.errors import UsageError
 
 _PIECES = 4
 _BITS = 16
@@ -26,13 +28,14 @@ class ModuleBuffers:
     """The buffers of one module, read and moved as one vector."""
 
     def __init__(self, module: nn.Module) -> None:
-        groups: dict[torch.dtype, list[tuple[nn.Module, str]]] = {}
+        groups: dict[torch.dtype, dict[str, tuple[nn.Module, str]]] = {}
         seen: set[int] = set()
-        for child in module.modules():
+        for path, child in module.named_modules():
             for key, buffer in child._buffers.items():
                 if buffer is not None and buffer.numel() and id(buffer) not in seen:
                     seen.add(id(buffer))
-                    groups.setdefault(buffer.dtype, []).append((child, key))
+                    name = f"{path}.{key}" if path else key
+                    groups.setdefault(buffer.dtype, {})[name] = (child, key)
         self._groups = [_OneDtype(owners) for owners in groups.values()]
         self.size = sum(group.size for group in self._groups)
 
@@ -84,18 +87,26 @@ class _OneDtype:
     Looked up by owner and name each time, since a module may put another tensor in a buffer's place.
     """
 
-    def __init__(self, owners: list[tuple[nn.Module, str]]) -> None:
-        self._owners = owners
-        self.before = self.flat()
+    def __init__(self, owners: dict[str, tuple[nn.Module, str]]) -> None:
+        self._names = list(owners)
+        self._owners = list(owners.values())
+        self._sizes = [buffer.numel() for buffer in self._buffers()]
+        self.before = torch.cat([_real(buffer).reshape(-1) for buffer in self._buffers()])
+        self._numel = self.before.numel()
         self.is_float = self.before.is_floating_point()
         self.size = self.before.numel() * (1 if self.is_float else _PIECES)
 
     def flat(self) -> Tensor:
         """The buffers in new memory; complex ones as pairs of reals."""
-        return torch.cat([_real(buffer).reshape(-1) for buffer in self._buffers()])
+        found = torch.cat([_real(buffer).reshape(-1) for buffer in self._buffers()])
+        if found.numel() != self._numel:
+            self._refuse_growing()
+        return found
 
     def put(self, flat: Tensor) -> None:
         buffers = [_real(buffer) for buffer in self._buffers()]
+        if sum(buffer.numel() for buffer in buffers) != self._numel:
+            self._refuse_growing()
         parts = torch.split(flat, [buffer.numel() for buffer in buffers])
         torch._foreach_copy_(
             buffers, [part.view(buffer.shape) for part, buffer in zip(parts, buffers, strict=True)]
@@ -104,6 +115,20 @@ class _OneDtype:
     def _buffers(self) -> list[Tensor]:
         found = [owner._buffers[key] for owner, key in self._owners]
         return [buffer.detach() for buffer in found if buffer is not None]
+
+    def _refuse_growing(self) -> NoReturn:
+        now = [owner._buffers[key] for owner, key in self._owners]
+        changed = [
+            f"{name} (had {size} elements, has {0 if buffer is None else buffer.numel()})"
+            for name, buffer, size in zip(self._names, now, self._sizes, strict=True)
+            if buffer is None or buffer.numel() != size
+        ]
+        raise UsageError(
+            f"the buffer {', '.join(changed)} changed its size in training, and buffers of all shards are "
+            "averaged",
+            remedy="give it its largest size from the start, or keep it as a plain attribute of the module, "
+            "which is not averaged and not saved",
+        )
 
 
 def _real(buffer: Tensor) -> Tensor:

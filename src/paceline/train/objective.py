@@ -2,7 +2,8 @@
 
 A loss module (or a function of torch.nn.functional) takes (output, target) of a batch that is a pair; any
 other function takes (model, batch) and returns the loss, or the loss and a dict of metrics. Losses are means
-over the samples of the batch. Must not know how batches come about.
+over the samples of the batch. A loss module learns nothing and remembers nothing: nobody sums its gradients,
+and each worker has a copy that sees other samples. Must not know how batches come about.
 """
 
 from __future__ import annotations
@@ -13,10 +14,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from paceline.core.errors import UsageError
+
+# Both are means over the samples; the second is what the definition of KLDivLoss asks for.
+_MEANS = ("mean", "batchmean")
 
 
 @dataclass(frozen=True)
@@ -36,29 +41,41 @@ class Objective:
                 f"the objective is a {type(objective).__name__}",
                 remedy="pass a loss module such as nn.MSELoss() or a function (model, batch) -> loss",
             )
-        reduction = getattr(objective, "reduction", "mean") if isinstance(objective, nn.Module) else "mean"
-        if reduction != "mean":
-            raise UsageError(
-                f'{type(objective).__name__}(reduction="{reduction}"): a step weights the mean losses of its '
-                "micro-batches by their samples",
-                remedy='use reduction="mean", or a function (model, batch) -> loss that returns a mean',
-            )
         self._objective = objective
-        inner = objective
-        while isinstance(inner, partial):
-            inner = inner.func
+        inner, settings = _unwrapped(objective)
+        self._module = inner if isinstance(inner, nn.Module) else None
+        self._buffers: dict[str, Tensor] | None = None
         self.takes_pairs = isinstance(inner, nn.Module) or (
             getattr(inner, "__module__", "") in ("torch.nn.functional", "torch._C._nn", "torch")
         )
-        if not self.takes_pairs:
+        if self.takes_pairs:
+            _check_reduction(inner, settings)
+        else:
             self._check_signature(objective)
+        if self._module is not None:
+            _check_learns_nothing(self._module)
         self._classifies = isinstance(inner, nn.CrossEntropyLoss | nn.NLLLoss) or (
             self.takes_pairs and getattr(inner, "__name__", "") in ("cross_entropy", "nll_loss")
         )
 
     def to(self, device: torch.device) -> None:
-        if isinstance(self._objective, nn.Module):
-            self._objective.to(device)
+        if self._module is not None:
+            self._module.to(device)
+            self._buffers = {name: buffer.detach().clone() for name, buffer in self._module.named_buffers()}
+
+    def check_unchanged(self) -> None:
+        """Refuses a loss module whose buffers are not what they were when it was placed."""
+        if not self._buffers or self._module is None:
+            return
+        now = dict(self._module.named_buffers())
+        changed = [name for name, kept in self._buffers.items() if not _same(kept, now.get(name))]
+        if changed:
+            raise UsageError(
+                f"{', '.join(changed)} of the loss {type(self._module).__name__} changed while it was used: "
+                "every worker has a copy of the loss that sees its own samples only, and none is saved",
+                remedy="keep what changes in the model, and use a function (model, batch) -> loss; "
+                "a network inside of the loss may need eval()",
+            )
 
     def score(self, model: Callable[..., Any], batch: Any) -> Scored:
         if self.takes_pairs:
@@ -73,6 +90,7 @@ class Objective:
                     remedy="return loss, or (loss, {name: value})",
                 )
             loss, metrics = result
+            check_metrics(metrics)
             return Scored(self._checked(loss), metrics)
         return Scored(self._checked(result), {})
 
@@ -114,6 +132,67 @@ class Objective:
                 f"cannot be called with (model, batch): {error}",
                 remedy="write def objective(model, batch): ... return loss",
             ) from error
+
+
+def _unwrapped(objective: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """What partial() was put around, and the keyword arguments that it adds."""
+    settings: dict[str, Any] = {}
+    while isinstance(objective, partial):
+        settings = {**objective.keywords, **settings}
+        objective = objective.func
+    return objective, settings
+
+
+def _check_reduction(loss: Callable[..., Any], settings: Mapping[str, Any]) -> None:
+    reduction = settings.get("reduction", getattr(loss, "reduction", "mean"))
+    if settings.get("size_average") is False:
+        reduction = "sum"
+    if reduction not in _MEANS:
+        name = type(loss).__name__ if isinstance(loss, nn.Module) else getattr(loss, "__name__", "the loss")
+        raise UsageError(
+            f'{name}(reduction="{reduction}"): a step weights the mean losses of its micro-batches by their '
+            "samples",
+            remedy='use reduction="mean", or a function (model, batch) -> loss that returns a mean',
+        )
+
+
+def _check_learns_nothing(loss: nn.Module) -> None:
+    learned = [name for name, parameter in loss.named_parameters() if parameter.requires_grad]
+    if learned:
+        raise UsageError(
+            f"{', '.join(learned[:5])}{' ...' if len(learned) > 5 else ''} of the loss "
+            f"{type(loss).__name__} would never be trained: only the model's parameters are",
+            remedy="make them part of the model and use a function (model, batch) -> loss, or freeze them "
+            "with requires_grad_(False)",
+        )
+
+
+def _same(kept: Tensor, now: Tensor | None) -> bool:
+    if now is None or kept.shape != now.shape or kept.dtype != now.dtype:
+        return False
+    return torch.equal(
+        kept.nan_to_num() if kept.is_floating_point() else kept,
+        now.nan_to_num() if now.is_floating_point() else now,
+    )
+
+
+def check_metrics(metrics: Mapping[str, Any]) -> None:
+    """Metrics are single numbers; anything else is refused by name."""
+    for name, value in metrics.items():
+        if isinstance(value, float | int) or (
+            isinstance(value, Tensor | np.generic | np.ndarray)
+            and value.shape in ((), (1,))
+            and value.dtype != object
+        ):
+            continue
+        if isinstance(value, Tensor | np.ndarray):
+            what = f"has shape {tuple(value.shape)}"
+        else:
+            what = f"is a {type(value).__name__}"
+        raise UsageError(
+            f"the metric {name!r} {what}",
+            remedy="return one number for each metric, the mean over the batch's samples",
+        )
 
 
 def split_pair(batch: Any) -> tuple[Any, Any]:

@@ -1,7 +1,8 @@
 """The user's optimizers: built over the model's parameters, their state by parameter name.
 
 State is kept by name and not by number, so that a checkpoint means the same whatever the order in which
-parameters were handed over. Must not know when a step is taken.
+parameters were handed over. What kinds of values can be kept is optimizer_values.py's. Must not know when a
+step is taken.
 """
 
 from __future__ import annotations
@@ -9,14 +10,25 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, final
 
-import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer
 
 from paceline.core.errors import UsageError
+from paceline.train.optimizer_values import (
+    OWN,
+    from_plain,
+    load_attributes,
+    on_device,
+    own_attributes,
+    setting_from_plain,
+    setting_to_plain,
+    tensors_in,
+    to_plain,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +56,11 @@ def build(given: OptimizerFactory | Optimizer | Sequence[Optimizer], module: nn.
         )
     made: Any = given
     if not isinstance(given, Optimizer | Sequence):
+        if not callable(given):
+            raise UsageError(
+                f"the optimizer is a {type(given).__name__}",
+                remedy="pass a function of the parameters, such as lambda p: torch.optim.AdamW(p, 1e-3)",
+            )
         made = given(Parameters(named))
     optimizers = [made] if isinstance(made, Optimizer) else list(made)
     for optimizer in optimizers:
@@ -101,13 +118,35 @@ def _names_in_order(optimizer: Optimizer, module: nn.Module) -> list[str]:
 def tensors_of(optimizers: Sequence[Optimizer], module: nn.Module) -> dict[str, Tensor]:
     """Every tensor of the optimizers' state, as "optimizer/<number>/<parameter>/<key>"; not copied."""
     found: dict[str, Tensor] = {}
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
     for number, optimizer in enumerate(optimizers):
-        for parameter, state in optimizer.state.items():
+        for name, state in _state_by_name(optimizer, module).items():
             for key, value in state.items():
-                if isinstance(value, Tensor):
-                    found[f"optimizer/{number}/{names[id(parameter)]}/{key}"] = value
+                for path, tensor in tensors_in(value, key):
+                    found[f"optimizer/{number}/{name}/{path}"] = tensor
     return found
+
+
+def _state_by_name(optimizer: Optimizer, module: nn.Module) -> dict[str, dict[str, Any]]:
+    """All that the optimizer remembers: by parameter, and what it keeps as attributes of its own."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    found: dict[str, dict[str, Any]] = {}
+    for parameter, state in optimizer.state.items():
+        name = names.get(id(parameter))
+        if name is None or not isinstance(state, Mapping):
+            key = (
+                f"a tensor of shape {tuple(parameter.shape)}"
+                if isinstance(parameter, Tensor)
+                else repr(parameter)
+            )
+            raise UsageError(
+                f"{type(optimizer).__name__} keeps state under {key}, which is no parameter of the model: a "
+                "checkpoint could not hold it",
+                remedy="let the optimizer keep it in the state of a parameter or as an attribute of its own, "
+                "or turn checkpoints off: CheckpointConfig(enabled=False)",
+            )
+        found[name] = dict(state)
+    own = own_attributes(optimizer)
+    return {**found, OWN: own} if own else found
 
 
 def plain_state_of(optimizers: Sequence[Optimizer], module: nn.Module) -> list[dict[str, Any]]:
@@ -117,37 +156,35 @@ def plain_state_of(optimizers: Sequence[Optimizer], module: nn.Module) -> list[d
         {
             "type": type(optimizer).__name__,
             "groups": [
-                {key: _plain(value) for key, value in group.items() if key != "params"}
-                | {"params": [names[id(parameter)] for parameter in group["params"]]}
-                for group in optimizer.param_groups
+                {
+                    key: setting_to_plain(value, f"{type(optimizer).__name__}, {key} of group {number}")
+                    for key, value in group.items()
+                    if key != "params"
+                }
+                | {"params": [_name_of(parameter, names, optimizer) for parameter in group["params"]]}
+                for number, group in enumerate(optimizer.param_groups)
             ],
             "state": {
-                names[id(parameter)]: {
-                    key: _plain(value) for key, value in state.items() if not isinstance(value, Tensor)
+                name: {
+                    key: to_plain(value, key, f"{type(optimizer).__name__}, {key} of {name}")
+                    for key, value in state.items()
                 }
-                for parameter, state in optimizer.state.items()
+                for name, state in _state_by_name(optimizer, module).items()
             },
         }
         for optimizer in optimizers
     ]
 
 
-def _plain(value: Any) -> Any:
-    """Tuples and tensors of a setting (betas, a learning rate tensor) as JSON has them."""
-    if isinstance(value, Tensor):
-        return {"tensor": value.tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
-    if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
-    return value
-
-
-def _unplain(value: Any, like: Any) -> Any:
-    if isinstance(value, dict) and "tensor" in value:
-        made = torch.tensor(value["tensor"], dtype=getattr(torch, value["dtype"]))
-        return made.to(like.device) if isinstance(like, Tensor) else made
-    if isinstance(value, list) and isinstance(like, tuple):
-        return tuple(value)
-    return value
+def _name_of(parameter: Tensor, names: Mapping[int, str], optimizer: Optimizer) -> str:
+    name = names.get(id(parameter))
+    if name is None:
+        raise UsageError(
+            f"{type(optimizer).__name__} was given a parameter of shape {tuple(parameter.shape)} during the "
+            "run that is not one of the model's",
+            remedy="give all parameters and groups to the optimizer before the run",
+        )
+    return name
 
 
 def load(
@@ -166,21 +203,32 @@ def load(
     for number, (optimizer, saved) in enumerate(zip(optimizers, plain, strict=True)):
         names = _names_in_order(optimizer, module)
         _check_groups(optimizer, module, saved)
-        by_name = {name: dict(entries) for name, entries in saved["state"].items()}
         prefix = f"optimizer/{number}/"
-        for full_name, tensor in tensors.items():
-            if full_name.startswith(prefix):
-                name, _, key = full_name.removeprefix(prefix).rpartition("/")
-                by_name.setdefault(name, {})[key] = tensor
+        by_name = {
+            name: {
+                key: from_plain(value, partial(_tensor_at, tensors, prefix + name))
+                for key, value in entries.items()
+            }
+            for name, entries in saved["state"].items()
+        }
+        load_attributes(optimizer, by_name.pop(OWN, {}))
         state = {index: by_name[name] for index, name in enumerate(names) if by_name.get(name)}
         groups = []
         current = optimizer.state_dict()["param_groups"]
         for group, old in zip(current, saved["groups"], strict=True):
             _say_changed(saved["type"], group, old)
-            settings = {key: _unplain(value, group.get(key)) for key, value in old.items() if key != "params"}
+            settings = {
+                key: setting_from_plain(value, group.get(key))
+                for key, value in old.items()
+                if key != "params"
+            }
             groups.append({**group, **settings})
         optimizer.load_state_dict({"state": state, "param_groups": groups})
         _put_back_bits(optimizer, state)
+
+
+def _tensor_at(tensors: Mapping[str, Tensor], prefix: str, path: str) -> Tensor:
+    return tensors[f"{prefix}/{path}"]
 
 
 def _check_groups(optimizer: Optimizer, module: nn.Module, saved: Mapping[str, Any]) -> None:
@@ -203,9 +251,9 @@ def _check_groups(optimizer: Optimizer, module: nn.Module, saved: Mapping[str, A
 def _say_changed(kind: str, group: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     """The settings of the run count; whoever changed them meanwhile is told that nothing comes of it."""
     changed = [
-        f"{'lr' if key == 'initial_lr' else key}={saved[key]} (here {_plain(group[key])})"
+        f"{'lr' if key == 'initial_lr' else key}={saved[key]} (here {setting_to_plain(group[key], key)})"
         for key in saved
-        if key in group and key not in ("params", "lr") and _plain(group[key]) != saved[key]
+        if key in group and key not in ("params", "lr") and setting_to_plain(group[key], key) != saved[key]
     ]
     if changed:
         _log.warning("the run goes on with the settings of %s that it has had: %s", kind, ", ".join(changed))
@@ -216,6 +264,9 @@ def _put_back_bits(optimizer: Optimizer, state: Mapping[int, Mapping[str, Any]])
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, entries in state.items():
         kept = optimizer.state[parameters[index]]
+        device = parameters[index].device
         for key, value in entries.items():
-            if isinstance(value, Tensor) and kept[key].dtype != value.dtype:
+            if not isinstance(value, Tensor):
+                kept[key] = on_device(value, device)
+            elif kept[key].dtype != value.dtype:
                 kept[key] = value.to(kept[key].device, copy=True)

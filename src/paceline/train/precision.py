@@ -26,11 +26,6 @@ _LARGEST = torch.finfo(torch.float32).max
 _SMALLEST = 2.0**-40
 
 
-def compute_dtype(precision: str) -> torch.dtype:
-    """The type that matrix products run in."""
-    return _DTYPES.get(precision, torch.float32)
-
-
 def autocast(precision: str, device: torch.device | str) -> AbstractContextManager[object]:
     """What the forward pass and the loss run under; weights, gradients and optimizer stay in float32.
 

@@ -13,6 +13,7 @@ workers start, nor where a loss comes from.
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from paceline.comm.context import DistributedContext
@@ -91,6 +93,14 @@ class Parts:
     draws_after_exchange: bool = True  # modifiers, or optimizers that may use randomness
 
 
+def _digest(state: Any) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(state, sort_keys=True, default=repr).encode())
+
+
+def _different(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
+    return sorted(name.partition(":")[2] for name in {**one, **other} if one.get(name) != other.get(name))
+
+
 @final
 class Run:
     """One rank's share of a run; every rank walks through the same steps."""
@@ -100,6 +110,8 @@ class Run:
         self.position = position or Position()
         self.ended: str | None = None  # why, before the end of what was asked for
         self.stopped_on_request = False
+        self._left = False  # by a loop of the user's, which may come back
+        self._first = True
         self.evaluated_step: int | None = None
         self._prepared = False
         self._pending = 0  # samples of a micro-batch that was handed out and has not come back
@@ -126,13 +138,16 @@ class Run:
         """Every micro-batch of this rank, to the end of the run; after each one `backward` is due."""
         parts = self._parts
         parts.recorder.start_clock()
+        parts.update.watch()
         try:
             yield from self._steps()
         except GeneratorExit:
             # The loop was left within a step, which then never happened.
+            self._left = self.ended is None
             self.ended = self.ended or "the loop was left"
             parts.transaction.abandon()
             raise
+        self._compare_modifiers()
 
     def _steps(self) -> Iterator[Micro]:
         parts = self._parts
@@ -147,6 +162,7 @@ class Run:
             slices = slices_of_step(position.offset, self._planned, self.batch, transaction.shards)
             self._counts = [part.count for part in slices]
             transaction.open(position.epoch, position.step, self._counts, scaler.scale if scaler else 1.0)
+            modifiers = self._modifiers() if self._first else {}
             for shard in transaction.block:
                 transaction.start_shard(shard)
                 for batch in feed.batches(shard):
@@ -164,6 +180,9 @@ class Run:
                             remedy="call run.backward(loss) exactly once for every micro-batch",
                         )
                 transaction.finish_shard(shard)
+            if self._first:
+                self._first = False
+                self._check_batch_changers(modifiers)
             self._commit()
 
     def backward(self, loss: Tensor, metrics: Mapping[str, Any] | None = None) -> None:
@@ -178,8 +197,9 @@ class Run:
 
     @property
     def over(self) -> str | None:
-        """Why a run that goes on from here would end at once; not because it was asked to stop."""
-        return None if self.stopped_on_request else self.ended
+        """Why a run that goes on from here would end at once; not because it was asked to stop, nor because
+        somebody left the loop."""
+        return None if self.stopped_on_request or self._left else self.ended
 
     def evaluate(self, *, extra: bool = False) -> dict[str, float]:
         """Evaluates now, on every rank. An extra one, where the run ends between two of its evaluations,
@@ -212,6 +232,7 @@ class Run:
         if parts.saver is None or parts.contents is None or parts.saver.saved_step == self.position.step:
             return
         parts.recorder.flush()
+        self._compare_modifiers()
         parts.saver.begin(self.position, parts.contents(self), self._metrics())
 
     # inside
@@ -306,11 +327,43 @@ class Run:
         parts.recorder.start_clock()
 
     def _metrics(self) -> dict[str, float]:
-        """What a version is judged by: the newest evaluation, else the loss of the last step."""
+        """What a version is judged by: what these very weights were evaluated to, else the last step's loss,
+        under a name of its own: it is that of a few samples, before the step."""
         recorder = self._parts.recorder
-        if recorder.evaluations:
+        if recorder.evaluations and recorder.evaluations[-1].step == self.position.step:
             return dict(recorder.evaluations[-1].metrics)
-        return {"loss": recorder.steps[-1].loss} if recorder.steps else {}
+        return {"train_loss": recorder.steps[-1].loss} if recorder.steps else {}
+
+    def _modifiers(self) -> dict[str, str]:
+        """The modifiers' states, each as a short digest."""
+        states = self._parts.callbacks.state_dict() if self._parts.callbacks.modifiers else {}
+        return {name: _digest(state) for name, state in states.items()}
+
+    def _check_batch_changers(self, before: Mapping[str, str]) -> None:
+        changed = _different(before, self._modifiers())
+        if changed:
+            raise UsageError(
+                f"the state of the modifier {', '.join(changed)} changed in change_batch: that is called for "
+                "the micro-batches of one worker, so the state would depend on how many workers there are",
+                remedy="change state in change_gradients or stop, which are called once a step on every "
+                "worker; randomness needs no state, it is seeded for every shard",
+            )
+
+    def _compare_modifiers(self) -> None:
+        """Where all ranks meet anyway: modifiers that did not do the same on each are found out."""
+        context = self._parts.context
+        if context.world_size == 1:
+            return
+        told = context.all_gather(self._modifiers())
+        for rank, theirs in enumerate(told):
+            odd = _different(told[0], theirs)
+            if odd:
+                raise UsageError(
+                    f"the modifier {', '.join(odd)} has another state on rank {rank} than on rank 0 after "
+                    f"step {self.position.step}",
+                    remedy="a modifier must do the same on every rank: use nothing that depends on the rank, "
+                    "on time or on this rank's samples",
+                )
 
     def _say_unused(self, unused: tuple[str, ...]) -> None:
         if unused and self._parts.context.is_master:

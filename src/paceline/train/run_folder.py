@@ -5,6 +5,7 @@
         journal.jsonl   events, one per line
         checkpoints/    unless checkpoint.url points elsewhere
         logs/           the workers' output
+        lock            held by the run while it goes on; see run_lock.py
 
 Folders are made with one atomic mkdir, so that runs started in the same second get `+2`, `+3`, ... and never
 share one. A folder that holds a run is never overwritten. Must not know what is in the files.
@@ -15,11 +16,11 @@ from __future__ import annotations
 import os
 import re
 import time
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
-from paceline.core import config as core_config
 from paceline.core.clock import Clock, WallClock
 from paceline.core.errors import ConfigError, PlatformError, UsageError
 from paceline.train.config import TrainConfig, to_toml
@@ -50,6 +51,15 @@ class RunFolder:
     @property
     def logs(self) -> Path:
         return self.path / "logs"
+
+    @property
+    def lock_file(self) -> Path:
+        return self.path / "lock"
+
+    @property
+    def stop_file(self) -> Path:
+        """Where a launcher that was signalled tells its workers to stop."""
+        return self.path / "stop"
 
     def checkpoint_url(self, config: TrainConfig) -> str:
         """Where the run's checkpoints are: `checkpoint.url`, else its own folder."""
@@ -98,22 +108,41 @@ class RunFolder:
 
         With resume="auto" and nothing to resume a new run begins; a version or a tag needs a run.
         """
-        if config.resume is None:
-            return RunFolder.create(config, root=root, clock=clock)
-        if config.run_dir is not None:
-            folder = RunFolder(Path(config.run_dir).absolute())
-            found = folder if folder.config_file.is_file() else None
-        else:
-            found = find_latest(config.name, root=root)
+        found = RunFolder.to_resume(config, root=root)
         if found is not None:
             return RunFolder.open(found.path)
-        if config.resume == "auto":
+        if config.resume is None or config.resume == "auto":
             return RunFolder.create(config, root=root, clock=clock)
         place = config.run_dir or f"{root}/*-{config.name}"
         raise ConfigError(
             f"resume={config.resume!r}, and there is no run at {place}",
             remedy='give the run\'s folder as run_dir, or use resume="auto" to start where there is none',
         )
+
+    @staticmethod
+    def to_resume(config: TrainConfig, *, root: str | os.PathLike[str] = RUNS) -> RunFolder | None:
+        """The folder of the run that `config` goes on with, where it does and there is one; makes nothing."""
+        if config.resume is None:
+            return None
+        if config.run_dir is None:
+            return find_latest(config.name, root=root)
+        folder = RunFolder(Path(config.run_dir).absolute())
+        return folder if folder.config_file.is_file() else None
+
+    def recorded(self) -> dict[str, Any]:
+        """The settings of the first start as plain data; a damaged file is named."""
+        try:
+            return tomllib.loads(self.config_file.read_text(encoding="utf-8"))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"{self.config_file} is damaged: {error}",
+                remedy="put it back from a copy (every checkpoint's state has it as `config`: "
+                "paceline checkpoint show), or set shards and threads and delete the file's broken lines",
+            ) from error
+        except OSError as error:
+            raise PlatformError(
+                f"{self.config_file} cannot be read: {error.strerror}", remedy="check its permissions"
+            ) from error
 
     def save_config(self, config: TrainConfig) -> None:
         """Write config.toml in one piece."""
@@ -123,10 +152,6 @@ class RunFolder:
             part.replace(self.config_file)
         except OSError as error:
             raise _cannot(self.config_file, error) from error
-
-    def load_config(self) -> TrainConfig:
-        """The settings as they were saved; a schedule that was a function is refused."""
-        return core_config.load(TrainConfig, self.config_file)
 
 
 def find_latest(name: str, *, root: str | os.PathLike[str] = RUNS) -> RunFolder | None:

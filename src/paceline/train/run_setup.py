@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
 
 from paceline.core.errors import UnavailableError, UsageError
@@ -75,7 +76,20 @@ def build_model(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Mod
         raise UsageError(
             f"the model function returned a {type(made).__name__}", remedy="return a torch.nn.Module"
         )
+    check_initialised(made)
     return made
+
+
+def check_initialised(module: nn.Module) -> None:
+    """Lazy modules that do not know their sizes yet are refused: optimizers and gradients need them."""
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    lazy = [name for name, tensor in tensors if is_lazy(tensor)]
+    if lazy:
+        raise UsageError(
+            f"{', '.join(lazy[:5])}{' ...' if len(lazy) > 5 else ''} of the model {type(module).__name__} "
+            "have no size yet",
+            remedy="run one batch through the model before, or use modules that are built with their sizes",
+        )
 
 
 @contextmanager

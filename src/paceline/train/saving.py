@@ -25,7 +25,7 @@ from paceline.checkpoint.store import CheckpointStore
 from paceline.checkpoint.writer import BackgroundWriter, Finished
 from paceline.comm.context import DistributedContext
 from paceline.core import events
-from paceline.core.errors import PacelineError
+from paceline.core.errors import CommTimeoutError, ConfigError, PacelineError
 from paceline.data.plan import Position
 from paceline.train.callbacks import SavedCheckpoint
 from paceline.train.config import CheckpointConfig
@@ -33,6 +33,10 @@ from paceline.train.config import CheckpointConfig
 _log = logging.getLogger(__name__)
 
 Tell = Callable[[events.Event], None]
+
+TRAIN_LOSS = "train_loss"  # the only metric of a version that was not evaluated
+# Where the settings do not say how long ranks wait for each other.
+_PATIENCE_SECONDS = 1800.0
 
 
 @dataclass(frozen=True)
@@ -56,11 +60,16 @@ class Saver:
         *,
         parent: int | None,
         step: int,
+        run: str,
+        patience: float | None,
         tell: Tell,
         on_saved: Callable[[SavedCheckpoint], None],
     ) -> None:
         self._config = config
         self._context = context
+        self._run = run  # the mark of the run in its versions
+        self._patience = patience or _PATIENCE_SECONDS
+        self._gave_up = False
         self._writer = BackgroundWriter(store, context.rank, context.world_size)
         self.newest = parent  # the version that a run goes on from, and its step
         self.newest_step = step
@@ -73,7 +82,7 @@ class Saver:
         self._begun = 0.0
         self._stall = 0.0
         self.saved_step = -1 if parent is None else step
-        self.last_error: str | None = None
+        self._failure: tuple[int, str] | None = None  # of the last save: its step, and why; on the first rank
         self._retention = Retention(
             keep_last=config.keep_last,
             keep_best=config.keep_best,
@@ -112,6 +121,7 @@ class Saver:
     def begin(self, position: Position, contents: Contents, metrics: dict[str, float]) -> None:
         """Starts a version of the state as it is now; waits for the one before, if it is not complete."""
         started = time.perf_counter()
+        self._check_metric(metrics)
         self.finish()
         reserved: list[Any] = [None, ""]
         if self._context.is_master:
@@ -128,6 +138,7 @@ class Saver:
             workers=self._context.world_size,
             parent=self.newest,
             metrics=metrics,
+            run=self._run,
         )
         state = contents.state if self._context.is_master else None
         try:
@@ -165,7 +176,7 @@ class Saver:
         """Waits until nothing is under way on any rank."""
         if self._version is not None:
             if self._mine is None:
-                self._mine = self._writer.wait()
+                self._mine = self._waited()
             # Every rank comes here at the same step, so this is the last of them to have written.
             told = self._context.all_gather(list(self.wrote))
             self.settle(sum(done for done, _ in told), sum(bad for _, bad in told))
@@ -175,19 +186,48 @@ class Saver:
         """The next save is wanted even if this step has one: the epoch has turned since."""
         self.saved_step = -1
 
+    def unsaved(self, step: int) -> str | None:
+        """Why the state after `step` is in no version although it was to be saved; on the first rank."""
+        if self._failure is None or self._failure[0] != step or self._has(step):
+            return None
+        return self._failure[1]
+
     def close(self) -> None:
-        self._writer.close()
+        """Waits for what is under way, unless that was waited for in vain already."""
+        self._writer.close(0.0 if self._gave_up else self._patience)
+
+    def _has(self, step: int) -> bool:
+        return self.newest is not None and self.newest_step == step
+
+    def _check_metric(self, metrics: Mapping[str, float]) -> None:
+        """A metric that no evaluation gives would let the best versions be deleted, without a word."""
+        config = self._config
+        if not config.keep_best or not metrics or set(metrics) == {TRAIN_LOSS} or config.metric in metrics:
+            return
+        raise ConfigError(
+            f"checkpoint.metric={config.metric!r} is to choose the best versions to keep, and evaluations "
+            f"give {', '.join(sorted(metrics))}",
+            remedy="set checkpoint.metric to one of them, or keep_best=0",
+            key="checkpoint.metric",
+        )
+
+    def _waited(self) -> Finished | None:
+        try:
+            return self._writer.wait(self._patience)
+        except CommTimeoutError:
+            self._gave_up = True
+            raise
 
     def _reserve(self) -> list[Any]:
         try:
-            return [self._writer.store.next_version(), ""]
+            return [self._writer.store.next_version(self._run), ""]
         except Exception as error:  # training goes on without this version
             return [None, f"{type(error).__name__}: {error}"]
 
     def _poll_commit(self, *, wait: bool = False) -> None:
         if not self._context.is_master or self._version is not None:
             return
-        done = self._writer.wait() if wait else self._writer.poll()
+        done = self._waited() if wait else self._writer.poll()
         if done is None or self._committing is None:
             return
         (version, begun, stall), self._committing = self._committing, None
@@ -220,7 +260,7 @@ class Saver:
         )
 
     def _failed(self, version: int, step: int, reason: str) -> None:
-        self.last_error = reason
+        self._failure = (step, reason)
         if not self._context.is_master:
             return
         _log.error(

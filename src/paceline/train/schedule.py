@@ -1,11 +1,11 @@
 """The learning rate as a pure function of the step and the global batch, and how many steps a run has.
 
-    learning rate = the optimizer's own  x  warmup(step)  x  shape(step)  x  rule(batch / global_batch)
+    learning rate = the optimizer's own  x  warmup(step)  x  shape(step)  x  rule(batch / first batch)
 
 Steps count from 0 here. Warmup is (step + 1) / warmup_steps until it reaches 1. A shape that needs an end
 goes down over the steps after warmup, p = (step - warmup_steps) / (total_steps - warmup_steps): linear is
 1 - p, cosine is (1 + cos(pi p)) / 2, so that the last step still learns something. The rule compensates a
-global batch that differs from the configured one, which only happens under a dynamic batch.
+dynamic batch that has grown: the optimizer's learning rate is meant for the batch that it starts with.
 
 Must not know optimizers: it returns a factor.
 """
@@ -61,7 +61,7 @@ class Schedule:
         self._warmup = config.warmup_steps
         self._total = total_steps
         self._rule = config.lr_rule
-        self._batch = config.global_batch
+        self._batch = config.first_batch
 
     def factor(self, step: int, global_batch: int | None = None) -> float:
         """The factor of the learning rate in step `step`, counted from 0, of `global_batch` samples."""

@@ -31,6 +31,11 @@ class StopRequest:
         self.reason: str | None = None
         self._file = file
 
+    @property
+    def from_launcher(self) -> bool:
+        """Whether the process that started this one listens for signals too, and looks after the run."""
+        return self._file is not None
+
     def ask(self, reason: str) -> None:
         self.reason = self.reason or reason
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from paceline.train.compressed_summation import CompressedSummation
 from paceline.train.config import GradientCompression, TrainConfig
 from paceline.train.gradients import Layout, expose
 from paceline.train.module_buffers import ModuleBuffers
+from paceline.train.objective import check_metrics
 from paceline.train.sparse_gradients import SparseGradients, sparse_parameters
 from paceline.train.summation import CanonicalSummation, PlainSummation, Summation
 from paceline.train.update import total_norm
@@ -74,7 +75,10 @@ class StepTransaction:
         self._device = device
         self.shards = (config.shards or config.workers) if config.mode == "exact" else context.world_size
         self.block = deal(self.shards, context.world_size)[context.rank]
-        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        named = dict(module.named_parameters())
+        self._all_names, self._all_parameters = list(named), list(named.values())
+        self._learning = [p.requires_grad for p in self._all_parameters]
+        trained = {name: p for name, p in named.items() if p.requires_grad}
         sparse = sparse_parameters(module)
         self._dense = {name: p for name, p in trained.items() if name not in sparse}
         self._names, self._parameters = list(self._dense), list(self._dense.values())
@@ -104,6 +108,8 @@ class StepTransaction:
 
     def open(self, epoch: int, step: int, counts: Sequence[int], scale: float = 1.0) -> None:
         """Begins a step whose shards have so many samples; `scale` is what fp16 multiplies the loss by."""
+        if [p.requires_grad for p in self._all_parameters] != self._learning:
+            self._refuse_freezing()
         planned = sum(counts)
         self._epoch, self._step, self._planned, self._scale = epoch, step, planned, scale
         self._applied = 0
@@ -128,17 +134,21 @@ class StepTransaction:
 
     def backward(self, loss: Tensor, count: int, metrics: Mapping[str, Any] | None = None) -> None:
         """Adds one micro-batch of `count` samples to the current shard; `loss` is their mean."""
+        if not isinstance(loss, Tensor) or not loss.requires_grad or loss.numel() != 1:
+            _refuse_loss(loss)
         weight = count / self._planned
         factor = weight * self._scale
         (loss if factor == 1.0 else loss * factor).backward()  # type: ignore[no-untyped-call]
         self._shard_applied += count
         with torch.no_grad():
-            weighted = loss.detach().float()
+            weighted = loss.detach().reshape(()).float()
             if weight != 1.0:
                 weighted = weighted * weight
             self._loss = weighted if self._loss is None else self._loss + weighted
             if metrics or self._metric_names:
                 self._add_metrics(metrics or {}, weight)
+            elif self._metric_names is None:
+                self._metric_names = []
 
     def finish_shard(self, shard: int) -> None:
         """Deposits the shard's gradients. A shard without samples counts as zeros."""
@@ -213,9 +223,20 @@ class StepTransaction:
         if isinstance(self._summation, CompressedSummation):
             self._summation.load_residuals(residuals, self.block)
 
+    def _refuse_freezing(self) -> None:
+        learns = zip(self._all_names, self._all_parameters, self._learning, strict=True)
+        changed = [name for name, parameter, before in learns if parameter.requires_grad != before]
+        raise UsageError(
+            f"requires_grad of {', '.join(changed[:5])}{' ...' if len(changed) > 5 else ''} changed during "
+            f"the run, before step {self._step + 1}: which parameters are trained is fixed when it starts",
+            remedy="end the run, change it, and begin another run with these weights; or train them from "
+            "the start, with a learning rate of their own",
+        )
+
     # the shard's numbers
 
     def _add_metrics(self, metrics: Mapping[str, Any], weight: float) -> None:
+        check_metrics(metrics)
         names = sorted(metrics)
         if self._metric_names is None:
             if len(names) > MOST_METRICS:
@@ -226,26 +247,30 @@ class StepTransaction:
             self._metric_names = names
         if names != self._metric_names:
             raise UsageError(
-                f"the objective returned metrics {names}, and earlier {self._metric_names}",
-                remedy="return the same metrics for every batch",
+                f"the objective returned metrics {names}, and earlier {self._metric_names or 'none'}",
+                remedy="return the same metrics for every batch, from the first on",
             )
         values = [
-            torch.as_tensor(metrics[name], device=self._device).detach().float() * weight for name in names
+            torch.as_tensor(metrics[name], device=self._device).detach().reshape(()).float() * weight
+            for name in names
         ]
         self._metrics = (
             [a + b for a, b in zip(self._metrics, values, strict=True)] if self._metrics else values
         )
 
     def _agree_on_metrics(self) -> None:
-        """Once: ranks whose first shards were empty learn the names, and different names are found out."""
-        told = self._context.all_gather(self._metric_names or [])
-        named = {tuple(names) for names in told if names}
+        """Once, after the first samples: ranks whose first shards were empty learn the names, and different
+        names are found out."""
+        told = self._context.all_gather([self._metric_names or [], self._applied])
+        if not any(applied for _, applied in told):
+            return
+        named = {tuple(names) for names, applied in told if applied}
         if len(named) > 1:
             raise UsageError(
                 f"the objective returned different metrics on different workers: {sorted(named)}",
                 remedy="return the same metrics for every batch",
             )
-        self._metric_names = list(next(iter(named), ())) or None
+        self._metric_names = list(named.pop())
         self._agreed = True
 
     def _shard_tail(self, shard: int) -> Tensor:
@@ -270,6 +295,20 @@ class StepTransaction:
     def _square_norm(self, shard: int) -> Tensor:
         grads = [p.grad for p in self._parameters if p.grad is not None] + self._sparse.values(shard)
         return total_norm(grads).square().to(self._device) / self._scale**2
+
+
+def _refuse_loss(loss: Any) -> NoReturn:
+    if not isinstance(loss, Tensor):
+        what = f"the loss is a {type(loss).__name__}"
+    elif loss.numel() != 1:
+        what = f"the loss is a tensor of shape {tuple(loss.shape)}"
+    else:
+        what = "the loss does not depend on any parameter that is trained"
+    raise UsageError(
+        what,
+        remedy="give the mean loss of the micro-batch's samples as one number that the model computed, "
+        "not detached, not under torch.no_grad()",
+    )
 
 
 def _summation(

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from paceline.core.errors import UsageError
 from paceline.train.precision import LossScaler
 
 _NARROW = (torch.float16, torch.bfloat16)
@@ -49,6 +50,7 @@ class Update:
         self._clip_norm = clip_norm
         self.scaler = scaler
         self._change = change_gradients
+        self._watched: list[tuple[int, Any]] | None = None
         # The learning rates that the schedule multiplies; a resumed run finds them in the groups.
         for group in self._groups():
             group.setdefault("initial_lr", float(group["lr"]))
@@ -71,21 +73,55 @@ class Update:
         if self._clip_norm is not None and norm is not None:
             # As torch's clip_grad_norm_: a product instead of a branch, so that a GPU is not waited for.
             _scale(gradients, torch.clamp(self._clip_norm / (norm + 1e-6), max=1.0))
-        for group in self._groups():
+        groups = self._groups()
+        self._check_untouched(groups)
+        for group in groups:
             wanted = group["initial_lr"] * factor
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(wanted)
             else:
                 group["lr"] = wanted
+        self.watch()
         for optimizer in self._optimizers:
             optimizer.step()
         return Applied(norm, False, self._learning_rate(), measured)
+
+    def watch(self) -> None:
+        """From now on groups and learning rates that somebody else changes are noticed."""
+        self._watched = [_marks(group) for group in self._groups()]
+
+    def _check_untouched(self, groups: Sequence[dict[str, Any]]) -> None:
+        now = [_marks(group) for group in groups]
+        if self._watched is None or now == self._watched:
+            return
+        kinds = ", ".join(type(optimizer).__name__ for optimizer in self._optimizers)
+        if [size for size, _ in now] != [size for size, _ in self._watched]:
+            raise UsageError(
+                f"the parameter groups of {kinds} changed during the run",
+                remedy="give all groups to the optimizer before; what is to be trained later can have a "
+                "learning rate of zero until then, or be a run of its own",
+            )
+        odd = next(
+            i for i, (mine, theirs) in enumerate(zip(now, self._watched, strict=True)) if mine != theirs
+        )
+        raise UsageError(
+            f"the learning rate of group {odd} of {kinds} is {float(groups[odd]['lr']):.6g}, and that is not "
+            "what the run's schedule wrote: something else changes it, and it would be written over",
+            remedy="give a function of the step as TrainConfig(schedule=...), and leave torch's "
+            "lr_scheduler and assignments to param_groups out",
+        )
 
     def _groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
     def _learning_rate(self) -> float:
         return float(self._groups()[0]["lr"])
+
+
+def _marks(group: Mapping[str, Any]) -> tuple[int, Any]:
+    """Shows whether a group was changed; a tensor's version does so without waiting for its device."""
+    rate = group["lr"]
+    return len(group["params"]), (id(rate), rate._version) if isinstance(rate, Tensor) else rate
 
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:

@@ -29,7 +29,6 @@ from paceline.train.history import History
 from paceline.train.objective import Objective
 from paceline.train.own_process import OwnProcess
 from paceline.train.precision import autocast
-from paceline.train.progress import Progress
 from paceline.train.run import Micro
 from paceline.train.signals import StopRequest, listening
 from paceline.train.state import model_tensors
@@ -76,9 +75,7 @@ def train(context: DistributedContext, job: TrainJob) -> Trained:
         objective.to(device)
         stack.enter_context(run_setup.recomputing(module, config.activation_checkpointing))
         call = stack.enter_context(compiled(module, config))
-        observers = [Progress()] if config.progress and context.is_master else []
-        for progress in observers:
-            stack.callback(progress.close)
+        observers = _observers(config, context, stack)
         given = Given(
             module, job.optimizer, config, as_source(job.train), job.callbacks, job.folder, observers
         )
@@ -91,15 +88,20 @@ def train(context: DistributedContext, job: TrainJob) -> Trained:
         if context.is_master:
             assembled.callbacks.start(assembled.info(run))
 
+        checked = False
         for micro in run.microbatches():
             try:
                 with autocast(config.precision, device):
                     scored = objective.score(call, assembled.callbacks.change_batch(micro.data))
                 run.backward(scored.loss, scored.metrics)
+                if not checked:
+                    objective.check_unchanged()
+                    checked = True
             except Exception as error:
                 error.add_note(_where(micro, given))
                 raise
 
+        objective.check_unchanged()
         history = conclude(run, assembled, started)
         stopped = run.ended if run.stopped_on_request else None
         if history is None:
@@ -114,16 +116,20 @@ def evaluate(context: DistributedContext, job: TrainJob) -> dict[str, float]:
         device, module = _placed(context, job)
         objective = Objective(job.objective)
         objective.to(device)
-        forward = _forward(context, module, module, device, job.config)
-        return evaluation.evaluate(forward, objective, as_source(job.train))[0]
+        with compiled(module, job.config) as call:
+            forward = _forward(context, module, call, device, job.config)
+            found = evaluation.evaluate(forward, objective, as_source(job.train))[0]
+        objective.check_unchanged()
+        return found
 
 
 def predict(context: DistributedContext, job: TrainJob) -> Any:
     """The model's outputs for `job.train`, on the main rank."""
     with run_setup.prepared(job.config):
         device, module = _placed(context, job)
-        forward = _forward(context, module, module, device, job.config)
-        return evaluation.predict(forward, as_source(job.train))
+        with compiled(module, job.config) as call:
+            forward = _forward(context, module, call, device, job.config)
+            return evaluation.predict(forward, as_source(job.train))
 
 
 def _placed(context: DistributedContext, job: TrainJob) -> tuple[torch.device, nn.Module]:
@@ -138,14 +144,31 @@ def _forward(
     device: torch.device,
     config: TrainConfig,
 ) -> Forward:
-    batch = config.micro_batch or -(-config.global_batch // (config.shards or config.workers))
+    batch = config.micro_batch or -(-config.first_batch // (config.shards or config.workers))
     return Forward(context, module, call, device, config.precision, config.seed, batch)
+
+
+def _observers(config: TrainConfig, context: DistributedContext, stack: ExitStack) -> list[Observer]:
+    if not config.progress or not context.is_master:
+        return []
+    # Here, in the worker: the caller needs no terminal library, which draws a random number when imported.
+    from paceline.train.progress import Progress
+
+    progress = Progress()
+    stack.callback(progress.close)
+    return [progress]
 
 
 def _where(micro: Micro, given: Given) -> str:
     text = f"in epoch {micro.epoch}, step {micro.step}, shard {micro.shard}, a micro-batch of {micro.count}"
-    batch, size = given.config.global_batch, given.data.size
-    if micro.count == 1 and batch > 1 and size is not None and size % batch:
+    batch, size = given.config.first_batch, given.data.size
+    if (
+        given.config.dynamic_batch is None
+        and micro.count == 1
+        and batch > 1
+        and size is not None
+        and size % batch
+    ):
         text += (
             f"\nthe last batch of an epoch holds {size} % {batch} = {size % batch} samples, cut into "
             f"{given.config.shards} shards; where one sample is too few (BatchNorm), use drop_last=True or "

@@ -1,0 +1,97 @@
+"""The ends of saving: metrics that nobody gives, a last save that fails, a storage that does not answer."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from tests.train import small_run
+from tests.train.small_run import fit, journal_of, settings
+
+import paceline
+from paceline.checkpoint.local import LocalStorage
+from paceline.checkpoint.store import CheckpointStore
+from paceline.comm.context import DistributedContext
+from paceline.core import events
+from paceline.core.errors import CommTimeoutError, ConfigError, PlatformError
+from paceline.data.plan import Position
+from paceline.train.callbacks import Observer
+from paceline.train.config import CheckpointConfig
+from paceline.train.saving import Contents, Saver
+
+
+def test_a_metric_that_no_evaluation_gives_is_refused(tmp_path):
+    for number, keep_best in enumerate((2, 0)):
+        checkpoint = CheckpointConfig(metric="acuracy", mode="max", keep_best=keep_best)
+        config = settings(tmp_path / str(number), 1, epochs=1, checkpoint=checkpoint)
+        if keep_best:
+            with pytest.raises(ConfigError, match=r"'acuracy'.* evaluations give accuracy, loss"):
+                fit(config)
+        else:
+            fit(config)
+
+
+class BreaksThenStops(Observer):
+    """A file takes the place of the folder of checkpoints, and then somebody asks the run to stop."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.stops = small_run.Signals(folder, 3, ["main"])
+
+    def on_step(self, record) -> None:
+        if record.step == 3:
+            shutil.rmtree(self.folder / "checkpoints")
+            (self.folder / "checkpoints").write_text("in the way")
+        self.stops.on_step(record)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_stop_whose_save_fails_does_not_claim_to_be_saved(tmp_path, workers, capfd):
+    folder = tmp_path / "run"
+    config = settings(folder, workers, checkpoint=CheckpointConfig(every_steps=None))
+    with pytest.raises(PlatformError, match=r"stopped by SIGTERM after step 4, and this state could not be"):
+        fit(config, [BreaksThenStops(folder)])
+    kinds = [type(event) for event in journal_of(folder)]
+    assert events.CheckpointFailed in kinds
+    assert events.RunEnded in kinds
+    assert "could not be written" in capfd.readouterr().err
+
+
+def test_a_storage_that_does_not_answer_is_not_waited_for_for_ever(tmp_path):
+    gate = threading.Event()
+
+    def held_up(operation, /, *args, **kwargs):
+        if threading.current_thread() is not threading.main_thread():
+            gate.wait(60)
+        return operation(*args, **kwargs)
+
+    with DistributedContext(1, 0) as context:
+        saver = Saver(
+            CheckpointConfig(),
+            CheckpointStore(LocalStorage(str(tmp_path), call=held_up)),
+            context,
+            parent=None,
+            step=0,
+            run="run",
+            patience=0.05,
+            tell=lambda event: None,
+            on_saved=lambda saved: None,
+        )
+        saver.begin(Position(step=1), Contents({"model/w": torch.ones(3)}, {}, {}), {})
+        with pytest.raises(CommTimeoutError, match="has been writing a checkpoint"):
+            saver.finish()
+        saver.close()
+        gate.set()
+        small_run.wait_for(
+            lambda: all(not t.name.startswith("paceline-checkpoint") for t in threading.enumerate())
+        )
+
+
+def test_stopped_means_saved(tmp_path):
+    folder = tmp_path / "run"
+    with pytest.raises(paceline.Stopped):
+        fit(settings(folder, 1), [small_run.Signals(folder, 3, ["main"])])
+    assert CheckpointStore(folder / "checkpoints").open().manifest.info.step == 4
