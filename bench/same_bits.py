@@ -17,6 +17,8 @@ from bench.report import Report, Target, main
 from bench.train import bits
 from bench.train.bits import CASES, MICRO_BATCH, Case
 from bench.train.interrupt import Manner, stop_at
+from paceline.core import journal
+from paceline.core.events import RunResumed
 
 WORKERS = (1, 2, 3, 4, 6)
 EVERY = 4
@@ -90,8 +92,14 @@ def measure(case: Case, micro_batch: int | None, dice: random.Random, folder: Pa
             checkpoint=bits.saving(EVERY),
         )
         column.hashes[manner] = history.state_hash
-        column.stops.append(Stop(manner, before, after, reached, history.steps[0].step - 1))
+        column.stops.append(Stop(manner, before, after, reached, _resumed_after(run_dir_of_both)))
     return column
+
+
+def _resumed_after(run_dir: Path) -> int:
+    """The step of the checkpoint that the run last went on from; 0 where it began anew."""
+    events = journal.iterate(run_dir / "journal.jsonl")
+    return max((event.step for event in events if isinstance(event, RunResumed)), default=0)
 
 
 def run() -> Report:

@@ -119,3 +119,42 @@ def test_bad_exports(tmp_path):
         store.export(1, tmp_path / "x")
     with pytest.raises(UsageError, match="format='onnx'"):
         store.export(1, tmp_path / "x", format="onnx")  # type: ignore[arg-type]
+
+
+class Tied(torch.nn.Module):
+    """A weight with two names, a buffer that state_dict leaves out, and a complex one."""
+
+    mask: torch.Tensor
+    waves: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(4, 3)
+        self.head = torch.nn.Linear(3, 4, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("mask", torch.ones(2), persistent=False)
+        self.register_buffer("waves", torch.ones(2, dtype=torch.complex128))
+
+
+@pytest.mark.parametrize("format", ["torch", "safetensors"])
+def test_an_export_has_the_names_of_the_state_dict(tmp_path, format):
+    module = Tied()
+    module.waves.fill_(2j)
+    tensors = {
+        "model/embed.weight": module.embed.weight.detach(),
+        "model/mask": module.mask,
+        "model/waves": torch.view_as_real(module.waves),
+    }
+    names = {"aliases": {"head.weight": "embed.weight"}, "not_saved": ["mask"]}
+    store = CheckpointStore(tmp_path / "run")
+    saved(store, tensors, {"model": names, "pairs": ["model/waves"]})
+    file = store.export(1, tmp_path / "out", format=format)
+    if format == "torch":
+        other = Tied()
+        other.load_state_dict(torch.load(file, weights_only=True))
+        assert torch.equal(other.waves, module.waves)
+        assert torch.equal(other.head.weight, module.head.weight)
+    else:
+        found = load_file(file)
+        assert sorted(found) == ["embed.weight", "head.weight", "waves"]
+        assert torch.equal(torch.view_as_complex(found["waves"]), module.waves)

@@ -27,10 +27,13 @@ def export(
     format: Format = "safetensors",
     everything: bool = False,
     overwrite: bool = False,
+    state: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write the model's tensors under their own names, or `everything` under the checkpoint's names.
+    """Write the model's tensors under the names of its state_dict, or `everything` under the checkpoint's.
 
-    The file appears whole or not at all. "torch" is for `torch.load(..., weights_only=True)`.
+    The file appears whole or not at all. "torch" is for `torch.load(..., weights_only=True)`. `state` is the
+    checkpoint's, which knows second names of shared tensors, buffers that a state_dict leaves out, and
+    complex tensors that were saved as pairs (a safetensors file keeps those as pairs).
     """
     if format not in get_args(Format):
         raise UsageError(f"format={format!r}", remedy=f"use one of {', '.join(get_args(Format))}")
@@ -42,6 +45,8 @@ def export(
         for name, tensor in tensors.items()
         if everything or name.startswith(MODEL)
     }
+    if not everything:
+        chosen = _as_state_dict(chosen, state or {}, pairs=format == "safetensors")
     if not chosen:
         raise UsageError(
             f"the checkpoint has no tensor whose name begins with {MODEL!r}", remedy="export everything"
@@ -50,6 +55,20 @@ def export(
     storage.make_folder("")
     storage.put(target.name, _safetensors(chosen) if format == "safetensors" else _torch(chosen))
     return target
+
+
+def _as_state_dict(
+    tensors: Mapping[str, Tensor], state: Mapping[str, Any], *, pairs: bool
+) -> dict[str, Tensor]:
+    names = state.get("model", {})
+    found = dict(tensors)
+    if not pairs:
+        for name in state.get("pairs", ()):
+            if name.startswith(MODEL):
+                found[name.removeprefix(MODEL)] = torch.view_as_complex(tensors[name.removeprefix(MODEL)])
+    found |= {alias: found[name] for alias, name in names.get("aliases", {}).items() if name in found}
+    left_out = set(names.get("not_saved", ()))
+    return {name: tensor for name, tensor in found.items() if name not in left_out}
 
 
 def _safetensors(tensors: Mapping[str, Tensor]) -> memoryview:

@@ -284,8 +284,15 @@ class CheckpointStore:
         """Write the model's tensors, or `everything`, as one plain file for other programs."""
         from paceline.checkpoint.export import export
 
-        tensors = self.open(which).tensors()
-        return export(tensors, path, format=format, everything=everything, overwrite=overwrite)
+        found = self.open(which)
+        return export(
+            found.tensors(),
+            path,
+            format=format,
+            everything=everything,
+            overwrite=overwrite,
+            state=found.state,
+        )
 
     # -- tags and deleting
 

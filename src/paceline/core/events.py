@@ -200,7 +200,7 @@ def to_json(event: Event) -> str:
         try:
             return _encode(plain)
         except ValueError:
-            return _encode(_finite(plain))
+            return _encode(finite(plain))
     except TypeError as error:
         raise UsageError(
             f"a {event.type} event holds what JSON cannot: {error}", remedy="give events plain data only"
@@ -236,11 +236,12 @@ def _unknown(name: str, data: dict[str, Any]) -> UnknownEvent:
     return UnknownEvent(time=time, name=name, data=data)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Plain data with NaN and infinities, which JSON lacks, as strings that `float` understands."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value

@@ -16,6 +16,7 @@ from typing import Any, final
 
 from paceline.core import typed
 from paceline.core.errors import PlatformError, UsageError
+from paceline.core.events import finite
 
 _FORMAT = 1
 
@@ -153,7 +154,7 @@ class History:
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write it as JSON; NaN and infinities, which JSON lacks, become strings that `load` understands."""
         target = Path(path)
-        text = json.dumps(_finite(self.to_dict()), allow_nan=False, indent=1)
+        text = json.dumps(finite(self.to_dict()), allow_nan=False, indent=1)
         part = target.with_name(target.name + ".part")
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -211,13 +212,3 @@ def _best(measured: Sequence[tuple[int, float]], *, highest: bool) -> tuple[int,
     if not real:
         return None
     return max(real, key=lambda pair: pair[1]) if highest else min(real, key=lambda pair: pair[1])
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
