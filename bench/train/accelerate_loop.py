@@ -6,18 +6,17 @@ the number of processes is checked.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from torch import Tensor
 
 from bench.train.loader import loader
+from bench.train.timed import timed
 from bench.train.turns import Block
-from bench.train.workload import WORKLOADS, loss_of
+from bench.train.workload import WORKLOADS
 
 
 def prepare(workers: int, *, workload: str) -> Block:
@@ -33,22 +32,7 @@ def prepare(workers: int, *, workload: str) -> Block:
     )
     model, optimizer, data = prepared
     batches = _endless(data)
-
-    def block(warmup: int, steps: int) -> dict[str, Any]:
-        total = torch.zeros(())
-        started = 0.0
-        for step in range(warmup + steps):
-            if step == warmup:
-                started = time.perf_counter()
-            images, labels = next(batches)
-            optimizer.zero_grad(set_to_none=True)
-            loss = loss_of(model, images, labels)
-            accelerator.backward(loss)
-            optimizer.step()
-            total += loss.detach()
-        return {"seconds": time.perf_counter() - started, "loss": total.item() / (warmup + steps)}
-
-    return block
+    return timed(model, optimizer, batches, accelerator.backward)
 
 
 def _endless(data: Any) -> Iterator[tuple[Tensor, Tensor]]:

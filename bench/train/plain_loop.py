@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from bench.train.timed import timed
 from bench.train.turns import Block
-from bench.train.workload import WORKLOADS, loss_of
+from bench.train.workload import WORKLOADS
 
 
 def prepare(workers: int, *, workload: str) -> Block:
@@ -18,22 +17,7 @@ def prepare(workers: int, *, workload: str) -> Block:
     model = work.model()
     optimizer = work.optimizer(model.parameters())
     batches = _batches(work.data(workers), work.batch)
-
-    def block(warmup: int, steps: int) -> dict[str, Any]:
-        total = torch.zeros(())
-        started = 0.0
-        for step in range(warmup + steps):
-            if step == warmup:
-                started = time.perf_counter()
-            images, labels = next(batches)
-            optimizer.zero_grad(set_to_none=True)
-            loss = loss_of(model, images, labels)
-            loss.backward()
-            optimizer.step()
-            total += loss.detach()
-        return {"seconds": time.perf_counter() - started, "loss": total.item() / (warmup + steps)}
-
-    return block
+    return timed(model, optimizer, batches)
 
 
 def _batches(data: tuple[Tensor, Tensor], size: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -217,7 +217,7 @@ def open_feed(
     context: DistributedContext,
     blocks: Sequence[Sequence[int]],
     shards: int,
-) -> IndexedFeed | StreamFeed:
+) -> Feed:
     if isinstance(source, Stream):
         return StreamFeed(source, config, context, blocks, shards)
     if source.size == 0:

@@ -34,7 +34,7 @@ from paceline.train.callbacks import Callbacks
 from paceline.train.config import TrainConfig
 from paceline.train.dynamic_batch import GradientNoise
 from paceline.train.early_stop import EarlyStopper
-from paceline.train.feed import IndexedFeed, StreamFeed, to_device
+from paceline.train.feed import Feed, to_device
 from paceline.train.history import Evaluation
 from paceline.train.objective import split_pair
 from paceline.train.recorder import CommittedStep, Recorder
@@ -81,7 +81,7 @@ class Parts:
     transaction: StepTransaction
     update: Update
     schedule: Schedule
-    feed: IndexedFeed | StreamFeed
+    feed: Feed
     recorder: Recorder
     callbacks: Callbacks
     stop: StopRequest

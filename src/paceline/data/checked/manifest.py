@@ -49,9 +49,6 @@ class Manifest:
     def samples(self) -> int:
         return self._starts[-1]
 
-    def first_sample(self, shard: int) -> int:
-        return self._starts[shard]
-
     def locate(self, sample: int) -> tuple[int, int]:
         """The shard that holds a sample, and the number of its record there."""
         shard = bisect_right(self._starts, sample) - 1
