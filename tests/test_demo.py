@@ -1,4 +1,4 @@
-"""`make demo` in small: it trains on real images, the bits agree, and a report is left."""
+"""`make demo` in small: a worker is killed while it trains on images, the bits agree, a report is left."""
 
 from __future__ import annotations
 
@@ -12,22 +12,26 @@ import pytest
 DEMO = Path(__file__).parent.parent / "examples" / "demo_train.py"
 
 
-def test_the_demo_ends_with_the_same_bits_and_a_report(tmp_path):
+def test_the_demo_kills_a_worker_and_ends_with_the_same_bits_and_a_report(tmp_path):
     pytest.importorskip("sklearn", reason="the images are scikit-learn's")
     done = subprocess.run(
-        [sys.executable, str(DEMO), "--workers", "2", "--epochs", "1"],
+        [sys.executable, str(DEMO), "--workers", "2", "--epochs", "4"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=100,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"kill -9 \d+: rank 1, in the middle of a step", done.stdout)
+    assert re.search(r"repaired in \d+ ms", done.stdout)
+    assert "SIGKILL" in done.stderr  # the supervisor's own words
     hashes = re.findall(r"\b[0-9a-f]{64}\b", done.stdout)
     assert len(hashes) == 2
     assert hashes[0] == hashes[1]
     assert "the same bits" in done.stdout
-    assert "epoch 1/1" in done.stderr
+    assert done.stdout.count("each step committed once, each sample applied once") == 2
     report = (tmp_path / "runs" / "report.html").read_text(encoding="utf-8")
     assert hashes[0] in report
-    assert "2 workers" in report
-    assert "1 worker" in report
+    assert report.count('<svg class="timeline"') == 2
+    assert report.count('<g class="failed">') == 2  # the mark and its legend
+    assert "Workers of undisturbed" in report

@@ -32,7 +32,7 @@ CALLS: dict[str, Calls] = {
 
 
 def _reached(ctx: Any) -> Any:
-    ctx.transport.window._reachable = True
+    ctx.transport.window.reachable = True
     return ctx.all_reduce(torch.ones(LARGE))
 
 

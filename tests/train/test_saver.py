@@ -21,6 +21,7 @@ from paceline.data.plan import Position
 from paceline.train.callbacks import Observer
 from paceline.train.config import CheckpointConfig
 from paceline.train.saving import Contents, Saver
+from paceline.train.team import Team
 
 
 def test_a_metric_that_no_evaluation_gives_is_refused(tmp_path):
@@ -72,9 +73,7 @@ def test_a_storage_that_does_not_answer_is_not_waited_for_for_ever(tmp_path):
         saver = Saver(
             CheckpointConfig(),
             CheckpointStore(LocalStorage(str(tmp_path), call=held_up)),
-            context,
-            parent=None,
-            step=0,
+            Team(context, 1),
             run="run",
             patience=0.05,
             tell=lambda event: None,

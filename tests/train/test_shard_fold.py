@@ -6,6 +6,7 @@ from itertools import combinations, pairwise
 
 import pytest
 import torch
+from hypothesis import given, strategies as st
 from tests.comm.ranks import canonical_reference, wide_range
 from torch import Tensor, nn
 
@@ -17,7 +18,7 @@ from paceline.comm.transport.threads import run_ranks
 from paceline.core.errors import UsageError
 from paceline.data.plan import deal
 from paceline.train.gradients import Flat, Layout
-from paceline.train.shard_fold import ShardFold, merges_after
+from paceline.train.shard_fold import ShardFold
 
 MOST = 17
 
@@ -37,15 +38,37 @@ def test_every_block_folds_into_the_nodes_of_the_canonical_tree() -> None:
         held = {shard: contribution(shard) for shard in range(shards)}
         for first, stop in combinations(range(shards + 1), 2):
             block = range(first, stop)
-            fold.start(block, shards)
+            fold.start(shards)
             for shard in block:
-                fold.deposit([held[shard]], torch.full((2,), float(shard)))
+                fold.deposit(shard, [held[shard]], torch.full((2,), float(shard)))
             nodes = covering_nodes(block, shards)
             expected = fold_shards(held, nodes, kernel_of(ReduceOp.SUM), shards)
             assert len(fold.partials) == len(nodes)
             for partial, right in zip(fold.partials, expected, strict=True):
                 assert torch.equal(partial.views[0], right)
             assert sum(float(partial.tail[0]) for partial in fold.partials) == sum(block)
+
+
+@given(st.integers(1, MOST).flatmap(lambda n: st.tuples(st.just(n), st.permutations(range(n)))), st.data())
+def test_any_shards_in_any_order_fold_into_the_same_bits(
+    case: tuple[int, list[int]], data: st.DataObject
+) -> None:
+    """Also when the memory changes in between, as it does when the group does."""
+    shards, order = case
+    mine = order[: data.draw(st.integers(1, shards))]
+    moves = data.draw(st.sets(st.sampled_from(mine)))
+    held = {shard: contribution(shard) for shard in mine}
+    fold = ShardFold(make_flat)
+    fold.start(shards)
+    for shard in mine:
+        fold.deposit(shard, [held[shard]], torch.full((2,), float(shard)))
+        if shard in moves:
+            fold.move()
+    nodes = covering_nodes(sorted(mine), shards)
+    expected = fold_shards(held, nodes, kernel_of(ReduceOp.SUM), shards)
+    assert len(fold.partials) == len(nodes)
+    for partial, right in zip(fold.partials, expected, strict=True):
+        assert torch.equal(partial.views[0], right)
 
 
 def test_whole_blocks_need_logarithmic_memory() -> None:
@@ -57,9 +80,9 @@ def test_whole_blocks_need_logarithmic_memory() -> None:
 
     fold = ShardFold(make)
     for _ in range(3):
-        fold.start(range(64), 64)
+        fold.start(64)
         for shard in range(64):
-            fold.deposit([contribution(shard)], torch.zeros(2))
+            fold.deposit(shard, [contribution(shard)], torch.zeros(2))
     # One partial waits per level; the leaf is added where its sibling is.
     assert len(made) == 6
     assert torch.equal(
@@ -69,19 +92,14 @@ def test_whole_blocks_need_logarithmic_memory() -> None:
 
 def test_an_abandoned_step_leaves_nothing() -> None:
     fold = ShardFold(make_flat)
-    fold.start(range(4), 4)
-    fold.deposit([contribution(9)], torch.ones(2))
-    fold.start(range(2), 2)
-    fold.deposit([contribution(0)], torch.zeros(2))
-    fold.deposit([None], torch.zeros(2))
+    fold.start(4)
+    fold.deposit(0, [contribution(9)], torch.ones(2))
+    fold.start(2)
+    fold.deposit(0, [contribution(0)], torch.zeros(2))
+    fold.deposit(1, [None], torch.zeros(2))
     (total,) = fold.partials
     assert torch.equal(total.views[0], contribution(0) + 0.0)
     assert not total.tail.any()
-
-
-def test_merges_of_a_full_tree() -> None:
-    assert merges_after(range(8), 8) == [0, 1, 0, 2, 0, 1, 0, 3]
-    assert merges_after([], 8) == []
 
 
 def cuts(shards: int, workers: int) -> list[list[range]]:

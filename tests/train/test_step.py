@@ -16,10 +16,12 @@ from torch.nn import functional as F
 
 from paceline.comm.context import DistributedContext
 from paceline.comm.transport.threads import run_ranks
+from paceline.data.plan import deal
 from paceline.testing import leaks
 from paceline.train.config import GradientCompression
 from paceline.train.state import state_hash
 from paceline.train.step import StepTransaction, Wishes
+from paceline.train.team import Team
 
 X, Y = regression(12)
 SHARDS = 4
@@ -69,8 +71,8 @@ def test_a_step_that_was_given_up_leaves_nothing(given: dict[str, Any]) -> None:
         module = copy.deepcopy(model)
         found = []
         with DistributedContext(1, 0) as context:
-            transaction = StepTransaction(context, module, config, torch.device("cpu"))
-            shards = list(transaction.block)
+            transaction = StepTransaction(Team(context, config.shards), module, config, torch.device("cpu"))
+            shards = list(deal(transaction.shards, context.world_size)[context.rank])
             counts = COUNTS[: len(shards)]
             for step in range(3):
                 if disturbed and step == 1:
@@ -116,9 +118,9 @@ def test_what_all_ranks_know_after_a_step() -> None:
 
     def one(context: DistributedContext) -> tuple[int, int, int, int, tuple[str, ...], list[float]]:
         module = copy.deepcopy(model)
-        transaction = StepTransaction(context, module, config, torch.device("cpu"))
+        transaction = StepTransaction(Team(context, config.shards), module, config, torch.device("cpu"))
         transaction.open(0, 0, COUNTS)
-        for shard in transaction.block:
+        for shard in transaction.missing:
             compute(transaction, module, shard)
         wishes = Wishes(stop=context.rank == 1, saved=context.rank != 0, save_failed=context.rank == 0)
         known = transaction.reduce(wishes)
@@ -134,9 +136,9 @@ def test_sparse_gradients_and_samples_that_were_left_out() -> None:
     module: Any = seeded(Model)
     plain: Any = copy.deepcopy(module)
     with DistributedContext(1, 0) as context:
-        transaction = StepTransaction(context, module, settings(shards=2), torch.device("cpu"))
+        transaction = StepTransaction(Team(context, 2), module, settings(shards=2), torch.device("cpu"))
         transaction.open(0, 0, [6, 6])
-        for shard in transaction.block:
+        for shard in transaction.missing:
             transaction.start_shard(shard)
             if shard == 0:
                 transaction.backward(F.mse_loss(module(X[:6]), Y[:6]), 6)

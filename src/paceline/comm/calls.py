@@ -22,10 +22,19 @@ from typing import Any
 
 import torch
 
-from paceline.core.errors import CommTimeoutError, DisagreementError, PacelineError, PeerLostError, UsageError
+from paceline.core.errors import (
+    CommTimeoutError,
+    CorruptDataError,
+    DisagreementError,
+    GroupInterruptedError,
+    PacelineError,
+    PeerLostError,
+    UsageError,
+)
 
 _AGREE = "every rank has to make the same collective calls in the same order, with the same shapes and dtypes"
 _LATE = "look at the line where the late rank is; if it is only slow, give a larger timeout"
+_BECAUSE_OF_OTHERS = ("PeerLostError", "GroupInterruptedError")
 _caller = threading.local()
 _NOT_THE_USERS = tuple(
     os.path.dirname(os.path.abspath(path)) + os.sep for path in (os.path.dirname(__file__), torch.__file__)
@@ -156,7 +165,7 @@ def judge(me: int, peers: Mapping[int, Peer], stable: bool) -> PacelineError | N
     if failed:
         # Who failed by itself comes before who failed because of somebody.
         first = min(
-            failed, key=lambda rank: ((peers[rank].failure or {}).get("kind") == "PeerLostError", rank)
+            failed, key=lambda rank: ((peers[rank].failure or {}).get("kind") in _BECAUSE_OF_OTHERS, rank)
         )
         return failure_of(first, peers[first], mine)
     if mine.sequence >= 0:
@@ -224,6 +233,11 @@ def failure_from(error: BaseException) -> dict[str, Any]:
     if isinstance(error, CommTimeoutError):
         failure["text"] = error.message
         failure["waiting_for"] = list(error.waiting_for)
+    if isinstance(error, GroupInterruptedError):
+        failure["text"] = error.message
+    if isinstance(error, CorruptDataError):
+        failure["text"] = error.message
+        failure["rank"] = error.rank
     if isinstance(error, DisagreementError):
         failure["text"] = error.message
         failure["calls"] = {str(rank): text for rank, text in error.calls.items()}
@@ -244,6 +258,8 @@ def failure_of(rank: int, peer: Peer, mine: Status) -> PacelineError:
             ranks=lost,
             remedy="look at that rank's own log",
         )
+    if failure.get("kind") == "CorruptDataError":
+        return CorruptDataError(f"rank {rank} found: {peer.reason}", rank=int(failure["rank"]))
     if failure.get("kind") == "CommTimeoutError":
         late = tuple(int(late) for late in failure.get("waiting_for", ()))
         return CommTimeoutError(f"rank {rank} gave up: {failure['text']}", waiting_for=late, remedy=_LATE)

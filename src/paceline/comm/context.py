@@ -8,7 +8,7 @@ also has an asynchronous form (`async_op=True`) that returns a handle.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence as Items
+from collections.abc import Callable, Mapping, Sequence as Items
 from types import TracebackType
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm import collectives, reduction, shards as shards_of_ranks
+from paceline.comm.algorithms.seals import Sealing
 from paceline.comm.arguments import (
     check_algorithm_kind,
     check_rank,
@@ -29,14 +30,13 @@ from paceline.comm.compression import PowerSGD
 from paceline.comm.compression.base import Compression
 from paceline.comm.cost import Choice, Links, load_links
 from paceline.comm.messenger import Messenger
-from paceline.comm.ops import ReduceOp, accumulator_dtype, check_op, parse_op
+from paceline.comm.ops import ReduceOp, check_op, parse_op
 from paceline.comm.parcel import Parcel, pack, unpack
 from paceline.comm.payload import open_payload
 from paceline.comm.reduction import Reducer
 from paceline.comm.sequence import Handle, Sequence
 from paceline.comm.shards import Holdings
 from paceline.comm.transport.base import ANY_SOURCE, Transport
-from paceline.core.errors import UsageError
 
 DEFAULT_TIMEOUT = 300.0
 
@@ -172,19 +172,15 @@ class DistributedContext:
         differ), or a tensor or array that is cut by rows."""
         self._check_root(root_rank)
         parts = reduction.chunks_of(chunks, self.world_size, "scatter") if self.rank == root_rank else []
-        parcels = {
-            peer: pack(part, f"scatter: chunk {peer}") for peer, part in enumerate(parts) if peer != root_rank
-        }
+        parcels = self._packed(parts, "scatter")
 
         def work(call: Call, deadline: float) -> Any:
             sources = [] if self.rank == root_rank else [root_rank]
             collectives.barrier(self._transport, call, deadline)  # as in broadcast
             arrived = collectives.transfer(self._transport, call, parcels, sources, deadline)
-            return (
-                parts[root_rank]
-                if self.rank == root_rank
-                else unpack(arrived[root_rank].head, arrived[root_rank].body)
-            )
+            if self.rank == root_rank:
+                return parts[root_rank]
+            return unpack(arrived[root_rank].head, arrived[root_rank].body)
 
         return self._sequence.run(
             "scatter", f"scatter(root_rank={root_rank})", work, timeout=timeout, async_op=async_op
@@ -211,11 +207,9 @@ class DistributedContext:
         parcel = pack(data, "all_gather")
 
         def work(call: Call, deadline: float) -> Any:
-            peers = self._peers()
-            return self._by_rank(
-                collectives.transfer(self._transport, call, dict.fromkeys(peers, parcel), peers, deadline),
-                data,
-            )
+            outgoing = dict.fromkeys(self._peers(), parcel)
+            arrived = collectives.transfer(self._transport, call, outgoing, self._peers(), deadline)
+            return self._by_rank(arrived, data)
 
         return self._sequence.run("all_gather", "all_gather()", work, timeout=timeout, async_op=async_op)
 
@@ -223,17 +217,11 @@ class DistributedContext:
         """Chunk p goes to rank p; returns the list of chunks that came, by rank. A tensor or array is cut
         by rows."""
         parts = reduction.chunks_of(chunks, self.world_size, "all_to_all")
-        parcels = {
-            peer: pack(part, f"all_to_all: chunk {peer}")
-            for peer, part in enumerate(parts)
-            if peer != self.rank
-        }
+        parcels = self._packed(parts, "all_to_all")
 
         def work(call: Call, deadline: float) -> Any:
-            return self._by_rank(
-                collectives.transfer(self._transport, call, parcels, self._peers(), deadline),
-                parts[self.rank],
-            )
+            arrived = collectives.transfer(self._transport, call, parcels, self._peers(), deadline)
+            return self._by_rank(arrived, parts[self.rank])
 
         return self._sequence.run("all_to_all", "all_to_all()", work, timeout=timeout, async_op=async_op)
 
@@ -270,11 +258,7 @@ class DistributedContext:
         if type(algorithm) is not str or not isinstance(compression, Compression | PowerSGD | None):
             check_algorithm_kind(algorithm, compression)
         if isinstance(compression, PowerSGD):
-            if async_op:
-                raise UsageError(
-                    "PowerSGD has no asynchronous form: it is two all-reduces with arithmetic in between",
-                    remedy="call it without async_op, or use another compression",
-                )
+            reduction.check_synchronous(async_op)
 
             def average(flat: Tensor) -> Any:
                 return self.all_reduce(flat, ReduceOp.AVERAGE, algorithm, timeout=timeout)
@@ -291,18 +275,7 @@ class DistributedContext:
                 )
                 if result is not None:
                     return result
-        # Only NCCL reduces where the tensors are; everything else works on the host's memory.
-        on_gpu = self._reducer.reduces_on_gpu(data, algorithm) and compression is None
-        payload = open_payload(data, "all_reduce", on_device=on_gpu)
-        plan = self._reducer.plan(payload.flat, payload.shape, op, algorithm, compression, on_gpu)
-        if compression is not None:
-            compression.check(payload.flat.numel(), accumulator_dtype(payload.flat.dtype), name)
-        target, restore = reduction.result_memory(payload, out, "all_reduce")
-
-        def work(call: Call, deadline: float) -> Any:
-            plan.run(self._reducer.job(call, op, payload.flat, target, deadline, compression, name))
-            return restore(target)
-
+        plan, work = self._reducer.all_reduce(data, op, algorithm, out, compression, name)
         return self._sequence.run(
             "all_reduce", plan.text, work, algorithm=plan.algorithm, timeout=timeout, async_op=async_op
         )
@@ -337,24 +310,32 @@ class DistributedContext:
         )
 
     def fold_partials(
-        self, partials: Items[Tensor], holdings: Holdings, out: Tensor, *, timeout: float | None = None
+        self,
+        partials: Items[Tensor],
+        holdings: Holdings,
+        out: Tensor,
+        *,
+        checksum: bool = False,
+        after_checksum: Callable[[], None] | None = None,
+        timeout: float | None = None,
     ) -> Tensor:
         """canonical_sum from partial sums that each rank has already folded, into `out` on every rank.
 
         `holdings` says who holds which shards, and every rank knows it: nothing is exchanged to find out.
         `partials` are this rank's, one flat tensor per node of `holdings.nodes[rank]`; `out` may be the
-        first of them.
+        first of them. If it is none of them, they are never written to, also if the call fails.
+        `checksum`: what ranks read of each other is checked; a mismatch is a CorruptDataError on all of them.
+        `after_checksum` is called when this rank's checksums are taken and its data has not been read.
         """
-        text = f"fold_partials({holdings.text}, {out.dtype}[{out.numel()}])"
+        checked = ", checksum" if checksum else ""
+        text = f"fold_partials({holdings.text}, {out.dtype}[{out.numel()}]{checked})"
+        sealing = Sealing(after_checksum) if checksum else None
 
-        def work(call: Call, deadline: float) -> Tensor:
-            shards_of_ranks.fold_partials(self._transport, call, partials, holdings, out, deadline)
-            return out
+        def work(call: Call, deadline: float) -> None:
+            shards_of_ranks.fold_partials(self._transport, call, partials, holdings, out, deadline, sealing)
 
-        result: Tensor = self._sequence.run(
-            "fold_partials", text, work, algorithm="canonical", timeout=timeout
-        )  # type: ignore[assignment]
-        return result
+        self._sequence.run("fold_partials", text, work, algorithm="canonical", timeout=timeout)
+        return out
 
     def reduce(
         self,
@@ -392,10 +373,7 @@ class DistributedContext:
         """This rank's chunk of the combination. `data` is a list with one chunk per rank (sizes may
         differ), or a tensor or array cut by rows."""
         op = parse_op(op)
-        parts = reduction.chunks_of(data, self.world_size, "reduce_scatter")
-        chunks = [open_payload(part, f"reduce_scatter: chunk {peer}") for peer, part in enumerate(parts)]
-        for chunk in chunks:
-            check_op(op, chunk.flat.dtype)
+        chunks = reduction.open_chunks(data, self.world_size, op)
         text = f"reduce_scatter({op.name}, {' | '.join(chunk.shape for chunk in chunks)})"
 
         def work(call: Call, deadline: float) -> Any:
@@ -433,6 +411,16 @@ class DistributedContext:
 
     # life
 
+    def check_open(self) -> None:
+        """Raises if the group is closed, broken or interrupted."""
+        self._sequence.check_open()
+
+    def interrupt(self, reason: str) -> None:
+        """Takes this rank out of the group, from any thread: whatever it waits for, and every later call,
+        ends at once with a GroupInterruptedError. Ranks that wait for this one are told; `close` is still
+        due."""
+        self._sequence.interrupt(reason)
+
     def close(self, error: BaseException | None = None) -> None:
         """Leaves the group. With an error, ranks that wait for this one are told at once."""
         self._sequence.close(error)
@@ -449,6 +437,11 @@ class DistributedContext:
 
     def _peers(self) -> list[int]:
         return [peer for peer in range(self.world_size) if peer != self.rank]
+
+    def _packed(self, parts: Items[Any], what: str) -> dict[int, Parcel]:
+        return {
+            rank: pack(part, f"{what}: chunk {rank}") for rank, part in enumerate(parts) if rank != self.rank
+        }
 
     def _by_rank(self, arrived: Mapping[int, Parcel], own: Any) -> list[Any]:
         return [

@@ -3,8 +3,8 @@ existing group has).
 
 Every rank claims its number and says hello; a rank that waits says for whom in the log, and names them when
 it gives up. Bad news is told through the store too, so that everybody stops with the same reason. Data is
-JSON. The store lives only until the group stands: rank 0 closes it, and the address is free for the next
-group. Knows nothing of transports.
+JSON. Waits end when what they wait for comes, not at the next turn of asking. The store lives only until the
+group stands: rank 0 closes it, and the address is free for the next group. Knows nothing of transports.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from paceline.comm.calls import ranks_text
 from paceline.comm.environment import Address
 from paceline.comm.processes import start_time
 from paceline.comm.store import ForTorch, StoreClient, StoreServer
-from paceline.core.errors import RendezvousError, WireError
+from paceline.comm.transport.dial import Look, nothing_to_see
+from paceline.core.errors import GroupInterruptedError, RendezvousError, WireError
 
 T = TypeVar("T")
 
@@ -35,6 +36,7 @@ NEXT_NOTICE = 30.0
 _ANSWER_SECONDS = 10.0
 _MAX_PAUSE = 0.05
 _LOOK_AROUND_SECONDS = 0.5
+_ASK_SECONDS = 0.1
 _BAD, _FINISHED = "bad", "finished"
 
 
@@ -54,14 +56,18 @@ class Patience:
 
     def pause(self, what: Callable[[], str]) -> None:
         """Sleeps a little; raises RendezvousError with `what()` at the deadline."""
+        self.check(what)
+        time.sleep(min(self._pause, max(self._deadline - time.monotonic(), 0.0)))
+        self._pause = min(self._pause * 1.5, _MAX_PAUSE)
+
+    def check(self, what: Callable[[], str]) -> None:
+        """As `pause`, for a caller that has slept already."""
         now = time.monotonic()
         if now >= self._deadline:
             raise RendezvousError(f"{what()}, and the time for it is over")
         if now >= self._notice_at:
             self._notice_at = now + NEXT_NOTICE
             _log.warning("%s", what())
-        time.sleep(min(self._pause, max(self._deadline - now, 0.0)))
-        self._pause = min(self._pause * 1.5, _MAX_PAUSE)
 
 
 def serve(address: Address) -> StoreServer:
@@ -86,11 +92,18 @@ def _listener(address: Address) -> socket.socket:
     return socket.create_server(("", address.port), backlog=1024)
 
 
-def connect(rank: int, address: Address, deadline: float) -> StoreClient:
-    """A client of the store at `address`, as soon as rank 0 serves there."""
-    return _patiently(
-        rank, address, deadline, lambda: StoreClient(address.host, address.port, _ANSWER_SECONDS)
-    )
+def connect(
+    rank: int, address: Address, deadline: float, *, secret: bytes = b"", look: Look | None = None
+) -> StoreClient:
+    """A client of the store at `address`, as soon as rank 0 serves there; `look` is called meanwhile."""
+    answer = _ANSWER_SECONDS if look is None else max(deadline - time.monotonic(), 0.1)
+
+    def client() -> StoreClient:
+        if look is not None:
+            look()
+        return StoreClient(address.host, address.port, answer, secret=secret, look=look)
+
+    return _patiently(rank, address, deadline, client)
 
 
 def connect_to_agent(rank: int, address: Address, deadline: float) -> Store:
@@ -124,9 +137,20 @@ class Meeting:
     """One rank's part in one meeting; a context manager that tells the others when it fails."""
 
     def __init__(
-        self, store: StoreClient | Store, rank: int, world_size: int, deadline: float, where: str
+        self,
+        store: StoreClient | Store,
+        rank: int,
+        world_size: int,
+        deadline: float,
+        where: str,
+        *,
+        prefix: str = "",
+        cancel: Look = nothing_to_see,
     ) -> None:
         self._store = store
+        self._prefix = prefix
+        self.cancel = cancel
+        self._asked = 0.0
         self.rank = rank
         self.world_size = world_size
         self.deadline = deadline
@@ -142,30 +166,35 @@ class Meeting:
         if error is None or isinstance(error, StoreGoneError):
             return
         try:
-            if not self._store.check([_BAD]):
+            if not self._store.check([self._key(_BAD)]):
                 news = (
                     str(error.message)
                     if isinstance(error, RendezvousError)
                     else f"{type(error).__name__}: {error}"
                 )
-                self._store.set(_BAD, json.dumps({"rank": self.rank, "text": news}))
+                self._store.set(self._key(_BAD), json.dumps({"rank": self.rank, "text": news}))
             # Whoever is still there looks every few hundredths of a second; rank 0 takes the store with it.
-            if self.rank == 0:
+            # Who was told to give up knows that the others are told too.
+            if self.rank == 0 and not isinstance(error, GroupInterruptedError):
                 time.sleep(10 * _MAX_PAUSE)
-        except (DistError, OSError):
+        except (DistError, OSError, GroupInterruptedError):
             _log.debug("nobody left to be told that rank %d gave up", self.rank)
 
     def store_for(self, topic: str) -> Store:
         """A store of torch's kind, in which process groups can meet; for as long as the meeting lasts."""
         if isinstance(self._store, StoreClient):
-            return ForTorch(self._store, f"{topic}/", max(self.deadline - time.monotonic(), 1.0))
+            left = max(self.deadline - time.monotonic(), 1.0)
+            return ForTorch(self._store, self._key(f"{topic}/"), left, [self._key(_BAD)])
         return PrefixStore(topic, self._store)
+
+    def _key(self, name: str) -> str:
+        return self._prefix + name
 
     def enter(self, hello: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
         """Claims this rank's number, says hello, and returns everybody's hello."""
         if self._has(_FINISHED):
             raise StoreGoneError
-        taken = self._ask(lambda: self._store.add(f"claim/{self.rank}", 1)) != 1
+        taken = self._ask(lambda: self._store.add(self._key(f"claim/{self.rank}"), 1)) != 1
         if taken:
             raise RendezvousError(
                 f"rank {self.rank} is taken at {self.where}: {self._holder()}",
@@ -182,7 +211,7 @@ class Meeting:
         return self.gather("hello")
 
     def tell(self, topic: str, content: Mapping[str, Any]) -> None:
-        self._ask(lambda: self._store.set(f"{topic}/{self.rank}", json.dumps(content)))
+        self._ask(lambda: self._store.set(self._key(f"{topic}/{self.rank}"), json.dumps(content)))
 
     def hear(self, topic: str, rank: int) -> dict[str, Any]:
         return self._heard(topic, [rank])[rank]
@@ -192,9 +221,15 @@ class Meeting:
         return self._heard(topic, list(range(self.world_size)))
 
     def look(self) -> None:
-        """Raises if somebody has given up."""
+        """Raises if somebody has given up; asks for that now and then, however often it is called."""
+        self.cancel()
+        if time.monotonic() - self._asked >= _ASK_SECONDS:
+            self._look_now()
+
+    def _look_now(self) -> None:
+        self._asked = time.monotonic()
         if self._has(_BAD):
-            news = json.loads(self._ask(lambda: self._store.get(_BAD)))
+            news = json.loads(self._ask(lambda: self._store.get(self._key(_BAD))))
             raise RendezvousError(f"rank {news['rank']} gave up: {news['text']}")
 
     def finish(self, leave: Callable[[], None]) -> None:
@@ -202,27 +237,41 @@ class Meeting:
         self.tell("done", {})
         if self.rank == 0:
             self.gather("done")
-            self._ask(lambda: self._store.set(_FINISHED, "1"))
+            self._ask(lambda: self._store.set(self._key(_FINISHED), "1"))
             leave()
             return
         patience = Patience(self.deadline)
         try:
-            while not self._has(_FINISHED):
-                self.look()
-                patience.pause(lambda: f"rank {self.rank} waits for rank 0 to complete the group")
+            while not self._wait([self._key(_FINISHED)]):
+                self._look_now()
+                self._rest(patience, lambda: f"rank {self.rank} waits for rank 0 to complete the group")
         except StoreGoneError as error:
             # Rank 0 closes it when all are ready. If it died instead, the transport will say so.
             _log.debug("rank %d: the store closed early: %s", self.rank, error)
 
     def _heard(self, topic: str, ranks: list[int]) -> dict[int, dict[str, Any]]:
-        keys = [f"{topic}/{rank}" for rank in ranks]
+        keys = [self._key(f"{topic}/{rank}") for rank in ranks]
         patience = Patience(self.deadline)
-        while not self._ask(lambda: self._store.check(keys)):
-            self.look()
+        while not self._wait(keys):
+            self._look_now()
             self._miss_nobody()
-            patience.pause(lambda: self._waiting_text(topic, ranks))
+            self._rest(patience, lambda: self._waiting_text(topic, ranks))
         values = self._ask(lambda: self._store.multi_get(keys))
         return {rank: json.loads(value) for rank, value in zip(ranks, values, strict=True)}
+
+    def _wait(self, keys: list[str]) -> bool:
+        """Whether the keys are there; waits a while for them where the store can."""
+        store = self._store
+        if not isinstance(store, StoreClient):
+            return bool(self._ask(lambda: store.check(keys)))
+        left = min(self.deadline - time.monotonic(), _LOOK_AROUND_SECONDS)
+        return bool(self._ask(lambda: store.await_keys(keys, max(left, 0.001), [self._key(_BAD)])))
+
+    def _rest(self, patience: Patience, what: Callable[[], str]) -> None:
+        if isinstance(self._store, StoreClient):
+            patience.check(what)  # the wait itself was the pause
+        else:
+            patience.pause(what)
 
     def _miss_nobody(self) -> None:
         """Raises if a rank of this host that had come has ended since: nobody needs to wait for it."""
@@ -232,7 +281,7 @@ class Meeting:
         self._looked_around = now
         for rank in range(self.world_size):
             if rank not in self._neighbours and rank != self.rank and self._has(f"hello/{rank}"):
-                hello = json.loads(self._ask(functools.partial(self._store.get, f"hello/{rank}")))
+                hello = json.loads(self._ask(functools.partial(self._store.get, self._key(f"hello/{rank}"))))
                 if hello.get("host") == self._host:
                     self._neighbours[rank] = int(hello["pid"])
         for rank, pid in self._neighbours.items():
@@ -247,7 +296,7 @@ class Meeting:
         return f"rank {self.rank} waits for {ranks_text(missing or ranks)} at {self.where}"
 
     def _has(self, key: str) -> bool:
-        return bool(self._ask(lambda: self._store.check([key])))
+        return bool(self._ask(lambda: self._store.check([self._key(key)])))
 
     def _holder(self) -> str:
         try:

@@ -25,7 +25,7 @@ from paceline.comm.compression.base import Compression
 from paceline.comm.cost import Choice, Links, Situation
 from paceline.comm.fold import left_fold, run_blocks
 from paceline.comm.ops import ReduceOp, accumulator_dtype, check_op, dtype_name, finish, kernel_of
-from paceline.comm.payload import Payload, check_dense, describe, flatten
+from paceline.comm.payload import Payload, check_dense, describe, flatten, open_payload
 from paceline.comm.transport.base import Transport
 from paceline.core.errors import UsageError
 
@@ -148,17 +148,30 @@ class Reducer:
         )
         return algorithms.choose(situation, self._links)
 
-    def job(
+    def all_reduce(
         self,
-        call: Call,
+        data: Any,
         op: ReduceOp,
-        flat: Tensor,
-        out: Tensor,
-        deadline: float,
+        algorithm: str,
+        out: Any,
         compression: Compression | None,
         name: str,
-    ) -> Job:
-        return Job(self._transport, call, op, flat, out, deadline, compression, name, self._groups)
+    ) -> tuple[Plan, Callable[[Call, float], Any]]:
+        """What has to be done, and how: the result is the caller's kind again."""
+        # Only NCCL reduces where the tensors are; everything else works on the host's memory.
+        on_gpu = self.reduces_on_gpu(data, algorithm) and compression is None
+        payload = open_payload(data, "all_reduce", on_device=on_gpu)
+        plan = self.plan(payload.flat, payload.shape, op, algorithm, compression, on_gpu)
+        if compression is not None:
+            compression.check(payload.flat.numel(), accumulator_dtype(payload.flat.dtype), name)
+        target, restore = result_memory(payload, out, "all_reduce")
+        transport, groups = self._transport, self._groups
+
+        def work(call: Call, deadline: float) -> Any:
+            plan.run(Job(transport, call, op, payload.flat, target, deadline, compression, name, groups))
+            return restore(target)
+
+        return plan, work
 
 
 def check_algorithm(transport: Transport, algorithm: str, compression: Compression | None) -> None:
@@ -273,6 +286,15 @@ def chunks_of(data: Any, world_size: int, what: str) -> list[Any]:
     return [data[start:stop] for start, stop in pairwise(edges)]
 
 
+def open_chunks(data: Any, world_size: int, op: ReduceOp) -> list[Payload]:
+    """One chunk per rank for a reduce-scatter, after checking that they can be combined."""
+    parts = chunks_of(data, world_size, "reduce_scatter")
+    chunks = [open_payload(part, f"reduce_scatter: chunk {peer}") for peer, part in enumerate(parts)]
+    for chunk in chunks:
+        check_op(op, chunk.flat.dtype)
+    return chunks
+
+
 def reduce_scatter(
     transport: Transport, call: Call, op: ReduceOp, chunks: list[Payload], deadline: float
 ) -> Any:
@@ -306,6 +328,14 @@ def reduce(
         transport.exchange(call, [], [(peer, out[slice(*slices[peer])]) for peer in peers], deadline)
     else:
         transport.exchange(call, [(root, out[slice(*slices[rank])])], [], deadline)
+
+
+def check_synchronous(async_op: bool) -> None:
+    if async_op:
+        raise UsageError(
+            "PowerSGD has no asynchronous form: it is two all-reduces with arithmetic in between",
+            remedy="call it without async_op, or use another compression",
+        )
 
 
 def by_power_sgd(

@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import closing
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -93,7 +94,7 @@ def over_process_group(group: Any = None, timeout: float = 300.0) -> tuple[Trans
     where = f"the store of group {name!r}"
     meeting = Meeting(PrefixStore(prefix, store), rank, world_size, time.monotonic() + timeout, where)
     try:
-        return _met(meeting, _host_of(store), "auto", lambda: None, group)
+        return met(meeting, _host_of(store), Hello(native=group))
     except StoreGoneError as error:
         raise RendezvousError(f"{where} went away before the ranks had met: {error}") from error
 
@@ -132,7 +133,7 @@ def _join_at_agent(place: Place, backend: str, deadline: float) -> tuple[Transpo
     store = connect_to_agent(place.rank, place.address, deadline)
     apart = PrefixStore(f"paceline/{place.attempt}/{next(_agent_meetings)}", store)
     meeting = Meeting(apart, place.rank, place.world_size, deadline, str(place.address))
-    return _met(meeting, place.address.host, backend, lambda: None)
+    return met(meeting, place.address.host, Hello(backend))
 
 
 def _serve_and_join(place: Place, backend: str, deadline: float) -> tuple[Transport, Links]:
@@ -142,7 +143,7 @@ def _serve_and_join(place: Place, backend: str, deadline: float) -> tuple[Transp
     try:
         with closing(connect(0, address, deadline)) as client:
             meeting = Meeting(client, 0, place.world_size, deadline, str(place.address))
-            return _met(meeting, place.address.host, backend, server.close)
+            return met(meeting, place.address.host, Hello(backend), server.close)
     finally:
         server.close()
 
@@ -152,7 +153,7 @@ def _find_and_join(place: Place, backend: str, deadline: float) -> tuple[Transpo
         with closing(connect(place.rank, place.address, deadline)) as client:
             meeting = Meeting(client, place.rank, place.world_size, deadline, str(place.address))
             try:
-                return _met(meeting, place.address.host, backend, lambda: None)
+                return met(meeting, place.address.host, Hello(backend))
             except StoreGoneError:
                 # Rank 0 ended, or this was the end of an earlier group's meeting: a new one may begin soon.
                 if time.monotonic() >= deadline:
@@ -160,23 +161,38 @@ def _find_and_join(place: Place, backend: str, deadline: float) -> tuple[Transpo
         time.sleep(_PAUSE)
 
 
-def _met(
-    meeting: Meeting, master: str, backend: str, leave: Callable[[], None], native: Any = None
+@dataclass(frozen=True)
+class Hello:
+    """How a rank comes to a meeting; what is not given is found out here, or made up by rank 0."""
+
+    backend: str = "auto"
+    host: str = ""
+    hostname: str = ""
+    secret: bytes = b""
+    links: Links | None = None
+    native: Any = None
+
+
+def met(
+    meeting: Meeting, master: str, me: Hello, leave: Callable[[], None] = lambda: None
 ) -> tuple[Transport, Links]:
+    """Says hello, and wires the ranks that came; rank 0 ends the meeting with `leave`."""
     source = "127.0.0.1" if Address(master, 1).is_loopback else source_address(master)
     with meeting, listen(source) as listener:
         hello: dict[str, Any] = {
-            "host": host_identity(),
-            "hostname": os.environ.get(HOST_VARIABLE) or socket.gethostname(),
+            "host": me.host or host_identity(),
+            "hostname": me.hostname or os.environ.get(HOST_VARIABLE) or socket.gethostname(),
             "pid": os.getpid(),
             "endpoint": [source, listener.getsockname()[1]],
             "version": paceline.__version__,
-            "backend": backend,
+            "backend": me.backend,
         }
         if meeting.rank == 0:
-            hello |= {"links": load_links().to_plain(), "secret": secrets.token_hex(32)}
+            links = load_links() if me.links is None else me.links
+            hello |= {"links": links.to_plain(), "secret": "" if me.secret else secrets.token_hex(32)}
         hellos = meeting.enter(hello)
-        group = Group(meeting, hellos, topology_of(hellos), backend, master, native)
+        secret = me.secret or bytes.fromhex(hellos[0]["secret"])
+        group = Group(meeting, hellos, topology_of(hellos), me.backend, master, secret, me.native)
         check_alike(hellos)
         transport = wire(group, listener)
         try:

@@ -20,8 +20,8 @@ from paceline.comm.arguments import check_timeout
 from paceline.comm.calls import Call, call_site, signature_of
 from paceline.comm.reduction import Prepared
 from paceline.comm.stats import CommunicationStats
-from paceline.comm.transport.base import Transport
-from paceline.core.errors import CommTimeoutError, PacelineError, UsageError
+from paceline.comm.transport.base import Interruptible, Transport
+from paceline.core.errors import CommTimeoutError, GroupInterruptedError, PacelineError, UsageError
 
 T = TypeVar("T")
 Work = Callable[[Call, float], T]
@@ -64,6 +64,7 @@ class Sequence:
         self._background: ThreadPoolExecutor | None = None
         self._pending = 0
         self._broken: BaseException | None = None
+        self._interrupted: GroupInterruptedError | None = None
         self._closed = False
 
     def run(
@@ -106,10 +107,29 @@ class Sequence:
                 raise
         return out
 
+    def interrupt(self, reason: str) -> None:
+        """Ends the waits of all threads of this rank and every later call with a GroupInterruptedError."""
+        if self._closed or self._interrupted is not None:
+            return
+        error = GroupInterruptedError(f"rank {self.transport.rank} was taken out of its group: {reason}")
+        # No lock: whoever waits holds it.
+        self._broken = self._interrupted = error
+        if isinstance(self.transport, Interruptible):
+            self.transport.interrupt(error)
+        else:
+            self.transport.close(error)
+
     def _break(self, error: BaseException) -> None:
         # A collective that ends early leaves ranks at different points: the group cannot go on.
-        self._broken = error
+        self._broken = self._interrupted or error
         self.transport.close(error)
+        if (
+            self._interrupted is not None
+            and isinstance(error, Exception)
+            and not isinstance(error, GroupInterruptedError)
+        ):
+            # It was found on the way out, of what the interruption itself did to the transport.
+            raise copy.copy(self._interrupted) from error
 
     def check_open(self) -> None:
         if self._broken is not None:
@@ -172,10 +192,10 @@ class Sequence:
         before = self.transport.traffic.snapshot() if self.profiling else ()
         try:
             result = work(call, start + (self.timeout if timeout is None else timeout))
-        except UsageError:
-            # Found by every rank alike, from what all have told each other: the group goes on.
-            raise
         except BaseException as error:
+            if isinstance(error, UsageError) and self._interrupted is None:
+                # Found by every rank alike, from what all have told each other: the group goes on.
+                raise
             self._break(error)
             raise
         if self.profiling:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.algorithms import canonical
+from paceline.comm.algorithms.seals import Sealing
 from paceline.comm.algorithms.work import Recipe
 from paceline.comm.calls import Call
 from paceline.comm.collectives import transfer
@@ -113,6 +114,7 @@ def fold_partials(
     holdings: Holdings,
     out: Tensor,
     deadline: float,
+    sealing: Sealing | None = None,
 ) -> None:
     """Sums what the ranks have folded already; `out` and the partials are flat, of one dtype and size."""
     expected = len(holdings.nodes[transport.rank])
@@ -124,7 +126,7 @@ def fold_partials(
             f"{[describe(partial) for partial in partials]} where {expected} of {describe(out)} are due",
             remedy="fold this rank's shards into one tensor per node of holdings.nodes[rank]",
         )
-    canonical.combine(transport, call, holdings.recipe, partials, out, deadline)
+    canonical.combine(transport, call, holdings.recipe, partials, out, deadline, sealing)
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import socket
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -23,6 +25,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from paceline.comm.meeting import Meeting
 from paceline.comm.transport.base import Topology, Transport
 from paceline.comm.transport.bulk import Bulk
+from paceline.comm.transport.dial import LOOK_SECONDS, nothing_to_see
 from paceline.comm.transport.handshake import connect_all
 from paceline.comm.transport.hybrid import HybridTransport
 from paceline.comm.transport.mesh import Mesh
@@ -45,6 +48,7 @@ class Group:
     topology: Topology
     backend: str
     master: str
+    secret: bytes
     native: Any = None
 
     @property
@@ -156,27 +160,69 @@ def _connect(group: Group, listener: socket.socket) -> TorchTransport:
     """Mesh and Gloo group among all ranks."""
     meeting, topology, hellos = group.meeting, group.topology, group.hellos
     rank = meeting.rank
-    secret = bytes.fromhex(hellos[0]["secret"])
     # Who has no address of its own that others can use is on the master's host.
     endpoints = {
         peer: (hello["endpoint"][0] or group.master, int(hello["endpoint"][1]))
         for peer, hello in hellos.items()
         if peer != rank
     }
-    connections = connect_all(rank, listener, endpoints, secret, meeting.deadline, meeting.look)
+    connections = connect_all(rank, listener, endpoints, group.secret, meeting.deadline, meeting.look)
     address = _own_address(connections, topology, rank)
     names = {peer: f"process {hello['pid']} on {hello['hostname']}" for peer, hello in hellos.items()}
     mesh = Mesh(rank, connections, names)
     bulk: Bulk | None = None
     try:
         left = max(meeting.deadline - time.monotonic(), 1.0)
-        bulk = Bulk(meeting.store_for("gloo"), rank, meeting.world_size, address, left, mesh.notify)
+        store = meeting.store_for("gloo")
+        bulk = _unless_called_off(
+            meeting, lambda: Bulk(store, rank, meeting.world_size, address, left, mesh.notify)
+        )
         return TorchTransport(mesh, bulk, topology, _native(group, bulk))
     except Exception as error:
         mesh.close(error)
         if bulk is not None:
             bulk.close()
+        meeting.cancel()
         raise RendezvousError(f"rank {rank} could not make the torch.distributed group: {error}") from error
+
+
+def _unless_called_off(meeting: Meeting, make: Callable[[], Bulk]) -> Bulk:
+    """What `make` makes. Gloo waits for its peers without looking around: where somebody may call the
+    meeting off, a thread does it, and is left alone then."""
+    if meeting.cancel is nothing_to_see:
+        return make()
+    made: queue.SimpleQueue[Bulk | BaseException] = queue.SimpleQueue()
+    over, given_up = threading.Lock(), threading.Event()
+
+    def run() -> None:
+        try:
+            bulk = make()
+        except BaseException as error:
+            made.put(error)
+            return
+        with over:
+            if not given_up.is_set():
+                made.put(bulk)
+                return
+        bulk.close()
+
+    threading.Thread(target=run, name="paceline-bulk-start", daemon=True).start()
+    while True:
+        try:
+            found = made.get(timeout=LOOK_SECONDS)
+        except queue.Empty:
+            try:
+                meeting.cancel()
+            except BaseException:
+                with over:
+                    given_up.set()
+                if not made.empty() and isinstance(late := made.get(), Bulk):
+                    late.close()
+                raise
+            continue
+        if isinstance(found, BaseException):
+            raise found
+        return found
 
 
 def _own_address(connections: Mapping[int, socket.socket], topology: Topology, rank: int) -> str:

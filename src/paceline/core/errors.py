@@ -7,6 +7,8 @@
     ├── PeerError             fault: peer
     │   ├── PeerLostError                       a rank died or its connection closed
     │   ├── DisagreementError                   ranks called different things
+    │   ├── GroupInterruptedError               this rank was told to leave its group
+    │   ├── CorruptDataError                    a rank's data did not match its checksum
     │   ├── RankFailedError                     a rank raised; carries its traceback as text
     │   └── WireError                           bytes that are not a Paceline message
     └── PlatformError         fault: platform
@@ -120,6 +122,23 @@ class DisagreementError(PeerError):
 
     def _body(self) -> str:
         return "\n".join([self.message, *(f"  rank {rank}: {call}" for rank, call in self.calls.items())])
+
+
+class GroupInterruptedError(PeerError):
+    """Another thread took this rank out of its group: what it waited for is over, the group is of no use."""
+
+    usual_remedy = "make a new group with the ranks that remain"
+
+
+class CorruptDataError(PeerError):
+    """What arrived of a rank is not what that rank took the checksum of; `rank` is whose data it is (-1:
+    nobody knows)."""
+
+    usual_remedy = "suspect the memory or the network of that rank's machine; leave the rank out and go on"
+
+    def __init__(self, message: str, *, rank: int = -1, remedy: str = "", **facts: object) -> None:
+        super().__init__(message, remedy=remedy, **facts)
+        self.rank = rank
 
 
 class RankFailedError(PeerError):

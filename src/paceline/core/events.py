@@ -59,19 +59,107 @@ class WorkerStarted(Event):
 @register
 @dataclass(frozen=True, kw_only=True)
 class WorkerFailed(Event):
-    """A worker is gone; `phase` is what it was doing, `reason` one sentence for people."""
+    """A worker is gone; `phase` is what it was doing, `reason` one sentence for people. `cause` is one word:
+    crash, exit, raised, memory, silent, hung, corrupt, dissent, preempted, straggler; empty where nobody
+    looked after the run."""
 
     rank: int
     pid: int
     phase: str
     reason: str
+    host: str = ""
+    cause: str = ""
+
+
+@final
+@register
+@dataclass(frozen=True, kw_only=True)
+class SupervisorStarted(Event):
+    """A supervisor looks after the run from now on; `attempt` counts from 1."""
+
+    pid: int
+    attempt: int
+    address: str
+
+
+@final
+@register
+@dataclass(frozen=True, kw_only=True)
+class ViewChanged(Event):
+    """Who trains from now on, and who computes which shards: parallel lists, in the order of the group.
+    `step` is the last one committed before."""
+
+    generation: int
+    reason: str
+    members: list[int]  # ranks as people know them
+    shards: list[list[int]]
+    pids: list[int]
+    hosts: list[str]
+    step: int
+
+
+@final
+@register
+@dataclass(frozen=True, kw_only=True)
+class Repaired(Event):
+    """Training goes on after workers were lost: `seconds` from noticing it to the new view."""
+
+    generation: int
+    seconds: float
+    lost: list[int]
+
+
+@final
+@register
+@dataclass(frozen=True, kw_only=True)
+class Verdict(Event):
+    """Why progress stopped: who, where, doing what, at which line of Python, what the others waited for and
+    what was done about it. `text` is all of it as it stands on the terminal."""
+
+    rank: int
+    host: str
+    pid: int
+    phase: str
+    line: str
+    waiting: str
+    action: str
+    text: str
+
+
+@final
+@register
+@dataclass(frozen=True, kw_only=True)
+class StepsReceived(Event):
+    """A worker's receipt: it committed steps first..last, and computed these shards of each of them."""
+
+    rank: int
+    pid: int
+    generation: int
+    first: int
+    last: int
+    shards: list[int]
+
+
+@final
+@register
+@dataclass(frozen=True, kw_only=True)
+class ShardHashed(Event):
+    """The hash of one shard's gradient in an audited step, as the worker that computed it has it."""
+
+    step: int
+    shard: int
+    rank: int
+    hash: str
 
 
 @final
 @register
 @dataclass(frozen=True, kw_only=True)
 class StepCommitted(Event):
-    """Every member has applied this step; `samples` counts those of the step."""
+    """Every member has applied this step; `samples` counts those of the step.
+
+    It took `taken` positions of the epoch from `offset` on; -1 in journals from before these were kept.
+    """
 
     step: int
     epoch: int
@@ -79,6 +167,13 @@ class StepCommitted(Event):
     samples: int
     seconds: float = 0.0
     hash: str | None = None
+    offset: int = -1
+    taken: int = -1
+    learning_rate: float = 0.0
+    grad_norm: float | None = None
+    skipped: bool = False
+    metrics: dict[str, float] = field(default_factory=dict)
+    generation: int = 0
 
 
 @final
@@ -128,6 +223,22 @@ class Evaluated(Event):
     epoch: int
     samples: int
     metrics: dict[str, float]
+    seconds: float = 0.0
+
+
+@final
+@register
+@dataclass(frozen=True, kw_only=True)
+class EpochEnded(Event):
+    """A pass over the data is over: means over its samples, and what the evaluation after it gave."""
+
+    epoch: int
+    steps: int
+    samples: int
+    loss: float
+    seconds: float
+    metrics: dict[str, float] = field(default_factory=dict)
+    validation: dict[str, float] = field(default_factory=dict)
 
 
 @final
@@ -141,6 +252,7 @@ class CheckpointSaved(Event):
     bytes: int
     stall: float
     seconds: float
+    epoch: int = 0
 
 
 @final

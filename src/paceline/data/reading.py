@@ -32,12 +32,13 @@ _GRACE_SECONDS = 0.2
 _LOADERS_OWN = ("DataLoader", "Pin memory")
 
 
-def read(source: Source, requests: Iterable[Request]) -> Generator[Batch, None, None]:
-    """One batch per request, in order. Closing the generator ends its workers."""
+def read(source: Source, requests: Iterable[Request], *, here: bool = False) -> Generator[Batch, None, None]:
+    """One batch per request, in order. Closing the generator ends its workers. `here`: in this process,
+    whatever the DataLoader asked for: for few requests that nobody could know of ahead."""
     if isinstance(source, ArraySource):
         return _read_arrays(source, requests, source.pin_memory and can_pin())
     loading = source.loading if isinstance(source, MapSource) else Loading()
-    if loading.workers:
+    if loading.workers and not here:
         return _read_by_workers(source, requests, loading)
     return _read_here(source, requests, loading.pin_memory and can_pin())
 

@@ -34,8 +34,10 @@ from paceline.train.ending import conclude
 from paceline.train.history import History
 from paceline.train.precision import autocast
 from paceline.train.progress import Progress
-from paceline.train.run import Micro, Run
+from paceline.train.run import Run
+from paceline.train.run_parts import Micro
 from paceline.train.signals import Stopped, StopRequest, listening
+from paceline.train.team import Team
 
 _USUAL = TrainConfig()
 
@@ -125,7 +127,8 @@ class Session:
         given = Given(
             self._model, self._optimizer, self.config, source, self._callbacks, self._folder.path, observers
         )
-        self._assembled = Assembled(self.context, given, self._device, self._stop)
+        shards = self.config.shards or self.config.workers if self.config.mode == "exact" else None
+        self._assembled = Assembled(Team(self.context, shards), given, self._device, self._stop)
         self._run = self._assembled.run()
         if self.context.is_master:
             self._assembled.callbacks.start(self._assembled.info(self._run))

@@ -11,7 +11,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
@@ -19,9 +19,10 @@ from paceline.core.errors import ConfigError, PacelineError, PeerLostError, Usag
 from paceline.core.events import WorkerFailed
 from paceline.core.journal import Journal
 from paceline.engines.local import payload
-from paceline.frontends import tensor_payload
+from paceline.frontends import overrides, supervised, tensor_payload
 from paceline.frontends.joining import as_recorded, prepare, running_job
 from paceline.frontends.spawn import spawn
+from paceline.frontends.supervised import record_command
 from paceline.train.callbacks import Callbacks, Modifier, Observer
 from paceline.train.checks import check
 from paceline.train.config import TrainConfig
@@ -38,11 +39,12 @@ if TYPE_CHECKING:
     from paceline.comm.context import DistributedContext
     from paceline.train.history import History
     from paceline.train.optimizers import OptimizerFactory
-    from paceline.train.worker import TrainJob
+    from paceline.train.worker import Trained, TrainJob
 
 T = TypeVar("T")
 # Optimizers and deterministic kernels import torch's compiler, hundreds of modules: once for all workers.
 _PRELOAD = ("paceline.train.worker", "torch._inductor.config")
+_LOOK_SECONDS = 0.1
 
 
 @final
@@ -101,10 +103,15 @@ class Trainer:
         from paceline.train.objective import Objective
         from paceline.train.own_process import OwnProcess
 
+        interceptor = overrides.interceptor()
+        if interceptor is not None:
+            intercepted: History = interceptor(self, train_data, val_data)
+            return intercepted
+        given = overrides.current().apply(self.config)
         Objective(self.objective)
         source, validation = as_source(train_data), None if val_data is None else as_source(val_data)
         context = running_job()
-        url = self.config.checkpoint.url or ""
+        url = given.checkpoint.url or ""
         if context is None and url.startswith("memory:"):
             raise ConfigError(
                 f"checkpoint.url={url!r}: the workers would write to their own memory, which ends with them",
@@ -115,7 +122,7 @@ class Trainer:
             check_apart(source, validation)
         # Refused before a folder is made or a worker starts.
         config, folder = prepare(
-            self.config,
+            given,
             context,
             lambda settled: check(settled, samples=source.size, validation=validation is not None),
         )
@@ -135,6 +142,14 @@ class Trainer:
         if context is not None:
             trained = worker.train(context, dataclasses.replace(job, model=self._built()))
             done = History.from_dict(context.broadcast(trained.history and trained.history.to_dict()))
+        elif config.fault_tolerance.enabled:
+            record_command(folder)
+            trained, asked = _look_after(job)
+            assert trained.history is not None
+            done = trained.history
+            self._take_weights(trained.weights)
+            if trained.stopped is None and asked:
+                raise Stopped(asked[0], done)
         else:
             # The lock first: the file is the other run's where there is one.
             with held(folder.lock_file, str(folder.path)), _forwarding_signals(folder.stop_file) as asked:
@@ -222,6 +237,28 @@ class Trainer:
             with set_aside(new_numpy()):
                 self.model = build_model(self.model, self.config.seed)
         return self.model
+
+
+def _look_after(job: TrainJob) -> tuple[Trained, list[str]]:
+    """The run under a supervisor, and the signals that asked it to stop."""
+    asked: list[str] = []
+    observers: tuple[Observer, ...] = ()
+    with ExitStack() as stack:
+        if job.config.progress:
+            # Here, not above: a terminal library that draws a random number when imported.
+            from paceline.train.progress import Progress
+
+            progress = Progress()
+            stack.callback(progress.close)
+            observers = (progress,)
+        running = stack.enter_context(supervised.start(job, observers=observers))
+        stack.enter_context(listening(asked.append))
+        told = False
+        while not running.wait(_LOOK_SECONDS):
+            if asked and not told:
+                told = True
+                running.stop(asked[0])
+        return running.result(), asked
 
 
 def _is_optimizer(given: object) -> bool:

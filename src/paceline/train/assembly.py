@@ -21,13 +21,11 @@ from typing import Any, Self, final
 import torch
 from torch import nn
 
-from paceline.checkpoint.reading import Checkpoint
 from paceline.checkpoint.store import CheckpointStore
-from paceline.comm.context import DistributedContext
 from paceline.core import events
 from paceline.core.errors import PacelineError, PeerError, UsageError
 from paceline.core.journal import Journal
-from paceline.data.plan import Position, deal
+from paceline.data.plan import Position
 from paceline.data.sources import Source
 from paceline.train import fingerprint, optimizers, resuming, state as model_state
 from paceline.train.callbacks import Callbacks, Modifier, Observer, RunInfo
@@ -35,16 +33,20 @@ from paceline.train.config import TrainConfig, definition, to_toml
 from paceline.train.dynamic_batch import GradientNoise
 from paceline.train.early_stop import EarlyStopper
 from paceline.train.feed import open_feed
+from paceline.train.gradients import Flat
 from paceline.train.optimizers import OptimizerFactory
+from paceline.train.phases import Phases
 from paceline.train.precision import LossScaler
-from paceline.train.recorder import Recorder
-from paceline.train.run import Parts, Run
+from paceline.train.recorder import JournalWriter, Recorder
+from paceline.train.run import Run
 from paceline.train.run_folder import RunFolder
 from paceline.train.run_lock import held
+from paceline.train.run_parts import Members, Parts
 from paceline.train.saving import Contents, Saver
 from paceline.train.schedule import Schedule, total_steps
 from paceline.train.signals import StopRequest
 from paceline.train.step import StepTransaction
+from paceline.train.team import Team
 from paceline.train.update import Update
 from paceline.train.worker_log import WorkerLog
 
@@ -64,18 +66,33 @@ class Given:
     observers: Sequence[Observer] = field(default_factory=tuple)  # of the main rank only
 
 
+@dataclass(frozen=True)
+class LookedAfter:
+    """What is different where a supervisor looks after the run: it keeps the journal and the folder, and
+    members come and go. `slot` is this worker's number for people."""
+
+    members: Members
+    tell: Callable[[events.Event], None]
+    slot: int
+    tamper: Callable[[Flat], None] | None = None
+
+
 @final
 class Assembled:
     """A run and the parts that have to be closed after it: use it with `with`, or an ExitStack."""
 
     def __init__(
         self,
-        context: DistributedContext,
+        team: Team,
         given: Given,
         device: torch.device,
         stop: StopRequest,
+        *,
+        looked_after: LookedAfter | None = None,
+        phases: Phases | None = None,
     ) -> None:
-        self.context, self._given, self._device = context, given, device
+        self.team, self._given, self._device = team, given, device
+        self._looked_after, self._phases = looked_after, phases or Phases()
         self.module = given.module
         self.folder = None if given.folder is None else RunFolder(given.folder)
         self.saver: Saver | None = None
@@ -86,36 +103,42 @@ class Assembled:
         self._evaluated: int | None = None
         self._closing = ExitStack()
         try:
-            self._build(context, given, device, stop)
+            self._build(team, given, device, stop)
         except BaseException as error:
             self.__exit__(type(error), error, error.__traceback__)
             raise
 
-    def _build(
-        self, context: DistributedContext, given: Given, device: torch.device, stop: StopRequest
-    ) -> None:
-        config = given.config
+    def _build(self, team: Team, given: Given, device: torch.device, stop: StopRequest) -> None:
+        config, looked_after = given.config, self._looked_after
         self._worker_log: WorkerLog | None = None
         self.journal: Journal | None = None
-        self._hold(stop)
+        tell = None if looked_after is None else looked_after.tell
+        if looked_after is None:
+            self._hold(stop)
         if self.folder is not None:
-            self._worker_log = WorkerLog(self.folder.logs, context.rank, context.world_size)
+            slot, workers = (
+                (team.rank, team.world_size) if looked_after is None else (looked_after.slot, config.workers)
+            )
+            self._worker_log = WorkerLog(self.folder.logs, slot, workers)
             self._closing.callback(self._worker_log.close)
-            self.journal = Journal(self.folder.journal_file)
-            self._closing.callback(self.journal.close)
+            if looked_after is None:
+                self.journal = Journal(self.folder.journal_file)
+                self._closing.callback(self.journal.close)
+                tell = JournalWriter(self.journal)
         self.store = (
             CheckpointStore(self.folder.checkpoint_url(config))
             if self.folder is not None and config.checkpoint.enabled
             else None
         )
-        self.callbacks = Callbacks([*given.callbacks, *(given.observers if context.is_master else ())])
-        self.recorder = Recorder(self.callbacks if context.is_master else None, self.journal, device)
+        self.callbacks = Callbacks([*given.callbacks, *(given.observers if team.is_master else ())])
+        self.recorder = Recorder(self.callbacks, tell, device, lambda: team.is_master)
         self.optimizers = optimizers.build(given.optimizer, given.module)
-        self._transaction = StepTransaction(context, given.module, config, device)
-        self._closing.callback(self._transaction.close)
+        tamper = None if looked_after is None else looked_after.tamper
+        self.transaction = StepTransaction(team, given.module, config, device, tamper=tamper)
+        self._closing.callback(self.transaction.close)
         scaler = LossScaler(config.loss_scaling) if config.precision == "fp16" else None
         self._update = Update(
-            self._transaction.trained,
+            self.transaction.trained,
             self.optimizers,
             clip_norm=config.clip_norm,
             scaler=scaler,
@@ -123,49 +146,54 @@ class Assembled:
         )
         self._noise = None if config.dynamic_batch is None else GradientNoise(config.dynamic_batch)
         self._early = None if config.early_stopping is None else EarlyStopper(config.early_stopping)
-        blocks = [list(block) for block in deal(self._transaction.shards, context.world_size)]
-        self._feed = open_feed(given.data, config, context, blocks, self._transaction.shards)
+        self._feed = open_feed(given.data, config, team)
         self._closing.callback(self._feed.close)
         self.fingerprint = fingerprint.fingerprint(device, torch.get_num_threads())
         self.total_steps = total_steps(config, given.data.size)
         self._stop = stop
         self.config = config
-        self.shards = self._transaction.shards
-        self.workers = context.world_size
 
     def _hold(self, stop: StopRequest) -> None:
         """Nobody else runs in this folder or saves to this place until the run ends. Where a launcher looks
         after the run, it holds the folder; the first rank the rest. All ranks are refused alike."""
         refused: PacelineError | None = None
-        if self.context.is_master and self.folder is not None:
+        if self.team.context.is_master and self.folder is not None:
             try:
                 if not stop.from_launcher:
                     self._closing.enter_context(held(self.folder.lock_file, str(self.folder.path)))
-                place = _local_place(self.folder, self._given.config)
+                place = local_place(self.folder, self._given.config)
                 if place is not None:
                     self._closing.enter_context(held(place / ".run", f"checkpoint.url={str(place)!r}"))
             except PacelineError as error:
                 refused = error
-        if self.context.world_size > 1:
-            told = self.context.broadcast(None if refused is None else [refused.message, refused.remedy])
+        if self.team.context.world_size > 1:
+            told = self.team.context.broadcast(None if refused is None else [refused.message, refused.remedy])
             if refused is None and told is not None:
                 raise UsageError(f"rank 0 refuses the run: {told[0]}", remedy=told[1])
         if refused is not None:
             raise refused
 
+    @property
+    def shards(self) -> int:
+        return self.team.shards
+
+    @property
+    def seekable(self) -> bool:
+        """Whether every rank can read any sample by its number."""
+        return self._given.data.size is not None
+
+    @property
+    def workers(self) -> int:
+        return self.team.world_size
+
     def run(self, evaluate: Callable[[], tuple[dict[str, float], int]] | None = None) -> Run:
-        """The run at its position: the beginning, or where a checkpoint left it."""
-        resuming.check_alike(self.context, self.config, self.fingerprint, self.module)
-        position = self._resume()
-        self.first_step = position.step
-        self._start_journal(position)
+        """The run at its position: the beginning, or where a checkpoint left it. Where members come and go,
+        the position is known once this one is a member."""
         if self.store is not None:
             self.saver = Saver(
                 self._given.config.checkpoint,
                 self.store,
-                self.context,
-                parent=self.parent,
-                step=position.step,
+                self.team,
                 run=self._mark,
                 patience=self._given.config.timeout,
                 tell=self.recorder.note,
@@ -173,11 +201,11 @@ class Assembled:
             )
             self._closing.callback(self.saver.close)
         parts = Parts(
-            context=self.context,
+            team=self.team,
             config=self._given.config,
             device=self._device,
             module=self._given.module,
-            transaction=self._transaction,
+            transaction=self.transaction,
             update=self._update,
             schedule=Schedule(self._given.config, self.total_steps),
             feed=self._feed,
@@ -189,12 +217,67 @@ class Assembled:
             saver=self.saver,
             evaluate=evaluate,
             contents=self.contents,
+            members=None if self._looked_after is None else self._looked_after.members,
+            phases=self._phases,
             draws_after_exchange=bool(self.callbacks.modifiers)
             or any(not type(made).__module__.startswith("torch.optim.") for made in self.optimizers),
         )
-        run = Run(parts, position)
-        run.ended, run.evaluated_step = self._ended, self._evaluated
+        run = Run(parts)
+        if self._looked_after is None:
+            self.take_up(run, self._given.config.resume)
         return run
+
+    def take_up(self, run: Run, which: str | int | None, before: int = -1) -> None:
+        """All ranks together: the beginning, or the state of a checkpoint; `before` >= 0: of at most that
+        step."""
+        resuming.check_alike(self.team.context, self.config, self.fingerprint, self.module)
+        position = self._resume(which, before)
+        self._mark = str(self.team.context.broadcast(self._mark))
+        self.first_step = position.step
+        self._start_journal(position)
+        if self.saver is not None:
+            self.saver.begin_from(self.parent, position.step, self._mark)
+        run.begin_at(position)
+        run.ended, run.evaluated_step = self._ended, self._evaluated
+
+    # the state of a member for one that lacks it: a checkpoint that never lies on a disk
+
+    def hand_over(self, run: Run) -> Contents:
+        """Everything that the run is, and what is due."""
+        self.recorder.flush()
+        contents = self.contents(run)
+        extra = {
+            "agenda": run.agenda_dict(),
+            "saving": None if self.saver is None else self.saver.state_dict(),
+            "first_step": self.first_step,
+        }
+        return Contents(contents.tensors, contents.own, {**contents.state, **extra})
+
+    def take_over(self, run: Run, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
+        """The state of another member becomes this one's."""
+        self._put(state, tensors)
+        self.first_step = state["first_step"]
+        if self.saver is not None and state["saving"] is not None:
+            self.saver.load_state_dict(state["saving"])
+        run.begin_at(Position(**state["position"]))
+        run.evaluated_step = state["evaluated"]
+        run.load_agenda_dict(state["agenda"])
+
+    def rebind(self) -> None:
+        """The team has another group."""
+        self.transaction.rebind()
+        if self.saver is not None:
+            self.saver.rebind(self._newest() if self.team.is_master else None)
+
+    def _newest(self) -> tuple[int, int] | None:
+        """What the store holds; another rank may have saved it."""
+        assert self.store is not None
+        try:
+            manifests = self.store.manifests()
+        except PacelineError as error:
+            _log.warning("the newest version is not known: %s", error.message)
+            return None
+        return (manifests[-1].version, manifests[-1].info.step) if manifests else None
 
     def info(self, run: Run) -> RunInfo:
         """What observers are told before the first step."""
@@ -215,7 +298,7 @@ class Assembled:
         tensors = {model_state.MODEL + n: t for n, t in model_state.model_tensors(module).items()}
         tensors |= optimizers.tensors_of(self.optimizers, module)
         tensors, pairs = model_state.as_pairs(tensors)
-        own = {model_state.RESIDUAL + n: t for n, t in self._transaction.residuals().items()}
+        own = {model_state.RESIDUAL + n: t for n, t in self.transaction.residuals().items()}
         scaler = self._update.scaler
         plain = {
             "format": resuming.FORMAT,
@@ -267,7 +350,7 @@ class Assembled:
             lines = str(error).splitlines() or [""]
             failed = events.WorkerFailed(
                 time=time.time(),
-                rank=self.context.rank,
+                rank=self.team.context.rank,
                 pid=os.getpid(),
                 phase="training",
                 reason=f"{type(error).__name__}: {lines[0]}",
@@ -277,25 +360,24 @@ class Assembled:
 
     # taking up a run
 
-    def _resume(self) -> Position:
-        which = self._given.config.resume
+    def _resume(self, which: str | int | None, before: int) -> Position:
         if which is None or self.store is None:
             return Position()
-        checkpoint = resuming.choose(self.context, self.store, which)
+        checkpoint = resuming.choose(self.team.context, self.store, which, before)
         if checkpoint is None:
             return Position()
-        self._load(checkpoint)
+        resuming.check_same_run(checkpoint, self._given.config, self._given.data.size)
+        self._put(checkpoint.state, model_state.from_pairs(checkpoint.tensors(), checkpoint.state["pairs"]))
         self.parent = checkpoint.version
         self._mark = checkpoint.manifest.info.run or self._mark
         return Position(**checkpoint.state["position"])
 
-    def _load(self, checkpoint: Checkpoint) -> None:
-        saved, config = checkpoint.state, self._given.config
-        resuming.check_same_run(checkpoint, config, self._given.data.size)
-        tensors = model_state.from_pairs(checkpoint.tensors(), saved["pairs"])
+    def _put(self, saved: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        """A saved state becomes that of model, optimizers and everything else."""
+        config = self._given.config
         model_state.load_model(self._given.module, tensors)
         optimizers.load(self.optimizers, self._given.module, saved["optimizers"], tensors)
-        self._transaction.load_residuals(
+        self.transaction.load_residuals(
             {
                 name.removeprefix(model_state.RESIDUAL): tensor
                 for name, tensor in tensors.items()
@@ -309,6 +391,7 @@ class Assembled:
         if self._early is not None and saved["early_stopping"] is not None:
             self._early.load_state_dict(saved["early_stopping"])
         self.callbacks.load_state_dict(saved["modifiers"])
+        self._ended = None
         # Over is over, unless what ended the run has been changed or taken away.
         if saved["patience"] == _patience(config) and (self._early is not None or self.callbacks.may_stop):
             self._ended = saved["ended"]
@@ -316,13 +399,14 @@ class Assembled:
         self.recorder.load_state_dict(saved["records"])
         self._feed.load_state_dict(saved["data"]["feed"])
         if config.mode == "exact":
-            fingerprint.check(saved["fingerprint"], self.fingerprint, f"rank {self.context.rank}")
+            fingerprint.check(saved["fingerprint"], self.fingerprint, f"rank {self.team.context.rank}")
 
     def _start_journal(self, position: Position) -> None:
-        workers = self.context.all_gather([os.getpid(), socket.gethostname()])
-        for rank, (pid, host) in enumerate(workers):
-            self.recorder.note(events.WorkerStarted(time=time.time(), rank=rank, pid=pid, host=host))
-        size = len(workers)
+        size = self.team.world_size
+        if self._looked_after is None:
+            workers = self.team.context.all_gather([os.getpid(), socket.gethostname()])
+            for rank, (pid, host) in enumerate(workers):
+                self.recorder.note(events.WorkerStarted(time=time.time(), rank=rank, pid=pid, host=host))
         if self.parent is not None:
             self.recorder.note(
                 events.RunResumed(
@@ -338,7 +422,7 @@ class Assembled:
             events.RunStarted(
                 time=time.time(),
                 workers=size,
-                shards=self._transaction.shards,
+                shards=self.transaction.shards,
                 samples=self._given.data.size,
                 definition=definition(self._given.config),
                 fingerprint=self.fingerprint,
@@ -346,7 +430,7 @@ class Assembled:
         )
 
 
-def _local_place(folder: RunFolder, config: TrainConfig) -> Path | None:
+def local_place(folder: RunFolder, config: TrainConfig) -> Path | None:
     """The folder of checkpoints that are kept outside of the run's own; None for a URL far away."""
     if not config.checkpoint.enabled or config.checkpoint.url is None:
         return None

@@ -18,26 +18,25 @@ import torch
 from torch import Tensor
 
 from paceline.comm.compression.base import Compression, Transfer
-from paceline.comm.context import DistributedContext
+from paceline.comm.shards import Holdings
 from paceline.train.gradients import Flat, Layout
 from paceline.train.shard_fold import ShardFold
+from paceline.train.team import Team
 
 _RESIDUAL = "residual."
 
 
 @final
 class CompressedSummation:
-    def __init__(
-        self, context: DistributedContext, layout: Layout, device: torch.device, compression: Compression
-    ) -> None:
-        self._context = context
+    keeps = True
+
+    def __init__(self, team: Team, layout: Layout, device: torch.device, compression: Compression) -> None:
+        self._team = team
         self._layout = layout
         self._device = device
         self._compression = compression
         self._leaf = self._flat()
         self._fold = ShardFold(self._flat)
-        self._shards = 0
-        self._block: list[int] = []
         self._encoded: dict[int, list[Tensor]] = {}
         self._transfers: list[Transfer] = []
         self.scale = 1.0  # what the gradients of this step are multiplied by
@@ -47,15 +46,15 @@ class CompressedSummation:
             self._layout, lambda n, dtype, where: torch.empty(n, dtype=dtype, device=where), self._device
         )
 
-    def start(self, block: Sequence[int], shards: int) -> None:
+    def start(self) -> None:
         for transfer in self._transfers:
             transfer.abort()
         self._transfers, self._encoded = [], {}
-        self._block, self._shards = list(block), shards
-        self._fold.start(range(shards), shards)
 
-    def deposit(self, gradients: Sequence[Tensor | None], tail: Tensor) -> None:
-        shard = self._block[len(self._encoded)]
+    def rebind(self) -> None:
+        """Nothing: what is held lies in this process's own memory."""
+
+    def deposit(self, shard: int, gradients: Sequence[Tensor | None], tail: Tensor) -> None:
         # Decoding wrote between the gradients as well, where a NaN of an earlier step would spoil blocks.
         self._leaf.clear()
         self._leaf.store(gradients, tail)
@@ -70,21 +69,22 @@ class CompressedSummation:
         parts.append(self._leaf.tail.detach().clone().cpu())
         self._encoded[shard] = parts
 
-    def finish(self, ballot: Tensor) -> Flat:
-        told: list[Any] = self._context.all_gather(
+    def finish(self, ballot: Tensor, holdings: Holdings | None = None) -> Flat:
+        told: list[Any] = self._team.context.all_gather(
             [sorted(self._encoded), [self._encoded[shard] for shard in sorted(self._encoded)], ballot.cpu()]
         )
         shards = {
             shard: parts for held, all_parts, _ in told for shard, parts in zip(held, all_parts, strict=True)
         }
-        for shard in range(self._shards):
+        self._fold.start(self._team.shards)
+        for shard in range(self._team.shards):
             *encoded, tail = shards[shard]
             for (dtype, memory), part in zip(self._leaf.memory.items(), encoded, strict=True):
                 flat = memory[: self._gradients_end(dtype, memory)]
                 self._decode(part.to(self._device), flat)
                 if self.scale != 1.0:
                     flat.mul_(self.scale)
-            self._fold.deposit(list(self._leaf.views), tail.to(self._device))
+            self._fold.deposit(shard, list(self._leaf.views), tail.to(self._device))
         for transfer in self._transfers:
             transfer.close()
         self._transfers = []

@@ -16,12 +16,14 @@ from typing import Any, Literal, Protocol, final, runtime_checkable
 from paceline.core import config as core_config
 from paceline.core.errors import ConfigError
 from paceline.train.dynamic_batch import DynamicBatch
+from paceline.train.fault_tolerance import FaultTolerance
 from paceline.train.value_checks import at_least, between, conform, positive
 
 __all__ = [
     "CheckpointConfig",
     "DynamicBatch",
     "EarlyStopping",
+    "FaultTolerance",
     "GradientCompression",
     "LossScaling",
     "ScheduleFunction",
@@ -193,6 +195,7 @@ class TrainConfig:
     progress: bool = True
     timeout: float | None = None
 
+    fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     run_dir: str | None = None
     name: str = "train"

@@ -15,32 +15,16 @@ from paceline.train.assembly import Assembled
 from paceline.train.history import History
 from paceline.train.resuming import earlier_steps
 from paceline.train.run import Run
-from paceline.train.state import state_hash
 
 _log = logging.getLogger(__name__)
 
 
 def conclude(run: Run, assembled: Assembled, started: float) -> History | None:
     """Ends the run on this rank; the main rank gets the history."""
-    recorder, saver, context = assembled.recorder, assembled.saver, assembled.context
-    recorder.flush()
-    validation: dict[str, float] = {}
-    if not run.stopped_on_request:
-        known = recorder.evaluations[-1:]
-        validation = (
-            known[0].metrics if known and known[0].step == run.position.step else run.evaluate(extra=True)
-        )
-    if saver is not None:
-        if run.stopped_on_request or assembled.config.checkpoint.at_end:
-            run.save()
-        saver.finish()
-    # After the save: a longer run that goes on from it is still in the middle of this epoch.
-    if recorder.sums.steps and not run.stopped_on_request:
-        recorder.end_epoch(run.position.epoch, validation)
-    digest = state_hash(assembled.module)
-    unsaved = saver.unsaved(run.position.step) if saver is not None else None
-    told = context.all_gather([digest, assembled.stop_asked, unsaved])
+    run.conclude()
+    told, recorder, is_master = run.final_hashes, assembled.recorder, assembled.team.is_master
     _check_equal([theirs for theirs, _, _ in told])
+    digest = str(told[0][0])
     recorder.note(
         events.RunEnded(
             time=time.time(),
@@ -50,11 +34,11 @@ def conclude(run: Run, assembled: Assembled, started: float) -> History | None:
             hash=digest,
         )
     )
-    history = _history(run, assembled, started, digest) if context.is_master else None
+    history = history_of(run, assembled, started) if is_master else None
     if any(asked for _, asked, _ in told):
         # Also where the signal came after the last step: whoever sent it wants the process to end.
         run.stopped_on_request, run.ended = True, assembled.stop_reason
-        if context.is_master:
+        if is_master:
             _say_stopped(run, assembled)
     if history is not None:
         assembled.callbacks.end(history)
@@ -72,8 +56,9 @@ def _not_saved(run: Run, reason: str) -> PacelineError:
     )
 
 
-def _history(run: Run, assembled: Assembled, started: float, digest: str) -> History:
-    recorder = assembled.recorder
+def history_of(run: Run, assembled: Assembled, started: float) -> History:
+    """What happened, as this rank has it."""
+    recorder, digest = assembled.recorder, str(run.final_hashes[0][0])
     before = assembled.first_step
     earlier = (
         earlier_steps(assembled.journal.path, before) if assembled.journal is not None and before else []

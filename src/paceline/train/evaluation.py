@@ -26,6 +26,7 @@ from paceline.data.sources import Batch, Request, Source, Stream, read
 from paceline.train.feed import to_device
 from paceline.train.objective import Objective
 from paceline.train.precision import autocast
+from paceline.train.team import Team
 
 _log = logging.getLogger(__name__)
 
@@ -36,13 +37,17 @@ _EVALUATING = 2  # marks keys of evaluation, apart from those of training
 class Forward:
     """What a pass over data needs of the run."""
 
-    context: DistributedContext
+    team: Team
     module: nn.Module
     call: Callable[..., Any]  # the module, compiled where that was asked for
     device: torch.device
     precision: str
     seed: int
     batch: int
+
+    @property
+    def context(self) -> DistributedContext:
+        return self.team.context
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ Must not know what is computed from a batch.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, final
 
@@ -15,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.comm.context import DistributedContext
 from paceline.core.errors import UsageError
 from paceline.data.containers import changed, packed, unpacked
 from paceline.data.permutation import InOrder, Permutation
 from paceline.data.plan import Position, Slice, slices_of_step
 from paceline.data.sources import Batch, Request, Source, Stream, read
 from paceline.train.config import TrainConfig
+from paceline.train.team import Team
 
 _READING = 1  # marks keys of reading, apart from those of computing
 
@@ -31,8 +32,9 @@ class Feed(Protocol):
     def size(self) -> int | None:
         """Samples of an epoch; None where only reading to the end tells."""
 
-    def step(self, position: Position, batch: int) -> int:
-        """Turns to the step at `position` and says how many samples it takes; 0 at the end of an epoch."""
+    def step(self, position: Position, batch: int, missing: Sequence[int] | None = None) -> int:
+        """Turns to the step at `position` and says how many samples it takes; 0 at the end of an epoch.
+        `missing`: the shards that this rank will ask for, where they are not all of its block."""
 
     def batches(self, shard: int) -> Iterator[Batch]:
         """The micro-batches of the next of this rank's shards, in order."""
@@ -50,32 +52,37 @@ class Feed(Protocol):
 class IndexedFeed:
     """Samples by number, in a seeded order that is never written down."""
 
-    def __init__(self, source: Source, config: TrainConfig, shards: int, block: Sequence[int]) -> None:
+    def __init__(self, source: Source, config: TrainConfig, team: Team) -> None:
         assert source.size is not None
         self.size: int = source.size
         self._source = source
         self._config = config
-        self._shards = shards
-        self._block = list(block)
+        self._team = team
         self._reader: Iterator[Batch] | None = None
         self._ready_for: tuple[int, int, int, int] | None = None
+        self._turned_to = (0, 0, 0, 0)
+        self._read_for: tuple[int, tuple[int, ...]] = (0, ())  # the shards, and the block, of the reader
         self._slices: dict[int, Slice] = {}
         self._left: list[int] = []
         self._next: tuple[int, int, int, int] | None = None
 
-    def step(self, position: Position, batch: int) -> int:
+    def step(self, position: Position, batch: int, missing: Sequence[int] | None = None) -> int:
         planned = self._planned(position.offset, batch)
         if planned == 0:
             return 0
         here = (position.epoch, position.offset, position.step, batch)
-        if self._ready_for != here:
+        wanted = list(self._team.block if missing is None else missing)
+        if self._team.backup:
+            self._turned_to = here
+        elif self._ready_for != here or self._read_for != self._dealt or wanted != list(self._team.block):
             self.close()
-            self._reader = read(self._source, self._requests(*here))
+            self._read_for = self._dealt
+            self._reader = read(self._source, self._requests(*here, tuple(wanted)))
         self._ready_for = None
         self._slices = {
-            part.shard: part for part in slices_of_step(position.offset, planned, batch, self._shards)
+            part.shard: part for part in slices_of_step(position.offset, planned, batch, self._team.shards)
         }
-        self._left = list(self._block)
+        self._left = wanted
         epoch, offset, step = position.epoch, position.offset + planned, position.step + 1
         if self._planned(offset, batch) == 0:
             epoch, offset = epoch + 1, 0
@@ -83,6 +90,14 @@ class IndexedFeed:
         return planned
 
     def batches(self, shard: int) -> Iterator[Batch]:
+        if self._team.backup:
+            # Which shards this rank computes shows only in the course of the step.
+            requests = itertools.islice(
+                self._requests(*self._turned_to, (shard,)),
+                len(self._slices[shard].pieces(self._config.micro_batch)),
+            )
+            yield from read(self._source, requests, here=True)
+            return
         reader = self._reader
         assert reader is not None
         for _ in self._slices[shard].pieces(self._config.micro_batch):
@@ -106,21 +121,28 @@ class IndexedFeed:
         left = self.size - offset
         return 0 if self._config.drop_last and left < batch else max(0, min(batch, left))
 
-    def _requests(self, epoch: int, offset: int, step: int, batch: int) -> Iterator[Request]:
-        """From a position on, across epochs, so that processes that read ahead stay busy and alive."""
+    @property
+    def _dealt(self) -> tuple[int, tuple[int, ...]]:
+        return self._team.shards, self._team.block
+
+    def _requests(
+        self, epoch: int, offset: int, step: int, batch: int, wanted: Sequence[int]
+    ) -> Iterator[Request]:
+        """From a position on, across epochs, so that processes that read ahead stay busy and alive; of the
+        first step the shards that are wanted, of later ones the whole block."""
         config = self._config
+        shards, block = self._dealt
         while config.epochs is None or epoch < config.epochs:
             order = Permutation(self.size, config.seed, epoch) if config.shuffle else InOrder(self.size)
             while planned := self._planned(offset, batch):
                 if config.max_steps is not None and step >= config.max_steps:
                     return
-                for part in slices_of_step(offset, planned, batch, self._shards):
-                    if part.shard not in self._block:
-                        continue
+                slices = slices_of_step(offset, planned, batch, shards)
+                for part in (slices[shard] for shard in wanted):
                     for number, (start, stop) in enumerate(part.pieces(config.micro_batch)):
                         key = (config.seed, epoch, step, part.shard, number, _READING)
                         yield Request(key, order.take(start, stop))
-                offset, step = offset + planned, step + 1
+                offset, step, wanted = offset + planned, step + 1, block
             epoch, offset = epoch + 1, 0
 
 
@@ -130,19 +152,12 @@ class StreamFeed:
 
     size = None
 
-    def __init__(
-        self,
-        stream: Stream,
-        config: TrainConfig,
-        context: DistributedContext,
-        blocks: Sequence[Sequence[int]],
-        shards: int,
-    ) -> None:
+    def __init__(self, stream: Stream, config: TrainConfig, team: Team) -> None:
         self._stream = stream
         self._config = config
-        self._context = context
-        self._blocks = blocks
-        self._shards = shards
+        self._team = team
+        # Of the step that was dealt last: it may have to be dealt again, to another group.
+        self._taken: tuple[Position, int, list[Any]] | None = None
         self._dealt: dict[int, list[Batch]] = {}
         self._opened = False
         self._saved: dict[str, Any] = {}
@@ -153,9 +168,9 @@ class StreamFeed:
         end = self._saved.pop("end", None)
         self._end = None if end is None else (end[0], end[1])
 
-    def step(self, position: Position, batch: int) -> int:
-        parts = self._deal(position, batch) if self._context.is_master else None
-        planned, held = self._context.scatter(parts)
+    def step(self, position: Position, batch: int, missing: Sequence[int] | None = None) -> int:
+        parts = self._deal(position, batch) if self._team.is_master else None
+        planned, held = self._team.context.scatter(parts)
         self._dealt = {
             shard: [Batch(unpacked(data), count) for data, count in batches] for shard, batches in held
         }
@@ -174,21 +189,28 @@ class StreamFeed:
         self._dealt = {}
 
     def _deal(self, position: Position, batch: int) -> list[Any]:
-        samples: list[Any] = []
-        if self._end != (position.epoch, position.offset):
-            self._seek(position)
-            samples = self._stream.take(batch)
-            if len(samples) < batch:
-                self._end = (position.epoch, position.offset + len(samples))
-                samples = [] if self._config.drop_last else samples
+        if self._taken is None or self._taken[:2] != (position, batch):
+            self._taken = (position, batch, self._take(position, batch))
+        samples = self._taken[2]
         collated: dict[int, list[list[Any]]] = {}
-        for part in slices_of_step(0, len(samples), batch, self._shards):
+        for part in slices_of_step(0, len(samples), batch, self._team.shards):
             made = [
                 self._stream.batch(samples[start:stop])
                 for start, stop in part.pieces(self._config.micro_batch)
             ]
             collated[part.shard] = [[packed(batch.data), batch.count] for batch in made]
-        return [[len(samples), [[shard, collated[shard]] for shard in block]] for block in self._blocks]
+        blocks = self._team.blocks
+        return [[len(samples), [[shard, collated[shard]] for shard in block]] for block in blocks]
+
+    def _take(self, position: Position, batch: int) -> list[Any]:
+        if self._end == (position.epoch, position.offset):
+            return []
+        self._seek(position)
+        samples = self._stream.take(batch)
+        if len(samples) < batch:
+            self._end = (position.epoch, position.offset + len(samples))
+            samples = [] if self._config.drop_last else samples
+        return samples
 
     def _seek(self, position: Position) -> None:
         stream, config = self._stream, self._config
@@ -211,18 +233,12 @@ class StreamFeed:
         stream.load_state_dict(saved)
 
 
-def open_feed(
-    source: Source,
-    config: TrainConfig,
-    context: DistributedContext,
-    blocks: Sequence[Sequence[int]],
-    shards: int,
-) -> Feed:
+def open_feed(source: Source, config: TrainConfig, team: Team) -> Feed:
     if isinstance(source, Stream):
-        return StreamFeed(source, config, context, blocks, shards)
+        return StreamFeed(source, config, team)
     if source.size == 0:
         raise UsageError("the training data is empty", remedy="pass data with at least one sample")
-    return IndexedFeed(source, config, shards, blocks[context.rank])
+    return IndexedFeed(source, config, team)
 
 
 def to_device(data: Any, device: torch.device) -> Any:

@@ -16,7 +16,7 @@ from typing import Any, final
 
 from paceline.core import typed
 from paceline.core.errors import PlatformError, UsageError
-from paceline.core.events import finite
+from paceline.core.events import StepCommitted, finite
 
 _FORMAT = 1
 
@@ -38,6 +38,21 @@ class StepRecord:
     grad_norm: float | None = None
     skipped: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
+
+    @staticmethod
+    def of(event: StepCommitted) -> StepRecord:
+        """The record of a step that the journal tells of."""
+        return StepRecord(
+            step=event.step,
+            epoch=event.epoch,
+            loss=event.loss,
+            samples=event.samples,
+            seconds=event.seconds,
+            learning_rate=event.learning_rate,
+            grad_norm=event.grad_norm,
+            skipped=event.skipped,
+            metrics=event.metrics,
+        )
 
     def timeless(self) -> StepRecord:
         """The same without its time, which differs from rank to rank: what modifiers may decide by."""

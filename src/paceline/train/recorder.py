@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, final
 
@@ -26,6 +26,7 @@ from paceline.train.history import EpochRecord, Evaluation, StepRecord
 
 _log = logging.getLogger(__name__)
 
+_REMEMBERED = 256  # steps whose events can be told again
 _BEHIND = 2  # steps whose numbers may still be on their way from a GPU
 
 
@@ -40,6 +41,9 @@ class CommittedStep:
     learning_rate: float
     skipped: bool
     hash: str | None
+    offset: int  # in its epoch, before it
+    taken: int  # positions of the epoch
+    generation: int
     names: tuple[str, ...]  # of numbers after the loss and, where it was measured, the norm
     has_norm: bool
     numbers: Tensor
@@ -83,13 +87,47 @@ class EpochSums:
 
 
 @final
-class Recorder:
-    """Turns committed steps into records, on every rank; `callbacks` are given on the main rank only, which
-    also writes the steps into the journal."""
+class JournalWriter:
+    """Events into a journal that this process writes. When its disk is full the run goes on, and what could
+    not be written is written, in order, as soon as there is room."""
 
-    def __init__(self, callbacks: Callbacks | None, journal: Journal | None, device: torch.device) -> None:
-        self._callbacks = callbacks
+    def __init__(self, journal: Journal) -> None:
         self._journal = journal
+        self._unwritten: deque[events.Event] = deque()
+
+    def __call__(self, event: events.Event) -> None:
+        self._unwritten.append(event)
+        try:
+            while self._unwritten:
+                self._journal.append(self._unwritten[0])
+                self._unwritten.popleft()
+        except ResourceError as error:
+            if len(self._unwritten) == 1:
+                _log.error("%s; training goes on, and the journal is completed when that works again", error)
+
+
+Tell = Callable[[events.Event], None]
+
+
+def _nowhere(event: events.Event) -> None:
+    """A run without a folder has no journal."""
+
+
+@final
+class Recorder:
+    """Turns committed steps into records, on every rank; the main rank tells them to the journal and to the
+    observers among its callbacks. Which rank that is may change."""
+
+    def __init__(
+        self,
+        callbacks: Callbacks,
+        tell: Tell | None,
+        device: torch.device,
+        is_main: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._callbacks = callbacks
+        self._tell = tell or _nowhere
+        self._is_main = is_main
         self._behind = _BEHIND if device.type == "cuda" else 0
         self._waiting: deque[tuple[CommittedStep, Tensor, torch.cuda.Event | None, float]] = deque()
         self._last = time.perf_counter()
@@ -98,7 +136,7 @@ class Recorder:
         self.evaluations: list[Evaluation] = []
         self.sums = EpochSums()
         self._said_not_finite = False
-        self._unwritten: deque[events.Event] = deque()
+        self._places: dict[int, tuple[int, int, int, str | None]] = {}
 
     def start_clock(self) -> None:
         """What happened before now (loading, evaluating) is not part of the next step's time."""
@@ -138,37 +176,34 @@ class Recorder:
                 epoch=evaluation.epoch,
                 samples=evaluation.samples,
                 metrics=evaluation.metrics,
+                seconds=evaluation.seconds,
             )
         )
-        if self._callbacks is not None:
+        if self._is_main():
             self._callbacks.evaluation(evaluation)
 
     def end_epoch(self, epoch: int, validation: dict[str, float]) -> EpochRecord:
         record = self.sums.record(epoch, validation)
         self.epochs.append(record)
         self.sums = EpochSums()
-        if self._callbacks is not None:
+        self.note(events.EpochEnded(time=time.time(), **asdict(record)))
+        if self._is_main():
             self._callbacks.epoch(record)
         return record
 
     def note(self, event: events.Event) -> None:
         """Into the journal, by the main rank."""
-        if self._callbacks is not None:
-            self.note_here(event)
+        if self._is_main():
+            self._tell(event)
 
     def note_here(self, event: events.Event) -> None:
-        """Into the journal, by the rank that saw it. When its disk is full the run goes on, and what could
-        not be written is written, in order, as soon as there is room."""
-        if self._journal is None:
-            return
-        self._unwritten.append(event)
-        try:
-            while self._unwritten:
-                self._journal.append(self._unwritten[0])
-                self._unwritten.popleft()
-        except ResourceError as error:
-            if len(self._unwritten) == 1:
-                _log.error("%s; training goes on, and the journal is completed when that works again", error)
+        """Into the journal, by the rank that saw it."""
+        self._tell(event)
+
+    def events_after(self, step: int) -> list[events.Event]:
+        """What the journal may lack, of the steps after `step`, where another rank was to tell it."""
+        since = [record for record in self.steps[-_REMEMBERED:] if record.step > step]
+        return [_event(record, self._places[record.step]) for record in since if record.step in self._places]
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -201,22 +236,34 @@ class Recorder:
         )
         self.steps.append(record)
         self.sums.add(record)
-        if not math.isfinite(record.loss) and not self._said_not_finite and self._callbacks is not None:
+        self._places[step.step] = (step.offset, step.taken, step.generation, step.hash)
+        self._places.pop(step.step - _REMEMBERED, None)
+        if not math.isfinite(record.loss) and not self._said_not_finite and self._is_main():
             self._said_not_finite = True
             _log.warning(
                 "the loss of step %d is %s: this and what follows may be of no use", record.step, record.loss
             )
-        if self._callbacks is not None:
-            self.note(
-                events.StepCommitted(
-                    time=time.time(),
-                    step=record.step,
-                    epoch=record.epoch,
-                    loss=record.loss,
-                    samples=record.samples,
-                    seconds=record.seconds,
-                    hash=step.hash,
-                )
-            )
+        if self._is_main():
+            self._tell(_event(record, self._places[step.step]))
             self._callbacks.step(record)
         return record
+
+
+def _event(record: StepRecord, place: tuple[int, int, int, str | None]) -> events.StepCommitted:
+    offset, taken, generation, digest = place
+    return events.StepCommitted(
+        time=time.time(),
+        step=record.step,
+        epoch=record.epoch,
+        loss=record.loss,
+        samples=record.samples,
+        seconds=record.seconds,
+        hash=digest,
+        offset=offset,
+        taken=taken,
+        learning_rate=record.learning_rate,
+        grad_norm=record.grad_norm,
+        skipped=record.skipped,
+        metrics=record.metrics,
+        generation=generation,
+    )

@@ -18,6 +18,7 @@ from paceline.train.history import History
 from paceline.train.progress import duration, number, rate
 from paceline.train.report_style import COLOURS, STYLE
 from paceline.train.svg_chart import Line, line_chart
+from paceline.train.timeline_figure import Journal, timeline_figures
 
 # Pixels of a chart across the page and of one of two side by side.
 _WIDE, _HALF = 1040, 500
@@ -30,8 +31,13 @@ def write_report(
     *,
     heading: str = "Training report",
     notes: Sequence[str] = (),
+    journals: Sequence[Journal | None] = (),
 ) -> Path:
-    """Write `path` (.html) about one or more runs; `titles` names them, `notes` are sentences at the top."""
+    """Write `path` (.html) about one or more runs; `titles` names them, `notes` are sentences at the top.
+
+    `journals`, one per history or none at all, add the workers' timelines: a run's folder, the file, or its
+    events; None for a run without one.
+    """
     if not histories:
         raise UsageError("a report needs at least one history", remedy="give what Trainer.fit returned")
     if titles is not None and len(titles) != len(histories):
@@ -39,12 +45,17 @@ def write_report(
             f"{len(titles)} titles were given for {len(histories)} histories",
             remedy="give one title per history, or none at all",
         )
+    if journals and len(journals) != len(histories):
+        raise UsageError(
+            f"{len(journals)} journals were given for {len(histories)} histories",
+            remedy="give one journal per history (None where there is none), or none at all",
+        )
+    names = curves.names_of(histories, titles)
+    workers = timeline_figures(journals, names)
     target = Path(path)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(
-            _page(histories, curves.names_of(histories, titles), heading, notes), encoding="utf-8"
-        )
+        target.write_text(_page(histories, names, heading, notes, workers), encoding="utf-8")
     except OSError as error:
         raise PlatformError(
             f"the report cannot be written to {target}: {error.strerror}",
@@ -53,7 +64,13 @@ def write_report(
     return target
 
 
-def _page(histories: Sequence[History], names: Sequence[str], heading: str, notes: Sequence[str]) -> str:
+def _page(
+    histories: Sequence[History],
+    names: Sequence[str],
+    heading: str,
+    notes: Sequence[str],
+    workers: Sequence[str],
+) -> str:
     sections = [
         f"<h1>{escape(heading)}</h1>",
         *(f'<p class="note">{escape(note)}</p>' for note in notes),
@@ -61,7 +78,7 @@ def _page(histories: Sequence[History], names: Sequence[str], heading: str, note
         '<div class="cards">',
         *(_card(index, *run) for index, run in enumerate(zip(histories, names, strict=True))),
         "</div>",
-        *_charts(histories, names),
+        *_charts(histories, names, workers),
         _runs(histories, names),
         _epochs(histories, names),
     ]
@@ -145,7 +162,7 @@ def _card(index: int, history: History, name: str) -> str:
     )
 
 
-def _charts(histories: Sequence[History], names: Sequence[str]) -> list[str]:
+def _charts(histories: Sequence[History], names: Sequence[str], workers: Sequence[str]) -> list[str]:
     runs = list(zip(histories, names, range(len(names)), strict=True))
     by_step = []
     for history, name, index in runs:
@@ -160,7 +177,8 @@ def _charts(histories: Sequence[History], names: Sequence[str]) -> list[str]:
             line_chart(by_step, x_label="step", y_label="loss", width=_WIDE),
             names,
             "Moving average; the faint line behind it is the loss of every step." if smooth else "",
-        )
+        ),
+        *workers,
     ]
     for metric in curves.metric_names(histories):
         lines = [

@@ -55,6 +55,26 @@ figcaption{margin-top:4px}
 .line{fill:none;stroke:var(--c);stroke-linejoin:round;stroke-linecap:round}
 .faint{fill:none;stroke:var(--c);stroke-width:1;opacity:.28}
 .mark{fill:var(--c)}
+.wide{flex-basis:100%}
+.bar{fill:var(--c)}.waits{fill:var(--c);opacity:.3}
+.view{stroke:var(--quiet);opacity:.35;stroke-dasharray:1 3}
+.again{stroke:var(--quiet);stroke-dasharray:6 4}
+.repair{fill:var(--bad);opacity:.2}
+.speed{fill:var(--quiet);opacity:.16}.speed-line{fill:none;stroke:var(--quiet);stroke-width:1.2;opacity:.8}
+.failed path{fill:none;stroke:var(--bad);stroke-width:2.4;stroke-linecap:round}
+.failed .halo{stroke:var(--card);stroke-width:5.5}
+.joined{fill:var(--good);stroke:var(--card);stroke-width:1.2}
+.left{fill:var(--quiet);stroke:var(--card);stroke-width:1.2}
+.cause{fill:var(--card);font-size:11px;font-weight:600}
+.checkpoint{fill:var(--quiet)}
+.supervisor{fill:var(--card);stroke:var(--text);stroke-width:1.6}
+.verdict-mark{fill:var(--bad);font-size:15px;font-weight:700}
+.key svg{display:inline-block;width:1em;height:1em;margin-right:.4em;vertical-align:-.12em}
+.happened{margin:10px 0 0;padding:0;list-style:none;font-size:13px;columns:2;column-gap:28px}
+.happened li{display:flex;gap:10px;break-inside:avoid;padding:1px 0;overflow-wrap:anywhere}
+.happened .when{flex:0 0 5.2em;text-align:right;color:var(--quiet);font-variant-numeric:tabular-nums}
+.happened .bad{color:var(--bad)}.happened .good{color:var(--good)}
+@media (max-width:760px){.happened{columns:1}}
 .scroll{overflow-x:auto}
 table{border-collapse:collapse;width:100%;font-size:13.5px;font-variant-numeric:tabular-nums}
 th,td{padding:6px 10px;text-align:right;white-space:nowrap;border-bottom:1px solid var(--rule)}
@@ -63,7 +83,8 @@ thead .group{text-align:left;color:var(--text);font-weight:600}
 tbody th{font-weight:600;text-align:left}
 tr:first-child>th:first-child{text-align:left}
 tbody tr:last-child>*{border-bottom:0}
-@media print{body{background:#fff}figure,section,.card{break-inside:avoid}}
+@media print{body{background:#fff;print-color-adjust:exact;-webkit-print-color-adjust:exact}
+ figure,section,.card{break-inside:avoid}}
 """
     + "".join(f".c{index}{{--c:var(--line-{index})}}" for index in range(COLOURS))
 )

@@ -5,11 +5,13 @@ Must not know how state is put back.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from torch import nn
 
+from paceline.checkpoint.manifest import DamagedCheckpointError
 from paceline.checkpoint.reading import Checkpoint
 from paceline.checkpoint.store import CheckpointStore
 from paceline.comm.context import DistributedContext
@@ -20,6 +22,8 @@ from paceline.train import fingerprint
 from paceline.train.config import TrainConfig, changes_of_definition, definition
 from paceline.train.history import StepRecord
 from paceline.train.state import quick_hash
+
+_log = logging.getLogger(__name__)
 
 FORMAT = 1
 
@@ -42,15 +46,31 @@ def check_alike(
         )
 
 
-def choose(context: DistributedContext, store: CheckpointStore, which: str | int) -> Checkpoint | None:
-    """The version to go on from: the first rank looks for it, the others open the same one."""
+def choose(
+    context: DistributedContext, store: CheckpointStore, which: str | int, before: int = -1
+) -> Checkpoint | None:
+    """The version to go on from: the first rank looks for it, the others open the same one. `before` >= 0:
+    the newest of at most that step."""
     found: Checkpoint | None = None
     if context.is_master:
-        found = store.newest_good() if which == "auto" else store.open(which)
+        if before >= 0:
+            early = [manifest.version for manifest in store.manifests() if manifest.info.step <= before]
+            found = _first_good(store, reversed(early))
+        else:
+            found = store.newest_good() if which == "auto" else store.open(which)
     version = context.broadcast(None if found is None else found.version)
     if version is None or found is not None:
         return found
     return store.open(int(version))
+
+
+def _first_good(store: CheckpointStore, versions: Iterable[int]) -> Checkpoint | None:
+    for version in versions:
+        try:
+            return store.open(version)
+        except DamagedCheckpointError as error:
+            _log.warning("version %d is passed over: %s", version, error.message)
+    return None
 
 
 def check_same_run(checkpoint: Checkpoint, config: TrainConfig, samples: int | None) -> None:
@@ -82,11 +102,5 @@ def earlier_steps(file: Path, before: int) -> list[StepRecord]:
     found: dict[int, StepRecord] = {}
     for event in journal.iterate(file):
         if isinstance(event, StepCommitted) and event.step <= before:
-            found[event.step] = _record(event)
+            found[event.step] = StepRecord.of(event)
     return [found[step] for step in sorted(found)]
-
-
-def _record(event: StepCommitted) -> StepRecord:
-    return StepRecord(
-        step=event.step, epoch=event.epoch, loss=event.loss, samples=event.samples, seconds=event.seconds
-    )

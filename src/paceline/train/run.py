@@ -7,98 +7,41 @@
         the gradient changes the model; the step is committed      update
         what happened is recorded; evaluate, save, stop when due   recorder, evaluation, saving
 
-Both the trainer and a loop of the user's own (`session`) walk through `microbatches`. Must not know how
+Both the trainer and a loop of the user's own (`session`) walk through `microbatches`. What is due after a
+step is an agenda that all ranks work off in order. When the group breaks, in a step or in the agenda, those
+who are left meet again (`members`) and go on where the furthest of them is: `progress`. Must not know how
 workers start, nor where a loss comes from.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any, final
 
 import torch
-import xxhash
-from torch import Tensor, nn
+from torch import Tensor
 
-from paceline.comm.context import DistributedContext
 from paceline.core import events
+from paceline.core.control.messages import Progress
 from paceline.core.errors import UsageError
 from paceline.data.plan import Position, slices_of_step
 from paceline.data.randomness import seed_everything
 from paceline.data.sources import Batch
-from paceline.train.callbacks import Callbacks
-from paceline.train.config import TrainConfig
-from paceline.train.dynamic_batch import GradientNoise
-from paceline.train.early_stop import EarlyStopper
-from paceline.train.feed import Feed, to_device
+from paceline.train import modifier_states
+from paceline.train.feed import to_device
 from paceline.train.history import Evaluation
-from paceline.train.objective import split_pair
-from paceline.train.recorder import CommittedStep, Recorder
-from paceline.train.saving import Contents, Saver
-from paceline.train.schedule import Schedule
-from paceline.train.signals import StopRequest
+from paceline.train.phases import BACKWARD, CHECKPOINT, COLLECTIVE, DATA, EVALUATION, FORWARD, OPTIMIZER
+from paceline.train.recorder import CommittedStep
+from paceline.train.run_parts import GROUP_TROUBLE, Duty, Micro, Parts
 from paceline.train.state import state_hash
-from paceline.train.step import Reduced, StepTransaction, Wishes
-from paceline.train.update import Applied, Update
+from paceline.train.step import Reduced, Wishes
+from paceline.train.update import Applied
 
 _log = logging.getLogger(__name__)
 
-Evaluate = Callable[[], tuple[dict[str, float], int]]
-
-
-@final
-@dataclass(frozen=True)
-class Micro:
-    """A micro-batch to compute: `x` and `y` of a pair, or all of it as `data`; `count` samples."""
-
-    data: Any
-    count: int
-    shard: int
-    epoch: int
-    step: int
-
-    @property
-    def x(self) -> Any:
-        return split_pair(self.data)[0]
-
-    @property
-    def y(self) -> Any:
-        return split_pair(self.data)[1]
-
-
-@dataclass
-class Parts:
-    """What a run is put together from; see worker.py and session.py."""
-
-    context: DistributedContext
-    config: TrainConfig
-    device: torch.device
-    module: nn.Module
-    transaction: StepTransaction
-    update: Update
-    schedule: Schedule
-    feed: Feed
-    recorder: Recorder
-    callbacks: Callbacks
-    stop: StopRequest
-    noise: GradientNoise | None = None
-    early: EarlyStopper | None = None
-    saver: Saver | None = None
-    evaluate: Evaluate | None = None
-    contents: Callable[[Run], Contents] | None = None
-    draws_after_exchange: bool = True  # modifiers, or optimizers that may use randomness
-
-
-def _digest(state: Any) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(state, sort_keys=True, default=repr).encode())
-
-
-def _different(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
-    return sorted(name.partition(":")[2] for name in {**one, **other} if one.get(name) != other.get(name))
+_log = logging.getLogger(__name__)
 
 
 @final
@@ -118,6 +61,13 @@ class Run:
         self._planned = 0
         self._counts: list[int] = []
         self._named_unused = self.position.step > 0
+        self._pause = False  # after the step that was just committed
+        self._agenda: list[Duty] = []  # since the last commit
+        self._done = 0  # of the agenda
+        self._concluding = False
+        self.final_hashes: list[
+            list[Any]
+        ] = []  # of all ranks: hash, whether it was asked to stop, what is unsaved
 
     @property
     def batch(self) -> int:
@@ -134,6 +84,11 @@ class Run:
             or (config.epochs is not None and position.epoch >= config.epochs)
         )
 
+    @property
+    def progress(self) -> Progress:
+        """How far this rank is; ranks that trained together differ by what one collective decides."""
+        return self.position.step, self.position.epoch, self._done
+
     def microbatches(self) -> Generator[Micro, None, None]:
         """Every micro-batch of this rank, to the end of the run; after each one `backward` is due."""
         parts = self._parts
@@ -147,43 +102,84 @@ class Run:
             self.ended = self.ended or "the loop was left"
             parts.transaction.abandon()
             raise
-        self._compare_modifiers()
+
+    def conclude(self) -> None:
+        """The last evaluation and checkpoint, and the agreement of all ranks on the result."""
+        while not self.concluded:
+            if not self._concluding:
+                self._begin_conclusion()
+            try:
+                self._work_off()
+            except GROUP_TROUBLE as trouble:
+                self._meet_again(trouble)
+
+    @property
+    def concluded(self) -> bool:
+        return self._concluding and self._done >= len(self._agenda)
 
     def _steps(self) -> Iterator[Micro]:
+        while True:
+            try:
+                if self._pause:
+                    self._meet_again(None)
+                self._work_off()
+                if self.finished or self._concluding:
+                    return
+                yield from self._step()
+            except GROUP_TROUBLE as trouble:
+                self._meet_again(trouble)
+
+    def _meet_again(self, trouble: BaseException | None) -> None:
+        members = self._parts.members
+        if members is None:
+            assert trouble is not None
+            raise trouble
+        self._pause, self._pending = False, 0
+        members.meet_again(self, trouble)
+        self._parts.recorder.start_clock()
+
+    def _step(self) -> Iterator[Micro]:
         parts = self._parts
-        feed, transaction = parts.feed, parts.transaction
-        while not self.finished:
-            position = self.position
-            self._planned = feed.step(position, self.batch)
-            if self._planned == 0:
-                self._end_epoch()
-                continue
-            scaler = parts.update.scaler
-            slices = slices_of_step(position.offset, self._planned, self.batch, transaction.shards)
-            self._counts = [part.count for part in slices]
-            transaction.open(position.epoch, position.step, self._counts, scaler.scale if scaler else 1.0)
-            modifiers = self._modifiers() if self._first else {}
-            for shard in transaction.block:
-                transaction.start_shard(shard)
-                for batch in feed.batches(shard):
-                    if batch.skipped:
-                        self._say_skipped(batch)
-                    if not batch.count:
-                        continue
-                    self._pending = batch.count
-                    data = to_device(batch.data, parts.device)
-                    yield Micro(data, batch.count, shard, position.epoch, position.step)
-                    if self._pending:
-                        raise UsageError(
-                            f"step {position.step}: a micro-batch of {batch.count} samples was handed out "
-                            "and no backward came back",
-                            remedy="call run.backward(loss) exactly once for every micro-batch",
-                        )
-                transaction.finish_shard(shard)
-            if self._first:
-                self._first = False
-                self._check_batch_changers(modifiers)
-            self._commit()
+        feed, transaction, phases = parts.feed, parts.transaction, parts.phases
+        position = self.position
+        phases.step = position.step + 1
+        phases.enter(DATA)
+        held = transaction.held
+        self._planned = feed.step(position, self.batch, transaction.missing if held else None)
+        if self._planned == 0:
+            self._end_epoch()
+            return
+        scaler = parts.update.scaler
+        slices = slices_of_step(position.offset, self._planned, self.batch, transaction.shards)
+        self._counts = [part.count for part in slices]
+        transaction.open(position.epoch, position.step, self._counts, scaler.scale if scaler else 1.0)
+        modifiers = modifier_states.digests(parts.callbacks) if self._first else {}
+        missing = transaction.missing
+        for shard in missing if parts.members is None else parts.members.todo(phases.step, missing):
+            started = time.perf_counter()
+            transaction.start_shard(shard)
+            for batch in feed.batches(shard):
+                if batch.skipped:
+                    self._say_skipped(batch)
+                if not batch.count:
+                    continue
+                self._pending = batch.count
+                data = to_device(batch.data, parts.device)
+                phases.enter(FORWARD)
+                yield Micro(data, batch.count, shard, position.epoch, position.step)
+                if self._pending:
+                    raise UsageError(
+                        f"step {position.step}: a micro-batch of {batch.count} samples was handed out "
+                        "and no backward came back",
+                        remedy="call run.backward(loss) exactly once for every micro-batch",
+                    )
+            transaction.finish_shard(shard)
+            if parts.members is not None:
+                parts.members.shard_done(phases.step, shard, time.perf_counter() - started)
+        if self._first:
+            self._first = False
+            modifier_states.check_batch_changers(modifiers, parts.callbacks)
+        self._commit()
 
     def backward(self, loss: Tensor, metrics: Mapping[str, Any] | None = None) -> None:
         """The loss (a mean) of the micro-batch that was handed out last."""
@@ -193,6 +189,7 @@ class Run:
                 remedy="call run.backward(loss) exactly once for every micro-batch",
             )
         count, self._pending = self._pending, 0
+        self._parts.phases.enter(BACKWARD)
         self._parts.transaction.backward(loss, count, metrics)
 
     @property
@@ -208,6 +205,7 @@ class Run:
         if parts.evaluate is None or self.evaluated_step == self.position.step:
             return {}
         parts.recorder.flush()
+        parts.phases.enter(EVALUATION)
         started = time.perf_counter()
         metrics, samples = parts.evaluate()
         parts.recorder.evaluated(
@@ -231,8 +229,9 @@ class Run:
         parts = self._parts
         if parts.saver is None or parts.contents is None or parts.saver.saved_step == self.position.step:
             return
+        parts.phases.enter(CHECKPOINT)
         parts.recorder.flush()
-        self._compare_modifiers()
+        modifier_states.compare(parts.team.context, parts.callbacks, self.position.step)
         parts.saver.begin(self.position, parts.contents(self), self._metrics())
 
     # inside
@@ -240,31 +239,129 @@ class Run:
     def _commit(self) -> None:
         parts, config = self._parts, self._parts.config
         wrote, failed = parts.saver.wrote if parts.saver is not None else (False, False)
-        reduced = parts.transaction.reduce(Wishes(parts.stop.asked(), wrote, failed))
-        step, epoch, batch = self.position.step, self.position.epoch, self.batch
+        pause = parts.members is not None and parts.members.wants_pause
+        parts.phases.enter(COLLECTIVE)
+        reduced = parts.transaction.reduce(Wishes(parts.stop.asked(), wrote, failed, pause))
+        parts.phases.enter(OPTIMIZER)
+        position, batch = self.position, self.batch
+        step, epoch = position.step, position.epoch
         if parts.draws_after_exchange:
             # What draws numbers from here on does so on every rank, and must draw the same ones.
             seed_everything(config.seed, epoch, step, parts.transaction.shards)
         applied = parts.update.apply(parts.schedule.factor(step, batch), need_norm=parts.noise is not None)
         if parts.noise is not None:
             self._observe_noise(reduced, applied)
-        self.position = self.position.after(self._planned, reduced.applied)
-        self._record(reduced, applied, epoch)
+        self.position = position.after(self._planned, reduced.applied)
+        self._pause = reduced.pauses > 0
+        self._agenda, self._done = self._due_after(reduced), 0
+        self._record(reduced, applied, position)
         if parts.saver is not None:
             if not self._prepared and parts.contents is not None:
                 # Now, after a first step, optimizers have all the state that they will have.
                 self._prepared = True
                 parts.saver.prepare(parts.contents(self))
-            parts.saver.settle(reduced.saved, reduced.saves_failed)
-        if config.evaluate_every is not None and self.position.step % config.evaluate_every == 0:
+            parts.saver.poll()
+
+    def _due_after(self, reduced: Reduced) -> list[Duty]:
+        """What every rank does together after this step; it follows from what every rank knows."""
+        parts, step = self._parts, self.position.step
+        due: list[Duty] = []
+        if parts.saver is not None and parts.saver.complete(reduced.saved, reduced.saves_failed):
+            due.append(["settle", reduced.saved, reduced.saves_failed])
+        every = parts.config.evaluate_every
+        if every is not None and step % every == 0:
+            due.append(["evaluate"])
+        if reduced.stops:
+            due.append(["stop"])
+        if parts.saver is not None and parts.saver.due_after_step(step):
+            due.append(["save"])
+        return due
+
+    def _work_off(self) -> None:
+        while self._done < len(self._agenda):
+            name, *numbers = self._agenda[self._done]
+            self._do(name, numbers)
+            self._done += 1
+
+    def _do(self, name: str, numbers: list[int]) -> None:
+        parts, saver = self._parts, self._parts.saver
+        if name == "settle" and saver is not None:
+            saver.settle(*numbers)
+        elif name == "evaluate":
             self.evaluate()
-        if reduced.stops and self.ended is None:
+        elif name == "evaluate-extra":
+            self.evaluate(extra=True)
+        elif name == "stop" and self.ended is None:
             self.stopped_on_request = True
             self.ended = parts.stop.reason or "a signal to another worker"
-        if self.ended is None and parts.saver is not None and parts.saver.due_after_step(self.position.step):
+        elif (name == "save" and self.ended is None) or name == "save-last":
             self.save()
+        elif name == "finish-saving" and saver is not None:
+            parts.phases.enter(CHECKPOINT)
+            saver.finish()
+        elif name == "close-epoch":
+            self._close_epoch()
+        elif name == "close-last-epoch":
+            parts.recorder.end_epoch(self.position.epoch, self._last_validation())
+        elif name == "compare-modifiers":
+            modifier_states.compare(parts.team.context, parts.callbacks, self.position.step)
+        elif name == "compare":
+            parts.phases.enter(COLLECTIVE)
+            unsaved = saver.unsaved(self.position.step) if saver is not None else None
+            told = parts.team.context.all_gather([state_hash(parts.module), parts.stop.asked(), unsaved])
+            self.final_hashes = told
 
-    def _record(self, reduced: Reduced, applied: Applied, epoch: int) -> None:
+    def _begin_conclusion(self) -> None:
+        parts = self._parts
+        parts.recorder.flush()
+        self._concluding = True
+        if not self._left:
+            self._agenda.append(["compare-modifiers"])
+        known = parts.recorder.evaluations[-1:]
+        if not self.stopped_on_request and not (known and known[0].step == self.position.step):
+            self._agenda.append(["evaluate-extra"])
+        if parts.saver is not None:
+            if self.stopped_on_request or parts.config.checkpoint.at_end:
+                self._agenda.append(["save-last"])
+            self._agenda.append(["finish-saving"])
+        # After the save: a longer run that goes on from it is still in the middle of this epoch.
+        if parts.recorder.sums.steps and not self.stopped_on_request:
+            self._agenda.append(["close-last-epoch"])
+        self._agenda.append(["compare"])
+
+    def _last_validation(self) -> dict[str, float]:
+        known = self._parts.recorder.evaluations[-1:]
+        return known[0].metrics if known and known[0].step == self.position.step else {}
+
+    # what a member that joins has to know, besides the run's state
+
+    def agenda_dict(self) -> dict[str, Any]:
+        return {
+            "agenda": self._agenda,
+            "done": self._done,
+            "concluding": self._concluding,
+            "ended": self.ended,
+            "stopped_on_request": self.stopped_on_request,
+            "left": self._left,
+            "final_hashes": self.final_hashes,
+        }
+
+    def load_agenda_dict(self, state: Mapping[str, Any]) -> None:
+        self._agenda, self._done = [list(duty) for duty in state["agenda"]], state["done"]
+        self._concluding, self.ended = state["concluding"], state["ended"]
+        self.stopped_on_request, self._left = state["stopped_on_request"], state["left"]
+        self.final_hashes = list(state["final_hashes"])
+
+    def begin_at(self, position: Position) -> None:
+        """The state of another position was taken up."""
+        self._parts.transaction.abandon()
+        self._parts.update.watch()
+        self.position = position
+        self._agenda, self._done, self._concluding, self._pause = [], 0, False, False
+        self._named_unused = position.step > 0
+        self._first = self._first and position.step == 0
+
+    def _record(self, reduced: Reduced, applied: Applied, before: Position) -> None:
         parts, step = self._parts, self.position.step
         if not self._named_unused:
             self._named_unused = True
@@ -276,7 +373,10 @@ class Run:
             numbers = torch.cat([numbers[:1], norm, numbers[1:]])
         committed = CommittedStep(
             step=step,
-            epoch=epoch,
+            epoch=before.epoch,
+            offset=before.offset,
+            taken=self._planned,
+            generation=parts.team.generation,
             samples=reduced.applied,
             learning_rate=applied.learning_rate,
             skipped=applied.skipped,
@@ -286,6 +386,8 @@ class Run:
             numbers=numbers,
         )
         record = parts.recorder.commit(committed)
+        if parts.members is not None:
+            parts.members.committed(committed, parts.transaction.counted, parts.transaction.shard_hashes)
         if parts.callbacks.may_stop:
             record = record or parts.recorder.flush()
             assert record is not None
@@ -314,7 +416,15 @@ class Run:
                 remedy="use a smaller global_batch or drop_last=False",
             )
         parts.recorder.flush()
-        validation = self.evaluate() if parts.config.evaluate_every is None else {}
+        if parts.config.evaluate_every is None:
+            self._agenda.append(["evaluate"])
+        self._agenda.append(["close-epoch"])
+        if parts.saver is not None and parts.saver.due_after_epoch(position.epoch + 1):
+            self._agenda.append(["save"])
+
+    def _close_epoch(self) -> None:
+        parts, position = self._parts, self.position
+        validation = {} if parts.config.evaluate_every is not None else self._last_validation()
         parts.recorder.end_epoch(position.epoch, validation)
         self.position = position.next_epoch()
         if (
@@ -323,7 +433,6 @@ class Run:
             and parts.saver.due_after_epoch(self.position.epoch)
         ):
             parts.saver.forget_step()
-            self.save()
         parts.recorder.start_clock()
 
     def _metrics(self) -> dict[str, float]:
@@ -334,39 +443,8 @@ class Run:
             return dict(recorder.evaluations[-1].metrics)
         return {"train_loss": recorder.steps[-1].loss} if recorder.steps else {}
 
-    def _modifiers(self) -> dict[str, str]:
-        """The modifiers' states, each as a short digest."""
-        states = self._parts.callbacks.state_dict() if self._parts.callbacks.modifiers else {}
-        return {name: _digest(state) for name, state in states.items()}
-
-    def _check_batch_changers(self, before: Mapping[str, str]) -> None:
-        changed = _different(before, self._modifiers())
-        if changed:
-            raise UsageError(
-                f"the state of the modifier {', '.join(changed)} changed in change_batch: that is called for "
-                "the micro-batches of one worker, so the state would depend on how many workers there are",
-                remedy="change state in change_gradients or stop, which are called once a step on every "
-                "worker; randomness needs no state, it is seeded for every shard",
-            )
-
-    def _compare_modifiers(self) -> None:
-        """Where all ranks meet anyway: modifiers that did not do the same on each are found out."""
-        context = self._parts.context
-        if context.world_size == 1:
-            return
-        told = context.all_gather(self._modifiers())
-        for rank, theirs in enumerate(told):
-            odd = _different(told[0], theirs)
-            if odd:
-                raise UsageError(
-                    f"the modifier {', '.join(odd)} has another state on rank {rank} than on rank 0 after "
-                    f"step {self.position.step}",
-                    remedy="a modifier must do the same on every rank: use nothing that depends on the rank, "
-                    "on time or on this rank's samples",
-                )
-
     def _say_unused(self, unused: tuple[str, ...]) -> None:
-        if unused and self._parts.context.is_master:
+        if unused and self._parts.team.is_master:
             _log.warning(
                 "the first step gave no gradient to %s: a parameter keeps its value in every step "
                 "in which no sample uses it",

@@ -23,12 +23,12 @@ from paceline.checkpoint.manifest import FileRecord, Info
 from paceline.checkpoint.retention import Retention
 from paceline.checkpoint.store import CheckpointStore
 from paceline.checkpoint.writer import BackgroundWriter, Finished
-from paceline.comm.context import DistributedContext
 from paceline.core import events
 from paceline.core.errors import CommTimeoutError, ConfigError, PacelineError
 from paceline.data.plan import Position
 from paceline.train.callbacks import SavedCheckpoint
 from paceline.train.config import CheckpointConfig
+from paceline.train.team import Team
 
 _log = logging.getLogger(__name__)
 
@@ -56,23 +56,23 @@ class Saver:
         self,
         config: CheckpointConfig,
         store: CheckpointStore,
-        context: DistributedContext,
+        team: Team,
         *,
-        parent: int | None,
-        step: int,
         run: str,
         patience: float | None,
         tell: Tell,
         on_saved: Callable[[SavedCheckpoint], None],
     ) -> None:
         self._config = config
-        self._context = context
+        self._team = team
         self._run = run  # the mark of the run in its versions
         self._patience = patience or _PATIENCE_SECONDS
         self._gave_up = False
-        self._writer = BackgroundWriter(store, context.rank, context.world_size)
-        self.newest = parent  # the version that a run goes on from, and its step
-        self.newest_step = step
+        self._writer = BackgroundWriter(store, team.rank, team.world_size)
+        self._left_behind: list[BackgroundWriter] = []  # still writing for a group that is over
+        self.again = False  # the group changed in the middle of a save: another one is due
+        self.newest: int | None = None  # the version that a run goes on from, and its step
+        self.newest_step = 0
         self._tell = tell
         self._on_saved = on_saved
         self._version: int | None = None  # under way
@@ -81,7 +81,7 @@ class Saver:
         self._committing: tuple[int, float, float] | None = None  # version, begun, stall; on the first rank
         self._begun = 0.0
         self._stall = 0.0
-        self.saved_step = -1 if parent is None else step
+        self.saved_step = -1
         self._failure: tuple[int, str] | None = None  # of the last save: its step, and why; on the first rank
         self._retention = Retention(
             keep_last=config.keep_last,
@@ -91,9 +91,14 @@ class Saver:
             mode=config.mode,
         )
 
+    def begin_from(self, parent: int | None, step: int, run: str) -> None:
+        """The run goes on from this version, or begins."""
+        self.newest, self.newest_step, self._run = parent, step, run
+        self.saved_step = -1 if parent is None else step
+
     def due_after_step(self, step: int) -> bool:
         every = self._config.every_steps
-        return every is not None and step % every == 0
+        return self.again or (every is not None and step % every == 0)
 
     def due_after_epoch(self, epochs: int) -> bool:
         every = self._config.every_epochs
@@ -123,10 +128,11 @@ class Saver:
         started = time.perf_counter()
         self._check_metric(metrics)
         self.finish()
+        self.again = False
         reserved: list[Any] = [None, ""]
-        if self._context.is_master:
+        if self._team.is_master:
             reserved = self._reserve()
-        version, trouble = self._context.broadcast(reserved)
+        version, trouble = self._team.context.broadcast(reserved)
         if version is None:
             self._failed(-1, position.step, trouble)
             return
@@ -135,12 +141,12 @@ class Saver:
             step=position.step,
             epoch=position.epoch,
             samples=position.samples,
-            workers=self._context.world_size,
+            workers=self._team.world_size,
             parent=self.newest,
             metrics=metrics,
             run=self._run,
         )
-        state = contents.state if self._context.is_master else None
+        state = contents.state if self._team.is_master else None
         try:
             self._writer.save(version, contents.tensors, state, own=contents.own)
         except PacelineError as error:
@@ -149,17 +155,26 @@ class Saver:
         self.saved_step = position.step
         self._begun, self._stall = started, time.perf_counter() - started
 
+    def poll(self) -> None:
+        """On the rank that commits: whether that is done. Never waits, and asks nobody."""
+        self._poll_commit()
+
+    def complete(self, saved: int, failed: int) -> bool:
+        """Whether all ranks have written, or failed to, so that `settle` is due."""
+        return self._version is not None and saved + failed >= self._team.world_size
+
     def settle(self, saved: int, failed: int) -> None:
         """After a step in which so many ranks said that they have written, or failed to."""
         self._poll_commit()
-        if self._version is None or saved + failed < self._context.world_size:
+        if not self.complete(saved, failed):
             return
         version, mine = self._version, self._mine
+        assert version is not None
         assert mine is not None
-        self._version, self._mine = None, None
-        told = self._context.gather(
+        told = self._team.context.gather(
             [[record.to_plain() for record in mine.records], None if mine.error is None else str(mine.error)]
         )
+        self._version, self._mine = None, None
         if told is None:
             return
         errors = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(told) if error is not None]
@@ -178,9 +193,39 @@ class Saver:
             if self._mine is None:
                 self._mine = self._waited()
             # Every rank comes here at the same step, so this is the last of them to have written.
-            told = self._context.all_gather(list(self.wrote))
+            told = self._team.context.all_gather(list(self.wrote))
             self.settle(sum(done for done, _ in told), sum(bad for _, bad in told))
         self._poll_commit(wait=True)
+
+    def rebind(self, newest: tuple[int, int] | None) -> None:
+        """The team has another group: what was under way is given up and saved again at the next step.
+
+        `newest` is what the store knows on a rank that is the first from now on: version and step. A commit
+        that is under way needs nobody else and goes on.
+        """
+        if self._version is not None:
+            self.again = True
+            self.saved_step = -1
+            if self._team.is_master:
+                _log.warning("version %d is given up, because the group changed", self._version)
+        if newest is not None and (self.newest is None or newest[0] > self.newest):
+            self.newest, self.newest_step = newest
+        self._version, self._mine = None, None
+        if self._writer.busy and self._committing is None:
+            # A part that nobody will ask for: it ends by itself, beside the new writer.
+            self._left_behind.append(self._writer)
+            self._writer = BackgroundWriter(self._writer.store)
+        self._writer.rank, self._writer.world = self._team.rank, self._team.world_size
+        for writer in [writer for writer in self._left_behind if writer.poll() is not None]:
+            self._left_behind.remove(writer)
+            writer.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a member that joins has to know to begin saves together with the others."""
+        return {"again": self.again, "saved_step": self.saved_step, "run": self._run}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.again, self.saved_step, self._run = state["again"], state["saved_step"], state["run"]
 
     def forget_step(self) -> None:
         """The next save is wanted even if this step has one: the epoch has turned since."""
@@ -194,6 +239,8 @@ class Saver:
 
     def close(self) -> None:
         """Waits for what is under way, unless that was waited for in vain already."""
+        for writer in self._left_behind:
+            writer.close(0.0)
         self._writer.close(0.0 if self._gave_up else self._patience)
 
     def _has(self, step: int) -> bool:
@@ -225,7 +272,7 @@ class Saver:
             return [None, f"{type(error).__name__}: {error}"]
 
     def _poll_commit(self, *, wait: bool = False) -> None:
-        if not self._context.is_master or self._version is not None:
+        if self._version is not None or not self._writer.busy:
             return
         done = self._waited() if wait else self._writer.poll()
         if done is None or self._committing is None:
@@ -246,6 +293,7 @@ class Saver:
                 bytes=done.manifest.nbytes,
                 stall=stall,
                 seconds=seconds,
+                epoch=info.epoch,
             )
         )
         self._on_saved(
@@ -261,7 +309,7 @@ class Saver:
 
     def _failed(self, version: int, step: int, reason: str) -> None:
         self._failure = (step, reason)
-        if not self._context.is_master:
+        if not self._team.is_master:
             return
         _log.error(
             "checkpoint of step %d could not be written, training goes on with the older ones: %s",

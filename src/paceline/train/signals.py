@@ -1,8 +1,9 @@
 """Signals that ask a run to stop: finish the step, save, exit; the second one exits at once.
 
 SIGTERM and SIGUSR1 ask. A run that stopped ends its process with code 75 (EX_TEMPFAIL: saved, start it again
-with resume="auto"). Handlers are installed for the time of a run only, and only in the main thread; the ones
-of before come back. Must not know what stopping means.
+with resume="auto"); a worker whose supervisor stayed away saves and ends with code 76. Handlers are installed
+for the time of a run only, and only in the main thread; the ones of before come back. Must not know what
+stopping means.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, final
 from paceline.core.errors import PlatformError
 
 STOPPED_EXIT_CODE = 75
+SUPERVISOR_LOST_EXIT_CODE = 76
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 

@@ -30,9 +30,8 @@ def sparse_parameters(module: nn.Module) -> set[str]:
 class SparseGradients:
     """The sparse gradients of one step."""
 
-    def __init__(self, parameters: Mapping[str, Parameter], shards: int) -> None:
+    def __init__(self, parameters: Mapping[str, Parameter]) -> None:
         self._parameters = dict(parameters)
-        self._shards = shards
         self._held: dict[int, list[tuple[Tensor, Tensor] | None]] = {}
 
     def start(self) -> None:
@@ -67,7 +66,7 @@ class SparseGradients:
             for told in context.all_gather(mine):
                 by_shard |= dict(told)
         for position, parameter in enumerate(self._parameters.values()):
-            pairs = [by_shard[shard][position] for shard in range(self._shards)]
+            pairs = [by_shard[shard][position] for shard in sorted(by_shard)]
             parts = [pair for pair in pairs if pair is not None]
             if not parts:
                 parameter.grad = None

@@ -6,13 +6,13 @@
     (commit)    what follows, the optimizer's step, is update.py's
 
 Until `reduce` returns, parameters, buffers and optimizer are as they were, so the step can be done again,
-with the shards dealt in another way. Must not know where batches come from, nor what is done with the
-gradient.
+with the shards dealt in another way: what this rank has computed of it stays held, and only what it lacks is
+computed. Must not know where batches come from, nor what is done with the gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, final
 
@@ -22,22 +22,23 @@ from torch.nn import Parameter
 
 from paceline.comm.compression import cast_gradients, quantize_gradients, sparsify_gradients
 from paceline.comm.compression.base import Compression
-from paceline.comm.context import DistributedContext
-from paceline.core.errors import UsageError
-from paceline.data.plan import deal
+from paceline.comm.shards import Holdings
+from paceline.core.errors import PeerLostError, UsageError
 from paceline.data.randomness import seed_everything
 from paceline.train.compressed_summation import CompressedSummation
 from paceline.train.config import GradientCompression, TrainConfig
-from paceline.train.gradients import Layout, expose
+from paceline.train.gradients import Flat, Layout, expose
 from paceline.train.module_buffers import ModuleBuffers
 from paceline.train.objective import check_metrics
+from paceline.train.shard_hash import shard_hash
 from paceline.train.sparse_gradients import SparseGradients, sparse_parameters
 from paceline.train.summation import CanonicalSummation, PlainSummation, Summation
+from paceline.train.team import Team
 from paceline.train.update import total_norm
 
 MOST_METRICS = 16
 _LOSS, _FIRST_METRIC = 0, 1
-_WISHES = 4  # numbers of a ballot before the parameters' marks
+_WISHES = 5  # numbers of a ballot before the parameters' marks
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Wishes:
     stop: bool = False
     saved: bool = False
     save_failed: bool = False
+    pause: bool = False  # after this step, so that members can come and go
 
 
 @dataclass(frozen=True)
@@ -60,21 +62,38 @@ class Reduced:
     stops: int
     saved: int
     saves_failed: int
+    pauses: int
     shard_square_norms: Tensor | None
+
+
+@dataclass(frozen=True)
+class _Computed:
+    """What the ballot says of a shard: samples that were really in it, and which parameters it used."""
+
+    applied: int
+    used: tuple[bool, ...]
 
 
 @final
 class StepTransaction:
-    """Computes and sums steps of one model on one rank; memory is kept from step to step."""
+    """Computes and sums steps of one model on one rank; memory is kept from step to step.
+
+    `tamper` gets this rank's gradients when their checksums are taken: fault injection.
+    """
 
     def __init__(
-        self, context: DistributedContext, module: nn.Module, config: TrainConfig, device: torch.device
+        self,
+        team: Team,
+        module: nn.Module,
+        config: TrainConfig,
+        device: torch.device,
+        *,
+        tamper: Callable[[Flat], None] | None = None,
     ) -> None:
-        self._context = context
+        self._team = team
         self._config = config
         self._device = device
-        self.shards = (config.shards or config.workers) if config.mode == "exact" else context.world_size
-        self.block = deal(self.shards, context.world_size)[context.rank]
+        self._tamper = tamper
         named = dict(module.named_parameters())
         self._all_names, self._all_parameters = list(named), list(named.values())
         self._learning = [p.requires_grad for p in self._all_parameters]
@@ -82,27 +101,74 @@ class StepTransaction:
         sparse = sparse_parameters(module)
         self._dense = {name: p for name, p in trained.items() if name not in sparse}
         self._names, self._parameters = list(self._dense), list(self._dense.values())
-        self._sparse = SparseGradients(
-            {name: p for name, p in trained.items() if name in sparse}, self.shards
-        )
+        self._sparse = SparseGradients({name: p for name, p in trained.items() if name in sparse})
         self.trained: dict[str, Parameter] = trained
         self._buffers = ModuleBuffers(module)
         self._noise = config.dynamic_batch is not None
         self._norms_start = _FIRST_METRIC + MOST_METRICS + self._buffers.size
-        # One shard on one worker: autograd's own gradients are the sum, and nothing has to be copied.
-        self._direct = self.shards == 1 and context.world_size == 1 and config.compression is None
-        tail = self._norms_start + (self.shards if self._noise else 0)
-        self._tail = torch.zeros(tail, device=device)
-        layout = Layout(self._dense, tail, _WISHES + len(trained))
-        self._summation = None if self._direct else _summation(context, layout, config, device)
         self._metric_names: list[str] | None = None
-        self._agreed = context.world_size == 1
-        self._epoch = self._step = self._planned = self._applied = self._shard_applied = 0
+        self._epoch = self._step = self._planned = self._shard_applied = 0
         self._scale = 1.0
         self._loss: Tensor | None = None
         self._metrics: list[Tensor] = []
-        self._used: list[bool] = [False] * len(trained)
+        self._computed: dict[int, _Computed] = {}
+        self.counted: tuple[int, ...] = ()  # the shards of this rank in the step that was reduced last
+        self.shard_hashes: dict[int, str] = {}  # of this rank's shards, in steps that are audited
+        self._open: tuple[int, int] | None = None
+        self._touched = False  # whether a shard has moved the buffers since they were remembered
         self._first_filled = 0
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """What depends on how many shards and ranks there are."""
+        team, config = self._team, self._config
+        self._shape = self._shape_now()
+        self._direct = self._shape[1]
+        tail = self._norms_start + (team.shards if self._noise else 0)
+        self._tail = torch.zeros(tail, device=self._device)
+        layout = Layout(self._dense, tail, _WISHES + len(self.trained))
+        self._summation = (
+            None if self._direct else _summation(team, layout, config, self._device, self._tamper)
+        )
+        self._agreed = team.world_size == 1
+
+    def _shape_now(self) -> tuple[int, bool]:
+        """How many shards; and whether it is one on one worker: autograd's own gradients are the sum then,
+        and nothing has to be copied."""
+        team = self._team
+        alone = team.shards == 1 and team.world_size == 1 and self._config.compression is None
+        return team.shards, alone
+
+    @property
+    def shards(self) -> int:
+        return self._team.shards
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """The shards of the open step that need not be computed again, whoever is in the group."""
+        if self._open is None or self._summation is None or not self._summation.keeps or self._team.backup:
+            return ()
+        return tuple(sorted(self._computed))
+
+    @property
+    def missing(self) -> list[int]:
+        """The shards of this rank that the open step still lacks."""
+        return [shard for shard in self._team.block if shard not in self._computed]
+
+    def has(self, shard: int) -> bool:
+        return shard in self._computed
+
+    def rebind(self) -> None:
+        """The team has another group or another deal; an open step goes on with what is held."""
+        if self._shape_now() != self._shape:
+            self.abandon()
+            self._prepare()
+            return
+        if not self.held or not set(self.held) <= set(self._team.block):
+            self.abandon()
+        if self._summation is not None:
+            self._summation.rebind()
+        self._agreed = self._team.world_size == 1
 
     # one step
 
@@ -110,23 +176,25 @@ class StepTransaction:
         """Begins a step whose shards have so many samples; `scale` is what fp16 multiplies the loss by."""
         if [p.requires_grad for p in self._all_parameters] != self._learning:
             self._refuse_freezing()
-        planned = sum(counts)
-        self._epoch, self._step, self._planned, self._scale = epoch, step, planned, scale
-        self._applied = 0
-        self._used = [False] * len(self.trained)
+        if self._open == (epoch, step):
+            return  # done again with another group
+        self._open = (epoch, step)
+        self._epoch, self._step, self._planned, self._scale = epoch, step, sum(counts), scale
+        self._computed, self.shard_hashes, self._touched = {}, {}, False
         self._first_filled = next((shard for shard, count in enumerate(counts) if count), 0)
         self._sparse.start()
         if self._buffers.size:
             self._buffers.remember()
         if self._summation is not None:
-            self._summation.start(self.block, self.shards)
+            self._summation.start()
         if isinstance(self._summation, CompressedSummation):
             self._summation.scale = scale
 
     def start_shard(self, shard: int) -> None:
         """The shard starts from the step's state, with randomness of its own."""
-        if self._buffers.size and not self._direct and shard != self.block[0]:
+        if self._buffers.size and self._touched:
             self._buffers.restore()
+        self._touched = True
         for parameter in self.trained.values():
             parameter.grad = None
         self._loss, self._metrics, self._shard_applied = None, [], 0
@@ -152,21 +220,35 @@ class StepTransaction:
 
     def finish_shard(self, shard: int) -> None:
         """Deposits the shard's gradients. A shard without samples counts as zeros."""
-        self._applied += self._shard_applied
-        for position, parameter in enumerate(self.trained.values()):
-            self._used[position] |= parameter.grad is not None
+        self._computed[shard] = _Computed(
+            self._shard_applied, tuple(parameter.grad is not None for parameter in self.trained.values())
+        )
+        audit = self._config.audit_every
+        if audit and (self._step + 1) % audit == 0:
+            self.shard_hashes[shard] = shard_hash([p.grad for p in self.trained.values()])
         self._sparse.collect(shard)
         if self._summation is None:
             return
         with torch.no_grad():
-            self._summation.deposit([p.grad for p in self._parameters], self._shard_tail(shard))
+            self._summation.deposit(shard, [p.grad for p in self._parameters], self._shard_tail(shard))
 
     def reduce(self, wishes: Wishes | None = None) -> Reduced:
         """Sums all shards of all ranks; afterwards the parameters' `grad` is the gradient of the step."""
         wishes = wishes or Wishes()
         if not self._agreed:
             self._agree_on_metrics()
-        ballot = [self._applied, wishes.stop, wishes.saved, wishes.save_failed, *self._used]
+        holdings = self._choose() if self._team.backup else None
+        self.counted = tuple(sorted(self._computed) if holdings is None else holdings.blocks[self._team.rank])
+        computed = [self._computed[shard] for shard in self.counted]
+        used = [any(marks) for marks in zip(*(one.used for one in computed), strict=True)]
+        ballot = [
+            sum(one.applied for one in computed),
+            wishes.stop,
+            wishes.saved,
+            wishes.save_failed,
+            wishes.pause,
+            *(used or [False] * len(self.trained)),
+        ]
         names = self._metric_names or ()
         if self._summation is None:
             # A step whose samples were all left out has no numbers.
@@ -174,14 +256,16 @@ class StepTransaction:
             loss = nothing if self._loss is None else self._loss
             tail = torch.stack([loss, *(self._metrics or [nothing] * len(names))])
         else:
-            flat = self._summation.finish(torch.tensor(ballot, dtype=torch.float32))
-            if self._context.world_size > 1:
+            flat = self._summation.finish(torch.tensor(ballot, dtype=torch.float32), holdings)
+            if self._team.world_size > 1:
                 ballot = [round(number) for number in flat.ballot.tolist()]
-            used = dict(zip(self.trained, ballot[_WISHES:], strict=True))
-            expose(self._parameters, flat, [used[name] > 0 for name in self._names])
+            counts = dict(zip(self.trained, ballot[_WISHES:], strict=True))
+            expose(self._parameters, flat, [counts[name] > 0 for name in self._names])
             tail = flat.tail
-        self._sparse.reduce(self._context)
-        applied, stops, saved, failed, *marks = ballot
+        self._sparse.reduce(self._team.context)
+        # From here on nothing can fail because of another rank: the step is decided.
+        self._open = None
+        applied, stops, saved, failed, pauses, *marks = ballot
         if self._buffers.size and self._summation is not None and applied:
             movement = tail[_FIRST_METRIC + MOST_METRICS : self._norms_start]
             self._buffers.move(movement, applied / self._planned)
@@ -199,13 +283,31 @@ class StepTransaction:
             stops,
             saved,
             failed,
+            pauses,
             tail[self._norms_start :].clone() if self._noise else None,
+        )
+
+    def _choose(self) -> Holdings:
+        """Whose of the shards that were computed by several counts: the first rank's. The bits are equal."""
+        told: list[list[int]] = self._team.context.all_gather(sorted(self._computed))
+        owner: dict[int, int] = {}
+        for rank, shards in enumerate(told):
+            for shard in shards:
+                owner.setdefault(shard, rank)
+        if len(owner) < self._team.shards:
+            missing = sorted(set(range(self._team.shards)) - owner.keys())
+            raise PeerLostError(f"step {self._step + 1}: shards {missing} were left to a rank that is gone")
+        ranks = range(self._team.world_size)
+        return Holdings(
+            self._team.shards,
+            tuple(tuple(shard for shard in sorted(owner) if owner[shard] == rank) for rank in ranks),
         )
 
     def abandon(self) -> None:
         """Gives the step up: the model is as it was before `open`."""
-        if self._buffers.size:
+        if self._buffers.size and self._open is not None:
             self._buffers.restore()
+        self._open, self._computed = None, {}
         for parameter in self.trained.values():
             parameter.grad = None
 
@@ -221,7 +323,13 @@ class StepTransaction:
 
     def load_residuals(self, residuals: Mapping[str, Tensor]) -> None:
         if isinstance(self._summation, CompressedSummation):
-            self._summation.load_residuals(residuals, self.block)
+            self._summation.load_residuals(residuals, self._team.block)
+
+    def share_residuals(self) -> None:
+        """The shards were dealt anew: what each of them owes goes to the rank that computes it from now on."""
+        if isinstance(self._summation, CompressedSummation):
+            told = self._team.context.all_gather(self.residuals())
+            self.load_residuals({name: tensor for theirs in told for name, tensor in theirs.items()})
 
     def _refuse_freezing(self) -> None:
         learns = zip(self._all_names, self._all_parameters, self._learning, strict=True)
@@ -261,7 +369,8 @@ class StepTransaction:
     def _agree_on_metrics(self) -> None:
         """Once, after the first samples: ranks whose first shards were empty learn the names, and different
         names are found out."""
-        told = self._context.all_gather([self._metric_names or [], self._applied])
+        mine = sum(one.applied for one in self._computed.values())
+        told = self._team.context.all_gather([self._metric_names or [], mine])
         if not any(applied for _, applied in told):
             return
         named = {tuple(names) for names, applied in told if applied}
@@ -312,14 +421,19 @@ def _refuse_loss(loss: Any) -> NoReturn:
 
 
 def _summation(
-    context: DistributedContext, layout: Layout, config: TrainConfig, device: torch.device
+    team: Team,
+    layout: Layout,
+    config: TrainConfig,
+    device: torch.device,
+    tamper: Callable[[Flat], None] | None,
 ) -> Summation:
-    if config.mode == "fast":
-        return PlainSummation(context, layout, device, _compression(config.compression))
     compression = _compression(config.compression)
+    if config.mode == "fast":
+        return PlainSummation(team, layout, device, compression)
     if compression is not None:
-        return CompressedSummation(context, layout, device, compression)
-    return CanonicalSummation(context, layout, device)
+        return CompressedSummation(team, layout, device, compression)
+    checksums = not team.lasting and config.fault_tolerance.checksums
+    return CanonicalSummation(team, layout, device, checksums=checksums, tamper=tamper)
 
 
 def _compression(settings: GradientCompression | None) -> Compression | None:

@@ -1,48 +1,50 @@
 """How the contributions of all shards become one sum on every rank: one way per class, all of one shape.
 
-    start(block, shards)        a step begins; what an abandoned one left is forgotten
-    deposit(gradients, tail)    the next shard of this rank's block
-    finish(ballot)              the sum of all shards and of all ranks' ballots
+    start()                            a step begins; what an abandoned one left is forgotten
+    deposit(shard, gradients, tail)    a shard that this rank has computed
+    finish(ballot, holdings)           the sum of all shards and of all ranks' ballots; `holdings` says whose
+                                       shards count, where that is not simply what the team has dealt
+    rebind()                           the team has a new group; what was deposited stays
 
-Canonical: the fixed tree over the shards, the same bits for any number of ranks. Plain: the fastest
-all-reduce, one contribution per rank (mode="fast"). Compressed sums are in compressed_summation.py. Must not
-know what gradients are used for.
+Where members come and go (`team.lasting` is false) a `finish` that fails leaves what was deposited as it was:
+it can be finished with another group. Canonical: the fixed tree over the shards, the same bits for any number
+of ranks. Plain: the fastest all-reduce, one contribution per rank (mode="fast"). Compressed sums are in
+compressed_summation.py. Must not know what gradients are used for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, final
 
 import torch
 from torch import Tensor
 
 from paceline.comm.compression.base import Compression
-from paceline.comm.context import DistributedContext
 from paceline.comm.shards import Holdings
-from paceline.data.plan import deal
 from paceline.train.gradients import Flat, Layout
 from paceline.train.shard_fold import ShardFold
+from paceline.train.team import Team
 
 
 class Summation(Protocol):
-    def start(self, block: Sequence[int], shards: int) -> None: ...
+    keeps: bool  # whether shards stay held when the exchange fails
 
-    def deposit(self, gradients: Sequence[Tensor | None], tail: Tensor) -> None: ...
+    def start(self) -> None: ...
 
-    def finish(self, ballot: Tensor) -> Flat: ...
+    def deposit(self, shard: int, gradients: Sequence[Tensor | None], tail: Tensor) -> None: ...
+
+    def finish(self, ballot: Tensor, holdings: Holdings | None = None) -> Flat: ...
+
+    def rebind(self) -> None: ...
 
 
-def holdings_of(shards: int, workers: int) -> Holdings:
-    return Holdings(shards, tuple(tuple(block) for block in deal(shards, workers)))
-
-
-def flat_maker(context: DistributedContext, layout: Layout, device: torch.device) -> Flat:
+def flat_maker(team: Team, layout: Layout, device: torch.device) -> Flat:
     """Gradients on the CPU of several ranks lie where the peers reach them."""
 
     def memory(size: int, dtype: torch.dtype, where: torch.device) -> Tensor:
-        if where.type == "cpu" and context.world_size > 1:
-            return context.empty(size, dtype=dtype)
+        if where.type == "cpu" and team.world_size > 1:
+            return team.context.empty(size, dtype=dtype)
         return torch.empty(size, dtype=dtype, device=where)
 
     return Flat(layout, memory, device)
@@ -52,16 +54,16 @@ def flat_maker(context: DistributedContext, layout: Layout, device: torch.device
 class Staging:
     """Gradients of a GPU travel through the host's memory; on the CPU they are where they have to be."""
 
-    def __init__(self, context: DistributedContext, layout: Layout, device: torch.device) -> None:
-        self._context, self._layout = context, layout
-        self._needed = device.type != "cpu"
+    def __init__(self, team: Team, layout: Layout, device: torch.device) -> None:
+        self._team, self._layout = team, layout
+        self.needed = device.type != "cpu"
         self._host: list[Flat] = []
 
     def out(self, flats: Sequence[Flat]) -> list[Flat]:
-        if not self._needed:
+        if not self.needed:
             return list(flats)
         while len(self._host) < len(flats):
-            self._host.append(flat_maker(self._context, self._layout, torch.device("cpu")))
+            self._host.append(flat_maker(self._team, self._layout, torch.device("cpu")))
         for host, flat in zip(self._host, flats, strict=False):
             host.copy_flat(flat)
         return self._host[: len(flats)]
@@ -71,80 +73,135 @@ class Staging:
             flat.copy_flat(host)
         return flat
 
+    def rebind(self) -> None:
+        self._host = []
+
 
 @final
 class CanonicalSummation:
-    def __init__(self, context: DistributedContext, layout: Layout, device: torch.device) -> None:
-        self._context = context
-        self._fold = ShardFold(lambda: flat_maker(context, layout, device))
-        self._staging = Staging(context, layout, device)
-        self._holdings = holdings_of(1, context.world_size)
+    """`tamper` is called when checksums are taken: fault injection."""
 
-    def start(self, block: Sequence[int], shards: int) -> None:
-        if shards != self._holdings.shards:
-            self._holdings = holdings_of(shards, self._context.world_size)
-        self._fold.start(block, shards)
+    keeps = True
 
-    def deposit(self, gradients: Sequence[Tensor | None], tail: Tensor) -> None:
-        self._fold.deposit(gradients, tail)
+    def __init__(
+        self,
+        team: Team,
+        layout: Layout,
+        device: torch.device,
+        *,
+        checksums: bool = False,
+        tamper: Callable[[Flat], None] | None = None,
+    ) -> None:
+        self._team = team
+        self._make: Callable[[], Flat] = lambda: flat_maker(team, layout, device)
+        self._fold = ShardFold(self._make)
+        self._staging = Staging(team, layout, device)
+        self._result: Flat | None = None
+        self._checksums = checksums
+        self._tamper = tamper
 
-    def finish(self, ballot: Tensor) -> Flat:
+    def start(self) -> None:
+        self._fold.start(self._team.shards, apart=self._team.backup)
+
+    def deposit(self, shard: int, gradients: Sequence[Tensor | None], tail: Tensor) -> None:
+        self._fold.deposit(shard, gradients, tail)
+
+    def finish(self, ballot: Tensor, holdings: Holdings | None = None) -> Flat:
+        if holdings is not None:
+            self._fold.keep_only(holdings.blocks[self._team.rank])
         mine = self._fold.partials
-        if self._context.world_size == 1:
+        if self._team.world_size == 1:
             mine[0].ballot.copy_(ballot)
             return mine[0]
-        target = mine[0] if mine else self._fold.spare()
+        target = self._target(mine)
         partials = self._staging.out(mine)
-        result = partials[0] if partials else self._staging.out([target])[0]
+        if self._staging.needed:
+            result = partials[0] if partials else self._staging.out([target])[0]
+        else:
+            result = target
         for position, partial in enumerate(partials):
             partial.ballot.copy_(ballot if position == 0 else torch.zeros_like(ballot))
+        context, holdings = self._team.context, holdings or self._team.holdings
         for dtype, out in result.memory.items():
             flats = [partial.memory[dtype] for partial in partials]
-            self._context.fold_partials(flats, self._holdings, out)
+            context.fold_partials(
+                flats,
+                holdings,
+                out,
+                checksum=self._checksums,
+                after_checksum=self._tampering(partials, dtype) if self._checksums else None,
+            )
         return self._staging.back(result, target)
+
+    def _tampering(self, partials: Sequence[Flat], dtype: torch.dtype) -> Callable[[], None] | None:
+        tamper = self._tamper
+        if tamper is None or not partials or dtype != torch.float32:
+            return None
+        return lambda: tamper(partials[0])
+
+    def rebind(self) -> None:
+        self._fold.move()
+        self._staging.rebind()
+        self._result = None
+
+    def _target(self, mine: Sequence[Flat]) -> Flat:
+        """Where the sum goes: over the first partial, unless that may be needed again."""
+        if self._team.lasting or self._staging.needed:
+            return mine[0] if mine else self._fold.spare()
+        if self._result is None:
+            self._result = self._make()
+        return self._result
 
 
 @final
 class PlainSummation:
-    """One contribution per rank, summed in whatever order is fastest."""
+    """One contribution per rank, summed in whatever order is fastest, or by the algorithm that is named."""
+
+    keeps = False
 
     def __init__(
         self,
-        context: DistributedContext,
+        team: Team,
         layout: Layout,
         device: torch.device,
         compression: Compression | None = None,
+        algorithm: str = "auto",
     ) -> None:
-        self._context = context
+        self._team = team
         self._layout = layout
+        self._device = device
         self._compression = compression
-        self._flat = flat_maker(context, layout, device)
-        self._staging = Staging(context, layout, device)
+        self._algorithm = algorithm
+        self._flat = flat_maker(team, layout, device)
+        self._staging = Staging(team, layout, device)
 
-    def start(self, block: Sequence[int], shards: int) -> None:
+    def start(self) -> None:
         if self._compression is not None:
             # A codec may have written a NaN of an earlier step between the gradients.
             self._flat.clear()
 
-    def deposit(self, gradients: Sequence[Tensor | None], tail: Tensor) -> None:
+    def deposit(self, shard: int, gradients: Sequence[Tensor | None], tail: Tensor) -> None:
         self._flat.store(gradients, tail)
 
-    def finish(self, ballot: Tensor) -> Flat:
+    def finish(self, ballot: Tensor, holdings: Holdings | None = None) -> Flat:
         self._flat.ballot.copy_(ballot)
-        if self._context.world_size == 1:
+        context = self._team.context
+        if context.world_size == 1:
             return self._flat
         (host,) = self._staging.out([self._flat])
         for dtype, memory in host.memory.items():
             if self._compression is None:
-                self._context.all_reduce(memory, out=memory)
+                context.all_reduce(memory, algorithm=self._algorithm, out=memory)
                 continue
             # Losses and counts are not gradients: they travel as they are.
             edge = self._layout.tail_start if dtype == torch.float32 else memory.numel()
             gradients, rest = memory[:edge], memory[edge:]
             if edge:
-                self._context.all_reduce(
-                    gradients, out=gradients, compression=self._compression, name=str(dtype)
-                )
+                context.all_reduce(gradients, out=gradients, compression=self._compression, name=str(dtype))
             if len(rest):
-                self._context.all_reduce(rest, out=rest)
+                context.all_reduce(rest, out=rest)
         return self._staging.back(host, self._flat)
+
+    def rebind(self) -> None:
+        self._flat = flat_maker(self._team, self._layout, self._device)
+        self._staging.rebind()

@@ -38,7 +38,7 @@ class Line:
 
 @final
 @dataclass(frozen=True)
-class _Scale:
+class Scale:
     """An axis: values from `low` to `high` lie between the pixels `start` and `stop`."""
 
     low: float
@@ -59,7 +59,7 @@ class _Scale:
             first, last = math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9)
             every = max(1, (last - first) // _TICKS)
             return [10.0**power for power in range(first, last + 1, every)]
-        step = _round_step((self.high - self.low) / _TICKS)
+        step = round_step((self.high - self.low) / _TICKS)
         first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
         return [index * step for index in range(first, last + 1)]
 
@@ -91,38 +91,39 @@ def line_chart(lines: Sequence[Line], *, x_label: str, y_label: str, width: int)
     return "\n".join([*parts, "</svg>"])
 
 
-def _x_scale(values: Sequence[float], width: int) -> _Scale:
+def _x_scale(values: Sequence[float], width: int) -> Scale:
     low, high = min(values), max(values)
     if low == high:
         low, high = low - 1.0, high + 1.0
     # A run is drawn from its beginning, unless it went on from somewhere far away.
     elif low <= 0.5 * high:
         low = 0.0
-    return _Scale(low, high, _LEFT, width - _RIGHT)
+    return Scale(low, high, _LEFT, width - _RIGHT)
 
 
-def _y_scale(values: Sequence[float]) -> _Scale:
+def _y_scale(values: Sequence[float]) -> Scale:
     finite = [value for value in values if math.isfinite(value)]
     low, high = min(finite), max(finite)
     start, stop = HEIGHT - _BOTTOM, _TOP
     if low > 0.0 and high / low >= _LOG_FROM:
-        return _Scale(low / 1.1, high * 1.1, start, stop, log=True)
+        return Scale(low / 1.1, high * 1.1, start, stop, log=True)
     if low == high:
         margin = abs(low) * 0.1 or 1.0
-        return _Scale(low - margin, high + margin, start, stop)
+        return Scale(low - margin, high + margin, start, stop)
     # Zero is shown when it is near: how far a loss still is from it says something.
     if 0.0 < low <= 0.5 * high:
-        return _Scale(0.0, 1.05 * high, start, stop)
+        return Scale(0.0, 1.05 * high, start, stop)
     margin = 0.06 * (high - low)
-    return _Scale(low - margin, high + margin, start, stop)
+    return Scale(low - margin, high + margin, start, stop)
 
 
-def _round_step(rough: float) -> float:
+def round_step(rough: float) -> float:
+    """The round number (1, 2 or 5 times a power of ten) nearest to this one."""
     power = 10.0 ** math.floor(math.log10(rough))
     return min((step * power for step in (1.0, 2.0, 5.0, 10.0)), key=lambda step: abs(math.log(step / rough)))
 
 
-def _axes(x: _Scale, y: _Scale, x_label: str, y_label: str) -> list[str]:
+def _axes(x: Scale, y: Scale, x_label: str, y_label: str) -> list[str]:
     parts = []
     bottom, right = HEIGHT - _BOTTOM, x.stop
     for value in y.ticks():
@@ -152,7 +153,7 @@ def _axes(x: _Scale, y: _Scale, x_label: str, y_label: str) -> list[str]:
     return parts
 
 
-def _path(curve: Curve, x: _Scale, y: _Scale, attributes: str) -> str:
+def _path(curve: Curve, x: Scale, y: Scale, attributes: str) -> str:
     steps = []
     pen = "M"
     for step, value in zip(curve.x, curve.y, strict=True):
@@ -164,7 +165,7 @@ def _path(curve: Curve, x: _Scale, y: _Scale, attributes: str) -> str:
     return f'<path {attributes} d="{" ".join(steps)}"/>'
 
 
-def _marks(line: Line, x: _Scale, y: _Scale, thick: float) -> list[str]:
+def _marks(line: Line, x: Scale, y: Scale, thick: float) -> list[str]:
     return [
         f'<circle class="mark c{line.colour}" cx="{x.at(step):.1f}" cy="{y.at(value):.1f}" '
         f'r="{1.5 + thick / 2:g}"><title>{escape(line.label)}, step {step:g}: {value:.6g}</title></circle>'

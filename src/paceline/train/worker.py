@@ -29,9 +29,11 @@ from paceline.train.history import History
 from paceline.train.objective import Objective
 from paceline.train.own_process import OwnProcess
 from paceline.train.precision import autocast
-from paceline.train.run import Micro
+from paceline.train.run import Run
+from paceline.train.run_parts import Micro
 from paceline.train.signals import StopRequest, listening
 from paceline.train.state import model_tensors
+from paceline.train.team import Team
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,60 @@ class Trained:
     stopped: str | None
 
 
+@dataclass(frozen=True)
+class Built:
+    """What a worker has before it knows its group."""
+
+    module: nn.Module
+    call: Callable[..., Any]  # the module, compiled where that was asked for
+    objective: Objective
+    device: torch.device
+    given: Given
+    validation: Any
+
+    def evaluation(self, team: Team) -> Callable[[], tuple[dict[str, float], int]] | None:
+        if self.validation is None:
+            return None
+        forward = _forward(team, self.module, self.call, self.device, self.given.config)
+        return lambda: evaluation.evaluate(forward, self.objective, self.validation)
+
+
+def build(job: TrainJob, stack: ExitStack, number: int, observers: Sequence[Observer] = ()) -> Built:
+    """Model, objective and data of a job, on the device of worker `number`."""
+    config = job.config
+    device = run_setup.choose_device(config, number)
+    module = run_setup.build_model(job.model, config.seed).to(device).train()
+    objective = Objective(job.objective)
+    objective.to(device)
+    stack.enter_context(run_setup.recomputing(module, config.activation_checkpointing))
+    call = stack.enter_context(compiled(module, config))
+    given = Given(module, job.optimizer, config, as_source(job.train), job.callbacks, job.folder, observers)
+    validation = None if job.validation is None else as_source(job.validation)
+    return Built(module, call, objective, device, given, validation)
+
+
+def new_team(context: DistributedContext, config: TrainConfig, *, lasting: bool = True) -> Team:
+    shards = config.shards or config.workers if config.mode == "exact" else None
+    return Team(context, shards, lasting=lasting)
+
+
+def walk(run: Run, built: Built, assembled: Assembled) -> None:
+    """The loop itself."""
+    objective, checked = built.objective, False
+    for micro in run.microbatches():
+        try:
+            with autocast(assembled.config.precision, built.device):
+                scored = objective.score(built.call, assembled.callbacks.change_batch(micro.data))
+            run.backward(scored.loss, scored.metrics)
+            if not checked:
+                objective.check_unchanged()
+                checked = True
+        except Exception as error:
+            error.add_note(_where(micro, built.given))
+            raise
+    objective.check_unchanged()
+
+
 def train(context: DistributedContext, job: TrainJob) -> Trained:
     """Trains on this rank, together with the others of the context."""
     config = job.config
@@ -69,45 +125,25 @@ def train(context: DistributedContext, job: TrainJob) -> Trained:
         stack.enter_context(listening(stop.ask, to_the_end=job.stop_file is not None))
         stack.enter_context(run_setup.prepared(config))
         started = time.perf_counter()
-        device = run_setup.choose_device(config, context.rank)
-        module = run_setup.build_model(job.model, config.seed).to(device).train()
-        objective = Objective(job.objective)
-        objective.to(device)
-        stack.enter_context(run_setup.recomputing(module, config.activation_checkpointing))
-        call = stack.enter_context(compiled(module, config))
-        observers = _observers(config, context, stack)
-        given = Given(
-            module, job.optimizer, config, as_source(job.train), job.callbacks, job.folder, observers
-        )
-        assembled = Assembled(context, given, device, stop)
+        built = build(job, stack, context.rank, _observers(config, context, stack))
+        team = new_team(context, config)
+        assembled = Assembled(team, built.given, built.device, stop)
         stack.push(assembled)
-        forward = _forward(context, module, call, device, config)
-        validation = None if job.validation is None else as_source(job.validation)
-        evaluate = None if validation is None else lambda: evaluation.evaluate(forward, objective, validation)
-        run = assembled.run(evaluate)
+        run = assembled.run(built.evaluation(team))
         if context.is_master:
             assembled.callbacks.start(assembled.info(run))
-
-        checked = False
-        for micro in run.microbatches():
-            try:
-                with autocast(config.precision, device):
-                    scored = objective.score(call, assembled.callbacks.change_batch(micro.data))
-                run.backward(scored.loss, scored.metrics)
-                if not checked:
-                    objective.check_unchanged()
-                    checked = True
-            except Exception as error:
-                error.add_note(_where(micro, given))
-                raise
-
-        objective.check_unchanged()
+        walk(run, built, assembled)
         history = conclude(run, assembled, started)
-        stopped = run.ended if run.stopped_on_request else None
-        if history is None:
-            return Trained(None, {}, stopped)
-        weights = {name: tensor.detach().cpu() for name, tensor in model_tensors(module).items()}
-        return Trained(history, weights, stopped)
+        return trained(run, built.module, history)
+
+
+def trained(run: Run, module: nn.Module, history: History | None) -> Trained:
+    """What this worker sends back."""
+    stopped = run.ended if run.stopped_on_request else None
+    if history is None:
+        return Trained(None, {}, stopped)
+    weights = {name: tensor.detach().cpu() for name, tensor in model_tensors(module).items()}
+    return Trained(history, weights, stopped)
 
 
 def evaluate(context: DistributedContext, job: TrainJob) -> dict[str, float]:
@@ -117,7 +153,7 @@ def evaluate(context: DistributedContext, job: TrainJob) -> dict[str, float]:
         objective = Objective(job.objective)
         objective.to(device)
         with compiled(module, job.config) as call:
-            forward = _forward(context, module, call, device, job.config)
+            forward = _forward(Team(context, None), module, call, device, job.config)
             found = evaluation.evaluate(forward, objective, as_source(job.train))[0]
         objective.check_unchanged()
         return found
@@ -128,7 +164,7 @@ def predict(context: DistributedContext, job: TrainJob) -> Any:
     with run_setup.prepared(job.config):
         device, module = _placed(context, job)
         with compiled(module, job.config) as call:
-            forward = _forward(context, module, call, device, job.config)
+            forward = _forward(Team(context, None), module, call, device, job.config)
             return evaluation.predict(forward, as_source(job.train))
 
 
@@ -138,14 +174,14 @@ def _placed(context: DistributedContext, job: TrainJob) -> tuple[torch.device, n
 
 
 def _forward(
-    context: DistributedContext,
+    team: Team,
     module: nn.Module,
     call: Callable[..., Any],
     device: torch.device,
     config: TrainConfig,
 ) -> Forward:
     batch = config.micro_batch or -(-config.first_batch // (config.shards or config.workers))
-    return Forward(context, module, call, device, config.precision, config.seed, batch)
+    return Forward(team, module, call, device, config.precision, config.seed, batch)
 
 
 def _observers(config: TrainConfig, context: DistributedContext, stack: ExitStack) -> list[Observer]:

@@ -196,7 +196,7 @@ def _through_the_kernel(ctx: Any, force: bool | None) -> Any:
     if force and 2 in verdicts:
         return None
     if force is not None:
-        there._reachable = force
+        there.reachable = force
     ways.taken.clear()
     results: dict[Any, str] = {}
     for where in PLACES:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from paceline.comm.algorithms.hops import cut
 from paceline.comm.algorithms.job import Job
+from paceline.comm.algorithms.seals import Messages, Sealing, sealed_exchange
 from paceline.comm.algorithms.window import reduce_in_window
 from paceline.comm.algorithms.work import Recipe
 from paceline.comm.calls import Call
@@ -70,17 +71,29 @@ def recipe_for(nodes: tuple[tuple[Node, ...], ...], shards: int, op: ReduceOp) -
 
 
 def combine(
-    transport: Transport, call: Call, recipe: Recipe, partials: Sequence[Tensor], out: Tensor, deadline: float
+    transport: Transport,
+    call: Call,
+    recipe: Recipe,
+    partials: Sequence[Tensor],
+    out: Tensor,
+    deadline: float,
+    sealing: Sealing | None = None,
 ) -> None:
-    """Everybody's partials, as the recipe says, into `out` on every rank."""
+    """Everybody's partials, as the recipe says, into `out` on every rank; the partials are only read."""
     if transport.window is not None:
-        reduce_in_window(transport, transport.window, call, recipe, partials, out, deadline)
+        reduce_in_window(transport, transport.window, call, recipe, partials, out, deadline, sealing)
     else:
-        _by_messages(transport, call, recipe, partials, out, deadline)
+        _by_messages(transport, call, recipe, partials, out, deadline, sealing)
 
 
 def _by_messages(
-    transport: Transport, call: Call, recipe: Recipe, partials: Sequence[Tensor], out: Tensor, deadline: float
+    transport: Transport,
+    call: Call,
+    recipe: Recipe,
+    partials: Sequence[Tensor],
+    out: Tensor,
+    deadline: float,
+    sealing: Sealing | None,
 ) -> None:
     rank, size = transport.rank, transport.world_size
     slices = cut(out.numel(), size)
@@ -97,17 +110,34 @@ def _by_messages(
     arriving = [
         (source, tensor) for (source, _), tensor in zip(recipe.sources, inputs, strict=True) if source != rank
     ]
-    transport.exchange(call, sends, arriving, deadline)
+    _exchange(transport, sealing, call, sends, arriving, deadline)
     total = torch.empty(stop - start, dtype=wide, device="cpu")
     run_blocks(recipe.fold, kernel_of(recipe.op), inputs, total)
     finish(recipe.op, total, recipe.contributions)
     out[start:stop].copy_(total)
-    transport.exchange(
+    # Who finds a result damaged on its way fails alone: the others' results are right, and they know it.
+    _exchange(
+        transport,
+        None if sealing is None else Sealing(),
         call,
         [(peer, out[start:stop]) for peer in peers],
         [(peer, out[slice(*slices[peer])]) for peer in peers],
         deadline,
     )
+
+
+def _exchange(
+    transport: Transport,
+    sealing: Sealing | None,
+    call: Call,
+    sends: Messages,
+    receives: Messages,
+    deadline: float,
+) -> None:
+    if sealing is None:
+        transport.exchange(call, sends, receives, deadline)
+    else:
+        sealed_exchange(transport, sealing, call, sends, receives, deadline)
 
 
 def cost(situation: Situation, links: Links) -> float:

@@ -13,7 +13,7 @@ are three deep as well.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -40,6 +40,8 @@ def run(work: Work, slots: Slots) -> None:
         if chunk > 0:
             work.wait(filled)
         slots.fold(chunk, spare)
+        if work.seals is not None and chunk + 1 == chunks:
+            work.seals.check()  # before the tick that lets the others end
         just_folded = window.tick()
         if chunk > 0:
             work.wait(folded)
@@ -65,6 +67,14 @@ class Slots:
         grain = CACHE_LINE * work.size
         self.chunk = room // grain * grain or room
 
+    def pieces(self, peer: int) -> Iterator[Tensor]:
+        """What `peer` reads of this rank, in its order."""
+        for chunk in range(-(-self._work.out.numel() // self.chunk)):
+            low, high = chunk * self.chunk, min((chunk + 1) * self.chunk, self._work.out.numel())
+            start, stop = cut(high - low, self._work.size, CACHE_LINE)[peer]
+            for partial in self._work.partials:
+                yield partial[low + start : low + stop]
+
     def fill(self, chunk: int) -> None:
         """Copies the peers' slices of this rank's partials into its slot."""
         low, start, stop, high = self._bounds(chunk)
@@ -80,12 +90,14 @@ class Slots:
         if start == stop:
             return
         work = self._work
-        inputs = [
-            work.partials[position][start:stop]
-            if rank == work.rank
-            else self._slot(chunk, rank, position)[start - low : stop - low]
-            for rank, position in work.recipe.sources
-        ]
+        inputs = []
+        for rank, position in work.recipe.sources:
+            if rank == work.rank:
+                inputs.append(work.partials[position][start:stop])
+                continue
+            inputs.append(self._slot(chunk, rank, position)[start - low : stop - low])
+            if work.seals is not None:
+                work.seals.read(rank, inputs[-1])
         result = self._result(chunk)[start - low : stop - low]
         work.fold(inputs, result, spare)
         work.out[start:stop].copy_(result)

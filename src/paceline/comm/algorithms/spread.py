@@ -61,6 +61,11 @@ class Place:
         return self._work.window.at(self._offset + low * item, (high - low) * item).view(dtype)
 
 
+def pieces(work: Work, peer: int) -> list[Tensor]:
+    """What `peer` reads of this rank."""
+    return [work.partials[0][slice(*cut(work.out.numel(), work.size, CACHE_LINE)[peer])]]
+
+
 def spread(work: Work, sources: Sequence[int], targets: Sequence[int]) -> None:
     """`sources` and `targets` are the ranks' published locations of their inputs and outputs."""
     all_in_window = all(location < ADDRESS for location in sources)
@@ -84,13 +89,18 @@ def _in_place(work: Work, locations: Sequence[int]) -> None:
         torch.split(work.window.at(location - 1 + start * item, (stop - start) * item).view(out.dtype), block)
         for location in (locations[rank] for rank, _ in recipe.sources)
     ]
+    ranks = [rank for rank, _ in recipe.sources]
     for views in zip(*slices, strict=True):
+        if work.seals is not None:
+            for rank, view in zip(ranks, views, strict=True):
+                if rank != work.rank:
+                    work.seals.read(rank, view)
         for left, right in pairs:
             kernel(views[left], views[right], out=views[left])
         finish(recipe.op, views[0], recipe.contributions)
         for view in views[1:]:
             view.copy_(views[0])
-    work.wait(work.window.tick())
+    work.end()
 
 
 def _by_blocks(work: Work, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -101,7 +111,8 @@ def _by_blocks(work: Work, sources: Sequence[int], targets: Sequence[int]) -> No
     start, stop = cut(out.numel(), size, CACHE_LINE)[rank]
     # What is fetched is used at once and the kernel copies page by page: small blocks cost nothing and
     # stay in the cache.
-    block = min(max(LEAST_BLOCK, 4 * LEAST_BLOCK // size) // own.element_size(), stop - start)
+    least = LEAST_BLOCK if any(place >= ADDRESS for place in (*sources, *targets)) else 2 * LEAST_BLOCK
+    block = min(max(least, 4 * least // size) // own.element_size(), stop - start)
     rooms = [torch.empty(block, dtype=own.dtype, device="cpu") for _ in range(2)]
     spare = [
         torch.empty(block, dtype=accumulator_dtype(out.dtype), device="cpu")
@@ -113,13 +124,18 @@ def _by_blocks(work: Work, sources: Sequence[int], targets: Sequence[int]) -> No
 
         def fetch(index: int, room: Tensor, low: int = low, high: int = high, mine: Tensor = mine) -> Tensor:
             peer = work.recipe.sources[index][0]
-            return mine if peer == rank else inputs[peer].get(low, high, room)
+            if peer == rank:
+                return mine
+            fetched = inputs[peer].get(low, high, room)
+            if work.seals is not None:
+                work.seals.read(peer, fetched)
+            return fetched
 
         result = out[low:high]
         _fold_beside(work.recipe, fetch, rooms, result, [tensor[: high - low] for tensor in spare])
         for step in range(1, size):
             outputs[(rank + step) % size].put(low, result)  # everybody starts at another peer
-    work.wait(work.window.tick())
+    work.end()
 
 
 def _fold_beside(

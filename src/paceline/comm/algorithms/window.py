@@ -16,13 +16,15 @@ the tree).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor
 
+from paceline.comm.algorithms.seals import Sealing, Seals, corrupt, digest
 from paceline.comm.algorithms.slots import Slots, run
-from paceline.comm.algorithms.spread import ADDRESS, spread
+from paceline.comm.algorithms.spread import ADDRESS, pieces as spread_pieces, spread
 from paceline.comm.algorithms.work import Recipe, Work
 from paceline.comm.calls import Call
 from paceline.comm.fold import NOTHING
@@ -38,26 +40,39 @@ def reduce_in_window(
     partials: Sequence[Tensor],
     out: Tensor,
     deadline: float,
+    sealing: Sealing | None = None,
 ) -> None:
     """Folds everybody's partials (flat, one dtype, out's size) into `out` on every rank."""
     dtype = partials[0].dtype if partials else accumulator_dtype(out.dtype)
     if out.numel() * dtype.itemsize * recipe.most_partials <= window.small.shape[2]:
-        small_reduce(transport, window, recipe, dtype, out.shape).run(call, partials, out, deadline)
+        small = small_reduce(transport, window, recipe, dtype, out.shape)
+        if sealing is None:
+            small.run(call, partials, out, deadline)
+        else:
+            small.run_sealed(call, partials, out, deadline, sealing)
         return
-    work = Work(
-        transport.rank, transport.world_size, transport.traffic, window, call, recipe, partials, out, deadline
-    )
-    one_each = len(recipe.sources) == transport.world_size and recipe.most_partials == 1
-    reach = one_each and window.can_reach(call, deadline)
+    rank, size = transport.rank, transport.world_size
+    work = Work(rank, size, transport.traffic, window, call, recipe, partials, out, deadline)
+    if sealing is not None:
+        work.seals = Seals(sealing, window, rank, size, call.text)
+    _reduce_large(work)
+
+
+def _reduce_large(work: Work) -> None:
+    window, recipe, partials, out = work.window, work.recipe, work.partials, work.out
+    one_each = len(recipe.sources) == work.size and recipe.most_partials == 1
+    reach = one_each and bool(window.reachable)
     source = _location(window, partials[0], reach) if one_each else 0
     target = _location(window, out, reach)
     slots = None if source and target else Slots(work)
+    if work.seals is not None:
+        work.seals.seal(partial(spread_pieces, work) if slots is None else slots.pieces, window.next_slot())
     if slots is not None:
         slots.fill(0)
-    tick = window.tick(call, source, target)
+    tick = window.tick(work.call, source, target)
     try:
         work.wait(tick)
-        sources, targets = window.locations(call, deadline)
+        sources, targets = window.locations(work.call, work.deadline)
         if all(sources) and all(targets):
             spread(work, sources, targets)
             return
@@ -65,18 +80,38 @@ def reduce_in_window(
         # From the tick on, peers may copy to and from what was published.
         window.keep_offered(*partials, out)
         raise
+    late = any(source and target for source, target in zip(sources, targets, strict=True))
+    if one_each and window.reachable is None:
+        # Somebody's memory is not in the window, and all see it: now is the time to try the other way.
+        if window.can_reach(work.call, work.deadline):
+            _reduce_large(work)
+            return
+        slots, late = None, True  # the trial used the slots
     if slots is None:
         slots = Slots(work)
+        if work.seals is not None:
+            work.seals.seal(slots.pieces, work.seals.slot)
         slots.fill(0)
-    if any(source and target for source, target in zip(sources, targets, strict=True)):
-        work.wait(window.tick())  # somebody took it for the other way and has filled its slot only now
+    if late:
+        work.wait(window.tick())  # somebody has filled its slot only now
     run(work, slots)
 
 
 class SmallReduce:
     """A reduction of small tensors, prepared: the same views serve every call of one dtype and shape."""
 
-    __slots__ = ("_divisor", "_kernel", "_mine", "_programs", "_total", "_traffic", "_volume", "_window")
+    __slots__ = (
+        "_divisor",
+        "_kernel",
+        "_mine",
+        "_programs",
+        "_rank",
+        "_slots",
+        "_total",
+        "_traffic",
+        "_volume",
+        "_window",
+    )
 
     @torch.inference_mode(False)  # made once and used in any mode
     def __init__(
@@ -97,22 +132,54 @@ class SmallReduce:
         pool = _scratch(window, recipe.fold.temporaries + 1)
         scratch = [memory[: size * wide.itemsize].view(wide).view(shape) for memory in pool]
         self._total = scratch.pop()  # for results that are narrower than the sum
+        self._rank = transport.rank
         self._mine = [[view(parity, *source) for source in own] for parity in (0, 1)]
+        self._slots = [
+            [
+                [view(parity, *source).view(-1) for source in recipe.sources if source[0] == rank]
+                for rank in range(transport.world_size)
+            ]
+            for parity in (0, 1)
+        ]
         inputs = [[view(parity, *source) for source in recipe.sources] for parity in (0, 1)]
         self._programs = [recipe.fold.bind(tensors, scratch, wide) for tensors in inputs]
         nbytes = size * dtype.itemsize
         self._volume = (len(own) * nbytes * others, (len(recipe.sources) - len(own)) * nbytes, others)
 
     def run(self, call: Call, partials: Sequence[Tensor], out: Tensor, deadline: float) -> None:
+        parity = self._fill(partials)
+        self._window.meet(call, deadline)
+        self._fold(parity, out)
+
+    def run_sealed(
+        self, call: Call, partials: Sequence[Tensor], out: Tensor, deadline: float, sealing: Sealing
+    ) -> None:
+        """As `run`, with a checksum of every slot and a second barrier: who passes it knows that all ranks
+        have read what was meant."""
         window = self._window
-        parity = window.next_slot()
+        value = digest(partials)
+        sealing.taken()
+        parity = self._fill(partials)
+        window.wait(window.tick(call, value), call, deadline)
+        told, _ = window.locations(call, deadline)
+        for rank, (slots, value) in enumerate(zip(self._slots[parity], told, strict=True)):
+            if rank != self._rank and digest(slots) != value:
+                raise corrupt(rank, self._rank, call.text)
+        tick = window.tick()
+        self._fold(parity, out)
+        window.wait(tick, call, deadline)
+
+    def _fill(self, partials: Sequence[Tensor]) -> int:
+        parity = self._window.next_slot()
         slots = self._mine[parity]
         if len(slots) == 1:
             slots[0].copy_(partials[0])
         else:
-            for slot, partial in zip(slots, partials, strict=True):
-                slot.copy_(partial)
-        window.meet(call, deadline)
+            for slot, mine in zip(slots, partials, strict=True):
+                slot.copy_(mine)
+        return parity
+
+    def _fold(self, parity: int, out: Tensor) -> None:
         total = out if out.dtype == self._total.dtype else self._total
         kernel = self._kernel
         for widened, left, right, target in self._programs[parity]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from paceline.comm.algorithms.seals import Seals
 from paceline.comm.calls import Call
 from paceline.comm.fold import Fold
 from paceline.comm.ops import ReduceOp, finish, kernel_of
@@ -47,9 +48,16 @@ class Work:
     partials: Sequence[Tensor]
     out: Tensor
     deadline: float
+    seals: Seals | None = None
 
     def wait(self, tick: int) -> None:
         self.window.wait(tick, self.call, self.deadline)
+
+    def end(self) -> None:
+        """The last tick of a reduction, waited for: this rank has written everything, and it was right."""
+        if self.seals is not None:
+            self.seals.check()
+        self.wait(self.window.tick())
 
     def fold(self, inputs: Sequence[Tensor], out: Tensor, spare: Sequence[Tensor]) -> None:
         """Inputs into `out`, in the precision of `spare`, finished; `spare` holds one tensor more than the

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
 from paceline.comm.calls import Call
+from paceline.core.errors import GroupInterruptedError
 
 ANY_SOURCE = -1
 HEADER_BYTES = 32
@@ -76,6 +77,7 @@ class Window(Protocol):
     small: Tensor  # uint8 [2, world, small_bytes]
     staging: Tensor  # uint8 [3, world, stage_bytes]
     results: Tensor  # uint8 [3, stage_bytes]
+    reachable: bool | None  # what `can_reach` found; None: not tried yet
     prepared: dict[object, object]
 
     def offset_of(self, tensor: Tensor) -> int | None:
@@ -124,6 +126,16 @@ class Window(Protocol):
     def locations(self, call: Call, deadline: float) -> tuple[list[int], list[int]]:
         """The two locations each rank published with its first tick of this call; raises if their
         signatures differ."""
+        ...
+
+
+@runtime_checkable
+class Interruptible(Protocol):
+    """A transport whose waits another thread can end."""
+
+    def interrupt(self, error: GroupInterruptedError) -> None:
+        """Tells the peers that this rank leaves and makes its waits raise `error`, at once and without
+        waiting for anybody. Any thread may call it; `close` is still due."""
         ...
 
 

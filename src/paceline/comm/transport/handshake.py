@@ -18,18 +18,19 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from paceline.comm.calls import ranks_text
 from paceline.comm.meeting import Patience
+from paceline.comm.transport.dial import Look, dial, nothing_to_see, read_exactly
 from paceline.core.errors import RendezvousError
 
 _MAGIC = b"PLmesh1\0"
 _GREETING = struct.Struct("<8sII16s")
 _NONCE_BYTES, _MAC_BYTES = 16, 32
 _STRANGER_SECONDS = 5.0
-_LOOK_SECONDS = 0.1
+_LOOK_SECONDS = 0.02
 # A host that vanished without closing its connections is noticed after about so long, without and with
 # bytes on the way to it.
 _SILENCE_SECONDS, _UNHEARD_SECONDS = 20, 60
@@ -65,14 +66,14 @@ def connect_all(
     endpoints: Mapping[int, Endpoint],
     secret: bytes,
     deadline: float,
-    look: Callable[[], None] = lambda: None,
+    look: Look = nothing_to_see,
 ) -> dict[int, socket.socket]:
     """A proven connection to every other rank of `endpoints`; `look` is called now and then and may raise."""
     connected: dict[int, socket.socket] = {}
     try:
         for peer in sorted(endpoints):
             if peer < rank:
-                connected[peer] = _connect(rank, peer, endpoints[peer], secret, deadline)
+                connected[peer] = _connect(rank, peer, endpoints[peer], secret, deadline, look)
         _accept(
             rank, listener, {peer for peer in endpoints if peer > rank}, secret, deadline, look, connected
         )
@@ -85,11 +86,13 @@ def connect_all(
     return connected
 
 
-def _connect(rank: int, peer: int, endpoint: Endpoint, secret: bytes, deadline: float) -> socket.socket:
+def _connect(
+    rank: int, peer: int, endpoint: Endpoint, secret: bytes, deadline: float, look: Look
+) -> socket.socket:
     where = f"{endpoint[0]}:{endpoint[1]}"
-    left = max(deadline - time.monotonic(), 0.1)
+    deadline = max(deadline, time.monotonic() + 0.1)
     try:
-        sock = socket.create_connection(endpoint, timeout=left)
+        sock = dial(*endpoint, deadline, look)
     except OSError as error:
         raise RendezvousError(
             f"rank {rank} cannot reach rank {peer} at {where}: {error.strerror or error}",
@@ -98,7 +101,7 @@ def _connect(rank: int, peer: int, endpoint: Endpoint, secret: bytes, deadline: 
     try:
         greeting = _GREETING.pack(_MAGIC, rank, peer, os.urandom(_NONCE_BYTES))
         sock.sendall(greeting)
-        answer = _read(sock, _NONCE_BYTES + _MAC_BYTES)
+        answer = read_exactly(sock, _NONCE_BYTES + _MAC_BYTES, deadline, look)
         nonce, mac = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
         if not hmac.compare_digest(mac, _mac(secret, b"accept", greeting, nonce)):
             raise RendezvousError(
@@ -132,7 +135,7 @@ def _accept(
     expected: set[int],
     secret: bytes,
     deadline: float,
-    look: Callable[[], None],
+    look: Look,
     connected: dict[int, socket.socket],
 ) -> None:
     patience = Patience(deadline)
@@ -166,7 +169,7 @@ def _accept(
                     sock.close()
                 if not ready:
                     look()
-                    patience.pause(
+                    patience.check(
                         lambda: f"rank {rank} waits for {ranks_text(expected - connected.keys())} to connect"
                     )
         finally:
@@ -218,16 +221,6 @@ def _hear(sock: socket.socket, caller: _Caller, rank: int, missing: set[int], se
 
 def _mac(secret: bytes, role: bytes, greeting: bytes, nonce: bytes) -> bytes:
     return hmac.new(secret, role + greeting + nonce, hashlib.sha256).digest()
-
-
-def _read(sock: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        more = sock.recv(size - len(data))
-        if not more:
-            raise EOFError("the connection was closed")
-        data += more
-    return data
 
 
 def _tune(sock: socket.socket) -> None:

@@ -19,11 +19,11 @@ from paceline.comm.ops import ReduceOp
 from paceline.comm.transport.base import ANY_SOURCE, Message, Window
 from paceline.comm.transport.pipeline import Pipeline
 from paceline.comm.transport.progress import drive
-from paceline.comm.transport.shm import sync
 from paceline.comm.transport.shm.messages import Lane
 from paceline.comm.transport.shm.transport import ShmTransport
 from paceline.comm.transport.torchdist import TorchTransport, taking_status
-from paceline.comm.transport.watch import LOOK_SECONDS, Outlook
+from paceline.comm.transport.watch import Outlook
+from paceline.core.errors import GroupInterruptedError
 
 Step = Callable[[], tuple[bool, bool]]
 
@@ -41,7 +41,7 @@ class HybridTransport:
         self.window: Window | None = None
         self.local = local
         self._wide = wide
-        self._mesh = wide.mesh
+        self.mesh = self._mesh = wide.mesh
         self._ranks = wide.topology.ranks_on(wide.topology.host_of[wide.rank])
         self._inside = {rank: place for place, rank in enumerate(self._ranks)}
         # One count for the whole rank, whichever way its bytes go.
@@ -122,15 +122,16 @@ class HybridTransport:
     def empty(self, nbytes: int) -> Tensor:
         return self.local.empty(nbytes)
 
+    def interrupt(self, error: GroupInterruptedError) -> None:
+        self._wide.interrupt(error)
+        self.local.interrupt(error)
+
     def close(self, error: BaseException | None = None) -> None:
         self._wide.close(error)
         self.local.close(error)
 
     def _drive(self, work: _Work, lane: Lane, deadline: float) -> None:
-        def pause(seen: int) -> None:
-            sync.wait(lane.bell_address, seen, LOOK_SECONDS)
-
-        drive(work, self._mesh, lane.bell, pause, deadline)
+        drive(work, self._mesh, lane.bell, lane.sleep, deadline)
 
     def _ring(self) -> None:
         for lane in self.local.lanes:

@@ -9,6 +9,7 @@ line it is. Knows frames and statuses, not collectives.
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
@@ -24,12 +25,14 @@ from typing import Any
 from paceline.comm.calls import Peer, RankState, Status, failure_from
 from paceline.comm.transport.base import ANY_SOURCE, Message
 from paceline.comm.transport.link import Frame, Kind, Link
-from paceline.core.errors import InternalError, PacelineError, UsageError, WireError
+from paceline.core.errors import GroupInterruptedError, InternalError, PacelineError, UsageError, WireError
 
 _log = logging.getLogger("paceline.comm")
 
 _FAREWELL_SECONDS = 1.0
 _FAILURE_SECONDS = 0.3
+# Who is told to go waits for nobody: the peers were told before, and somebody tells them otherwise.
+_INTERRUPTED_SECONDS = 0.005
 # Longer than a judgement needs statuses to stand still, so that answers about lines do not disturb it.
 _ASK_SECONDS = 2.5
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
@@ -54,7 +57,10 @@ class Mesh:
         self._mailbox: deque[Message] = deque()
         self._heard: set[int] = set()
         self._over: PacelineError | None = None
+        self._ended = False
         self._closing = threading.Lock()
+        self.departures = 0
+        """Grows whenever a peer is gone, in good order or not."""
         self._stop = False
         self._dirty: deque[int] = deque()
         self._selector = selectors.DefaultSelector()
@@ -105,7 +111,7 @@ class Mesh:
 
     def check_open(self) -> None:
         if self._over is not None:
-            raise self._over
+            raise copy.copy(self._over)
 
     # what arrived
 
@@ -140,6 +146,7 @@ class Mesh:
             self.send(peer, Kind.STATUS, [memoryview(body)])
 
     def peers(self) -> dict[int, Peer]:
+        self.check_open()
         with self._changed:
             found = dict(self._peers)
         now = time.monotonic()
@@ -156,18 +163,33 @@ class Mesh:
 
     # life
 
+    @property
+    def interrupted(self) -> bool:
+        return isinstance(self._over, GroupInterruptedError)
+
+    def interrupt(self, error: GroupInterruptedError) -> None:
+        """Ends all waits on the mesh with `error` and tells the peers that this rank goes; `close` is still
+        due."""
+        with self._closing:
+            if self._over is None:
+                self._over = error
+                self._tell_all(error)
+        self.notify()
+
     def close(self, error: BaseException | None = None) -> None:
         """Says goodbye, or why this rank fails, and gives the others a moment to hear what came before."""
         with self._closing:
-            if self._over is not None:
+            if self._ended:
                 return
-            self._over = UsageError("this group is closed", remedy="make a new DistributedContext")
-        note = b"" if error is None else json.dumps(failure_from(error)).encode()
-        for peer in self._running():
-            self.settle(peer)
-            self.send(peer, Kind.BYE if error is None else Kind.FAILURE, [memoryview(note)] if note else ())
+            self._ended = True
+            if self.interrupted:
+                patience = _INTERRUPTED_SECONDS
+            else:
+                patience = _FAREWELL_SECONDS if error is None else _FAILURE_SECONDS
+                self._over = UsageError("this group is closed", remedy="make a new DistributedContext")
+                self._tell_all(error)
         self.notify()
-        end = time.monotonic() + (_FAREWELL_SECONDS if error is None else _FAILURE_SECONDS)
+        end = time.monotonic() + patience
         while set(self._running()) - self._heard and (left := end - time.monotonic()) > 0:
             seen = self._version
             if set(self._running()) - self._heard:
@@ -180,6 +202,12 @@ class Mesh:
         self._selector.close()
         os.close(self._wake_in)
         os.close(self._wake_out)
+
+    def _tell_all(self, error: BaseException | None) -> None:
+        note = b"" if error is None else json.dumps(failure_from(error)).encode()
+        for peer in self._running():
+            self.settle(peer)
+            self.send(peer, Kind.BYE if error is None else Kind.FAILURE, [memoryview(note)] if note else ())
 
     # the reading thread
 
@@ -245,6 +273,7 @@ class Mesh:
         with self._changed:
             if self._peers[peer].state is RankState.RUNNING:
                 self._peers[peer] = Peer(RankState.DEAD, None, {"kind": "", "text": reason})
+                self.departures += 1
 
     def _handle(self, peer: int, frame: Frame) -> None:
         match frame.kind:
@@ -284,6 +313,7 @@ class Mesh:
         with self._changed:
             if self._peers[peer].state is RankState.RUNNING:
                 self._peers[peer] = known
+                self.departures += known.state is not RankState.RUNNING
 
 
 def _checked_failure(plain: Any) -> dict[str, Any]:

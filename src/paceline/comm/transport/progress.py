@@ -33,6 +33,7 @@ def drive(
     outlook = _During(mesh, work)
     watch: Watch | None = None
     moved_at = time.monotonic()
+    departures, calm = mesh.departures, True
     try:
         while True:
             seen = version()
@@ -44,15 +45,17 @@ def drive(
             if moved:
                 moved_at = now
                 continue
-            if now - moved_at >= LOOK_SECONDS:
+            if now - moved_at >= LOOK_SECONDS or not calm or departures != mesh.departures:
+                departures = mesh.departures
                 if watch is None:
                     watch = Watch(outlook, work.status(), deadline)
                     watch.__enter__()
                 else:
                     watch.update(work.status())
-                watch.look()
+                calm = watch.look()
                 moved_at = now
-            pause(seen)
+            if calm:
+                pause(seen)
     except BaseException as error:
         if watch is not None:
             watch.__exit__(type(error), error, None)
@@ -86,8 +89,8 @@ def raise_lost(mesh: Mesh, transfer: Transfer, status: Status, patience: float =
         end = time.monotonic() + patience
         while time.monotonic() < end:
             seen = mesh.version
-            watch.look()
-            mesh.wait(seen, LOOK_SECONDS)
+            if watch.look():
+                mesh.wait(seen, LOOK_SECONDS)
     if transfer.peer < 0:
         raise InternalError(
             f"the backend's own all-reduce failed in {status}: {transfer.error}"

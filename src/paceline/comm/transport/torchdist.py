@@ -26,6 +26,7 @@ from paceline.comm.transport.native import NativeGroup
 from paceline.comm.transport.pipeline import Exchanges, Pipeline
 from paceline.comm.transport.progress import Work, drive, raise_lost
 from paceline.comm.transport.watch import LOOK_SECONDS
+from paceline.core.errors import GroupInterruptedError
 
 
 class TorchTransport:
@@ -106,14 +107,17 @@ class TorchTransport:
     def empty(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
+    def interrupt(self, error: GroupInterruptedError) -> None:
+        self.mesh.interrupt(error)
+
     def close(self, error: BaseException | None = None) -> None:
         with self._closing:
             if self._closed:
                 return
             self._closed = True
             self.mesh.close(error)
-            self._bulk.close()
             self._native.close()
+            self._bulk.close(in_haste=self.mesh.interrupted)
 
     def wait_for(self, work: Work, deadline: float) -> None:
         """Lets `work` advance until it is done, looking around when it does not move."""

@@ -74,8 +74,9 @@ class Watch:
             self._status = status
             self._outlook.post(status)
 
-    def look(self) -> None:
-        """Raises if the wait cannot end well or has lasted too long."""
+    def look(self) -> bool:
+        """Raises if the wait cannot end well or has lasted too long; False: check what is waited for and
+        look again, without a pause."""
         now = time.monotonic()
         peers = self._outlook.peers()
         if peers != self._seen:
@@ -86,7 +87,7 @@ class Watch:
             if self._doubted or now >= self._deadline:
                 raise error
             self._doubted = True
-            return
+            return False
         self._doubted = False
         if now >= self._deadline:
             self._outlook.post(None)
@@ -96,6 +97,7 @@ class Watch:
             absent = [rank for rank in self._status.waits_for if peers[rank].status is None]
             whom = ranks_text(absent or self._status.waits_for)
             _log.warning("rank %d waits for %s in %s", self._outlook.rank, whom, self._status)
+        return True
 
     def _too_early(self, error: PacelineError, peers: dict[int, Peer], now: float) -> bool:
         """Ranks that came a moment ago have not said what they called: a listing would blame them."""

@@ -91,7 +91,7 @@ def _work(order: Order, task: Task) -> int:
     try:
         _take_surroundings(order, task.rank)
         threads.apply(
-            threads.choose(order.threads, order.environ, len(os.sched_getaffinity(0)), order.workers)
+            threads.choose(order.threads, order.environ, len(os.sched_getaffinity(0)), order.ranks_in_all)
         )
         result = _resolve(order.entry)(task)
         protocol.send(
@@ -149,10 +149,10 @@ def _take_surroundings(order: Order, rank: int) -> None:
     os.environ.clear()
     os.environ.update(order.environ)
     os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(order.workers),
-        LOCAL_RANK=str(rank),
-        LOCAL_WORLD_SIZE=str(order.workers),
+        RANK=str(order.first_rank + rank),
+        WORLD_SIZE=str(order.ranks_in_all),
+        LOCAL_RANK=str(order.first_rank + rank),
+        LOCAL_WORLD_SIZE=str(order.ranks_in_all),
     )
     if order.cwd is not None:
         os.chdir(order.cwd)

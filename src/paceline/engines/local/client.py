@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -31,18 +32,34 @@ _BOOT = (
 class Server:
     """A running fork server; `watch` is readable once it has ended. A retired one takes no more requests."""
 
-    process: subprocess.Popen[bytes]
+    pid: int
     control: socket.socket
     watch: int
+    process: subprocess.Popen[bytes] | None = None
     retired: bool = False
+    lent: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
     def is_alive(self) -> bool:
-        return self.process.poll() is None
+        if self.process is not None:
+            return self.process.poll() is None
+        return self.watch >= 0 and not _has_ended(self.watch, 0.0)
+
+    def how_it_ended(self) -> str:
+        """In words; waits for the end."""
+        if self.process is None:
+            _has_ended(self.watch, _END_SECONDS)
+            return "ended"
+        code = self.process.wait()
+        return f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+
+    def lend(self) -> tuple[int, int]:
+        """Control socket and watch for another process, which makes a Server of them with `borrow`. Until
+        `lent` is lowered again, this process's end does not end the server."""
+        with self.lock:
+            self._check_open()
+            self.lent += 1
+            return self.control.fileno(), self.watch
 
     def request(self, message: protocol.Message) -> None:
         """Send one request; ConnectionError when the server is gone."""
@@ -60,19 +77,24 @@ class Server:
         """Close the server and wait until it and its ranks are gone."""
         with self.lock:
             self.control.close()
-        try:
-            self.process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        if self.process is not None and not self.lent:
+            try:
+                self.process.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        elif self.process is not None:
+            # Its ranks are somebody else's too; it ends after them, and nobody is left to wait for it.
+            self.process.returncode = 0
         with self.lock:
             self._release()
 
     def forget(self) -> None:
         """In a forked copy of the owner: let go without touching the server."""
         self.control.close()
-        # Not our child, so there is nothing to wait for, and Popen should not complain about that.
-        self.process.returncode = 0
+        if self.process is not None:
+            # Not our child, so there is nothing to wait for, and Popen should not complain about that.
+            self.process.returncode = 0
         self._release()
 
     def _check_open(self) -> None:
@@ -116,6 +138,12 @@ def server() -> Server:
             os.register_at_fork(after_in_child=_after_fork)
         _holder.server = _start()
         return _holder.server
+
+
+def borrow(pid: int, control: int, watch: int) -> None:
+    """Take the server of another process, given its descriptors, as the server of this process."""
+    with _holder.lock:
+        _holder.server = Server(pid, socket.socket(fileno=control), watch)
 
 
 def shutdown() -> None:
@@ -162,13 +190,19 @@ def _start() -> Server:
         ) from error
     finally:
         theirs.close()
-    return Server(process, ours, os.pidfd_open(process.pid))
+    return Server(process.pid, ours, os.pidfd_open(process.pid), process)
 
 
 def import_paths() -> list[str]:
     # Text only: other kinds of entry in sys.path cannot be handed over and are not used by Python's own
     # importers.
     return [entry for entry in sys.path if isinstance(entry, str)]
+
+
+def _has_ended(watch: int, seconds: float) -> bool:
+    poll = select.poll()
+    poll.register(watch, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))
 
 
 def _is_open(descriptor: int) -> bool:

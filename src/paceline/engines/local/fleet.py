@@ -25,6 +25,7 @@ from paceline.engines.local.protocol import Message, Order
 class _Group:
     job: socket.socket
     living: dict[int, int] = field(default_factory=dict)  # pid -> rank
+    outlives: bool = False
 
 
 @final
@@ -34,6 +35,13 @@ class Fleet:
     def __init__(self, private: Sequence[int]) -> None:
         self._private = tuple(private)
         self._groups: dict[int, _Group] = {}
+        # Of groups that outlive their parent and lost it: nobody hears how their ranks end.
+        self._orphans: set[int] = set()
+
+    @property
+    def outlives_parent(self) -> bool:
+        """Whether there are ranks that may go on without the parent."""
+        return bool(self._orphans) or any(group.outlives and group.living for group in self._groups.values())
 
     def sockets(self) -> set[int]:
         """Job sockets on which the parent may speak."""
@@ -41,7 +49,7 @@ class Fleet:
 
     def start(self, order: Order, job: socket.socket, descriptors: Sequence[int]) -> None:
         """Fork the ranks of one group."""
-        group = _Group(job)
+        group = _Group(job, outlives=order.outlives_parent)
         self._groups[job.fileno()] = group
         server = os.getpid()
         for rank in range(order.workers):
@@ -77,7 +85,10 @@ class Fleet:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, child.STACK_SIGNAL)
             return
-        self._kill(group)
+        if message is None and group.outlives:
+            self._orphans.update(group.living)
+        else:
+            self._kill(group)
         if message is None:
             # Nothing more can be told; reaping goes on without the socket.
             self._forget(group)
@@ -88,6 +99,7 @@ class Fleet:
             # While the zombie is unreaped its id cannot be given to another group of processes.
             system.kill_family(ended)
             _, status = os.waitpid(ended, 0)
+            self._orphans.discard(ended)
             for group in self._groups.values():
                 rank = group.living.pop(ended, None)
                 if rank is not None:
@@ -95,6 +107,12 @@ class Fleet:
                     when = time.monotonic()
                     self._tell(group, Message(protocol.EXITED, rank, pid=ended, status=code, when=when))
         self._settle()
+
+    def kill_bound(self) -> None:
+        """The parent is gone: kill the ranks that do not outlive it."""
+        for group in self._groups.values():
+            if not group.outlives:
+                self._kill(group)
 
     def kill_everything(self) -> None:
         """Leave nobody behind; returns when all are gone."""
@@ -112,7 +130,7 @@ class Fleet:
         self._settle()
 
     def _settle(self) -> None:
-        busy = any(group.living for group in self._groups.values())
+        busy = bool(self._orphans) or any(group.living for group in self._groups.values())
         if not busy and (strays := system.own_children()):
             for pid in strays:
                 system.kill_family(pid)

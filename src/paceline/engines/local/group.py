@@ -227,8 +227,7 @@ class Group:
             for descriptor, _ in ended:
                 poll.unregister(descriptor)
             left -= len(ended)
-        code = self._server.process.wait()
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        how = self._server.how_it_ended()
         raise PeerLostError(
             f"the fork server (pid {self._server.pid}) {how}, and the ranks it had started ended with it",
             ranks=self.unfinished,

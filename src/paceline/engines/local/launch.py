@@ -53,7 +53,9 @@ def run(launch: Launch) -> list[Any]:
     packed, packed_call = call.pack(launch.function, launch.args, launch.reducers)
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, packed)
-        order = protocol.write_order(_order(launch))
+        order = protocol.write_order(
+            order_here(launch.entry, launch.workers, launch.preload, launch.threads, launch.options)
+        )
         stack.callback(os.close, order)
         group = stack.enter_context(contextlib.closing(_open(launch, order, packed)))
         _wait(group, launch)
@@ -126,17 +128,20 @@ def _give_up(group: Group, launch: Launch, started: bool) -> None:
     )
 
 
-def _order(launch: Launch) -> Order:
+def order_here(
+    entry: str, workers: int, preload: tuple[str, ...], threads: int | None, options: Mapping[str, Plain]
+) -> Order:
+    """An order for ranks that are to find what this process has around it: folder, paths, environment."""
     try:
         cwd = os.getcwd()
     except FileNotFoundError:
         cwd = None
     return Order(
-        entry=launch.entry,
-        workers=launch.workers,
-        preload=launch.preload,
-        threads=launch.threads,
-        options=launch.options,
+        entry=entry,
+        workers=workers,
+        preload=preload,
+        threads=threads,
+        options=options,
         sys_path=tuple(client.import_paths()),
         argv=tuple(sys.argv),
         cwd=cwd,

@@ -17,7 +17,7 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from paceline.core.errors import ResourceError
 
@@ -52,7 +52,11 @@ class Message:
 
 @dataclass(frozen=True)
 class Order:
-    """Everything the server and its children must know to start one group of ranks, as plain data."""
+    """Everything the server and its children must know to start one group of ranks, as plain data.
+
+    first_rank, world_size   what the ranks' environment says, where the group is part of something larger
+    outlives_parent          the group is not killed when nobody listens any more: its ranks end by themselves
+    """
 
     entry: str
     workers: int
@@ -64,6 +68,13 @@ class Order:
     cwd: str | None
     environ: Mapping[str, str]
     affinity: tuple[int, ...]
+    first_rank: int = 0
+    world_size: int = 0
+    outlives_parent: bool = False
+
+    @property
+    def ranks_in_all(self) -> int:
+        return self.world_size or self.workers
 
 
 def send(sock: socket.socket, message: Message) -> None:
@@ -103,7 +114,11 @@ def read_order(descriptor: int) -> Order:
     """Read an order back; the descriptor stays open."""
     with os.fdopen(os.dup(descriptor), "rb") as file:
         file.seek(0)
-        fields = json.loads(file.read())
+        return order_from_plain(json.loads(file.read()))
+
+
+def order_from_plain(fields: dict[str, Any]) -> Order:
+    """An order from what JSON made of it."""
     for name in ("preload", "sys_path", "argv", "affinity"):
         fields[name] = tuple(fields[name])
     return Order(**fields)

@@ -33,6 +33,7 @@ class Report:
     standing: Standing
     is_ours: bool
     exit_code: str | None
+    fault: str = "code"
 
 
 def describe(error: BaseException) -> Report:
@@ -44,6 +45,7 @@ def describe(error: BaseException) -> Report:
         standing=_standing(error),
         is_ours=isinstance(error, PacelineError),
         exit_code=str(error.code) if isinstance(error, SystemExit) else None,
+        fault=error.fault if isinstance(error, PacelineError) else "code",
     )
 
 

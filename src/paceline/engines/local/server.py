@@ -1,8 +1,8 @@
 """The fork server: a process with one thread that has imported what ranks need and forks them on request.
 
-Started by `client` as a child of the user's process, to which it belongs alone. It ends when that process
-closes the control socket or is gone, and takes everything it ever started with it. Must not know what ranks
-do.
+Started by `client` as a child of the user's process, which may lend it to a supervisor of its own. It ends
+when that process closes the control socket or is gone, and takes everything it ever started with it; ranks
+that were ordered to outlive their parent are given an hour to end by themselves. Must not know what ranks do.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import select
 import signal
 import socket
 import sys
+import time
 import traceback
 import weakref
 from typing import NoReturn
@@ -22,6 +23,8 @@ from paceline.core.errors import PacelineError, UsageError
 from paceline.engines.local import protocol, system
 from paceline.engines.local.fleet import Fleet
 from paceline.engines.local.protocol import Order
+
+_ORPHAN_SECONDS = 3600.0
 
 
 def main(control_descriptor: int, parent_pid: int) -> NoReturn:
@@ -46,12 +49,14 @@ def _serve(control: socket.socket, parent_pid: int) -> None:
     except ProcessLookupError:
         return
     fleet = Fleet(private=(control.fileno(), parent, wake_read, wake_write))
+    masters = {control.fileno(), parent}
+    limit = float("inf")
     # With a second thread in the process no further rank can be forked; those that run may finish.
-    while fleet.sockets() or system.own_thread_count() == 1:
+    while fleet.sockets() or fleet.outlives_parent or system.own_thread_count() == 1:
         poll = select.poll()
-        for descriptor in (control.fileno(), parent, wake_read, *fleet.sockets()):
+        for descriptor in (*masters, wake_read, *fleet.sockets()):
             poll.register(descriptor, select.POLLIN)
-        ready = {descriptor for descriptor, _ in poll.poll()}
+        ready = {descriptor for descriptor, _ in poll.poll(_milliseconds_until(limit))}
         if wake_read in ready:
             os.read(wake_read, 4096)
             fleet.reap()
@@ -59,9 +64,22 @@ def _serve(control: socket.socket, parent_pid: int) -> None:
             fleet.listen(descriptor)
         # The descriptor catches what the socket cannot: a copy of the parent's end held by a process it
         # forked.
-        if parent in ready or (control.fileno() in ready and not _accept(control, fleet)):
+        gone = {
+            descriptor
+            for descriptor in masters & ready
+            if descriptor == parent or not _accept(control, fleet)
+        }
+        if gone:
+            masters -= gone
+            limit = time.monotonic() + _ORPHAN_SECONDS
+            fleet.kill_bound()
+        if len(masters) < 2 and (not fleet.outlives_parent or time.monotonic() >= limit):
             break
     fleet.kill_everything()
+
+
+def _milliseconds_until(limit: float) -> float | None:
+    return None if limit == float("inf") else max(0.0, limit - time.monotonic()) * 1000
 
 
 def _accept(control: socket.socket, fleet: Fleet) -> bool:

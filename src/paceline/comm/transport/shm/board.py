@@ -7,16 +7,19 @@ and statuses, not algorithms.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import select
+import threading
 from typing import Any
 
 from paceline.comm.calls import Peer, RankState, Status
 from paceline.comm.processes import is_stopped, start_time
 from paceline.comm.transport.shm import sync
 from paceline.comm.transport.shm.layout import Layout
-from paceline.comm.transport.watch import Widen
+from paceline.comm.transport.watch import LOOK_SECONDS, Widen
+from paceline.core.errors import GroupInterruptedError
 
 # 32-bit words of a row; words that others wait on have a cache line of their own.
 TICK, BELL = 0, 16  # BELL + 16 * lane
@@ -46,6 +49,41 @@ class Board:
         self._row_words = (layout.row(1) - layout.row(0)) // 4
         self._address = address + layout.row(0)
         self._pidfds: dict[int, int | None] = {}
+        self._ends = select.poll()  # becomes ready when the process behind a pidfd ends
+        # Everybody who waits asks for everybody's process: in a large group less often.
+        self._naps = 4 if layout.world_size <= 16 else 1
+        self._life = threading.RLock()  # one thread may leave while another looks around
+        self._left = False
+        self.interrupted: GroupInterruptedError | None = None
+
+    def check_open(self) -> None:
+        """Raises if another thread has ended this rank's waits."""
+        if self.interrupted is not None:
+            raise copy.copy(self.interrupted)
+
+    def sleep(self, rank: int, index: int, value: int) -> None:
+        """Returns when a rank's word no longer holds `value`, when woken, when a rank's process ends, or
+        after LOOK_SECONDS."""
+        address, at = self.address(rank, index), self.word(rank, index)
+        for _ in range(self._naps):
+            sync.wait(address, value, LOOK_SECONDS / self._naps)
+            if self.words[at] != value or self.interrupted is not None or self._somebody_died():
+                return
+
+    def _somebody_died(self) -> bool:
+        if self._same_process:
+            return False
+        with self._life:
+            if self._left:
+                return True
+            for rank in range(self.world_size):
+                if rank not in self._pidfds and self._runs(rank) and rank != self.rank:
+                    self._lives(rank, self.words[self.word(rank, PID)])
+            ended = {pidfd for pidfd, _ in self._ends.poll(0)}
+            return any(pidfd in ended and self._runs(rank) for rank, pidfd in self._pidfds.items() if ended)
+
+    def _runs(self, rank: int) -> bool:
+        return self.words[self.word(rank, STATE)] == RankState.RUNNING.value
 
     def word(self, rank: int, index: int) -> int:
         """The position in `words` of a rank's word."""
@@ -64,22 +102,33 @@ class Board:
         self._set_state(RankState.RUNNING)
 
     def leave(self, failure: dict[str, Any] | None) -> None:
-        if failure is not None:
-            self._write(_FAILURE_AT, _FAILURE_MAX, FAILURE_LENGTH, failure)
-        self.post(None)
-        self._set_state(RankState.LEFT if failure is None else RankState.FAILED)
+        """Says that this rank is gone, or why it fails; a second call does nothing."""
+        with self._life:
+            if self._left:
+                return
+            if failure is not None:
+                self._write(_FAILURE_AT, _FAILURE_MAX, FAILURE_LENGTH, failure)
+            self._post(None)
+            self._left = True
+            self._set_state(RankState.LEFT if failure is None else RankState.FAILED)
+            for pidfd in self._pidfds.values():
+                if pidfd is not None:
+                    self._ends.unregister(pidfd)
+                    os.close(pidfd)
+            self._pidfds.clear()
         for index in (TICK, BELL, BELL + 16):
             sync.wake(self.address(self.rank, index))
         for peer in range(self.world_size):
             for index in (BELL, BELL + 16):
                 sync.wake(self.address(peer, index))
-        for pidfd in self._pidfds.values():
-            if pidfd is not None:
-                os.close(pidfd)
-        self._pidfds.clear()
 
     def post(self, status: Status | None) -> None:
         """Lets the others read what this rank waits for; None: it goes on."""
+        with self._life:
+            if not self._left:
+                self._post(status)
+
+    def _post(self, status: Status | None) -> None:
         version = self.word(self.rank, STATUS_VERSION)
         self.words[version] = (self.words[version] + 1) & 0xFFFFFFFF
         sync.fence()
@@ -107,6 +156,7 @@ class Board:
         return Peer(state, status, None, pid)
 
     def peers(self) -> dict[int, Peer]:
+        self.check_open()
         return {rank: self.peer(rank) for rank in range(self.world_size)}
 
     def _status(self, rank: int) -> Status | None:
@@ -144,9 +194,14 @@ class Board:
     def _alive(self, rank: int, pid: int) -> bool:
         if self._same_process:
             return True
+        with self._life:
+            return self._left or self._lives(rank, pid)
+
+    def _lives(self, rank: int, pid: int) -> bool:
         if rank not in self._pidfds:
             try:
-                self._pidfds[rank] = os.pidfd_open(pid)
+                opened = self._pidfds[rank] = os.pidfd_open(pid)
+                self._ends.register(opened, select.POLLIN)
             except ProcessLookupError:
                 return False
             except OSError:

@@ -57,11 +57,14 @@ class Lane:
         self._in: dict[int, Ring] = {}
         self._rings = 0
         self._rank = rank
-        self.bell_address = board.address(rank, self._bell)
         self._my_bell = board.word(rank, self._bell)
 
     def bell(self) -> int:
         return self._board.words[self._my_bell]
+
+    def sleep(self, bell: int) -> None:
+        """Returns when the bell rings that was `bell`, or when it is time to look around."""
+        self._board.sleep(self._rank, self._bell, bell)
 
     def out(self, peer: int) -> Ring:
         ring = self._out.get(peer)

@@ -31,7 +31,8 @@ from paceline.comm.transport.shm.board import Board
 from paceline.comm.transport.shm.layout import read_segment
 from paceline.comm.transport.shm.messages import HEADER, Incoming, Lane, Outgoing, as_bytes
 from paceline.comm.transport.shm.window import ShmWindow
-from paceline.comm.transport.watch import LOOK_SECONDS, Watch, Widen
+from paceline.comm.transport.watch import Watch, Widen
+from paceline.core.errors import GroupInterruptedError
 
 Step = Callable[[], tuple[bool, bool]]
 Waiting = Callable[[], tuple[int, ...]]
@@ -73,6 +74,11 @@ class ShmTransport:
     def lanes(self) -> tuple[Lane, Lane]:
         """Of messages and of collectives, for those who wait for more than this transport."""
         return self._direct, self._collective
+
+    @property
+    def outlook(self) -> Board:
+        """Where the statuses of all ranks can be read."""
+        return self._board
 
     def widen(self, widen: Widen) -> None:
         """These ranks are part of a larger group: waits look around in all of it, under the ranks' numbers
@@ -151,11 +157,13 @@ class ShmTransport:
         self, advance: Step, lane: Lane, call: Call | Status, waits_for: Waiting, deadline: float
     ) -> None:
         """Calls `advance` until it is done, sleeping on the lane's bell when nothing moves."""
-        idle = 0
+        idle, calm = 0, True
         watch: Watch | None = None
         try:
             while True:
                 bell = lane.bell()
+                if self._board.interrupted is not None:
+                    self._board.check_open()
                 done, moved = advance()
                 if done:
                     return
@@ -166,17 +174,18 @@ class ShmTransport:
                 if idle <= self._spins:
                     os.sched_yield()
                     continue
-                sync.wait(lane.bell_address, bell, LOOK_SECONDS)
+                if calm:
+                    lane.sleep(bell)
                 if watch is None and lane.bell() == bell:
                     watch = Watch(self._board, _status_now(call, waits_for), deadline).__enter__()
-                elif watch is not None:
+                if watch is not None:
                     done, moved = advance()
                     if done:
                         return
                     if not moved:
                         # Who has done its part in the meantime must not count as missing.
                         watch.update(_status_now(call, waits_for))
-                        watch.look()
+                        calm = watch.look()
         except BaseException as error:
             if watch is not None:
                 watch.__exit__(type(error), error, None)
@@ -290,6 +299,14 @@ class ShmTransport:
 
     def empty(self, nbytes: int) -> Tensor:
         return self._arena.empty(nbytes)
+
+    def interrupt(self, error: GroupInterruptedError) -> None:
+        self._board.interrupted = error
+        self._board.leave(failure_from(error))
+        for lane in self.lanes:
+            lane.ring_bell(self.rank)
+        if isinstance(self.window, ShmWindow):
+            self.window.wake_sleeper()
 
     def close(self, error: BaseException | None = None) -> None:
         if not self._closed:

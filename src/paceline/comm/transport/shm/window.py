@@ -28,6 +28,7 @@ _ENTRY = (
 )
 _YES, _NO, _SLOW = 1, 2, 3
 _TRIAL = 1 << 20
+_WAKE_SECONDS = 0.0005
 _OFFERED: list[Tensor] = []
 """Memory offered to peers in a call that failed: a late one may still copy, so it is never reused."""
 _WORTH = 1.8
@@ -57,7 +58,8 @@ class ShmWindow:
         # With a core for every rank a yield only costs; with fewer it lets the one run that is waited for.
         self._yield_mask = 0 if crowded else 0xFF
         self._reach = Reach()
-        self._reachable: bool | None = None
+        self.reachable: bool | None = None
+        self._sleeps_on = 0
         self.prepared: dict[object, object] = {}
         world = layout.world_size
         self.small = _area(segment, layout.small, 2, world, layout.small_bytes)
@@ -119,9 +121,9 @@ class ShmWindow:
         return [longs[place + 2] for place in places], [longs[place + 3] for place in places]
 
     def can_reach(self, call: Call, deadline: float) -> bool:
-        if self._reachable is None:
-            self._reachable = self._try_reach(call, deadline)
-        return self._reachable
+        if self.reachable is None:
+            self.reachable = self._try_reach(call, deadline)
+        return self.reachable
 
     def _try_reach(self, call: Call, deadline: float) -> bool:
         """Permission is tried with one word of every peer; speed with a megabyte of the next one, by
@@ -178,7 +180,7 @@ class ShmWindow:
 
     def keep_offered(self, *tensors: Tensor) -> None:
         # What lies in the window stays with the segment, and the broken group hands none of it out again.
-        if self._reachable:
+        if self.reachable:
             _OFFERED.extend(tensor for tensor in tensors if self.offset_of(tensor) is None)
 
     def _try(self, rank: int) -> bool:
@@ -189,10 +191,14 @@ class ShmWindow:
     def _unreachable(self, rank: int, call: Call, deadline: float) -> None:
         """A peer that could be reached before cannot be any more: it is dying, and the board will say so
         in a moment."""
-        with Watch(self._board, call.status([rank]), deadline) as watch:
-            while True:
-                watch.look()
-                sync.wait(self._my_address, self._words[self._mine], LOOK_SECONDS)
+        self._sleeps_on = self._my_address
+        try:
+            with Watch(self._board, call.status([rank]), deadline) as watch:
+                while True:
+                    if watch.look():
+                        self._board.sleep(self._rank, TICK, self._words[self._mine])
+        finally:
+            self._sleeps_on = 0
 
     def _check(self, call: Call, deadline: float) -> None:
         longs, signature, sequence = self._longs, call.signature, call.sequence
@@ -204,16 +210,29 @@ class ShmWindow:
                     watch.disagree("ranks made different calls")
 
     def _wait_long(self, index: int, rank: int, tick: int, call: Call, deadline: float) -> None:
-        address = self._board.address(rank, TICK)
         value = self._words[index]
-        if not sync.reached(value, tick):
-            sync.wait(address, value, LOOK_SECONDS)
-        if sync.reached(self._words[index], tick):
-            return
-        with self._watch(call, deadline) as watch:
-            while not sync.reached(value := self._words[index], tick):
-                watch.look()
-                sync.wait(address, value, LOOK_SECONDS)
+        # First the word to `wake_sleeper`, then the look at who may call it: one of the two is seen.
+        self._sleeps_on = self._board.address(rank, TICK)
+        try:
+            if not sync.reached(value, tick):
+                self._board.check_open()
+                self._board.sleep(rank, TICK, value)
+            if sync.reached(self._words[index], tick):
+                return
+            with self._watch(call, deadline) as watch:
+                while not sync.reached(value := self._words[index], tick):
+                    if watch.look():
+                        self._board.sleep(rank, TICK, value)
+        finally:
+            self._sleeps_on = 0
+
+    def wake_sleeper(self) -> None:
+        """Lets a thread of this rank look around that waits for a tick."""
+        end = time.monotonic() + LOOK_SECONDS
+        # It may be about to sleep: then the first call comes too early.
+        while (address := self._sleeps_on) and time.monotonic() < end:
+            sync.wake(address)
+            time.sleep(_WAKE_SECONDS)
 
     def _watch(self, call: Call, deadline: float) -> AbstractContextManager[Watch]:
         waits_for = tuple(

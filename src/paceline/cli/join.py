@@ -1,0 +1,48 @@
+"""`paceline join`: lend this machine's processors to a job that trains elsewhere.
+
+Must not know what the job computes.
+"""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paceline.core.errors import UsageError
+
+
+def join(
+    address: Annotated[str, typer.Argument(help="HOST:PORT of the job's control port.")],
+    token_file: Annotated[
+        Path, typer.Option("--token-file", help="A copy of control.secret of the run's folder.")
+    ],
+    workers: Annotated[int, typer.Option("--workers", "-n", help="How many workers to run here.")] = 1,
+    certificate: Annotated[Path | None, typer.Option(help="With TLS: this machine's certificate.")] = None,
+    key: Annotated[Path | None, typer.Option(help="With TLS: its private key.")] = None,
+    authority: Annotated[Path | None, typer.Option(help="With TLS: who signed the certificates.")] = None,
+) -> None:
+    """Add this machine to a job: its workers take part from the next step on, until the job ends. Ctrl-C
+    lets them leave at a step boundary.
+
+    Example: paceline join 10.0.0.5:41000 --workers 2 --token-file control.secret
+    """
+    from paceline.core.control.auth import Tls, read_secret
+    from paceline.elastic.agent import Agent
+
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise UsageError(f"{address!r} is not HOST:PORT", remedy="write it like 10.0.0.5:41000")
+    if workers < 1:
+        raise UsageError(f"{workers} workers cannot help", remedy="give --workers 1 or more")
+    tls = None
+    if certificate is not None and key is not None and authority is not None:
+        tls = Tls(certificate, key, authority)
+    elif certificate or key or authority:
+        raise UsageError("TLS needs --certificate, --key and --authority", remedy="give all three or none")
+    agent = Agent((host.strip("[]"), int(port)), read_secret(token_file), workers, tls, say=typer.echo)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: agent.leave())
+    raise typer.Exit(agent.run())

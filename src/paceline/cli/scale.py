@@ -1,0 +1,75 @@
+"""`paceline scale`, `paceline stop`, `paceline status`: talk to the supervisor of a run that is going on.
+
+Must not know how the supervisor does what it is asked.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from paceline.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from paceline.core.control.messages import Answer
+
+Run = Annotated[Path, typer.Argument(help="The folder of a run that trains now.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+
+
+def scale(
+    run: Run, workers: Annotated[int, typer.Option("--workers", "-n", help="How many workers are wanted.")]
+) -> None:
+    """Give a run more or fewer workers while it trains. The result does not depend on their number.
+
+    Example: paceline scale runs/20250301-120000-train --workers 6
+    """
+    if workers < 1:
+        raise UsageError(f"{workers} workers cannot train", remedy="give 1 or more, or use `paceline stop`")
+    typer.echo(_ask(run, "scale", number=workers).text)
+
+
+def stop(
+    run: Run, reason: Annotated[str, typer.Option(help="Why, for the journal.")] = "paceline stop"
+) -> None:
+    """Have a run finish its step, save, and end. It can be resumed.
+
+    Example: paceline stop runs/20250301-120000-train
+    """
+    typer.echo(_ask(run, "stop", text=reason).text)
+
+
+def status(run: Run, as_json: AsJson = False) -> None:
+    """Show what a run and each of its workers are doing.
+
+    Example: paceline status runs/20250301-120000-train
+    """
+    facts = _ask(run, "status").facts
+    if as_json:
+        typer.echo(json.dumps(facts))
+        return
+    typer.echo(f"{facts['phase']}, generation {facts['generation']}, step {facts['step']}")
+    for worker in facts["workers"]:
+        typer.echo(_line(worker))
+
+
+def _line(worker: dict[str, Any]) -> str:
+    heard = "never heard" if worker["heard"] is None else f"heard {worker['heard']:.1f} s ago"
+    shards = ",".join(map(str, worker["shards"])) or "none"
+    return (
+        f"rank {worker['rank']}  pid {worker['pid']}  {worker['host'] or '-'}  {worker['phase']}  "
+        f"step {worker['step']}  shards {shards}  {heard}"
+    )
+
+
+def _ask(run: Path, what: str, number: int = 0, text: str = "") -> Answer:
+    from paceline.core.control.messages import Ask
+    from paceline.elastic import tools
+
+    answer = tools.ask(run, Ask(what=what, number=number, text=text))
+    if not answer.done:
+        raise UsageError(answer.text, remedy="see `paceline status` for what the run is doing")
+    return answer

@@ -1,0 +1,31 @@
+"""Whom a rank waits for right now, as another thread of it sees it: for heartbeats and verdicts.
+
+A wait says so where its peers can read it once it lasts longer than a moment (transport/watch.py). Must not
+know what is waited for.
+"""
+
+from __future__ import annotations
+
+from paceline.comm.context import DistributedContext
+from paceline.comm.transport.hybrid import HybridTransport
+from paceline.comm.transport.shm.transport import ShmTransport
+from paceline.comm.transport.torchdist import TorchTransport
+from paceline.comm.transport.watch import Outlook
+from paceline.core.errors import PacelineError
+
+
+def waiting_for(context: DistributedContext) -> tuple[int, ...]:
+    """The ranks that this one waits for; none while it does not wait, or has only just begun to."""
+    transport = context.transport
+    outlook: Outlook
+    if isinstance(transport, ShmTransport):
+        outlook = transport.outlook
+    elif isinstance(transport, HybridTransport | TorchTransport):
+        outlook = transport.mesh
+    else:
+        return ()
+    try:
+        status = outlook.peers()[outlook.rank].status
+    except PacelineError:
+        return ()  # the group is over
+    return () if status is None else status.waits_for

@@ -1,0 +1,180 @@
+"""Faults on demand: the text that names them, and `Chaos`, the value that it makes.
+
+    kill rank=2 step=20; hang rank=1 step=40 phase=collective; slow rank=0 factor=3; partition rank=3 for=5s
+    random kinds=kill,hang rate=0.02 seed=3 until=200
+
+The text travels to the workers and reads back to an equal value. Words that nobody knows are refused with
+those that are known. Must not know how a fault is done.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+from paceline.core.faults import KINDS, Fault, RandomFaults, refuse, refuse_word
+
+__all__ = ["Chaos", "Fault", "RandomFaults", "parse"]
+
+_RANDOM = ("kinds", "rate", "seed", "from", "until", "rank", "for", "factor", "code", "attempt")
+_DURATION = re.compile(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)(ms|s|m|)", re.IGNORECASE)
+_UNITS = {"ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0}
+
+
+@final
+@dataclass(frozen=True, init=False)
+class Chaos:
+    """Faults to inject into a run: `Chaos("kill rank=2 step=20; slow rank=0 factor=3")`.
+
+    Takes texts, faults and other `Chaos`; `str` gives a text that makes an equal one.
+    """
+
+    parts: tuple[Fault | RandomFaults, ...]
+
+    def __init__(self, *given: str | Fault | RandomFaults | Chaos) -> None:
+        parts: list[Fault | RandomFaults] = []
+        for one in given:
+            if isinstance(one, Chaos):
+                parts += one.parts
+            elif isinstance(one, str):
+                parts += parse(one)
+            elif isinstance(one, Fault | RandomFaults):
+                parts.append(one)
+            else:
+                refuse(
+                    f"{one!r:.60} ({type(one).__name__}) is no fault",
+                    'give text such as "kill rank=2 step=20"',
+                    "chaos",
+                )
+        object.__setattr__(self, "parts", tuple(parts))
+
+    @property
+    def faults(self) -> tuple[Fault, ...]:
+        return tuple(part for part in self.parts if isinstance(part, Fault))
+
+    @property
+    def random(self) -> tuple[RandomFaults, ...]:
+        return tuple(part for part in self.parts if isinstance(part, RandomFaults))
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that are named; somebody may want to know whether there are such."""
+        return tuple(sorted({part.rank for part in self.parts if part.rank is not None}))
+
+    def __bool__(self) -> bool:
+        return bool(self.parts)
+
+    def __str__(self) -> str:
+        return "; ".join(str(part) for part in self.parts)
+
+    def __repr__(self) -> str:
+        return f"Chaos({str(self)!r})"
+
+
+def parse(text: str) -> Iterator[Fault | RandomFaults]:
+    """The faults of a text; they are separated by semicolons or line ends."""
+    for statement in re.split(r"[;\n]", text):
+        kind, *words = statement.split() or [""]
+        if kind:
+            yield (
+                _random(words, statement.strip())
+                if kind == "random"
+                else _fault(kind, words, statement.strip())
+            )
+
+
+def _fault(kind: str, words: list[str], statement: str) -> Fault:
+    if kind not in KINDS:
+        refuse_word(kind, "fault", (*KINDS, "random"), statement)
+    given = _fields(words, KINDS[kind], kind, statement)
+    if "rank" not in given:
+        refuse(f"{statement!r} does not say whom it meets", f"add a rank: {kind} rank=1, or rank=all", "rank")
+    values: dict[str, Any] = {
+        "rank": _whole_or_all(given["rank"], "rank", statement),
+        "step": _whole(given, "step", statement),
+        "phase": given.get("phase"),
+        "factor": _number(given, "factor", statement),
+        "seconds": _duration(given, statement),
+        "times": _whole(given, "times", statement),
+        "code": _whole(given, "code", statement),
+    }
+    if "attempt" in given:
+        values["attempt"] = _whole_or_all(given["attempt"], "attempt", statement)
+    return Fault(kind=kind, **values)
+
+
+def _random(words: list[str], statement: str) -> RandomFaults:
+    given = _fields(words, _RANDOM, "random", statement)
+    for name, example in (("kinds", "kinds=kill,hang"), ("rate", "rate=0.02")):
+        if name not in given:
+            refuse(f"{statement!r} does not say its {name}", f"add {example}", name)
+    values: dict[str, Any] = {
+        "kinds": tuple(kind for kind in given["kinds"].split(",") if kind),
+        "rate": _number(given, "rate", statement),
+        "seed": _whole(given, "seed", statement),
+        "first": _whole(given, "from", statement),
+        "until": _whole(given, "until", statement),
+        "rank": _whole_or_all(given.get("rank", "all"), "rank", statement),
+        "seconds": _duration(given, statement),
+        "factor": _number(given, "factor", statement),
+        "code": _whole(given, "code", statement),
+        "attempt": _whole_or_all(given.get("attempt", "all"), "attempt", statement),
+    }
+    return RandomFaults(**{name: value for name, value in values.items() if value is not None})
+
+
+def _fields(words: list[str], allowed: tuple[str, ...], kind: str, statement: str) -> dict[str, str]:
+    given: dict[str, str] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or not value:
+            refuse(
+                f"{word!r} in {statement!r} is not of the form name=value",
+                f"{kind} takes {', '.join(f'{one}=...' for one in allowed)}",
+                name,
+            )
+        if name not in allowed:
+            refuse_word(name, f"field of {kind}", allowed, statement)
+        if name in given:
+            refuse(f"{name} is given twice in {statement!r}", f"keep one of them: {name}={value}", name)
+        given[name] = value
+    return given
+
+
+def _whole(given: Mapping[str, str], name: str, statement: str) -> int | None:
+    if name not in given:
+        return None
+    try:
+        return int(given[name])
+    except ValueError:
+        refuse(f"{name}={given[name]} in {statement!r} is not a whole number", f"write {name}=3", name)
+
+
+def _whole_or_all(text: str, name: str, statement: str) -> int | None:
+    if text == "all":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        refuse(f"{name}={text} in {statement!r} is neither a number nor `all`", f"write {name}=1", name)
+
+
+def _number(given: Mapping[str, str], name: str, statement: str) -> float | None:
+    if name not in given:
+        return None
+    try:
+        return float(given[name])
+    except ValueError:
+        refuse(f"{name}={given[name]} in {statement!r} is not a number", f"write {name}=0.5", name)
+
+
+def _duration(given: Mapping[str, str], statement: str) -> float | None:
+    text = given.get("for")
+    if text is None:
+        return None
+    match = _DURATION.fullmatch(text)
+    if match is None:
+        refuse(f"for={text} in {statement!r} is no duration", "write for=5s, for=200ms or for=1m", "for")
+    return float(match[1]) * _UNITS[match[2].lower()]

@@ -1,0 +1,107 @@
+"""Where a run's supervisor is and where its secret lies: control.json and control.secret in its folder.
+
+Written by the supervisor, read by workers that look for a restarted one and by `paceline scale`, `stop` and
+`status`. The secret's file can be read by its owner only. Must not know sockets.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from paceline.core import typed
+from paceline.core.control import auth
+from paceline.core.control.auth import Tls
+from paceline.core.errors import PlatformError, UsageError
+
+ADDRESS_FILE: Final = "control.json"
+SECRET_FILE: Final = "control.secret"
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """What control.json says. `secret` is a file's name, in the same folder."""
+
+    host: str
+    port: int
+    pid: int
+    attempt: int = 1
+    secret: str = SECRET_FILE
+    certificate: str = ""
+    key: str = ""
+    authority: str = ""
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return self.host, self.port
+
+    @property
+    def tls(self) -> Tls | None:
+        if not self.authority:
+            return None
+        return Tls(Path(self.certificate), Path(self.key), Path(self.authority))
+
+
+def read(folder: Path) -> Whereabouts:
+    """Where the supervisor of this run is; UsageError where none is at work."""
+    path = folder / ADDRESS_FILE
+    try:
+        found = typed.convert(json.loads(path.read_text()), Whereabouts, ADDRESS_FILE)
+    except FileNotFoundError:
+        raise UsageError(
+            f"no supervisor is at work in {folder}",
+            remedy="give the folder of a run that trains now; its name is printed when it starts",
+        ) from None
+    except (OSError, ValueError, typed.MismatchError, typed.MissingKeyError, typed.UnknownKeyError) as error:
+        raise UsageError(f"{path} cannot be read: {error}", remedy="give the run's own folder") from error
+    assert isinstance(found, Whereabouts)
+    return found
+
+
+def lookup(folder: Path) -> tuple[str, int] | None:
+    """For MemberLink: where the supervisor is now, None where nobody says."""
+    try:
+        return read(folder).address
+    except UsageError:
+        return None
+
+
+def write(folder: Path, whereabouts: Whereabouts) -> None:
+    """Say where the supervisor is."""
+    replace_file(folder / ADDRESS_FILE, json.dumps(vars(whereabouts)).encode())
+
+
+def write_secret(folder: Path, secret: bytes) -> None:
+    """Keep the secret where only the owner can read it."""
+    replace_file(folder / SECRET_FILE, secret.hex().encode() + b"\n", mode=0o600)
+
+
+def read_secret(folder: Path, name: str = SECRET_FILE) -> bytes:
+    """The run's secret."""
+    return auth.read_secret(folder / name)
+
+
+def remove(folder: Path) -> None:
+    """Nobody is at work here any more."""
+    for name in (ADDRESS_FILE, SECRET_FILE):
+        (folder / name).unlink(missing_ok=True)
+
+
+def replace_file(path: Path, data: bytes, *, mode: int = 0o644) -> None:
+    """Write a small file so that readers see the old one or the new one, never half of one."""
+    new = path.with_name(f".{path.name}.new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new.unlink(missing_ok=True)
+        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+        os.replace(new, path)
+    except OSError as error:
+        raise PlatformError(
+            f"{path} cannot be written: {error.strerror}",
+            remedy="free space on its disk, or put the run's folder where it can be written",
+        ) from error

@@ -1,0 +1,172 @@
+"""One control connection after both sides have proved themselves: messages in, messages out, never blocking.
+
+    length:u32 | [number, kind, fields] as msgpack, plain data only
+
+`number` counts a member's messages from 1 up, so that those which were not heard can be said again; 0: not
+counted. A frame longer than the limit, or one that is no message, closes the channel. What cannot be sent at
+once waits in memory up to a bound, beyond which the other side counts as gone. (Not core.wire: there are no
+arrays here, hundreds of messages a second, and the less a decoder knows the better.) Must not know who
+decides what.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import struct
+from collections import deque
+from typing import Final, final
+
+import msgpack
+
+from paceline.core.control import messages
+from paceline.core.control.messages import Message
+from paceline.core.errors import UsageError, WireError
+
+MAX_FRAME: Final = 8 << 20
+MAX_WAITING: Final = 64 << 20
+_LENGTH: Final = struct.Struct("<I")
+_READ_BYTES: Final = 1 << 16
+# A peer that has proved itself may say much; the others in the loop are to get their turn.
+_READS_PER_TURN: Final = 64
+
+
+def frame(message: Message, number: int = 0) -> bytes:
+    """A message as it travels."""
+    plain = [number, *messages.to_plain(message)]
+    body: bytes = msgpack.packb(plain, use_bin_type=True, unicode_errors="surrogatepass")
+    if len(body) > MAX_FRAME:
+        raise UsageError(
+            f"a {message.kind} message of {len(body)} bytes is longer than the limit of {MAX_FRAME}",
+            remedy="send it in pieces",
+        )
+    return _LENGTH.pack(len(body)) + body
+
+
+@final
+class Channel:
+    """`closed` says why nothing more will come; until then it is empty."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._socket = sock
+        self._descriptor = sock.fileno()
+        self._inbox = bytearray()
+        self._outbox: deque[bytes] = deque()
+        self._waiting = 0
+        self.closed = ""
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def own_host(self) -> str:
+        """The address by which the other side reaches us."""
+        try:
+            return str(self._socket.getsockname()[0])
+        except OSError:
+            return ""
+
+    @property
+    def wants_write(self) -> bool:
+        """Whether something waits to be sent."""
+        return bool(self._outbox)
+
+    def send(self, message: Message) -> None:
+        """Send without a number."""
+        self.send_frame(frame(message))
+
+    def send_frame(self, data: bytes) -> None:
+        """Send what `frame` made; what the system does not take now waits for `flush`."""
+        if self.closed:
+            return
+        self._outbox.append(data)
+        self._waiting += len(data)
+        if len(self._outbox) == 1:
+            self.flush()
+        if self._waiting > MAX_WAITING:
+            self.closed = f"it does not read: {self._waiting} bytes wait for it"
+
+    def flush(self) -> None:
+        """Send what waits, as far as the system takes it."""
+        try:
+            while self._outbox and not self.closed:
+                sent = self._socket.send(self._outbox[0])
+                self._waiting -= sent
+                if sent == len(self._outbox[0]):
+                    self._outbox.popleft()
+                else:
+                    self._outbox[0] = self._outbox[0][sent:]
+        except (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return
+        except OSError as error:
+            self.closed = f"the connection broke: {error.strerror or error}"
+
+    def receive(self) -> list[tuple[int, Message]]:
+        """All complete messages that are here, with their numbers."""
+        found: list[tuple[int, Message]] = []
+        if self.closed:
+            return found
+        try:
+            for _ in range(_READS_PER_TURN):
+                data = self._socket.recv(_READ_BYTES)
+                if not data:
+                    self.closed = "the other side closed the connection"
+                    break
+                self._inbox += data
+                self._split(found)
+                # With TLS, what was decrypted already would not wake a selector again.
+                if len(data) < _READ_BYTES and not self._pending():
+                    break
+        except (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            pass
+        except WireError as error:
+            self.closed = error.message
+        except OSError as error:
+            self.closed = f"the connection broke: {error.strerror or error}"
+        return found
+
+    def close(self) -> None:
+        self.closed = self.closed or "closed here"
+        self._socket.close()
+
+    def _pending(self) -> bool:
+        return isinstance(self._socket, ssl.SSLSocket) and self._socket.pending() > 0
+
+    def _split(self, found: list[tuple[int, Message]]) -> None:
+        box = self._inbox
+        start = 0
+        try:
+            while len(box) - start >= _LENGTH.size:
+                (length,) = _LENGTH.unpack_from(box, start)
+                if length > MAX_FRAME:
+                    raise WireError(f"a frame of {length} bytes is longer than the limit of {MAX_FRAME}")
+                end = start + _LENGTH.size + length
+                if end > len(box):
+                    break
+                found.append(_parse(box[start + _LENGTH.size : end]))
+                start = end
+        finally:
+            del box[:start]
+
+
+def _parse(body: bytes | bytearray) -> tuple[int, Message]:
+    try:
+        plain = msgpack.unpackb(body, raw=False, unicode_errors="surrogatepass")
+    except Exception as error:
+        # Whatever a damaged tree makes the decoder stumble over, it is the sender that is dropped.
+        raise WireError(f"a message cannot be read: {type(error).__name__}: {error}") from error
+    if type(plain) is list and len(plain) == 3 and type(plain[0]) is int and plain[0] >= 0:
+        return plain[0], messages.from_plain(plain[1:])
+    raise WireError("not a message of the control connection")
+
+
+def tune(sock: socket.socket) -> None:
+    """Small messages at once; a machine that vanished is noticed though it never says so."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
+        with contextlib.suppress(OSError, AttributeError):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    with contextlib.suppress(OSError, AttributeError):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000)

@@ -1,0 +1,112 @@
+"""Checks that a message's fields are exactly what its annotations say, compiled once per message class.
+
+Configuration is forgiving (core.typed turns 1e6 into an int and names the path to a mistake); what comes from a
+socket is not, and there are hundreds of messages a second. Must not know the messages.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Callable
+from typing import Any, Union
+
+from paceline.core.errors import InternalError
+
+Check = Callable[[Any], Any]
+
+
+class NotExactError(Exception):
+    """A value that is not of its annotated type; caught by `messages`."""
+
+
+def maker(cls: type) -> Callable[[dict[Any, Any]], Any]:
+    """A function that makes a `cls` from a dictionary of its fields, or raises NotExactError."""
+    hints = typing.get_type_hints(cls)
+    fields = dataclasses.fields(cls)
+    checks = {field.name: _check(hints[field.name]) for field in fields}
+    required = {
+        field.name
+        for field in fields
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    }
+
+    def make(given: dict[Any, Any]) -> Any:
+        if not required <= given.keys():
+            raise NotExactError(f"{', '.join(sorted(required - given.keys()))} is missing")
+        values = {}
+        for name, value in given.items():
+            check = checks.get(name)
+            if check is None:
+                raise NotExactError(f"{str(name)[:40]!r} is not known")
+            try:
+                values[name] = check(value)
+            except NotExactError as error:
+                raise NotExactError(f"{name}: {error}") from None
+        return cls(**values)
+
+    return make
+
+
+def _check(hint: Any) -> Check:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return lambda value: value
+    if origin in (Union, types.UnionType):
+        (inner,) = (_check(arg) for arg in args if arg is not type(None))
+        return lambda value: None if value is None else inner(value)
+    if origin is tuple:
+        return _many(_check(args[0])) if args[-1] is ... else _fixed([_check(arg) for arg in args])
+    if origin is dict:
+        return _mapping(_check(args[0]), _check(args[1]))
+    if hint is float:
+        return _number
+    if hint in (int, str, bool, bytes):
+        return _plain(hint)
+    raise InternalError(f"a message has a field of type {hint}, which the wire does not check")
+
+
+def _plain(kind: type) -> Check:
+    def check(value: Any) -> Any:
+        # Not isinstance: a bool is no number here.
+        if type(value) is not kind:
+            raise NotExactError(f"expected {kind.__name__}, given {type(value).__name__}")
+        return value
+
+    return check
+
+
+def _number(value: Any) -> float:
+    if type(value) is float:
+        return value
+    if type(value) is int and abs(value) < 1 << 53:
+        return float(value)
+    raise NotExactError(f"expected float, given {type(value).__name__}")
+
+
+def _many(inner: Check) -> Check:
+    def check(value: Any) -> tuple[Any, ...]:
+        if type(value) is not tuple and type(value) is not list:
+            raise NotExactError(f"expected a tuple, given {type(value).__name__}")
+        return tuple([inner(item) for item in value])
+
+    return check
+
+
+def _fixed(inner: list[Check]) -> Check:
+    def check(value: Any) -> tuple[Any, ...]:
+        if (type(value) is not tuple and type(value) is not list) or len(value) != len(inner):
+            raise NotExactError(f"expected {len(inner)} items, given {type(value).__name__}")
+        return tuple([one(item) for one, item in zip(inner, value, strict=True)])
+
+    return check
+
+
+def _mapping(keys: Check, values: Check) -> Check:
+    def check(value: Any) -> dict[Any, Any]:
+        if type(value) is not dict:
+            raise NotExactError(f"expected a table, given {type(value).__name__}")
+        return {keys(key): values(item) for key, item in value.items()}
+
+    return check

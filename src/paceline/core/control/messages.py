@@ -1,0 +1,408 @@
+"""What supervisor and members say to each other, as frozen dataclasses that travel as plain data.
+
+    member  ->  supervisor    Hello, Beat, Report, Installed, Broken, Told, Receipt, Raised, Leaving, Done
+    agent   ->  supervisor    Offer, Exited                (a machine that joined and starts workers there)
+    tool    ->  supervisor    Ask                          (paceline scale, stop, status)
+    supervisor  ->  member    Welcome, Heard, Prepare, View, Stop, Dismissed, Claimed
+    supervisor  ->  agent     Granted, Start, End
+    supervisor  ->  tool      Answer
+
+A message that does not convert exactly is a WireError, and its sender is dropped. Must not know sockets.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar, final
+
+from paceline.core.control import exact
+from paceline.core.errors import WireError
+
+M = TypeVar("M", bound="type[Message]")
+
+Progress = tuple[int, int, int]
+"""How far a member is: (committed steps, epoch, duties done since the last commit). Ordered."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """The common part; concrete messages are final and register themselves by name."""
+
+    kind: ClassVar[str] = ""
+
+
+_known: dict[str, type[Message]] = {}
+_makers: dict[str, Callable[[dict[Any, Any]], Any]] = {}
+
+
+def _register(cls: M) -> M:
+    cls.kind = cls.__name__
+    _known[cls.kind] = cls
+    return cls
+
+
+# from a member
+
+
+@final
+@_register
+@dataclass(frozen=True, kw_only=True)
+class Hello(Message):
+    """A worker that is ready to be a member; after a supervisor's restart, one that is a member already.
+
+    member      the number the supervisor gave when it asked for this worker to be started
+    endpoint    where this worker listens for the members of a view that meet there (host may be empty)
+    host        equal for processes that can share memory; hostname is for people
+    generation  the view it is in, 0: none
+    """
+
+    member: int
+    slot: int
+    pid: int
+    host: str
+    hostname: str
+    endpoint: tuple[str, int]
+    fingerprint: dict[str, str] = field(default_factory=dict)
+    model: str = ""
+    generation: int = 0
+    progress: Progress | None = None
+
+
+@final
+@_register
+@dataclass(frozen=True, kw_only=True)
+class Beat(Message):
+    """I am alive: what the main thread does, for how long already, for whom it waits.
+
+    phase          start, data, forward, backward, collective, optimizer, checkpoint, evaluation, wait
+    waits_for      members, by number, that this one waits for in a collective
+    shard_seconds  a running mean of this member's time per shard; step_seconds of its time per step
+    """
+
+    phase: str
+    seconds: float
+    progress: Progress | None = None
+    waits_for: tuple[int, ...] = ()
+    shard_seconds: float = 0.0
+    step_seconds: float = 0.0
+    rss: int = 0
+
+
+@final
+@_register
+@dataclass(frozen=True, kw_only=True)
+class Report(Message):
+    """Stopped for `generation`: how far I am, and of which shards of the open step I hold the gradient.
+    `alone` is set when this member has state that nobody else has a copy of."""
+
+    generation: int
+    progress: Progress | None
+    held: tuple[int, ...] = ()
+    alone: bool = False
+
+
+@final
+@_register
+@dataclass(frozen=True, kw_only=True)
+class Installed(Message):
+    """In the view of `generation`, with its state; training goes on."""
+
+    generation: int
+
+
+@final
+@_register
+@dataclass(frozen=True, kw_only=True)
+class Broken(Message):
+    """A collective of `generation` failed here. `accused`: members whose data did not match its checksum."""
+
+    generation: int
+    reason: str
+    accused: tuple[int, ...] = ()
+
+
+@final
+@_register
+@dataclass(frozen=True, kw_only=True)
+class Told(Message):
+    """Events for the journal, each as its JSON line, from the first member of the view."""
+
+    generation: int
+    lines: tuple[str, ...]
+
+
+@final
+@_register
+@dataclass(frozen=True, kw_only=True)
+class Receipt(Message):
+    """Steps first..last were committed here in `generation`, and of each of them I computed `shards`.
+
+    hashes         state hashes of audited steps, by step
+    shard_hashes   hashes of this member's shards' gradients in audited steps: [step, shard, hash]
+    """
+
+    generation: int
+    first: int
+    last: int
+    shards: tuple[int, ...]
+    hashes: dict[str, str] = field(default_factory=dict)
+    shard_hashes: tuple[tuple[int, int, str], ...] = ()
+
+
+@final
+@_register
+@dataclass(frozen=True, kw_only=True)
+class Raised(Message):
+    """My code raised: the worker ends. `fault` is a PacelineError's, else "code"."""
+
+    summary: str
+    traceback: str
+    phase: str
+    fault: str = "code"
+    step: int = 0
+    shard: int = -1
+
+
+@final
+@_register
+@dataclass(frozen=True, kw_only=True)
+class Leaving(Message):
+    """I was asked to go (SIGTERM): let me out at the next step boundary."""
+
+    reason: str
+
+
+@final
+@_register
+@dataclass(frozen=True, kw_only=True)
+class ShardDone(Message):
+    """Backup policy: this member has computed this shard of this step."""
+
+    generation: int
+    step: int
+    shard: int
+
+
+@final
+@_register
+@dataclass(frozen=True, kw_only=True)
+class Done(Message):
+    """The run is over here; `stopped` is why, where it was asked to stop."""
+
+    generation: int
+    progress: Progress
+    hash: str
+    stopped: str | None = None
+
+
+# from an agent and from tools
+
+
+@final
+@_register
+@dataclass(frozen=True, kw_only=True)
+class Offer(Message):
+    """A machine offers to run so many workers. `agent` is the number it was given before, if it was: it has
+    the payload then and comes back after a cut connection."""
+
+    workers: int
+    host: str
+    hostname: str
+    pid: int
+    agent: int = 0
+
+
+@final
+@_register
+@dataclass(frozen=True, kw_only=True)
+class Exited(Message):
+    """A worker that the agent had started ended; `status` is an exit code, or a signal's number negated."""
+
+    member: int
+    status: int
+    reason: str
+
+
+@final
+@_register
+@dataclass(frozen=True, kw_only=True)
+class Ask(Message):
+    """A tool's question: "scale" with a number, "stop" with a reason, "status"."""
+
+    what: str
+    number: int = 0
+    text: str = ""
+
+
+# from the supervisor
+
+
+@final
+@_register
+@dataclass(frozen=True, kw_only=True)
+class Welcome(Message):
+    """You are known. `patience`: how long to go on without a supervisor before saving and leaving."""
+
+    heartbeat: float
+    patience: float
+
+
+@final
+@_register
+@dataclass(frozen=True, kw_only=True)
+class Heard(Message):
+    """Your messages up to this number were heard and what they say is in the journal: forget them. Those
+    that were not are said again after a reconnect."""
+
+    number: int
+
+
+@final
+@_register
+@dataclass(frozen=True, kw_only=True)
+class Prepare(Message):
+    """Stop and report for `generation`: at once (abort the collective), or after the next common step."""
+
+    generation: int
+    abort: bool
+    reason: str
+
+
+@final
+@_register
+@dataclass(frozen=True, kw_only=True)
+class View(Message):
+    """Who trains from now on, by rank: parallel tuples. `shards[r]` is what rank r computes.
+
+    source    rank that hands its state to those in `behind`; -1: nobody is ahead of anybody
+    behind    ranks that take their state from the source
+    restore   everybody takes the state of the newest good checkpoint instead (or begins anew);
+              `restore_before` >= 0: the newest of at most that step
+    segment   shared memory for all of them, where they are on the supervisor's host:
+              [pid, descriptor, inode, device]
+    journaled the last step that is in the journal: the first rank tells what is missing
+    backup    the shards of slow members are computed by idle ones too
+    """
+
+    generation: int
+    members: tuple[int, ...]
+    slots: tuple[int, ...]
+    pids: tuple[int, ...]
+    hosts: tuple[str, ...]
+    hostnames: tuple[str, ...]
+    endpoints: tuple[tuple[str, int], ...]
+    shards: tuple[tuple[int, ...], ...]
+    source: int = -1
+    behind: tuple[int, ...] = ()
+    restore: bool = False
+    restore_before: int = -1
+    segment: tuple[int, ...] = ()
+    journaled: int = 0
+    backup: bool = False
+
+
+@final
+@_register
+@dataclass(frozen=True, kw_only=True)
+class Stop(Message):
+    """Finish the step, save, and end."""
+
+    reason: str
+
+
+@final
+@_register
+@dataclass(frozen=True, kw_only=True)
+class Dismissed(Message):
+    """You are no member any more: end. `code` is the exit code to end with."""
+
+    reason: str
+    code: int = 0
+
+
+@final
+@_register
+@dataclass(frozen=True, kw_only=True)
+class Claimed(Message):
+    """Backup policy: somebody has computed this shard of this step."""
+
+    step: int
+    shard: int
+    by: int
+
+
+@final
+@_register
+@dataclass(frozen=True, kw_only=True)
+class Granted(Message):
+    """To an agent: the job's payload follows in pieces; `digest` (SHA-256) is of all of them together."""
+
+    agent: int
+    payload_bytes: int
+    digest: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@final
+@_register
+@dataclass(frozen=True, kw_only=True)
+class Piece(Message):
+    """A piece of the payload."""
+
+    offset: int
+    data: bytes
+
+
+@final
+@_register
+@dataclass(frozen=True, kw_only=True)
+class Start(Message):
+    """To an agent: start worker `member` for `slot`."""
+
+    member: int
+    slot: int
+
+
+@final
+@_register
+@dataclass(frozen=True, kw_only=True)
+class End(Message):
+    """To an agent: kill worker `member`; -1: all of them, and leave."""
+
+    member: int
+    reason: str
+
+
+@final
+@_register
+@dataclass(frozen=True, kw_only=True)
+class Answer(Message):
+    """To a tool: whether it was done, and what to show."""
+
+    done: bool
+    text: str
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def to_plain(message: Message) -> list[Any]:
+    """[kind, fields], for `core.wire`."""
+    if _known.get(message.kind) is not type(message):
+        raise WireError(f"{type(message).__name__} is not a message of the control connection")
+    # No message holds another, and nobody changes what a frozen message holds: no deep copy.
+    return [message.kind, dict(vars(message))]
+
+
+def from_plain(plain: Any) -> Message:
+    """The message; WireError for anything that is not exactly one."""
+    match plain:
+        case [str(kind), dict(fields)] if kind in _known:
+            make = _makers.get(kind)
+            if make is None:
+                make = _makers[kind] = exact.maker(_known[kind])
+            try:
+                return typing.cast(Message, make(fields))
+            except exact.NotExactError as error:
+                raise WireError(f"a {kind} message is damaged: {error}") from error
+    raise WireError("not a message of the control connection")

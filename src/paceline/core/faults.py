@@ -1,0 +1,255 @@
+"""Faults as values: what happens to which worker, at which step and in which phase, and random ones.
+
+Only the fields that `KINDS` lists make sense for a kind; the others are refused by name. Must not know the
+text they are written as (see chaos.py), nor how a fault is done.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn, final
+
+from paceline.core.errors import ConfigError
+
+WAIT: Final = "wait"  # for the others, before a new group: a worker that joins begins with it
+PHASES: Final = ("data", "forward", "backward", "collective", "optimizer", "checkpoint", "evaluation", WAIT)
+# Those that every step of every worker with a shard goes through.
+STEP_PHASES: Final = ("data", "forward", "backward", "collective", "optimizer")
+
+_ANYWHERE = ("rank", "step", "phase", "times", "attempt")
+KINDS: Final[Mapping[str, tuple[str, ...]]] = {
+    "kill": _ANYWHERE,
+    "exit": (*_ANYWHERE, "code"),
+    "raise": _ANYWHERE,
+    "stop": (*_ANYWHERE, "for"),
+    "hang": (*_ANYWHERE, "for"),
+    "deadlock": (*_ANYWHERE, "for"),
+    "slow": ("rank", "step", "factor", "for", "times", "attempt"),
+    "partition": (*_ANYWHERE, "for"),
+    "corrupt": ("rank", "step", "times", "attempt"),
+    "oom": _ANYWHERE,
+    "leave": _ANYWHERE,
+}
+_PARTITION_SECONDS = 5.0
+_SLOW_FACTOR = 3.0
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One fault. Of the fields only those are allowed that `KINDS` lists for the kind (`for` is `seconds`).
+
+    rank      whom it meets; None: everybody
+    step      the step being computed, counted from 1; the fault comes at the first chance from there on
+    phase     where in the step; None: at once
+    factor    slow: how many times as long a shard takes
+    seconds   how long it lasts; None: for ever (partition: 5 s)
+    times     how often in one worker's life; how many lives, for what ends a life; slow: for so many steps
+    code      exit: the exit code
+    attempt   in which life of the rank, from 1, so that a replacement does not die the same death; None: all
+    """
+
+    kind: str
+    rank: int | None
+    step: int | None = None
+    phase: str | None = None
+    factor: float | None = None
+    seconds: float | None = None
+    times: int | None = None
+    code: int | None = None
+    attempt: int | None = 1
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            refuse_word(self.kind, "fault", (*KINDS, "random"), str(self.kind))
+        filled = {
+            "step": self.step,
+            "phase": self.phase,
+            "factor": self.factor,
+            "for": self.seconds,
+            "times": self.times,
+            "code": self.code,
+        }
+        for name, value in filled.items():
+            if value is not None and name not in KINDS[self.kind]:
+                refuse_word(name, f"field of {self.kind}", KINDS[self.kind], f"{self.kind} {name}={value}")
+        _check_values(self.kind, filled | {"rank": self.rank, "attempt": self.attempt})
+        if self.kind == "slow" and self.factor is None:
+            object.__setattr__(self, "factor", _SLOW_FACTOR)
+        if self.kind == "partition" and self.seconds is None:
+            object.__setattr__(self, "seconds", _PARTITION_SECONDS)
+
+    @property
+    def ends_a_life(self) -> bool:
+        """Whether the worker is gone afterwards, by itself or because nobody can wait for it."""
+        return self.kind in ("kill", "exit", "raise", "oom", "leave") or (
+            self.kind in ("stop", "hang", "deadlock") and self.seconds is None
+        )
+
+    def meets(self, rank: int, attempt: int) -> bool:
+        """Whether life number `attempt` of this rank is concerned at all."""
+        if self.rank is not None and self.rank != rank:
+            return False
+        lives = self.times if self.ends_a_life else None
+        if self.attempt is None:
+            return lives is None or attempt <= lives
+        return self.attempt <= attempt < self.attempt + (lives or 1)
+
+    def __str__(self) -> str:
+        words = [
+            ("rank", "all" if self.rank is None else str(self.rank)),
+            ("step", _shown(self.step)),
+            ("phase", self.phase),
+            ("factor", _shown(self.factor)),
+            ("for", None if self.seconds is None else f"{_shown(self.seconds)}s"),
+            ("times", _shown(self.times)),
+            ("code", _shown(self.code)),
+            ("attempt", {1: None, None: "all"}.get(self.attempt, _shown(self.attempt))),
+        ]
+        return " ".join([self.kind, *(f"{name}={text}" for name, text in words if text is not None)])
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class RandomFaults:
+    """In each step, with probability `rate`, one of `kinds` for each rank, in a phase that is drawn too.
+
+    first, until   the steps between which it may happen, both included
+    rank           only this one; None: everybody
+    seconds        how long a hang, stop, deadlock or partition lasts; None: for ever (partition: 5 s)
+    attempt        in which life of the rank; None: all
+    """
+
+    kinds: tuple[str, ...]
+    rate: float
+    seed: int = 0
+    first: int = 1
+    until: int | None = None
+    rank: int | None = None
+    seconds: float | None = None
+    factor: float | None = None
+    code: int | None = None
+    attempt: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kinds", tuple(self.kinds))
+        for kind in self.kinds:
+            if kind not in KINDS:
+                refuse_word(kind, "fault", tuple(KINDS), f"random kinds={','.join(self.kinds)}")
+        if not self.kinds:
+            refuse("random faults of no kind", f"name some: kinds={','.join(KINDS)}", "kinds")
+        if not 0.0 <= self.rate <= 1.0:
+            refuse(
+                f"rate={self.rate} is no probability",
+                "set rate between 0 and 1, such as rate=0.02: one in fifty steps of each worker",
+                "rate",
+            )
+        if self.until is not None and self.until < self.first:
+            refuse(
+                f"random from={self.first} until={self.until}: there is no step in between",
+                f"set until to {self.first} or more",
+                "until",
+            )
+        options = {"for": self.seconds, "factor": self.factor, "code": self.code}
+        for name, value in options.items():
+            if value is not None and not any(name in KINDS[kind] for kind in self.kinds):
+                users = [kind for kind, fields in KINDS.items() if name in fields]
+                refuse_word(name, f"field of {', '.join(self.kinds)}", users, f"random {name}={value}")
+        _check_values(
+            "random",
+            options | {"seed": self.seed, "step": self.first, "rank": self.rank},
+            attempt=self.attempt,
+        )
+
+    def draw(self, step: int, rank: int, attempt: int = 1) -> Fault | None:
+        """What this life of the rank meets in this step."""
+        if step < self.first or (self.until is not None and step > self.until):
+            return None
+        if (self.rank is not None and self.rank != rank) or self.attempt not in (None, attempt):
+            return None
+        seed = hashlib.blake2b(f"{self.seed} {step} {rank} {attempt}".encode(), digest_size=16).digest()
+        if int.from_bytes(seed[:8], "little") >= self.rate * 2.0**64:
+            return None
+        kind = self.kinds[int.from_bytes(seed[8:12], "little") % len(self.kinds)]
+        phase = STEP_PHASES[int.from_bytes(seed[12:], "little") % len(STEP_PHASES)]
+        takes = KINDS[kind]
+        return Fault(
+            kind=kind,
+            rank=rank,
+            step=step,
+            phase=phase if "phase" in takes else None,
+            seconds=self.seconds if "for" in takes else None,
+            factor=self.factor if "factor" in takes else None,
+            code=self.code if "code" in takes else None,
+            times=1 if kind == "slow" else None,
+            attempt=attempt,
+        )
+
+    def __str__(self) -> str:
+        words = [
+            ("kinds", ",".join(self.kinds)),
+            ("rate", _shown(self.rate)),
+            ("seed", _shown(self.seed)),
+            ("from", None if self.first == 1 else _shown(self.first)),
+            ("until", _shown(self.until)),
+            ("rank", _shown(self.rank)),
+            ("for", None if self.seconds is None else f"{_shown(self.seconds)}s"),
+            ("factor", _shown(self.factor)),
+            ("code", _shown(self.code)),
+            ("attempt", _shown(self.attempt)),
+        ]
+        return " ".join(["random", *(f"{name}={text}" for name, text in words if text is not None)])
+
+
+def _check_values(kind: str, values: Mapping[str, Any], **more: Any) -> None:
+    """The range of each field; None is one that was left out."""
+    bounds = {"rank": 0, "step": 1, "times": 1, "attempt": 1, "code": 0, "seed": 0}
+    for name, value in {**values, **more}.items():
+        if value is None:
+            continue
+        if name == "phase":
+            if value not in PHASES:
+                refuse_word(str(value), "phase", PHASES, f"{kind} phase={value}")
+        elif name in bounds:
+            if type(value) is not int or value < bounds[name]:
+                refuse(
+                    f"{kind}: {name}={value!r} is not a whole number from {bounds[name]} on",
+                    f"set {name} to {bounds[name]} or more",
+                    name,
+                )
+            if name == "code" and value > 255:
+                refuse(
+                    f"{kind}: code={value}, and an exit code has 8 bits", "set code between 0 and 255", name
+                )
+        elif isinstance(value, bool) or not isinstance(value, int | float):
+            refuse(f"{kind}: {name}={value!r} is not a number", f"set {name} to a number", name)
+        elif name == "factor" and not (math.isfinite(value) and value >= 1.0):
+            refuse(
+                f"{kind}: factor={value}: a worker is slowed down to so many times its time",
+                "set factor to 1 or more, such as factor=3",
+                name,
+            )
+        elif name == "for" and not (math.isfinite(value) and value > 0.0):
+            refuse(f"{kind}: for={value}s is no time at all", "set it above 0, such as for=5s", name)
+
+
+def _shown(value: float | int | None) -> str | None:
+    return None if value is None else repr(value).removesuffix(".0")
+
+
+def refuse_word(word: str, what: str, allowed: Sequence[str], statement: str) -> NoReturn:
+    near = difflib.get_close_matches(word, allowed, n=1, cutoff=0.6)
+    hint = f"did you mean {near[0]}? " if near else ""
+    refuse(
+        f"there is no {what} called {word!r}, as in {statement!r}",
+        f"{hint}choose from {', '.join(allowed)}",
+        word,
+    )
+
+
+def refuse(message: str, remedy: str, key: str) -> NoReturn:
+    raise ConfigError(f"chaos: {message}", remedy=remedy, key=key)

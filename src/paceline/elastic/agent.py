@@ -1,0 +1,255 @@
+"""A machine that joined a job: gets the payload, starts workers when asked, tells how they end.
+
+It ends with the job. The supervisor has proved that it has the job's secret before anything it sends is used, and the payload is
+used only if its digest is right. When the connection is cut, workers train on and the agent reconnects; when
+the supervisor stays away, workers save and leave by themselves, and the agent after them. Must not decide
+anything about the job.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import selectors
+import signal
+import time
+from collections.abc import Callable
+from typing import Any, Final, final
+
+from paceline.core.control.auth import Tls
+from paceline.core.control.channel import Channel
+from paceline.core.control.host import host_identity, host_name
+from paceline.core.control.messages import End, Exited, Granted, Message, Offer, Piece, Start
+from paceline.core.errors import PacelineError, RendezvousError, WireError
+from paceline.elastic.shell.seats import how_it_ended
+from paceline.elastic.tools import open_channel
+from paceline.engines.local import client, launch
+from paceline.engines.local.worker import Worker
+
+_CONNECT_SECONDS: Final = 10.0
+_AWAY_SECONDS: Final = 60.0
+_PAUSE_SECONDS: Final = 0.2
+_END_SECONDS: Final = 30.0
+_GIVE_UP_CODE: Final = 76
+
+
+@final
+class Agent:
+    """One machine's part in a job. `run` returns an exit code: 0 it is over or this machine left, 76 the
+    supervisor is gone."""
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        secret: bytes,
+        workers: int,
+        tls: Tls | None = None,
+        say: Callable[[str], object] = lambda text: None,
+    ) -> None:
+        self._address = address
+        self._secret = secret
+        self._offered = workers
+        self._tls = tls
+        self._say = say
+        self._channel: Channel | None = None
+        self._selector = selectors.DefaultSelector()
+        self._workers: dict[int, Worker] = {}
+        self._unsent: list[Message] = []
+        self._number = 0
+        self._granted: Granted | None = None
+        self._payload = -1
+        self._complete = False
+        self._waiting: list[Start] = []
+        self._ended: str | None = None
+        self._going = False
+
+    def run(self) -> int:
+        """Until the job is over."""
+        try:
+            self._connect()
+            where = f"{self._address[0]}:{self._address[1]}"
+            self._say(f"joined the job at {where} with {self._offered} workers")
+            while self._ended is None:
+                if self._going and not self._workers:
+                    self._tell(self._offer(0))
+                    self._say("this machine has left the job")
+                    return 0
+                if self._channel is None and not self._reconnect():
+                    self._say("the supervisor is gone and the workers have ended")
+                    return _GIVE_UP_CODE
+                self._turn(1.0)
+            self._say(f"the job has ended: {self._ended}")
+            self._let_end()
+            return 0
+        finally:
+            self._close()
+
+    def _connect(self) -> None:
+        opened = open_channel(self._address, self._secret, self._tls, _CONNECT_SECONDS)
+        opened.send(self._offer(self._offered))
+        for message in self._unsent:
+            opened.send(message)
+        self._unsent.clear()
+        self._channel = opened
+        self._selector.register(opened, selectors.EVENT_READ, None)
+
+    def _offer(self, workers: int) -> Offer:
+        number = self._number if self._complete else 0
+        return Offer(
+            workers=workers, host=host_identity(), hostname=host_name(), pid=os.getpid(), agent=number
+        )
+
+    def leave(self) -> None:
+        """Have the workers leave at the next step boundary, then leave. From a signal handler, say."""
+        self._going = True
+        for worker in self._workers.values():
+            worker.signal(signal.SIGTERM)
+
+    def _reconnect(self) -> bool:
+        """Look for the supervisor; False when it stayed away and no worker is left that could need it."""
+        gone_at = time.monotonic()
+        while True:
+            try:
+                self._connect()
+                return True
+            except RendezvousError:
+                self._turn(_PAUSE_SECONDS)
+            if time.monotonic() - gone_at > _AWAY_SECONDS and not self._workers:
+                return False
+
+    def _turn(self, seconds: float) -> None:
+        if not self._selector.get_map():
+            time.sleep(seconds)
+            return
+        for key, _ in self._selector.select(seconds):
+            if key.data is None:
+                self._listen()
+            else:
+                self._attend(key.data)
+
+    def _listen(self) -> None:
+        opened = self._channel
+        if opened is None:
+            return
+        opened.flush()
+        for _, message in opened.receive():
+            self._take(message)
+        if opened.closed:
+            self._selector.unregister(opened)
+            opened.close()
+            self._channel = None
+
+    def _take(self, message: Message) -> None:
+        match message:
+            case Granted():
+                self._grant(message)
+            case Piece():
+                self._piece(message)
+            case Start():
+                if not self._complete:
+                    self._waiting.append(message)
+                elif not self._going:
+                    self._start(message)
+            case End(member=-1, reason=reason):
+                self._ended = reason
+            case End(member=member):
+                if member in self._workers:
+                    self._workers[member].kill()
+            case _:
+                raise WireError(f"the supervisor sent a {message.kind} to an agent")
+
+    def _grant(self, granted: Granted) -> None:
+        again = self._complete and self._granted is not None and granted.digest == self._granted.digest
+        self._granted, self._number = granted, granted.agent
+        if again:
+            return
+        if self._payload >= 0:
+            os.close(self._payload)
+        self._payload = os.memfd_create("paceline-payload")
+        self._complete = False
+
+    def _piece(self, piece: Piece) -> None:
+        granted = self._granted
+        if granted is None or self._complete or piece.offset + len(piece.data) > granted.payload_bytes:
+            raise WireError("a piece of a payload that nobody announced")
+        os.pwrite(self._payload, piece.data, piece.offset)
+        if piece.offset + len(piece.data) < granted.payload_bytes:
+            return
+        if _digest(self._payload) != granted.digest:
+            raise WireError("the job's payload was damaged on the way", remedy="join again")
+        self._complete = True
+        for start in self._waiting:
+            self._start(start)
+        self._waiting.clear()
+
+    def _start(self, start: Start) -> None:
+        assert self._granted is not None
+        given = self._granted.options
+        own: dict[str, Any] = {
+            **given["options"],
+            "member": start.member,
+            "slot": start.slot,
+            "address": list(self._address),
+            "secret": self._secret.hex(),
+            "folder": "",
+            "tls": [str(p) for p in vars(self._tls).values()] if self._tls is not None else None,
+            "listen": "0.0.0.0",
+        }
+        order = launch.order_here(given["entry"], 1, tuple(given["preload"]), given["threads"], own)
+        order = dataclasses.replace(order, first_rank=start.slot, world_size=max(1, self._offered))
+        try:
+            worker = Worker.start(order, self._payload)
+        except (PacelineError, OSError) as error:
+            self._tell(Exited(member=start.member, status=1, reason=f"it could not be started: {error}"))
+            return
+        self._workers[start.member] = worker
+        self._selector.register(worker, selectors.EVENT_READ, start.member)
+
+    def _attend(self, member: int) -> None:
+        worker = self._workers[member]
+        worker.take()
+        if worker.status is None and not worker.done:
+            return
+        if worker.refusal is not None:
+            reason, status = f"it could not be started: {worker.refusal.message}", 1
+        else:
+            status = worker.status if worker.status is not None else -9
+            reason = how_it_ended(status)[1]
+        self._selector.unregister(worker)
+        worker.close()
+        del self._workers[member]
+        self._tell(Exited(member=member, status=status, reason=reason))
+
+    def _tell(self, message: Message) -> None:
+        if self._channel is None or self._channel.closed:
+            self._unsent.append(message)
+        else:
+            self._channel.send(message)
+
+    def _let_end(self) -> None:
+        """Workers were dismissed by the supervisor; those that do not end are ended."""
+        limit = time.monotonic() + _END_SECONDS
+        while self._workers and time.monotonic() < limit:
+            self._turn(0.2)
+
+    def _close(self) -> None:
+        for worker in self._workers.values():
+            worker.kill()
+        for worker in self._workers.values():
+            worker.close()
+        if self._channel is not None:
+            self._channel.close()
+        self._selector.close()
+        if self._payload >= 0:
+            os.close(self._payload)
+        client.shutdown()
+
+
+def _digest(descriptor: int) -> str:
+    digest = hashlib.sha256()
+    offset = 0
+    while data := os.pread(descriptor, 1 << 20, offset):
+        digest.update(data)
+        offset += len(data)
+    return digest.hexdigest()

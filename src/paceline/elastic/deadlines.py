@@ -1,0 +1,238 @@
+"""Who has been silent or stuck for too long, and who of them is to blame.
+
+A worker that says nothing is *silent*. A member that beats but does not go on, while nobody commits, is
+*hung* if the others wait for it and it waits for nobody: those who wait are never blamed for waiting. Limits
+follow the measured time per step. Must not change anything but clocks, nor decide what is done about it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Literal, final
+
+from paceline.elastic.model import Phase, Standing
+from paceline.elastic.state import State, Worker, in_view, ranks
+
+SLOW_PHASES = frozenset({"start", "checkpoint", "evaluation"})
+_passive = frozenset({"wait", "collective"})
+_least_gap = 0.01  # between two ticks
+_all_busy = 4.0  # times the limit, where all are busy and nobody waits: slow is likelier than hung
+
+
+@final
+@dataclass(frozen=True)
+class Finding:
+    """A culprit: what it did, for people, and what the others wait for."""
+
+    worker: Worker
+    kind: Literal["silent", "hung"]
+    phase: str
+    what: str
+    waiting: str
+
+
+def silence_limit(job: State) -> float:
+    return max(job.settings.silence_least, job.settings.silence_steps * job.pace)
+
+
+def hang_limit(job: State) -> float:
+    return max(job.settings.hang_least, job.settings.hang_steps * job.pace)
+
+
+def patience(job: State, worker: Worker) -> float:
+    """How long this member may be in one phase. A first step may compile; saving and evaluating are slow."""
+    beat = job.beats.get(worker.number)
+    if beat is None or beat.step_seconds <= 0 or beat.phase in SLOW_PHASES:
+        return max(job.settings.slow_phase_seconds, hang_limit(job))
+    return hang_limit(job)
+
+
+def install_limit(job: State) -> float:
+    restores = job.view is not None and job.view.restore
+    return job.settings.slow_phase_seconds if restores else max(job.settings.install_seconds, hang_limit(job))
+
+
+def return_deadline(job: State) -> float:
+    """Until when members may come back after the supervisor's restart."""
+    return job.asked_at + 4 * job.settings.silence_least
+
+
+def phase_of(job: State, worker: Worker) -> str:
+    """What it was doing when it last said so."""
+    beat = job.beats.get(worker.number)
+    return beat.phase if beat is not None else "start"
+
+
+def silent(job: State, now: float) -> list[Finding]:
+    """Workers that should beat and do not, and those that never said hello."""
+    limit = silence_limit(job)
+    found = []
+    for worker in job.workers.values():
+        if worker.standing is Standing.STARTING:
+            if now - worker.since >= job.settings.start_seconds:
+                what = f"rank {worker.slot} has not said hello in {job.settings.start_seconds:g} s"
+                found.append(Finding(worker, "silent", "start", what, "nobody waits for it"))
+        elif worker.back and now - job.heard[worker.number] >= limit:
+            quiet = now - job.heard[worker.number]
+            what = f"rank {worker.slot} has sent no heartbeat for {quiet:.1f} s"
+            found.append(
+                Finding(worker, "silent", phase_of(job, worker), what, _who_waits(job, worker.number))
+            )
+    return found
+
+
+def overdue(job: State, now: float) -> list[Finding]:
+    """Members that hold up the others, by what the job waits for."""
+    match job.phase:
+        case Phase.RUNNING | Phase.STOPPING:
+            return _stuck(job, now)
+        case Phase.PREPARING if job.abort:
+            return _has_not(job, now, "reported")
+        case Phase.PREPARING:
+            return _stuck(job, now) or _has_not(job, now, "reported")
+        case Phase.INSTALLING:
+            late = now - job.asked_at >= install_limit(job)
+            return [
+                _finding(job, job.workers[number], now, "has not taken over the new view")
+                for number in (_culprits_in(job, now) if late else ())
+            ]
+    return []
+
+
+def _has_not(job: State, now: float, done: str) -> list[Finding]:
+    """Those who did not report in time. At a boundary the others may still be computing towards it: only
+    what nothing else explains is late then."""
+    found = []
+    for number in sorted(job.waiting):
+        worker = job.workers[number]
+        if worker.standing is Standing.READY:
+            limit = hang_limit(job)
+        elif job.abort:
+            limit = patience(job, worker)
+        else:
+            limit = max(job.settings.slow_phase_seconds, hang_limit(job))
+        since = job.asked_at if job.abort else max(job.asked_at, job.moved_at)
+        if now - since >= limit:
+            found.append(_finding(job, worker, now, f"has not {done} after {now - since:.1f} s"))
+    return found
+
+
+def _stuck(job: State, now: float) -> list[Finding]:
+    still = now - job.moved_at
+    if still < job.settings.hang_least:
+        return []
+    members = [
+        worker
+        for worker in in_view(job)
+        if worker.standing is not Standing.DONE
+        and (job.phase is not Phase.PREPARING or worker.number in job.waiting)
+    ]
+    lasted = {worker.number: _lasted(job, worker.number, now) for worker in members}
+    late = [worker for worker in members if min(still, lasted[worker.number]) >= patience(job, worker)]
+    waits = _waits(job)
+    waited_for = Counter(peer for peers in waits.values() for peer in peers)
+    idle = [worker for worker in late if worker.number not in waits]
+    culprits = [worker for worker in idle if waited_for[worker.number]]
+    if not culprits:
+        busy = [worker for worker in idle if phase_of(job, worker) not in _passive]
+        if len(busy) == len(members):
+            busy = [
+                worker
+                for worker in busy
+                if min(still, lasted[worker.number]) >= _all_busy * patience(job, worker)
+            ]
+        culprits = sorted(busy, key=lambda worker: -lasted[worker.number])[:1]
+    if not culprits and late and len(late) == len(members) and all(w.number in waits for w in late):
+        # They wait for each other: a lost message, or a deadlock. Whoever most wait for has to go.
+        culprits = [max(late, key=lambda w: (waited_for[w.number], lasted[w.number], w.slot))]
+    return [_finding(job, worker, now, "does not go on") for worker in culprits]
+
+
+def _culprits_in(job: State, now: float) -> list[int]:
+    """Of those who have not installed: who is waited for and waits for nobody, else who waits for nobody,
+    else who is waited for most."""
+    waits = _waits(job)
+    waited_for = Counter(peer for peers in waits.values() for peer in peers)
+    idle = [number for number in sorted(job.waiting) if number not in waits]
+    named = [number for number in idle if waited_for[number]]
+    if named or idle:
+        return named or idle
+    return [max(job.waiting, key=lambda n: (waited_for[n], _lasted(job, n, now), job.workers[n].slot))]
+
+
+def _waits(job: State) -> dict[int, tuple[int, ...]]:
+    """Whom each worker waits for, of those who are still there."""
+    waits = {}
+    for number, beat in job.beats.items():
+        if beat.waits_for and number in job.workers:
+            peers = tuple(peer for peer in beat.waits_for if peer in job.workers and peer != number)
+            if peers:
+                waits[number] = peers
+    return waits
+
+
+def _lasted(job: State, number: int, now: float) -> float:
+    """How long it has been in its phase."""
+    beat = job.beats.get(number)
+    return beat.seconds + now - job.heard[number] if beat is not None else 0.0
+
+
+def _finding(job: State, worker: Worker, now: float, says: str) -> Finding:
+    phase = phase_of(job, worker)
+    takes = f"; a step takes {job.pace:.3g} s" if job.pace > 0 else ""
+    what = f"rank {worker.slot} {says}: it is in {phase} for {_lasted(job, worker.number, now):.1f} s{takes}"
+    return Finding(worker, "hung", phase, what, _who_waits(job, worker.number))
+
+
+def _who_waits(job: State, number: int) -> str:
+    waits = _waits(job)
+    slots = [job.workers[other].slot for other, peers in waits.items() if number in peers]
+    verb = "waits" if len(slots) == 1 else "wait"
+    return f"{ranks(slots)} {verb} for it" if slots else "nobody said that it waits for it"
+
+
+def next_due(job: State, now: float) -> float:
+    """When something can happen by time alone. Early is harmless: the tick finds nothing and asks again."""
+    if job.phase is Phase.ENDED:
+        return inf
+    settings = job.settings
+    times = [now + max(settings.silence_least, settings.heartbeat), job.gather_at]
+    limit = silence_limit(job)
+    for worker in job.workers.values():
+        if worker.standing is Standing.STARTING:
+            times.append(worker.since + settings.start_seconds)
+        elif worker.back:
+            times.append(job.heard[worker.number] + limit)
+    times += [slot.starts_at for slot in job.slots.values() if slot.starts_at is not None]
+    if job.stop is not None:
+        times.append(job.stop_at + settings.stop_seconds)
+    match job.phase:
+        case Phase.PREPARING if job.abort:
+            times += [job.asked_at + patience(job, job.workers[number]) for number in job.waiting]
+        case Phase.RUNNING | Phase.STOPPING | Phase.PREPARING:
+            times.append(job.moved_at + hang_limit(job))
+        case Phase.INSTALLING:
+            times.append(job.asked_at + install_limit(job))
+        case Phase.RETURNING:
+            times.append(return_deadline(job))
+        case Phase.STARTING:
+            times.append(job.started_at + settings.start_seconds)
+    # What lay in the past and could not be helped is looked at again a heartbeat later.
+    soon = now + _least_gap
+    return min((at if at > now else max(soon, now + settings.heartbeat)) for at in times)
+
+
+def shifted(job: State, seconds: float) -> None:
+    """Forget that so much time has passed."""
+    job.workers = {n: replace(worker, since=worker.since + seconds) for n, worker in job.workers.items()}
+    job.slots = {
+        n: slot if slot.starts_at is None else replace(slot, starts_at=slot.starts_at + seconds)
+        for n, slot in job.slots.items()
+    }
+    job.heard = {number: at + seconds for number, at in job.heard.items()}
+    for clock in ("moved_at", "asked_at", "started_at", "dealt_at", "gather_at", "stop_at", "due"):
+        setattr(job, clock, getattr(job, clock) + seconds)
+    if job.failed_at is not None:
+        job.failed_at += seconds

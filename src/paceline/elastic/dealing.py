@@ -1,0 +1,78 @@
+"""Who computes which shards: by speed in contiguous blocks, or around what members already hold.
+
+Pure arithmetic over ranks of a view; must not know workers, slots or time.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+Deal = tuple[tuple[int, ...], ...]
+
+_alike = 1.2  # times per shard that differ by less are measured noise
+
+
+def counts(shards: int, speeds: Sequence[float], kept: Sequence[int] | None = None) -> list[int]:
+    """How many shards each rank computes, so that the slowest is done as early as can be. `kept` is what each
+    has at least. Of equals the faster comes first, then the lower rank."""
+    have = list(kept) if kept is not None else [0] * len(speeds)
+    heap = [
+        ((count + 1) / speed, -speed, rank)
+        for rank, (count, speed) in enumerate(zip(have, speeds, strict=True))
+    ]
+    heapq.heapify(heap)
+    for _ in range(shards - sum(have)):
+        _, minus_speed, rank = heap[0]
+        have[rank] += 1
+        heapq.heapreplace(heap, ((have[rank] + 1) / -minus_speed, minus_speed, rank))
+    return have
+
+
+def contiguous(shards: int, speeds: Sequence[float]) -> Deal:
+    """Blocks in the order of the ranks."""
+    dealt: list[tuple[int, ...]] = []
+    first = 0
+    for count in counts(shards, speeds):
+        dealt.append(tuple(range(first, first + count)))
+        first += count
+    return tuple(dealt)
+
+
+def around_held(shards: int, held: Sequence[Sequence[int]], speeds: Sequence[float]) -> Deal:
+    """Each held shard stays with the lowest rank that holds it; the others are dealt in runs."""
+    taken: set[int] = set()
+    kept: list[list[int]] = []
+    for mine in held:
+        own = sorted({shard for shard in mine if 0 <= shard < shards} - taken)
+        taken.update(own)
+        kept.append(own)
+    wanted = counts(shards, speeds, [len(own) for own in kept])
+    free = iter([shard for shard in range(shards) if shard not in taken])
+    return tuple(
+        tuple(sorted([*own, *(next(free) for _ in range(count - len(own)))]))
+        for own, count in zip(kept, wanted, strict=True)
+    )
+
+
+def speeds_from(seconds: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """Speeds from times per shard (0: not measured, taken as typical). Times that are nearly the typical one
+    are taken as it, so that noise moves nothing."""
+    typical = median([second for second in seconds if second > 0])
+    speeds = []
+    for second, weight in zip(seconds, weights, strict=True):
+        ratio = second / typical if second > 0 and typical > 0 else 1.0
+        if 1 / _alike < ratio < _alike:
+            ratio = 1.0
+        speeds.append(weight / ratio)
+    return speeds
+
+
+def makespan(deal: Deal, speeds: Sequence[float]) -> float:
+    """When the slowest rank is done with its shards."""
+    return max((len(mine) / speed for mine, speed in zip(deal, speeds, strict=True)), default=0.0)
+
+
+def median(values: Sequence[float]) -> float:
+    """The lower median; 0 for nothing."""
+    return sorted(values)[(len(values) - 1) // 2] if values else 0.0

@@ -1,0 +1,307 @@
+"""What follows from what members say: hello, heartbeats, reports, broken collectives, errors, the end.
+
+Each handler changes the copy of the state it is given, appends actions, and returns the reason. A message of
+another generation, or of somebody unknown, changes nothing. Must not know the clock's events.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from paceline.elastic import audit_votes, audits
+from paceline.elastic.deadlines import Finding, phase_of
+from paceline.elastic.ending import all_done, end, finish
+from paceline.elastic.model import (
+    Action,
+    Beaten,
+    Dismiss,
+    HasBroken,
+    Hashed,
+    HasInstalled,
+    HasRaised,
+    IsDone,
+    Joined,
+    Lost,
+    NoteFailure,
+    NoteVerdict,
+    Phase,
+    Reported,
+    Standing,
+    TellPrepare,
+    TellStop,
+    WantsToLeave,
+)
+from paceline.elastic.regroup import (
+    go_on_preparing,
+    heed_wishes,
+    mend,
+    prepare,
+    run,
+    settle_return,
+    try_start,
+)
+from paceline.elastic.seats import depart, expel, hand_over_slot, lose
+from paceline.elastic.state import IN_VIEW, State, Worker, be_due
+
+BREAKS_BEFORE_BLAME = 3
+"""So often in a row collectives may break with nobody gone; then whoever was named most has to go."""
+
+
+def joined(job: State, event: Joined, now: float, out: list[Action]) -> str:
+    """A hello, from a new worker or from a member whose connection was away."""
+    worker = job.workers.get(event.member)
+    if worker is None:
+        out.append(Dismiss(event.member, "nobody expects this worker"))
+        return f"member {event.member} says hello and is not expected: it may end"
+    if job.stop is not None and worker.standing is Standing.STARTING:
+        out.append(Dismiss(event.member, f"the job is stopping: {job.stop}"))
+        del job.workers[event.member]
+        job.slots.pop(worker.slot, None)
+        return f"rank {worker.slot} came when the job was stopping: it may end"
+    if worker.standing is not Standing.STARTING:
+        return _came_back(job, worker, event, now, out)
+    job.workers[event.member] = replace(worker, standing=Standing.READY, since=now)
+    job.heard[event.member] = now
+    be_due(job, now + job.settings.silence_least)
+    said = f"rank {worker.slot} is ready"
+    if job.phase is Phase.STARTING:
+        return try_start(job, said, now, out)
+    wish = heed_wishes(job, now, out)
+    return f"{said}; {wish}" if wish else said
+
+
+def _came_back(job: State, worker: Worker, event: Joined, now: float, out: list[Action]) -> str:
+    job.heard[worker.number] = now
+    said = f"rank {worker.slot} is connected again"
+    if job.phase is Phase.PREPARING:
+        if worker.number in job.waiting:
+            out.append(TellPrepare((worker.number,), job.generation, job.abort, job.reason))
+            return f"{said} and is asked again"
+        return said
+    if worker.standing not in IN_VIEW:
+        return said
+    if job.phase is Phase.RETURNING:
+        job.workers[worker.number] = replace(worker, back=True)
+        be_due(job, now + job.settings.silence_least)
+        if job.view is None or event.generation != job.view.generation:
+            job.abort = True
+        # Never lower than what any member has seen: a generation means one view, for ever.
+        job.generation = max(job.generation, event.generation)
+        return settle_return(job, said, now, out)
+    if event.generation == 0 and worker.number not in job.waiting:
+        return f"{said}, an old hello"
+    if event.generation == job.generation:
+        if job.phase is Phase.INSTALLING:
+            return has_installed(job, HasInstalled(worker.number, event.generation), now, out)
+        if job.phase is Phase.STOPPING:
+            out.append(TellStop((worker.number,), job.stop or ""))
+        return said
+    # It is in another view than everybody else: what it was told is lost.
+    return prepare(job, True, f"{said} and is in generation {event.generation}", now, out)
+
+
+def beaten(job: State, event: Beaten, now: float, out: list[Action]) -> str:
+    """The most frequent event: looks at nobody else."""
+    number = event.member
+    worker = job.workers.get(number)
+    if worker is None or worker.standing is Standing.STARTING or not worker.back:
+        return f"a heartbeat of member {number}, who is not expected"
+    job.heard[number] = now
+    job.beats[number] = event
+    if event.step_seconds > 0 and not job.committed:
+        job.committed = True
+    progress = event.progress
+    if (
+        progress is not None
+        and worker.standing in IN_VIEW
+        and (job.furthest is None or progress > job.furthest)
+    ):
+        if job.furthest is not None and progress[0] > job.furthest[0]:
+            job.committed = True
+            job.breaks = 0
+            if job.suspicion:
+                job.suspicion = {}
+        job.furthest = progress
+        job.moved_at = now
+        return "a member goes on"
+    return "a member lives"
+
+
+def reported(job: State, event: Reported, now: float, out: list[Action]) -> str:
+    """A member stopped and says what it has."""
+    if job.phase is not Phase.PREPARING or event.generation != job.generation:
+        return f"a report for generation {event.generation} is not wanted"
+    if event.member not in job.waiting:
+        return f"a report of member {event.member}, who was not asked or has reported"
+    job.heard[event.member] = now
+    job.reports[event.member] = event
+    job.waiting = job.waiting - {event.member}
+    return go_on_preparing(job, f"rank {job.workers[event.member].slot} reported", now, out)
+
+
+def has_installed(job: State, event: HasInstalled, now: float, out: list[Action]) -> str:
+    """A member is in the new view."""
+    if job.phase is not Phase.INSTALLING or event.generation != job.generation:
+        return f"generation {event.generation} is not being installed"
+    if event.member not in job.waiting:
+        return f"member {event.member} is in the view already, or was never to be"
+    job.heard[event.member] = now
+    job.waiting = job.waiting - {event.member}
+    if job.waiting:
+        return f"{len(job.waiting)} members are not in generation {job.generation} yet"
+    return run(job, now, out)
+
+
+def has_broken(job: State, event: HasBroken, now: float, out: list[Action]) -> str:
+    """A collective failed at a member: somebody is gone, somebody's data is damaged, or a line is cut."""
+    worker = job.workers.get(event.member)
+    view = job.view
+    if worker is None or worker.standing not in IN_VIEW or view is None:
+        return f"member {event.member} is in no view that could break"
+    if event.generation != view.generation:
+        return f"generation {event.generation}, which broke, is over"
+    job.heard[event.member] = now
+    why = f"a collective failed at rank {worker.slot}: {event.reason}"
+    if job.phase is Phase.RETURNING:
+        job.abort = True
+        return why
+    corrupt = _who_is_corrupt(job, worker, event)
+    if corrupt:
+        for bad in corrupt:
+            what = f"rank {bad.slot} sent data that does not match its checksum"
+            done = "it was killed and left out; the step is computed again"
+            phase = phase_of(job, bad)
+            out.append(NoteVerdict(bad.number, bad.slot, phase, what, f"rank {worker.slot} found it", done))
+            lose(job, bad, "corrupt", what, now, out, kill=what)
+        return mend(job, corrupt, why, now, out)
+    for named in event.unreachable or _waited_for(job, event.member):
+        job.suspicion[named] = job.suspicion.get(named, 0) + 1
+    if job.phase is Phase.PREPARING and job.abort:
+        return f"{why}; its members are being asked already"
+    job.breaks += 1
+    if job.breaks >= BREAKS_BEFORE_BLAME:
+        found = _most_suspect(job, worker)
+        job.breaks = 0
+        job.suspicion = {}
+        expel(job, found, now, out)
+        return mend(job, [found.worker], found.what, now, out)
+    job.failed_at = now if job.failed_at is None else job.failed_at
+    return prepare(job, True, why, now, out)
+
+
+def _who_is_corrupt(job: State, accuser: Worker, event: HasBroken) -> list[Worker]:
+    accused = [
+        job.workers[number]
+        for number in sorted(set(event.accused))
+        if number != accuser.number and number in job.workers and job.workers[number].standing in IN_VIEW
+    ]
+    others = sum(worker.standing in IN_VIEW for worker in job.workers.values()) - 1
+    if len(accused) > 1 and len(accused) == others:
+        # To whom everybody's data looks damaged, is the one that damages it.
+        return [accuser]
+    return accused
+
+
+def _waited_for(job: State, number: int) -> tuple[int, ...]:
+    beat = job.beats.get(number)
+    return beat.waits_for if beat is not None else ()
+
+
+def _most_suspect(job: State, reporter: Worker) -> Finding:
+    suspects = [
+        (count, worker.slot, worker)
+        for number, count in job.suspicion.items()
+        if (worker := job.workers.get(number)) is not None and worker.standing in IN_VIEW
+    ]
+    worst = max(suspects, key=lambda suspect: suspect[:2])[2] if suspects else reporter
+    what = (
+        f"collectives broke {BREAKS_BEFORE_BLAME} times in a row with nobody gone, "
+        f"and rank {worst.slot} is the one that was most often not reached"
+    )
+    return Finding(worst, "silent", phase_of(job, worst), what, "the others could not finish a step with it")
+
+
+def lost(job: State, event: Lost, now: float, out: list[Action]) -> str:
+    """A worker's process or connection is gone."""
+    worker = job.workers.get(event.member)
+    if worker is None:
+        return f"member {event.member} is gone, and was not counted on any more"
+    why = f"rank {worker.slot} is lost: {event.reason}"
+    lose(job, worker, event.kind, event.reason, now, out)
+    return mend(job, [worker], why, now, out)
+
+
+def has_raised(job: State, event: HasRaised, now: float, out: list[Action]) -> str:
+    """A worker's code raised: once is forgiven, the same step twice is not."""
+    worker = job.workers.get(event.member)
+    if worker is None:
+        return f"member {event.member} raised, and was not counted on any more"
+    why = f"rank {worker.slot} raised in step {event.step}: {event.summary}"
+    final = ""
+    if event.fault == "user":
+        final = why
+    elif event.step in job.raised:
+        final = f"{why}; it is not the first time for this step, so trying again would not help"
+    if final:
+        out.append(NoteFailure(worker.number, worker.slot, phase_of(job, worker), "raised", event.summary))
+        return end(job, out, ok=False, reason=final, failed=worker.number)
+    job.raised = job.raised | {event.step}
+    lose(job, worker, "raised", event.summary, now, out)
+    return mend(job, [worker], why, now, out)
+
+
+def hashed(job: State, event: Hashed, now: float, out: list[Action]) -> str:
+    """A vote on an audited step."""
+    worker = job.workers.get(event.member)
+    if worker is None or worker.standing not in IN_VIEW:
+        return f"a hash of member {event.member}, who is in no view"
+    if job.restore or (event.generation and job.view and event.generation != job.view.generation):
+        return "a hash from a time that everybody goes back from"
+    if event.step <= job.agreed:
+        return f"step {event.step} is agreed on already"
+    job.votes = audit_votes.with_vote(job.votes, event.step, event.member, event.digest)
+    if job.phase in (Phase.PREPARING, Phase.RETURNING):
+        return f"the hash of step {event.step} is kept until the view is whole"
+    judged, expelled = audits.judge_open(job, now, out)
+    return mend(job, expelled, judged, now, out)
+
+
+def wants_to_leave(job: State, event: WantsToLeave, now: float, out: list[Action]) -> str:
+    """A worker was asked to go."""
+    worker = job.workers.get(event.member)
+    if worker is None or worker.leaves:
+        return f"member {event.member} is not there any more, or leaves already"
+    if worker.standing in (Standing.STARTING, Standing.READY):
+        depart(job, replace(worker, leaves="preempted"), now, out)
+        return mend(job, [worker], f"rank {worker.slot} leaves: {event.reason}", now, out)
+    if job.stop is not None:
+        return f"rank {worker.slot} leaves, as all do: the job is stopping"
+    hand_over_slot(job, worker, "preempted", now, out)
+    if worker.standing is Standing.MEMBER:
+        leaving = replace(job.workers[worker.number], standing=Standing.LEAVING)
+        job.workers[worker.number] = leaving
+    wish = heed_wishes(job, now, out)
+    return f"rank {worker.slot} was asked to go: {event.reason}; {wish or 'it leaves with the next view'}"
+
+
+def is_done(job: State, event: IsDone, now: float, out: list[Action]) -> str:
+    """A member came to the end."""
+    worker = job.workers.get(event.member)
+    if worker is None or worker.standing not in IN_VIEW:
+        return f"member {event.member} is done, and in no view"
+    if event.generation and job.view is not None and event.generation != job.view.generation:
+        return f"the end of generation {event.generation} is not this view's"
+    if worker.number not in job.waiting and job.phase is Phase.PREPARING:
+        return f"rank {worker.slot} reported after it was done"
+    job.heard[worker.number] = now
+    job.workers[worker.number] = replace(
+        worker, standing=Standing.DONE, digest=event.digest, stopped=event.stopped, back=True
+    )
+    said = f"rank {worker.slot} is done"
+    if job.phase is Phase.RETURNING:
+        return settle_return(job, said, now, out)
+    if all_done(job):
+        return finish(job, out)
+    if job.phase is Phase.PREPARING:
+        return go_on_preparing(job, said, now, out)
+    return said

@@ -1,0 +1,300 @@
+"""From one view to the next: ask, gather reports, deal, install; and what a loss means in each phase.
+
+    prepare -> (all reported) -> install -> (all installed) -> run
+    mend: after losses, whichever of these has to be done again
+
+Must not know why somebody was lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import inf
+
+from paceline.elastic import audits, dealing, stragglers
+from paceline.elastic.deadlines import hang_limit
+from paceline.elastic.ending import all_done, end, finish, hopeless
+from paceline.elastic.model import (
+    Action,
+    NoteRepair,
+    Phase,
+    Reported,
+    Standing,
+    TellPrepare,
+    TellStop,
+    TellView,
+    ViewPlan,
+)
+from paceline.elastic.seats import depart
+from paceline.elastic.state import IN_VIEW, State, Worker, be_due, in_view, ranks, ready
+
+
+def mend(job: State, lost: list[Worker], why: str, now: float, out: list[Action]) -> str:
+    """Workers were lost (and are forgotten already): the next move, by phase."""
+    if job.phase is Phase.ENDED or not lost:
+        return why
+    over = None if job.stop is not None else hopeless(job, lost[-1], why, out)
+    if over is not None:
+        return over
+    if all_done(job):
+        return finish(job, out)
+    broken = any(worker.standing in IN_VIEW for worker in lost)
+    if broken and job.phase not in (Phase.STARTING, Phase.RETURNING):
+        judged, expelled = audits.judge_open(job, now, out)
+        if job.ended is not None:
+            return judged
+        if expelled:
+            return mend(job, [*lost, *expelled], f"{why}; {judged}", now, out)
+    match job.phase:
+        case Phase.STARTING:
+            return try_start(job, why, now, out)
+        case Phase.RETURNING:
+            job.abort = job.abort or broken
+            return settle_return(job, why, now, out)
+        case Phase.PREPARING if job.abort or not broken:
+            # Those who reported stay stopped: there is nothing to ask again.
+            return go_on_preparing(job, why, now, out)
+        case _ if broken:
+            return prepare(job, True, why, now, out)
+    return why
+
+
+def prepare(job: State, abort: bool, why: str, now: float, out: list[Action]) -> str:
+    """Ask everybody who is in the view, or ready to be, to stop and report."""
+    if all_done(job):
+        return finish(job, out)
+    if not in_view(job):
+        return start_over(job, why, now, out)
+    asked = []
+    for worker in job.workers.values():
+        if worker.standing is Standing.STARTING:
+            continue
+        asked.append(worker.number)
+        if worker.standing is Standing.DONE:
+            # It has nothing more to do, but others may need its state.
+            job.workers[worker.number] = _undone(worker)
+    job.generation += 1
+    job.phase = Phase.PREPARING
+    job.abort = abort
+    job.reason = why
+    job.asked_at = now
+    job.waiting = frozenset(asked)
+    job.reports = {}
+    job.gather_at = inf
+    be_due(job, now + hang_limit(job))
+    out.append(TellPrepare(tuple(sorted(asked)), job.generation, abort, why))
+    how = "stop at once" if abort else "stop after the next step"
+    return f"{why}: {len(asked)} workers are to {how} for generation {job.generation}"
+
+
+def _undone(worker: Worker) -> Worker:
+    return replace(worker, standing=Standing.LEAVING if worker.leaves else Standing.MEMBER)
+
+
+def go_on_preparing(job: State, why: str, now: float, out: list[Action]) -> str:
+    """Somebody reported, is done, or is gone: perhaps nobody is missing now."""
+    if not in_view(job):
+        return start_over(job, why, now, out)
+    if not job.waiting:
+        return install(job, why, now, out)
+    if not job.abort and all(job.workers[n].standing is Standing.DONE for n in job.waiting):
+        return prepare(job, True, f"{why}; some are at the end and some have stopped before it", now, out)
+    return f"{why}; {len(job.waiting)} have not reported"
+
+
+def install(job: State, why: str, now: float, out: list[Action]) -> str:
+    """All reported: decide the next view."""
+    told = job.reports
+    reporters = [job.workers[number] for number in told]
+    stay = [worker for worker in reporters if not worker.leaves]
+    knows = any(told[worker.number].progress is not None for worker in stay)
+    if not stay or (not knows and any(report.progress is not None for report in told.values())):
+        # Those who leave have the only state there is: they hand it over first.
+        stay = reporters
+    going = [worker for worker in reporters if worker not in stay]
+    _remember_alone(job, told, going)
+    for worker in going:
+        depart(job, worker, now, out)
+    return send_view(job, stay, told, job.reason, now, out)
+
+
+def _remember_alone(job: State, told: Mapping[int, Reported], going: list[Worker]) -> None:
+    """State that nobody else has is gone with its member: then everybody goes back to a checkpoint. A lost
+    member said nothing, so it is taken to have had what the others have."""
+    if job.lost and any(report.alone for report in told.values()):
+        job.orphaned = True
+    if any(told[worker.number].alone for worker in going):
+        job.orphaned = True
+    if job.orphaned:
+        job.restore = True
+    for number, report in told.items():
+        worker = job.workers[number]
+        if worker.alone != report.alone:
+            job.workers[number] = replace(worker, alone=report.alone)
+
+
+def send_view(
+    job: State, stay: list[Worker], told: Mapping[int, Reported], why: str, now: float, out: list[Action]
+) -> str:
+    """Deal the shards, say who hands its state to whom, and tell everybody."""
+    order = sorted(stay, key=lambda worker: (worker.slot, worker.number))
+    progress = [told[worker.number].progress if worker.number in told else None for worker in order]
+    known = [far for far in progress if far is not None]
+    furthest = max(known, default=None)
+    restore = job.restore or furthest is None
+    if restore and job.tainted >= 0:
+        job.tainted = max([job.tainted, *(far[0] for far in known)])
+    speeds = stragglers.speeds(job, order, now)
+    held = [
+        told[worker.number].held if job.abort and not restore and far == furthest else ()
+        for worker, far in zip(order, progress, strict=True)
+    ]
+    job.tidy = not any(held)
+    source = -1 if restore else progress.index(furthest)
+    behind = () if restore else tuple(rank for rank, far in enumerate(progress) if far != furthest)
+    plan = ViewPlan(
+        generation=job.generation,
+        members=tuple(worker.number for worker in order),
+        slots=tuple(worker.slot for worker in order),
+        shards=(
+            dealing.contiguous(job.settings.shards, speeds)
+            if job.tidy
+            else dealing.around_held(job.settings.shards, held, speeds)
+        ),
+        source=source if behind else -1,
+        behind=behind,
+        restore=restore,
+        restore_before=job.restore_before if restore else -1,
+    )
+    for worker in order:
+        if worker.standing is Standing.READY:
+            job.workers[worker.number] = replace(worker, standing=Standing.MEMBER, since=now)
+        elif worker.standing is Standing.DONE:
+            job.workers[worker.number] = _undone(worker)
+    job.phase = Phase.INSTALLING
+    job.view = plan
+    job.waiting = frozenset(plan.members)
+    job.reports = {}
+    job.asked_at = job.dealt_at = now
+    job.votes = {} if restore else job.votes
+    be_due(job, now + hang_limit(job))
+    out.append(TellView(plan, why))
+    start = "from the newest good checkpoint" if restore else "from where the furthest is"
+    return f"{why}: generation {job.generation} is {ranks(list(plan.slots))}, {start}"
+
+
+def run(job: State, now: float, out: list[Action]) -> str:
+    """Everybody is in the view."""
+    job.phase = Phase.RUNNING
+    job.moved_at = now
+    job.furthest = None
+    job.orphaned = job.restore = job.abort = False
+    if job.tainted < 0:
+        job.restore_before = -1
+    if job.failed_at is not None:
+        out.append(NoteRepair(job.generation, now - job.failed_at, tuple(sorted(set(job.lost)))))
+    job.failed_at = None
+    job.lost = ()
+    said = f"all members are in generation {job.generation}"
+    if job.stop is not None:
+        tell_stop(job, out)
+        return f"{said}, and are asked to stop: {job.stop}"
+    wish = heed_wishes(job, now, out)
+    return f"{said}; {wish}" if wish else said
+
+
+def tell_stop(job: State, out: list[Action]) -> None:
+    """Ask the members to save and end."""
+    job.phase = Phase.STOPPING
+    out.append(TellStop(tuple(sorted(worker.number for worker in in_view(job))), job.stop or ""))
+
+
+def heed_wishes(job: State, now: float, out: list[Action]) -> str | None:
+    """While it runs: take in who is ready and let out who leaves, at a step boundary; None: no such wish."""
+    if job.phase is not Phase.RUNNING:
+        return None
+    members = in_view(job)
+    if any(worker.standing is Standing.DONE for worker in members):
+        return None
+    joiners = ready(job)
+    leaving = [worker for worker in members if worker.standing is Standing.LEAVING]
+    if leaving and len(leaving) == len(members) and not joiners:
+        if _none_to_come(job):
+            job.stop = "all workers were asked to go"
+            job.stop_at = now
+            tell_stop(job, out)
+            return job.stop
+        return f"{ranks([w.slot for w in leaving])} can leave when somebody has taken over"
+    urgent = [worker for worker in leaving if worker.leaves != "straggler"]
+    if urgent or (leaving and joiners):
+        return prepare(job, False, f"{ranks([w.slot for w in leaving])} leaves", now, out)
+    if joiners:
+        if now < _gathered(job, now):
+            be_due(job, job.gather_at)
+            return f"{ranks([w.slot for w in joiners])} waits for others that were started too"
+        return prepare(job, False, f"{ranks([w.slot for w in joiners])} joins", now, out)
+    return None
+
+
+def _gathered(job: State, now: float) -> float:
+    """Until when joiners wait: a moment, where others were started lately and have not come."""
+    if job.gather_at == inf:
+        lately = any(
+            worker.standing is Standing.STARTING and now - worker.since < 4 * job.settings.gather_seconds
+            for worker in job.workers.values()
+        )
+        job.gather_at = now + job.settings.gather_seconds if lately else now
+    return job.gather_at
+
+
+def _none_to_come(job: State) -> bool:
+    starting = any(worker.standing is Standing.STARTING for worker in job.workers.values())
+    return not starting and not any(slot.usable and slot.starts_at is not None for slot in job.slots.values())
+
+
+def start_over(job: State, why: str, now: float, out: list[Action]) -> str:
+    """Nobody is left of the view: wait for workers, then restore."""
+    if job.stop is not None:
+        return end(job, out, ok=False, reason=f"all workers were lost while the job was stopping: {why}")
+    job.phase = Phase.STARTING
+    job.view = None
+    job.waiting = frozenset()
+    job.reports = {}
+    job.furthest = None
+    job.orphaned = job.abort = False
+    job.gather_at = inf
+    job.started_at = now
+    be_due(job, now + job.settings.start_seconds)
+    return try_start(job, f"{why}; nobody is left, so workers begin again from a checkpoint", now, out)
+
+
+def try_start(job: State, why: str, now: float, out: list[Action]) -> str:
+    """Send the first view when all came, or when waiting longer helps nobody."""
+    here = ready(job)
+    enough = len(here) >= max(1, job.settings.min_workers)
+    soon = now + job.settings.silence_least
+    missing = sum(worker.standing is Standing.STARTING for worker in job.workers.values()) + sum(
+        slot.usable and slot.starts_at is not None and slot.starts_at <= soon for slot in job.slots.values()
+    )
+    if enough and (missing == 0 or now - job.started_at >= job.settings.start_seconds):
+        job.generation += 1
+        return send_view(job, here, {}, why, now, out)
+    return f"{why}; {len(here)} workers are ready, {missing} are to come"
+
+
+def settle_return(job: State, why: str, now: float, out: list[Action]) -> str:
+    """After the supervisor's restart: go on in the old view if all are in it, else regroup."""
+    missing = [worker for worker in in_view(job) if not worker.back]
+    if missing:
+        return f"{why}; {len(missing)} members have not come back"
+    if all_done(job):
+        return finish(job, out)
+    if not in_view(job):
+        return start_over(job, why, now, out)
+    here = {worker.number for worker in in_view(job)}
+    view = job.view
+    whole = view is not None and view.generation == job.generation and here == set(view.members)
+    if job.abort or job.restore or not whole:
+        return prepare(job, True, f"{why}; the view is not whole after the supervisor's restart", now, out)
+    return f"{why}; {run(job, now, out)}"

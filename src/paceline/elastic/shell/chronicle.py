@@ -1,0 +1,247 @@
+"""The run's journal as its only writer keeps it: what members tell, once, and what happened to them.
+
+Lines that come again after a reconnect or from the next first member are left out: a step that is in the
+journal is not written again. Receipts of steps are merged: at most one line per member every 5 seconds and at each
+change of the view, so that the journal grows by a known rate. While the disk is full, lines wait in memory.
+Must not know sockets or processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, final
+
+from paceline.core.control.messages import Receipt
+from paceline.core.errors import ResourceError
+from paceline.core.events import (
+    Event,
+    RunResumed,
+    RunStarted,
+    ShardHashed,
+    StepCommitted,
+    StepsReceived,
+    UnknownEvent,
+)
+from paceline.core.journal import Journal
+
+RECEIPT_SECONDS: Final = 5.0
+RETRY_SECONDS: Final = 1.0
+_TAIL_BYTES: Final = 1 << 20
+_REMEMBERED: Final = 4096
+
+
+@final
+@dataclass
+class _Receipts:
+    """Steps of one member that are not in the journal yet."""
+
+    rank: int
+    pid: int
+    generation: int
+    first: int
+    last: int
+    shards: tuple[int, ...]
+
+
+@final
+class Chronicle:
+    """`journaled` is the last step that is written (or waits to be). `on_flush` hears of each process whose
+    receipts were written."""
+
+    def __init__(self, path: Path) -> None:
+        self.journaled = 0
+        self.on_flush: Callable[[int], None] = lambda pid: None
+        self._waiting: deque[Event] = deque()
+        self._retry_at = float("inf")
+        self._receipts: dict[int, _Receipts] = {}
+        self._flush_at = float("inf")
+        self._received: dict[tuple[int, int], int] = {}
+        self._seen: set[int] = set()
+        self._seen_order: deque[int] = deque()
+        self._hashed: set[tuple[int, int, int, str]] = set()
+        self._path = path
+        if path.exists():
+            self._remember_tail(path)
+        self._journal = Journal(path)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all that was told is in the file."""
+        return not self._waiting
+
+    @property
+    def due(self) -> float:
+        return min(self._flush_at, self._retry_at)
+
+    def tick(self, now: float) -> None:
+        """Write what is due."""
+        if now >= self._retry_at:
+            self._retry_at = float("inf")
+            self._write_waiting()
+        if now >= self._flush_at:
+            self.flush()
+
+    def write(self, event: Event) -> None:
+        """Append one event, now or as soon as there is room for it."""
+        self._waiting.append(event)
+        if len(self._waiting) == 1 or self._retry_at == float("inf"):
+            self._write_waiting()
+
+    def tell(self, lines: Iterable[str]) -> None:
+        """Lines that the first member tells."""
+        for line in lines:
+            mark = hash(line)
+            if mark in self._seen:
+                continue
+            self._remember(mark)
+            data = _parsed(line)
+            if data is not None and self._is_news(data):
+                # As it is: there is one for each step, and nothing but its name and step matters here.
+                self.write(UnknownEvent(time=data.pop("time"), name=data.pop("type"), data=data))
+
+    def receive(self, rank: int, pid: int, receipt: Receipt) -> None:
+        """A member's receipt: steps it committed and what it computed of them."""
+        key = pid, receipt.generation
+        first = max(receipt.first, self._received.get(key, 0) + 1)
+        for step, shard, digest in receipt.shard_hashes:
+            mark = step, shard, rank, digest
+            if mark not in self._hashed:
+                self._hashed.add(mark)
+                self.write(ShardHashed(time=time.time(), step=step, shard=shard, rank=rank, hash=digest))
+        if len(self._hashed) > _REMEMBERED:
+            newest = max(mark[0] for mark in self._hashed)
+            self._hashed = {mark for mark in self._hashed if mark[0] == newest}
+        if first > receipt.last:
+            return
+        self._received[key] = receipt.last
+        held = self._receipts.get(pid)
+        if held is not None:
+            if (held.generation, held.shards, held.last + 1) == (receipt.generation, receipt.shards, first):
+                held.last = receipt.last
+                return
+            self._write_receipts(held)
+        self._receipts[pid] = _Receipts(rank, pid, receipt.generation, first, receipt.last, receipt.shards)
+        self._flush_at = min(self._flush_at, time.monotonic() + RECEIPT_SECONDS)
+
+    def has_receipts(self, pid: int) -> bool:
+        """Whether receipts of this process are not written yet."""
+        return pid in self._receipts
+
+    def flush(self, pid: int | None = None) -> None:
+        """Write receipts that were held back: of one process, or of all."""
+        for each in [pid] if pid is not None else list(self._receipts):
+            held = self._receipts.pop(each, None)
+            if held is not None:
+                self._write_receipts(held)
+                if self.complete:
+                    self.on_flush(each)
+        if not self._receipts:
+            self._flush_at = float("inf")
+
+    def close(self) -> None:
+        """Write what can be written, and end."""
+        self.flush()
+        self._write_waiting()
+        self._journal.close()
+
+    def _write_receipts(self, held: _Receipts) -> None:
+        self.write(
+            StepsReceived(
+                time=time.time(),
+                rank=held.rank,
+                pid=held.pid,
+                generation=held.generation,
+                first=held.first,
+                last=held.last,
+                shards=list(held.shards),
+            )
+        )
+
+    def _is_news(self, data: dict[str, Any]) -> bool:
+        match data:
+            case {"type": StepCommitted.type, "step": int(step)}:
+                if step <= self.journaled:
+                    return False
+                self.journaled = step
+            case {"type": RunResumed.type, "step": int(step)}:
+                # What was journaled after that step is done again, and so is journaled again.
+                self.journaled = step
+                self._received.clear()
+            case {"type": RunStarted.type}:
+                self.journaled = 0
+        return True
+
+    def _write_waiting(self) -> None:
+        while self._waiting:
+            size = self._size()
+            try:
+                self._journal.append(self._waiting[0])
+            except ResourceError:
+                # Half a line would be damage for ever; we are the only writer, so it can be taken back.
+                with contextlib.suppress(OSError):
+                    os.truncate(self._path, size)
+                self._retry_at = time.monotonic() + RETRY_SECONDS
+                return
+            self._waiting.popleft()
+
+    def _size(self) -> int:
+        try:
+            return os.stat(self._path).st_size
+        except OSError:
+            return 0
+
+    def _remember(self, mark: int) -> None:
+        self._seen.add(mark)
+        self._seen_order.append(mark)
+        if len(self._seen_order) > _REMEMBERED:
+            self._seen.discard(self._seen_order.popleft())
+
+    def _remember_tail(self, path: Path) -> None:
+        """What the end of an existing journal says, so that nothing of it is written twice."""
+        start = max(0, path.stat().st_size - _TAIL_BYTES)
+        if start:
+            with open(path, "rb") as file:
+                file.seek(start)
+                start += len(file.readline())
+        with open(path, "rb") as file:
+            file.seek(start)
+            lines = file.read().decode("utf-8", "replace").split("\n")
+        for line in lines[-_REMEMBERED:]:
+            self._remember(hash(line))
+        for line in lines:
+            data = _parsed(line)
+            if data is not None:
+                self._is_news(data)
+                self._recall(data)
+
+    def _recall(self, data: dict[str, Any]) -> None:
+        match data:
+            case {"type": StepsReceived.type, "pid": int(pid), "generation": int(view), "last": int(last)}:
+                self._received[pid, view] = last
+            case {
+                "type": ShardHashed.type,
+                "step": int(step),
+                "shard": int(shard),
+                "rank": int(rank),
+                "hash": str(digest),
+            }:
+                self._hashed.add((step, shard, rank, digest))
+
+
+def _parsed(line: str) -> dict[str, Any] | None:
+    """The fields of a journal line; None for what is not one."""
+    try:
+        data = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    match data:
+        case {"type": str(), "time": float() | int()}:
+            return dict(data)
+    return None

@@ -1,0 +1,130 @@
+"""What members say, as the machine's events. Must not decide anything."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, final
+
+from paceline.core.control import channel
+from paceline.core.control.messages import (
+    Beat,
+    Broken,
+    Claimed,
+    Done,
+    Installed,
+    Leaving,
+    Message,
+    Raised,
+    Receipt,
+    Report,
+    ShardDone,
+    Told,
+)
+from paceline.elastic.model import (
+    Beaten,
+    HasBroken,
+    Hashed,
+    HasInstalled,
+    HasRaised,
+    IsDone,
+    Reported,
+    WantsToLeave,
+)
+from paceline.elastic.shell.connection import Connection
+from paceline.elastic.shell.seats import Seat
+
+if TYPE_CHECKING:
+    from paceline.elastic.supervisor import Supervisor
+
+
+@final
+class Ear:
+    """The owner of a member's connection."""
+
+    def __init__(self, supervisor: Supervisor, seat: Seat) -> None:
+        self._supervisor = supervisor
+        self._seat = seat
+
+    def lose(self, connection: Connection, why: str) -> None:
+        if self._seat.connection is connection:
+            self._supervisor.staff.cut(self._seat, why)
+
+    def hear(self, connection: Connection, number: int, message: Message) -> None:
+        """One message; those that were heard before a reconnect, and those of the expelled, are left out."""
+        seat = self._seat
+        if seat.expelled or seat.connection is not connection:
+            return
+        if number:
+            if number <= seat.heard:
+                return
+            seat.heard = number
+        if isinstance(message, Beat):
+            self._beat(message)
+        else:
+            self._say(message)
+
+    def _beat(self, beat: Beat) -> None:
+        seat, supervisor = self._seat, self._supervisor
+        seat.beat, seat.beat_at, seat.progress = beat, time.monotonic(), beat.progress
+        written = supervisor.chronicle.complete and not supervisor.chronicle.has_receipts(seat.pid)
+        if seat.heard > seat.confirmed and written:
+            supervisor.staff.confirm_seat(seat)
+        supervisor.feed(
+            Beaten(
+                seat.member,
+                beat.phase,
+                beat.seconds,
+                beat.progress,
+                beat.waits_for,
+                beat.shard_seconds,
+                beat.step_seconds,
+            )
+        )
+
+    def _say(self, message: Message) -> None:
+        seat, supervisor = self._seat, self._supervisor
+        member = seat.member
+        match message:
+            case Told():
+                supervisor.chronicle.tell(message.lines)
+            case Receipt():
+                supervisor.chronicle.receive(seat.slot, seat.pid, message)
+                for step, digest in message.hashes.items():
+                    supervisor.feed(Hashed(member, int(step), digest, message.generation))
+            case Report():
+                seat.progress = message.progress
+                supervisor.feed(
+                    Reported(member, message.generation, message.progress, message.held, message.alone)
+                )
+            case Installed():
+                supervisor.views.installed(member, message.generation)
+                supervisor.feed(HasInstalled(member, message.generation))
+            case Broken():
+                supervisor.feed(HasBroken(member, message.generation, message.reason, message.accused))
+            case Raised():
+                seat.raised = message
+                supervisor.feed(
+                    HasRaised(member, message.summary, message.fault, message.step, message.shard)
+                )
+            case Leaving():
+                supervisor.feed(WantsToLeave(member, message.reason))
+            case Done():
+                seat.done, seat.progress = True, message.progress
+                supervisor.feed(
+                    IsDone(member, message.progress, message.hash, message.stopped, message.generation)
+                )
+            case ShardDone():
+                self._claim(message)
+            case _:
+                # Nothing else is a member's to say.
+                return
+
+    def _claim(self, done: ShardDone) -> None:
+        views, staff = self._supervisor.views, self._supervisor.staff
+        if views.latest is None or not views.claim(done.generation, done.step, done.shard):
+            return
+        data = channel.frame(Claimed(step=done.step, shard=done.shard, by=self._seat.member))
+        for member in views.latest.members:
+            other = staff.seats.get(member)
+            if other is not None and other is not self._seat and other.connection is not None:
+                other.connection.send_frame(data)

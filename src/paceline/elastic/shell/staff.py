@@ -1,0 +1,363 @@
+"""The workers of a job: started here or by agents, taken in when they say hello, missed when they are gone.
+
+A process that ended is reported at once, with how. A connection that closed while its process lives gets a
+moment to come back. Must not decide who is replaced or when.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import selectors
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final, final
+
+from paceline.core.control.messages import Dismissed, Exited, Heard, Hello, Welcome
+from paceline.core.errors import PacelineError
+from paceline.core.events import Note, WorkerStarted
+from paceline.elastic.model import HOME, HasRaised, Joined, Lost
+from paceline.elastic.shell.connection import Connection
+from paceline.elastic.shell.hearing import Ear
+from paceline.elastic.shell.seats import Seat, how_it_ended
+from paceline.engines.local import payload as payloads, report as reports
+from paceline.engines.local.memory_kill import MemoryWatch
+from paceline.engines.local.worker import Worker
+
+if TYPE_CHECKING:
+    from paceline.elastic.supervisor import Supervisor
+
+# A link tries again after 0.02 s; a process whose connection stays closed for longer is cut off or hangs.
+RECONNECT_SECONDS: Final = 1.0
+_EXIT_SECONDS: Final = 0.5
+_NOTE_SECONDS: Final = 5.0
+_FORMER: Final = 512
+PATIENCE_SECONDS: Final = 60.0
+
+
+@final
+class Staff:
+    """`seats` are workers whose process lives or may live, by member; `former` those of the recent past."""
+
+    def __init__(self, supervisor: Supervisor, payload: int) -> None:
+        self._supervisor = supervisor
+        self._spec = supervisor.spec
+        self._order = supervisor.spec.make_order
+        self._payload = payload
+        self._memory = MemoryWatch()
+        self._next_note = time.monotonic() + _NOTE_SECONDS
+        self.seats: dict[int, Seat] = {}
+        self.former: dict[int, Seat] = {}
+        self.fingerprint = supervisor.recalled.fingerprint
+        self.model = supervisor.recalled.model
+        self.results: dict[int, tuple[int, ...]] = {}
+        self.failures: dict[int, tuple[int, ...]] = {}
+        self._pressing: set[int] = set()
+        self._starts: Counter[int] = Counter()
+
+    def find(self, member: int) -> Seat:
+        """A worker that is or was here."""
+        return self.seats.get(member) or self.former.get(member) or Seat(member, -1)
+
+    @property
+    def due(self) -> float:
+        """When `tick` has something to do; cheap while nobody is pressing."""
+        due = self._next_note
+        for member in self._pressing:
+            seat = self.seats.get(member)
+            if seat is not None:
+                due = min(due, seat.leave_by, self._cut_limit(seat))
+        return due
+
+    def tick(self, now: float) -> None:
+        """Give up connections that stayed closed; kill who was to leave and has not."""
+        for member in list(self._pressing):
+            seat = self.seats.get(member)
+            if seat is None:
+                self._pressing.discard(member)
+            elif seat.leave_by <= now:
+                seat.leave_by = float("inf")
+                self.kill(seat, "it was told to end and did not")
+            elif self._cut_limit(seat) <= now:
+                self._stayed_away(seat, now)
+        if now >= self._next_note:
+            self._next_note = now + _NOTE_SECONDS
+            for seat in self.seats.values():
+                if seat.worker is not None and seat.worker.pid:
+                    self._memory.note(seat.worker.pid)
+
+    def start(self, member: int, slot: int, place: int) -> None:
+        """Start a worker, here or on another machine."""
+        seat = Seat(member, slot, place)
+        self.seats[member] = seat
+        if place != HOME:
+            if not self._supervisor.places.start(place, member, slot):
+                self._end(seat, Lost(member, "preempted", "its machine is gone"))
+            return
+        self._starts[slot] += 1
+        options: dict[str, Any] = {**self._spec.options, **self._worker_options(member, slot)}
+        order = dataclasses.replace(
+            self._order,
+            workers=1,
+            options=options,
+            first_rank=slot,
+            world_size=self._spec.settings.workers,
+            outlives_parent=True,
+        )
+        try:
+            seat.worker = Worker.start(order, self._payload)
+        except (PacelineError, OSError) as error:
+            self._end(seat, Lost(member, "exit", f"it could not be started: {error}"))
+            return
+        self._attend(seat, seat.worker)
+
+    def expect(self, members: Mapping[int, tuple[int, int]]) -> None:
+        """Workers that an earlier supervisor started; the caller kept what belongs to them."""
+        for member, (slot, place) in members.items():
+            seat = Seat(member, slot, place)
+            self.seats[member] = seat
+            kept = self._supervisor.caller.kept.pop(member, None)
+            if kept is not None:
+                seat.worker = Worker.adopt(*kept)
+                self._attend(seat, seat.worker)
+            elif place == HOME:
+                self._end(seat, Lost(member, "exit", "it ended while no supervisor was there"))
+
+    def come(self, connection: Connection, hello: Hello) -> None:
+        """A worker says hello."""
+        seat = self.seats.get(hello.member)
+        if seat is None or seat.expelled or seat.slot != hello.slot:
+            self.refuse(connection, f"worker {hello.member} of rank {hello.slot} is not expected (any more)")
+            return
+        if seat.worker is not None and seat.worker.pid not in (0, hello.pid):
+            self.refuse(connection, f"worker {hello.member} is process {seat.worker.pid}, not {hello.pid}")
+            return
+        difference = self._difference(hello)
+        if difference:
+            self.refuse(connection, difference, code=1)
+            self._supervisor.chronicle.write(Note(time=time.time(), text=difference, rank=hello.slot))
+            if seat.place != HOME:
+                self._supervisor.places.expel(seat.place, difference)
+            return
+        self._seat(connection, seat, hello)
+
+    def _seat(self, connection: Connection, seat: Seat, hello: Hello) -> None:
+        first_time = seat.hello is None and hello.generation == 0
+        if seat.connection is not None:
+            seat.connection.close()
+        seat.hello, seat.connection, seat.cut_at, seat.progress = hello, connection, None, hello.progress
+        connection.owner = Ear(self._supervisor, seat)
+        if first_time:
+            self._supervisor.chronicle.write(
+                WorkerStarted(time=time.time(), rank=hello.slot, pid=hello.pid, host=hello.hostname)
+            )
+            self._memory.note(hello.pid)
+        patience = self._spec.options.get("patience", PATIENCE_SECONDS)
+        connection.send(Welcome(heartbeat=self._spec.settings.heartbeat, patience=float(patience)))
+        # What it was told last may have been lost with its connection. The machine asks members of a view
+        # again; who is in none yet looks to it like one that has just come.
+        again = (seat.stop, seat.view, seat.prepare) if hello.generation == 0 else (seat.stop,)
+        for told in again:
+            if told is not None:
+                connection.send(told)
+        self._supervisor.feed(Joined(hello.member, hello.slot, seat.place, hello.generation, hello.progress))
+
+    def refuse(self, connection: Connection, reason: str, code: int = 0) -> None:
+        """Send somebody away."""
+        connection.send(Dismissed(reason=reason, code=code))
+        self._supervisor.guests.part(connection)
+
+    def cut(self, seat: Seat, why: str) -> None:
+        """A member's connection closed."""
+        seat.connection, seat.cut_at, seat.cut_why = None, time.monotonic(), why
+        self._pressing.add(seat.member)
+
+    def confirm(self, pid: int) -> None:
+        """All that a process said so far is in the journal."""
+        for seat in self.seats.values():
+            if seat.pid == pid:
+                self.confirm_seat(seat)
+
+    def confirm_seat(self, seat: Seat) -> None:
+        if seat.heard > seat.confirmed and seat.connection is not None:
+            seat.confirmed = seat.heard
+            seat.connection.send(Heard(number=seat.heard))
+
+    def kill(self, seat: Seat, reason: str) -> None:
+        """End a worker's process now."""
+        if seat.worker is not None:
+            seat.worker.kill()
+        elif seat.place != HOME:
+            self._supervisor.places.end(seat.place, seat.member, reason)
+
+    def leave(self, seat: Seat, seconds: float) -> None:
+        """It has so long to end by itself."""
+        seat.leave_by = min(seat.leave_by, time.monotonic() + seconds)
+        self._pressing.add(seat.member)
+
+    def remote_exit(self, message: Exited) -> None:
+        """An agent tells how one of its workers ended."""
+        seat = self.seats.get(message.member)
+        if seat is not None and seat.place != HOME:
+            self._ended(seat, message.status, message.reason)
+
+    def place_gone(self, place: int) -> None:
+        """A machine left, and nobody will tell how its workers ended."""
+        for seat in [seat for seat in self.seats.values() if seat.place == place]:
+            self._end(seat, None)
+
+    def close(self) -> None:
+        """Give back what is held. Workers that still live are not touched."""
+        for seat in self.seats.values():
+            if seat.connection is not None:
+                seat.connection.close()
+            if seat.worker is not None:
+                self._supervisor.selector.unregister(seat.worker)
+                seat.worker.close()
+        self.seats.clear()
+
+    def _worker_options(self, member: int, slot: int) -> dict[str, Any]:
+        tls = self._spec.tls
+        return {
+            "member": member,
+            "slot": slot,
+            "address": list(self._supervisor.address),
+            "secret": self._supervisor.secret.hex(),
+            "folder": self._spec.folder,
+            "tls": [tls["certificate"], tls["key"], tls["authority"]] if tls is not None else None,
+            "attempt": self._starts[slot],
+            "listen": self._spec.options.get("listen") or ("127.0.0.1" if self._is_loopback else "0.0.0.0"),
+        }
+
+    @property
+    def _is_loopback(self) -> bool:
+        return (
+            self._spec.bind == "::1" or self._spec.bind.startswith("127.") or self._spec.bind == "localhost"
+        )
+
+    def _attend(self, seat: Seat, worker: Worker) -> None:
+        self._supervisor.caller.keep(seat.member, worker)
+        self._supervisor.selector.register(
+            worker, selectors.EVENT_READ, lambda mask, now: self._worker_speaks(seat, worker)
+        )
+
+    def _worker_speaks(self, seat: Seat, worker: Worker) -> None:
+        before = worker.keep(), worker.pid
+        worker.take()
+        if (worker.keep(), worker.pid) != before and not worker.done:
+            self._supervisor.caller.keep(seat.member, worker)
+        if worker.refusal is not None:
+            self._refused(seat, worker.refusal)
+        elif worker.status is not None or worker.done:
+            self._ended(seat, worker.status, "")
+
+    def _refused(self, seat: Seat, error: PacelineError) -> None:
+        self.failures[seat.member] = payloads.dump(reports.describe(error)), payloads.dump(error)
+        if error.fault == "user":
+            self._end(seat, HasRaised(seat.member, str(error), "user", 0, -1))
+        else:
+            self._end(seat, Lost(seat.member, "exit", f"it could not be started: {error.message}"))
+
+    def _stayed_away(self, seat: Seat, now: float) -> None:
+        if seat.worker is not None and seat.worker.has_ended:
+            self._ended(seat, None, "")
+            return
+        seat.cut_at = None
+        self._supervisor.feed(
+            Lost(
+                seat.member,
+                "silent",
+                f"its connection closed ({seat.cut_why}) and did not come back within {RECONNECT_SECONDS:g} s",
+            )
+        )
+
+    def _cut_limit(self, seat: Seat) -> float:
+        if seat.cut_at is None:
+            return float("inf")
+        ended = seat.worker is not None and seat.worker.has_ended
+        return seat.cut_at + (_EXIT_SECONDS if ended else RECONNECT_SECONDS)
+
+    def _ended(self, seat: Seat, status: int | None, told: str) -> None:
+        """The process is gone: hear its last words, then say how it went."""
+        if seat.connection is not None:
+            seat.connection.drain()
+        self._supervisor.verdicts.settle(seat.member)
+        worker = seat.worker
+        if worker is not None:
+            returned, failed = worker.release()
+            if returned:
+                self.results[seat.member] = returned
+            if failed:
+                self.failures[seat.member] = failed
+                self._forget_failures()
+        if seat.dismissed or seat.raised is not None or (seat.done and status == 0):
+            self._memory.forget(seat.pid)
+            self._end(seat, None)
+            return
+        if seat.member in self.failures and worker is not None and worker.status is not None:
+            said = payloads.load(self.failures[seat.member][0])
+            if isinstance(said, reports.Report):
+                self._end(seat, HasRaised(seat.member, said.summary, said.fault, 0, -1))
+                return
+        self._end(seat, self._how(seat, status, told))
+
+    def _how(self, seat: Seat, status: int | None, told: str) -> Lost:
+        if status is None:
+            return Lost(seat.member, "crash", told or "the process is gone; nobody saw how it ended")
+        kind, reason = how_it_ended(status)
+        if told:
+            reason = told
+        memory = self._memory.verdict(seat.pid) if status == -9 and seat.worker is not None else None
+        if memory is not None:
+            return Lost(seat.member, "memory", memory)
+        self._memory.forget(seat.pid)
+        frames = seat.worker.frames() if seat.worker is not None and status < 0 else []
+        return Lost(seat.member, kind, f"{reason}; it was at {frames[0]}" if frames else reason)
+
+    def _end(self, seat: Seat, event: Lost | HasRaised | None) -> None:
+        self.seats.pop(seat.member, None)
+        self._pressing.discard(seat.member)
+        self.former[seat.member] = seat
+        if len(self.former) > _FORMER:
+            del self.former[next(iter(self.former))]
+        self._supervisor.caller.drop(seat.member)
+        if seat.pid:
+            self._supervisor.chronicle.flush(seat.pid)
+        if seat.connection is not None:
+            seat.connection.close()
+            seat.connection = None
+        if seat.worker is not None:
+            self._supervisor.selector.unregister(seat.worker)
+            seat.worker.close()
+        if event is not None:
+            self._supervisor.feed(event)
+
+    def _forget_failures(self) -> None:
+        while len(self.failures) > 16:
+            oldest = next(iter(self.failures))
+            for file in self.failures.pop(oldest):
+                os.close(file)
+
+    def _difference(self, hello: Hello) -> str:
+        """In exact mode: what a worker has that the first one had not."""
+        if self.fingerprint is None:
+            self.fingerprint, self.model = dict(hello.fingerprint), hello.model
+            return ""
+        if not self._spec.options.get("exact"):
+            return ""
+        names = sorted(self.fingerprint.keys() | hello.fingerprint.keys())
+        found = [
+            f"{name} is {hello.fingerprint.get(name, 'missing')!r} instead of "
+            f"{self.fingerprint.get(name, 'missing')!r}"
+            for name in names
+            if hello.fingerprint.get(name) != self.fingerprint.get(name)
+        ]
+        if hello.model != self.model:
+            found.append("its model has other initial weights or names")
+        if not found:
+            return ""
+        return (
+            f"rank {hello.slot} on {hello.hostname} would not compute the same bits as the others: "
+            + "; ".join(found)
+        )

@@ -1,0 +1,178 @@
+"""Verdicts and failures for people: one block on the terminal, one line in the journal.
+
+The Python line comes from the worker's stack file, which the worker fills when it gets a signal, also while
+it holds the interpreter's lock. That takes a moment, so a verdict is opened, looked after by the loop, and
+told when the stack is complete or cannot be had. Errors that several workers raise are told once. Must not
+know how workers are started or ended.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, final
+
+from paceline.core.events import Event, Verdict, WorkerFailed
+from paceline.elastic.model import NoteFailure, NoteVerdict
+from paceline.elastic.shell.seats import Seat, kernel_state
+
+STACK_SECONDS: Final = 0.4
+_LOOK_SECONDS: Final = 0.02
+_FOLD_SECONDS: Final = 10.0
+
+
+@final
+@dataclass
+class _Open:
+    note: NoteVerdict
+    seat: Seat
+    limit: float
+    state: str
+    size: int = 0
+    then: Callable[[], None] | None = None
+
+
+@final
+class Verdicts:
+    """`write` puts an event into the journal."""
+
+    def __init__(self, write: Callable[[Event], None]) -> None:
+        self._write = write
+        self._open: dict[int, _Open] = {}
+        self._next_look = float("inf")
+        self._raised: dict[str, tuple[float, int]] = {}
+        self.last_text = ""
+
+    @property
+    def due(self) -> float:
+        return self._next_look
+
+    def open(self, note: NoteVerdict, seat: Seat, now: float) -> None:
+        """Begin a verdict: ask the worker where it is."""
+        state = kernel_state(seat.pid) if seat.worker is not None else ""
+        case = _Open(note, seat, now + STACK_SECONDS, state)
+        if seat.worker is None or seat.worker.has_ended:
+            case.limit = now
+        else:
+            seat.worker.ask_where()
+        self._open[note.member] = case
+        self._next_look = now if case.limit <= now else min(self._next_look, now + _LOOK_SECONDS)
+
+    def after(self, member: int, then: Callable[[], None]) -> bool:
+        """Do this when the verdict about `member` was told; False: there is none, do it now."""
+        case = self._open.get(member)
+        if case is None:
+            return False
+        case.then = then
+        if case.seat.worker is not None and case.state:
+            # It is to end anyway: let it run for the moment that it needs to say where it was.
+            case.seat.worker.signal(signal.SIGCONT)
+        return True
+
+    def tick(self, now: float) -> None:
+        """See which stacks have arrived."""
+        if now < self._next_look:
+            return
+        for case in list(self._open.values()):
+            size = case.seat.worker.stack_size() if case.seat.worker is not None else 0
+            if (size and size == case.size) or now >= case.limit:
+                self._close(case)
+            case.size = size
+        self._next_look = now + _LOOK_SECONDS if self._open else float("inf")
+
+    def settle(self, member: int) -> None:
+        """The process is gone: tell what is known."""
+        if member in self._open:
+            self._close(self._open[member])
+
+    def close(self) -> None:
+        """Tell all that are open, as they are."""
+        for case in list(self._open.values()):
+            self._close(case)
+
+    def failure(self, note: NoteFailure, seat: Seat, *, told: bool) -> None:
+        """A worker failed: a line in the journal, and on the terminal unless a verdict tells it."""
+        if seat.raised is not None and note.kind == "raised":
+            # It knew better than its last heartbeat.
+            note = dataclasses.replace(note, phase=seat.raised.phase)
+        self._write(
+            WorkerFailed(
+                time=time.time(),
+                rank=note.slot,
+                pid=seat.pid,
+                phase=note.phase,
+                reason=note.reason,
+                host=seat.hostname,
+                cause=note.kind,
+            )
+        )
+        if not told:
+            self._say(self._failure_text(note, seat))
+
+    def _failure_text(self, note: NoteFailure, seat: Seat) -> str:
+        who = f"rank {note.slot} (pid {seat.pid}{f' on {seat.hostname}' if seat.hostname else ''})"
+        if note.kind != "raised" or seat.raised is None:
+            return f"paceline: {who} failed in phase {note.phase}: {note.reason}"
+        summary = seat.raised.summary.splitlines()[0] if seat.raised.summary else "an error"
+        before, slot = self._raised.get(summary, (float("-inf"), -1))
+        self._raised[summary] = time.monotonic(), note.slot
+        if time.monotonic() - before < _FOLD_SECONDS:
+            return f"paceline: {who} raised the same as rank {slot}: {summary}"
+        return (
+            f"paceline: {who} raised in phase {note.phase}: {summary}\n"
+            + seat.raised.traceback.rstrip().replace("\n", "\n  ").join(("  ", ""))
+        )
+
+    def _close(self, case: _Open) -> None:
+        del self._open[case.note.member]
+        note, seat = case.note, case.seat
+        frames = seat.worker.frames() if seat.worker is not None and seat.worker.stack_size() else []
+        line = frames[0] if frames else ""
+        where = f" on {seat.hostname}" if seat.hostname else ""
+        parts = [
+            f"paceline: verdict: rank {note.slot} (pid {seat.pid}{where}), phase {note.phase}: {note.what}"
+        ]
+        if case.state:
+            parts.append(f"  the kernel says: {case.state}")
+        if frames:
+            parts.append("  it was at " + "\n    called from ".join(frames))
+        else:
+            parts.append(f"  its Python line is not known; {_last_known(seat)}")
+        parts += [f"  the others: {note.waiting}"] if note.waiting else []
+        parts += [f"  what was done: {note.done}"] if note.done else []
+        text = "\n".join(parts)
+        self._write(
+            Verdict(
+                time=time.time(),
+                rank=note.slot,
+                host=seat.hostname,
+                pid=seat.pid,
+                phase=note.phase,
+                line=line,
+                waiting=note.waiting,
+                action=note.done,
+                text=text,
+            )
+        )
+        self._say(text)
+        if case.then is not None:
+            case.then()
+
+    def _say(self, text: str) -> None:
+        self.last_text = text
+        try:
+            print(text, file=sys.stderr, flush=True)
+        except (OSError, ValueError):
+            # Nobody reads the terminal any more; the journal has it.
+            sys.stderr = None
+
+
+def _last_known(seat: Seat) -> str:
+    if seat.beat is None:
+        return "it never said what it did"
+    ago = time.monotonic() - seat.beat_at
+    return f"{ago:.1f} s ago it said: {seat.beat.phase} for {seat.beat.seconds:.1f} s"

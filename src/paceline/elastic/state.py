@@ -1,0 +1,185 @@
+"""What the machine knows: workers, slots, the view, and what is under way.
+
+Workers and slots are frozen values. A State is handed from step to step: `machine.step` works on a copy and
+leaves the one it was given as it was. Must not decide anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import inf
+from typing import final
+
+from paceline.core.control.messages import Progress
+from paceline.elastic.model import HOME, Beaten, EndJob, Phase, Reported, Settings, Standing, ViewPlan
+
+IN_VIEW = frozenset({Standing.MEMBER, Standing.LEAVING, Standing.DONE})
+
+
+@final
+@dataclass(frozen=True)
+class Worker:
+    """One incarnation of a worker process.
+
+    since    when it was asked for, said hello, or was first in a view, whichever came last
+    alone    its last report said that it has state that nobody else has
+    back     False: it is expected back after the supervisor's restart and has not come
+    digest   of its weights, when it is DONE
+    leaves   why it is to leave: "preempted", "scaled" or "straggler"; empty: it is not
+    """
+
+    number: int
+    slot: int
+    place: int
+    standing: Standing
+    since: float
+    alone: bool = False
+    back: bool = True
+    digest: str = ""
+    stopped: str | None = None
+    leaves: str = ""
+
+
+@final
+@dataclass(frozen=True)
+class Slot:
+    """A worker's seat.
+
+    worker     the incarnation that has it now; None: none has
+    starts_at  when the next one is to be started, if none has it
+    failures   in a row
+    weight     of its speed in the deal: halved each time the kernel killed its worker for memory
+    replaced   how often its worker was replaced for being slow
+    given_up   the budget is spent
+    wanted     False: to be gone when its worker has left
+    """
+
+    number: int
+    place: int = HOME
+    worker: int | None = None
+    starts_at: float | None = None
+    failures: int = 0
+    total_failures: int = 0
+    weight: float = 1.0
+    replaced: int = 0
+    given_up: bool = False
+    wanted: bool = True
+
+    @property
+    def usable(self) -> bool:
+        """Whether a worker has it, or will have it again."""
+        return self.wanted and not self.given_up
+
+
+@final
+@dataclass
+class State:
+    """Everything the next decision depends on.
+
+    view        the one that is installed or being installed; in PREPARING the one before
+    heard       when each worker last said anything; `beats` its last heartbeat
+    waiting     who has not reported (PREPARING) or not installed (INSTALLING)
+    asked_at    when the members were last asked for something
+    abort       whether they were asked to abort, or to stop at a boundary
+    lost        slots whose worker failed since `failed_at`, before the view was whole again
+    orphaned    a worker was lost that may have had state nobody else has
+    furthest    the furthest progress anybody told, at `moved_at`; `pace` is a typical time per step
+    committed   whether any step was ever committed
+    breaks      how often in a row collectives broke with nobody gone; `suspicion`: who was named then
+    raised      steps in which somebody's code raised
+    tainted     checkpoints after restore_before and up to this step may be wrong; -1: none
+    due         when a Ticked is wanted
+    gather_at   until when joiners wait for others
+    tidy        the deal is not the one that speeds alone would give: what was held stayed where it was
+    """
+
+    settings: Settings
+    phase: Phase = Phase.STARTING
+    generation: int = 0
+    view: ViewPlan | None = None
+    workers: dict[int, Worker] = field(default_factory=dict)
+    slots: dict[int, Slot] = field(default_factory=dict)
+    agents: dict[int, str] = field(default_factory=dict)
+    next_member: int = 1
+
+    heard: dict[int, float] = field(default_factory=dict)
+    beats: dict[int, Beaten] = field(default_factory=dict)
+    furthest: Progress | None = None
+    moved_at: float = 0.0
+    pace: float = 0.0
+    committed: bool = False
+
+    waiting: frozenset[int] = frozenset()
+    reports: dict[int, Reported] = field(default_factory=dict)
+    asked_at: float = 0.0
+    abort: bool = False
+    reason: str = ""
+    lost: tuple[int, ...] = ()
+    failed_at: float | None = None
+    orphaned: bool = False
+    restore: bool = False
+    restore_before: int = -1
+    tainted: int = -1
+
+    preemptions: int = 0
+    breaks: int = 0
+    suspicion: dict[int, int] = field(default_factory=dict)
+    raised: frozenset[int] = frozenset()
+    votes: dict[int, dict[int, str]] = field(default_factory=dict)
+    agreed: int = 0
+
+    started_at: float = 0.0
+    dealt_at: float = 0.0
+    gather_at: float = inf
+    tidy: bool = True
+    stop: str | None = None
+    stop_at: float = 0.0
+    due: float = inf
+    ended: EndJob | None = None
+
+
+_dicts = ("workers", "slots", "agents", "heard", "beats", "reports", "suspicion", "votes")
+
+
+def initial(settings: Settings) -> State:
+    """Nothing has happened; the first event is Began."""
+    return State(settings=settings, agreed=settings.begins_at)
+
+
+def copied(state: State) -> State:
+    """A copy that may be changed. The values in its dictionaries are replaced, never changed."""
+    copy = object.__new__(State)
+    fields = copy.__dict__
+    fields.update(state.__dict__)
+    for name in _dicts:
+        fields[name] = fields[name].copy()
+    return copy
+
+
+def in_view(state: State) -> list[Worker]:
+    """The workers that are in the view, dead ones left out."""
+    return [worker for worker in state.workers.values() if worker.standing in IN_VIEW]
+
+
+def ready(state: State) -> list[Worker]:
+    return [worker for worker in state.workers.values() if worker.standing is Standing.READY]
+
+
+def usable_slots(state: State) -> list[Slot]:
+    return [slot for slot in state.slots.values() if slot.usable]
+
+
+def be_due(state: State, at: float) -> None:
+    """Something happens at this time at the latest."""
+    if at < state.due:
+        state.due = at
+
+
+def ranks(slots: list[int]) -> str:
+    """ "rank 3", "ranks 1, 2 and 5", "ranks 0, 1, 2 and 61 others"."""
+    names = [str(slot) for slot in sorted(slots)]
+    if len(names) > 6:
+        names = [*names[:3], f"{len(names) - 3} others"]
+    if len(names) < 2:
+        return f"rank {names[0]}" if names else "nobody"
+    return f"ranks {', '.join(names[:-1])} and {names[-1]}"

@@ -1,0 +1,279 @@
+"""The supervisor: one thread, one loop. Turns what happens into events and carries the machine's actions out.
+
+    members, agents, tools --messages--> events --> machine.step --> actions --> messages, processes, journal
+
+It decides nothing by itself but how long a closed connection may stay closed. It can be killed at any moment:
+workers train on, and the next supervisor finds in the run's folder and at the caller what it needs to go on.
+Must not know what a worker computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from typing import Final, final
+
+from paceline.core.control import address, auth
+from paceline.core.control.address import Whereabouts
+from paceline.core.control.channel import Channel
+from paceline.core.control.messages import Answer, Ask
+from paceline.core.errors import PacelineError
+from paceline.core.events import Note, SupervisorStarted
+from paceline.elastic import machine
+from paceline.elastic.job import Spec
+from paceline.elastic.model import (
+    HOME,
+    Action,
+    Beaten,
+    Began,
+    EndJob,
+    Event,
+    NoteVerdict,
+    Phase,
+    ScaleAsked,
+    StopAsked,
+    Ticked,
+)
+from paceline.elastic.shell import gate
+from paceline.elastic.shell.actions import Actions
+from paceline.elastic.shell.caller import Caller
+from paceline.elastic.shell.chronicle import Chronicle
+from paceline.elastic.shell.connection import Connection
+from paceline.elastic.shell.ending import Ending
+from paceline.elastic.shell.gate import Gate
+from paceline.elastic.shell.guests import Guests
+from paceline.elastic.shell.memory import Memory, Remembered
+from paceline.elastic.shell.places import Places
+from paceline.elastic.shell.staff import Staff
+from paceline.elastic.shell.status import status_of
+from paceline.elastic.shell.verdicts import Verdicts
+from paceline.elastic.shell.views import Views
+
+JOURNAL_FILE: Final = "journal.jsonl"
+_LONGEST_TURN: Final = 5.0
+_STALL_SECONDS: Final = 1.0
+# From about 130 turns a second on, the loop hears several messages per turn; it costs at most this delay.
+_BUSY_GAP: Final = 0.0075
+_BREATH_SECONDS: Final = 0.005
+
+
+@final
+class Supervisor:
+    """Everything that is alive in a supervised job, and the loop that looks after it."""
+
+    def __init__(self, spec: Spec, payload: int, caller: socket.socket) -> None:
+        self.spec = spec
+        self.folder = Path(spec.folder)
+        self.selector = selectors.DefaultSelector()
+        self.memory = Memory(self.folder)
+        if spec.attempt == 1:
+            self.memory.forget()
+        self.recalled = self.memory.recall() or Remembered()
+        self.secret = self._secret()
+        self.chronicle = Chronicle(self.folder / JOURNAL_FILE)
+        self.verdicts = Verdicts(self.chronicle.write)
+        self.views = Views(backup=spec.settings.stragglers == "backup")
+        self.caller = Caller(caller, self.selector, self)
+        self.staff = Staff(self, payload)
+        self.chronicle.on_flush = self.staff.confirm
+        self.guests = Guests(self.staff.come, lambda *offer: self.places.come(*offer), self._asked)
+        granted = {
+            "options": spec.options,
+            **{name: spec.order[name] for name in ("entry", "preload", "threads")},
+        }
+        self.places = Places(
+            payload,
+            granted,
+            spec.settings.agent_seconds,
+            self.feed,
+            self.staff.remote_exit,
+            self.staff.place_gone,
+        )
+        self.gate = Gate(
+            gate.listen(spec.bind, spec.port, self.recalled.port),
+            self.secret,
+            self.selector,
+            self._let_in,
+            self.complain,
+            spec.make_tls,
+        )
+        self.actions = Actions(self)
+        self.ending: Ending | None = None
+        self.state = machine.initial(spec.settings)
+        self._events: deque[Event] = deque()
+        self._asked_to_end = False
+        self._last_turn = 0.0
+        self._usual_gap = 1.0
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where workers of this machine find the control port."""
+        host, port = self.gate.address
+        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port
+
+    def feed(self, event: Event) -> None:
+        """Something happened; it is decided upon after what happened before it."""
+        self._events.append(event)
+
+    def complain(self, error: PacelineError) -> None:
+        """Tell people about a shortage that training survives."""
+        print(f"paceline: {error}", file=sys.stderr, flush=True)
+        self.chronicle.write(Note(time=time.time(), text=str(error)))
+
+    def kill(self, reason: str) -> None:
+        """End everything at once."""
+        self.ending = Ending(self, EndJob(ok=False, reason=reason, stopped=reason), at_once=True)
+
+    def run(self) -> None:
+        """Until the job is over and its outcome was told."""
+        signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            self._begin()
+            self._loop()
+        finally:
+            self._close()
+
+    def _begin(self) -> None:
+        host, port = self.address
+        tls = self.spec.tls or {}
+        address.write(
+            self.folder, Whereabouts(host=host, port=port, pid=os.getpid(), attempt=self.spec.attempt, **tls)
+        )
+        now = time.time()
+        where = f"{host}:{port}"
+        self.chronicle.write(
+            SupervisorStarted(time=now, pid=os.getpid(), attempt=self.spec.attempt, address=where)
+        )
+        self.caller.say("up", host=host, port=port)
+        began = self.recalled.began if self.spec.attempt > 1 else Began()
+        for _, place in began.members.values():
+            if place != HOME:
+                self.places.resume(place)
+        self.staff.expect(began.members)
+        self.feed(began)
+        self._decide_all()
+
+    def _loop(self) -> None:
+        components = (self.gate, self.guests, self.places, self.staff, self.chronicle, self.verdicts)
+        while self.ending is None or not self.ending.over:
+            before = time.monotonic()
+            due = min(machine.next_deadline(self.state) or float("inf"), *(one.due for one in components))
+            if self.ending is not None:
+                due = min(due, self.ending.due)
+            asked = min(max(0.0, due - before), _LONGEST_TURN)
+            if self._is_busy(before):
+                time.sleep(_BREATH_SECONDS)
+            ready = self.selector.select(asked)
+            now = time.monotonic()
+            if now - before - asked > _STALL_SECONDS:
+                # First of all: nobody is to be blamed for what the supervisor itself missed.
+                self.feed(Ticked(stalled=now - before - asked))
+                self._decide_all()
+            for key, mask in ready:
+                key.data(mask, now)
+            for one in components:
+                if now >= one.due:
+                    one.tick(now)
+            if self._asked_to_end:
+                self._asked_to_end = False
+                self.feed(StopAsked("the supervisor got SIGTERM"))
+            if now >= (machine.next_deadline(self.state) or float("inf")):
+                self.feed(Ticked())
+            self._decide_all()
+            if self.ending is not None:
+                self.ending.tick(now)
+                self._decide_all()
+
+    def _is_busy(self, now: float) -> bool:
+        """Whether so many heartbeats come that hearing several at once saves more than it delays. Never while
+        members wait for each other or for us."""
+        gap, self._last_turn = now - self._last_turn, now
+        self._usual_gap += 0.05 * (min(gap, 1.0) - self._usual_gap)
+        return self._usual_gap < _BUSY_GAP and self.state.phase is Phase.RUNNING and self.ending is None
+
+    def _decide_all(self) -> None:
+        while self._events:
+            self._decide(self._events.popleft())
+
+    def _decide(self, event: Event) -> None:
+        if self.ending is not None:
+            return
+        self.state, actions, reason = machine.step(self.state, event, time.monotonic())
+        if actions or not isinstance(event, Beaten | Ticked):
+            self.keep()
+        told = {action.member for action in actions if isinstance(action, NoteVerdict)}
+        for action in actions:
+            self._carry_out(action, reason, told)
+
+    def _carry_out(self, action: Action, reason: str, told: set[int]) -> None:
+        if isinstance(action, EndJob):
+            self.verdicts.close()
+            self.ending = Ending(self, action)
+        else:
+            self.actions.carry_out(action, reason, told)
+
+    def keep(self) -> None:
+        """Write down what the next supervisor must know."""
+        self.memory.keep(
+            Remembered(
+                began=machine.remembered(self.state),
+                port=self.gate.address[1],
+                fingerprint=self.staff.fingerprint,
+                model=self.staff.model,
+            )
+        )
+
+    def _let_in(self, channel: Channel, host: str) -> None:
+        now = time.monotonic()
+        self.guests.add(Connection(channel, host, self.selector, self.guests, now), now)
+
+    def _asked(self, connection: Connection, ask: Ask) -> None:
+        """A tool wants something."""
+        match ask.what:
+            case "scale" if ask.number >= 1:
+                self.feed(ScaleAsked(ask.number))
+                connection.send(Answer(done=True, text=f"the job is asked to have {ask.number} workers"))
+            case "stop":
+                self.feed(StopAsked(ask.text or "paceline stop"))
+                connection.send(Answer(done=True, text="the job is asked to save and end"))
+            case "status":
+                connection.send(status_of(self))
+            case _:
+                connection.send(Answer(done=False, text=f"the supervisor cannot {ask.what} {ask.number}"))
+
+    def _on_signal(self, *_: object) -> None:
+        self._asked_to_end = True
+
+    def _secret(self) -> bytes:
+        if self.spec.attempt > 1:
+            with contextlib.suppress(PacelineError):
+                return address.read_secret(self.folder)
+        secret = auth.new_secret()
+        address.write_secret(self.folder, secret)
+        return secret
+
+    def _close(self) -> None:
+        self.gate.close()
+        self.guests.close()
+        self.staff.close()
+        self.views.release()
+        self.chronicle.close()
+        self.caller.close()
+        self.selector.close()
+
+
+def raise_file_limit() -> None:
+    """Use all descriptors that the system allows: each worker takes about six."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,0 +1,105 @@
+"""Observers in the caller's own process, fed by the journal of a run that a supervisor looks after.
+
+The workers come and go; the caller stays. What observers keep is in the caller's objects after the run, and a
+lost worker does not take it away. Must not know how the run is carried out. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import final
+
+from paceline.core import events, journal
+from paceline.train.callbacks import Callbacks, RunInfo, SavedCheckpoint
+from paceline.train.history import EpochRecord, Evaluation, StepRecord
+
+_READ_BYTES = 1 << 20
+
+
+@final
+class Following:
+    """Reads what was appended to a journal and tells the observers, in order."""
+
+    def __init__(self, file: Path, callbacks: Callbacks, info: RunInfo, url: str) -> None:
+        self._file = file
+        self._callbacks = callbacks
+        self._info = info
+        self._url = url
+        self._started = False
+        # What stands there is of earlier parts of the run; observers are told what happens from now on.
+        self._offset = file.stat().st_size if file.exists() else 0
+        self.steps: dict[int, StepRecord] = {}
+        self.failures: list[events.WorkerFailed] = []
+        self.workers = info.workers
+
+    def read(self) -> None:
+        """Tells what is new."""
+        if not self._file.exists():
+            return
+        while True:
+            chunk = journal.read(self._file, self._offset, max_bytes=_READ_BYTES)
+            for event in chunk.events:
+                self._tell(event)
+            if chunk.offset == self._offset:
+                return
+            self._offset = chunk.offset
+
+    def _tell(self, event: events.Event) -> None:
+        callbacks = self._callbacks
+        if isinstance(event, events.StepCommitted):
+            record = StepRecord.of(event)
+            # After a job that lost all its workers, steps come again from a checkpoint on.
+            again = event.step in self.steps
+            self.steps[event.step] = record
+            if not again:
+                callbacks.step(record)
+        elif isinstance(event, events.RunStarted | events.RunResumed):
+            if not self._started:
+                self._started = True
+                resumed = isinstance(event, events.RunResumed)
+                callbacks.start(
+                    dataclasses.replace(
+                        self._info,
+                        first_step=event.step if resumed else 0,
+                        first_epoch=event.epoch if resumed else 0,
+                        workers=event.workers,
+                    )
+                )
+        elif isinstance(event, events.Evaluated):
+            callbacks.evaluation(
+                Evaluation(
+                    step=event.step,
+                    epoch=event.epoch,
+                    metrics=event.metrics,
+                    samples=event.samples,
+                    seconds=event.seconds,
+                )
+            )
+        elif isinstance(event, events.EpochEnded):
+            callbacks.epoch(
+                EpochRecord(
+                    epoch=event.epoch,
+                    steps=event.steps,
+                    samples=event.samples,
+                    loss=event.loss,
+                    seconds=event.seconds,
+                    metrics=event.metrics,
+                    validation=event.validation,
+                )
+            )
+        elif isinstance(event, events.CheckpointSaved):
+            callbacks.checkpoint(
+                SavedCheckpoint(
+                    version=event.version,
+                    step=event.step,
+                    epoch=event.epoch,
+                    bytes=event.bytes,
+                    seconds=event.seconds,
+                    url=self._url,
+                )
+            )
+        elif isinstance(event, events.WorkerFailed):
+            self.failures.append(event)
+        elif isinstance(event, events.ViewChanged):
+            self.workers = len(event.members)

@@ -1,0 +1,138 @@
+"""A training that runs beside the event loop: started, waited for, stopped and ended from any thread.
+
+    Job            what the orchestrator needs of one
+    SyncJob        synchronous strategies: the training loop on workers that meet after every step
+
+Must not know asyncio. Nothing here is called from the thread of an event loop: everything may wait.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from dataclasses import dataclass, field
+from typing import Any, Protocol, final
+
+from torch import Tensor
+
+from paceline.frontends import supervised
+from paceline.frontends.spawn import spawn
+from paceline.train.history import History
+from paceline.train.run_folder import RunFolder
+from paceline.train.run_lock import held
+from paceline.train.signals import leave_request
+from paceline.train.worker import Trained, TrainJob, train
+
+# Imported once by the fork server, for all workers.
+PRELOAD = ("paceline.train.worker", "torch._inductor.config")
+_LOOK_SECONDS = 0.05
+
+
+@final
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a training; `stopped` is why it ended before its time."""
+
+    history: History
+    weights: dict[str, Tensor]
+    epochs_completed: int
+    stopped: str | None = None
+    staleness: dict[str, Any] = field(default_factory=dict)
+
+
+class Job(Protocol):
+    """A training under way. `wait` and `result` may be called again; `close` ends what is left, at once."""
+
+    @property
+    def folder(self) -> RunFolder: ...
+
+    def wait(self, timeout: float | None = None) -> bool: ...
+
+    def result(self) -> Outcome: ...
+
+    def stop(self, reason: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@final
+class SyncJob:
+    """The workers of one synchronous training."""
+
+    def __init__(self, job: TrainJob) -> None:
+        assert job.folder is not None
+        self.folder = RunFolder(job.folder)
+        self._job = dataclasses.replace(job, stop_file=self.folder.stop_file)
+        self._outcome: Outcome | None = None
+        self._error: BaseException | None = None
+        self._stop: str | None = None
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="paceline-job", daemon=True)
+
+    def start(self) -> SyncJob:
+        self._thread.start()
+        return self
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def result(self) -> Outcome:
+        if self._error is not None:
+            raise self._error
+        assert self._outcome is not None
+        return self._outcome
+
+    def stop(self, reason: str) -> None:
+        """Finish the step, save, end."""
+        self._stop = self._stop or reason
+        if not self._job.config.fault_tolerance.enabled:
+            leave_request(self.folder.stop_file, reason)
+
+    def close(self) -> None:
+        """End everything now; what was saved stays."""
+        self._closing = True
+        if self._thread.is_alive():
+            self.stop("the orchestrator was closed")
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            looked_after = self._job.config.fault_tolerance.enabled
+            trained = self._looked_after() if looked_after else self._alone()
+            history = trained.history
+            assert history is not None
+            self._outcome = Outcome(history, trained.weights, len(history.epochs), trained.stopped)
+        except Exception as error:
+            self._error = error
+
+    def _looked_after(self) -> Trained:
+        """A supervisor replaces workers that fail."""
+        with supervised.start(dataclasses.replace(self._job, stop_file=None)) as running:
+            told = killed = False
+            while not running.wait(_LOOK_SECONDS):
+                if self._closing and not killed:
+                    killed = True
+                    running.kill()
+                elif self._stop is not None and not told:
+                    told = True
+                    running.stop(self._stop)
+            return running.result()
+
+    def _alone(self) -> Trained:
+        """The first failure ends the job."""
+        config = self._job.config
+        with held(self.folder.lock_file, str(self.folder.path)):
+            self.folder.stop_file.unlink(missing_ok=True)
+            try:
+                results = spawn(
+                    train,
+                    self._job,
+                    workers=config.workers,
+                    threads=config.threads,
+                    comm_timeout=config.timeout,
+                    preload=PRELOAD,
+                )
+            finally:
+                self.folder.stop_file.unlink(missing_ok=True)
+        return results[0]

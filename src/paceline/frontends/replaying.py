@@ -1,0 +1,128 @@
+"""A recorded shard computed again with a `Trainer`'s own parts, or with those that a script makes.
+
+`Trainer.replay` and `paceline replay` meet here. Must not know how a shard is computed, nor print.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from paceline.core.errors import ConfigError, PacelineError, UsageError
+from paceline.frontends import overrides
+from paceline.frontends.joining import as_recorded
+from paceline.frontends.script import run_script
+from paceline.train.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from paceline.frontends.trainer import Trainer
+    from paceline.train.replay import Replayed
+
+
+@final
+class _Found(BaseException):
+    """Leaves the script: what is asked for is there. Not an Exception, which scripts may catch."""
+
+    def __init__(self, replayed: Replayed) -> None:
+        super().__init__()
+        self.replayed = replayed
+
+
+def replay_fit(
+    trainer: Trainer, run: str | os.PathLike[str], step: int, shard: int, train_data: Any
+) -> Replayed:
+    """One shard of the run that `trainer.fit(train_data)` made, in this process."""
+    from paceline.data.sources import as_source
+    from paceline.train.replay import replay_shard
+    from paceline.train.worker import TrainJob
+
+    folder = RunFolder.open(run)
+    config = overrides.current().apply(trainer.config)
+    config = as_recorded(dataclasses.replace(config, run_dir=str(folder.path), resume="auto"))
+    job = TrainJob(
+        model=trainer.model,
+        objective=trainer.objective,
+        optimizer=trainer.optimizer,
+        config=config,
+        train=as_source(train_data),
+        callbacks=trainer.callbacks,
+    )
+    return replay_shard(job, folder.path, step, shard)
+
+
+def recorded_command(run: str | os.PathLike[str]) -> overrides.Command | None:
+    """What made the run, as it was recorded then; None where nobody could know (a notebook)."""
+    file = RunFolder.open(run).path / "command.json"
+    try:
+        plain = json.loads(file.read_text(encoding="utf-8"))
+        return overrides.Command(
+            script=str(plain["script"]),
+            arguments=tuple(map(str, plain["arguments"])),
+            folder=str(plain["folder"]),
+            settings=tuple(map(str, plain.get("settings", ()))),
+        )
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"{file} does not say what made the run: {error}", remedy="give the script with --script"
+        ) from error
+
+
+def replay_script(
+    run: str | os.PathLike[str], step: int, shard: int, script: str, command: overrides.Command
+) -> Replayed:
+    """Runs the script up to the `fit` that made the run, and replays the shard with what that was given.
+
+    A `fit` of other settings is passed over: it returns None, and the script goes on.
+    """
+    path = Path(run).absolute()
+    refused: list[PacelineError] = []
+
+    def look(trainer: Trainer, train_data: Any, val_data: Any) -> None:
+        try:
+            raise _Found(replay_fit(trainer, path, step, shard, train_data))
+        except ConfigError as error:
+            refused.append(error)
+
+    settings = overrides.Overrides(assignments=_safe(command.settings), command=command)
+    try:
+        with overrides.in_force(settings), overrides.intercept(look), _inside(command.folder):
+            run_script(script, command.arguments)
+    except _Found as found:
+        return found.replayed
+    except SystemExit:
+        _refuse(script, refused)
+    except PacelineError:
+        raise
+    except Exception:
+        # The script missed what a fit that was passed over would have returned.
+        if refused:
+            raise refused[0] from None
+        raise
+    _refuse(script, refused)
+    raise AssertionError("unreachable")
+
+
+def _refuse(script: str, refused: Sequence[PacelineError]) -> None:
+    if refused:
+        raise refused[0] from None
+    raise UsageError(
+        f"{script} ended without Trainer.fit",
+        remedy="give the script and the arguments that made the run: paceline replay RUN ... -- arguments",
+    )
+
+
+def _safe(settings: Sequence[str]) -> tuple[str, ...]:
+    """What won over the script then, without what is about that start only."""
+    about_the_start = ("run_dir", "resume", "workers", "fault_tolerance")
+    return tuple(text for text in settings if not text.startswith(about_the_start))
+
+
+def _inside(folder: str) -> contextlib.AbstractContextManager[None]:
+    return contextlib.chdir(folder) if os.path.isdir(folder) else contextlib.nullcontext()

@@ -1,0 +1,240 @@
+"""A training run that a supervisor looks after, as its caller has it: start, wait, scale, stop, result.
+
+Joins the control plane (elastic/), which keeps workers alive, to the workers' training (train/). Observers
+run here, in the caller's process. Must not import torch: a process that only waits never needs it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, final
+
+from paceline.comm.cost import load_links
+from paceline.core.control.auth import Tls
+from paceline.core.errors import PeerLostError
+from paceline.elastic.client import Supervised
+from paceline.elastic.job import Job, Outcome
+from paceline.elastic.model import Settings
+from paceline.engines.local import call, payload, protocol
+from paceline.engines.local.verdict import Raised, judge
+from paceline.frontends import overrides, tensor_payload
+from paceline.frontends.following import Following
+from paceline.train.callbacks import Callbacks, Modifier, Observer, RunInfo
+from paceline.train.config import TrainConfig
+from paceline.train.run_folder import RunFolder
+from paceline.train.run_lock import held
+from paceline.train.schedule import total_steps
+
+if TYPE_CHECKING:
+    from paceline.train.worker import Trained, TrainJob
+
+_ENTRY = "paceline.frontends.member_main:main"
+_PRELOAD = (
+    "torch",
+    "paceline.frontends.member_main",
+    "paceline.train.member_worker",
+    # Optimizers and deterministic kernels import torch's compiler, hundreds of modules: once for all workers.
+    "torch._inductor.config",
+)
+_LOOK_SECONDS = 0.05
+
+
+def start(job: TrainJob, *, observers: tuple[Observer, ...] = ()) -> RunningFit:
+    """Starts the workers of a job whose config is resolved, in its folder. Close what comes back."""
+    return RunningFit(job, observers)
+
+
+@final
+class RunningFit:
+    """A run under way. Use it from one thread, but for `stop`, `scale` and `kill`."""
+
+    def __init__(self, job: TrainJob, observers: tuple[Observer, ...] = ()) -> None:
+        from paceline.train.assembly import local_place
+        from paceline.train.member_worker import train_member
+
+        assert job.folder is not None
+        config = job.config
+        self.folder = RunFolder(job.folder)
+        self._closing = ExitStack()
+        self._outcome: Outcome | None = None
+        self._started = time.perf_counter()
+        modifiers = tuple(item for item in job.callbacks if isinstance(item, Modifier))
+        watching = [*(item for item in job.callbacks if isinstance(item, Observer)), *observers]
+        self._callbacks = Callbacks(watching)
+        sent = dataclasses.replace(job, callbacks=modifiers)
+        packed, self._call = call.pack(train_member, (sent,), tensor_payload.reducers())
+        self._closing.callback(os.close, packed)
+        try:
+            self._closing.enter_context(held(self.folder.lock_file, str(self.folder.path)))
+            place = local_place(self.folder, config)
+            if place is not None:
+                self._closing.enter_context(held(place / ".run", f"checkpoint.url={str(place)!r}"))
+            self._following = Following(
+                self.folder.journal_file,
+                self._callbacks,
+                _info(config, job),
+                self.folder.checkpoint_url(config),
+            )
+            self._supervised = Supervised(_job(config, self.folder, packed))
+            self._closing.callback(self._supervised.close)
+            self._supervised.start()
+        except BaseException:
+            self._closing.close()
+            raise
+
+    @property
+    def supervisor_pid(self) -> int:
+        return self._supervised.pid
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where `paceline join` finds the job."""
+        return self._supervised.address
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Whether the run is over, after at most `timeout` seconds. Observers are told here."""
+        until = None if timeout is None else time.monotonic() + timeout
+        while self._outcome is None:
+            left = _LOOK_SECONDS if until is None else min(_LOOK_SECONDS, until - time.monotonic())
+            self._outcome = self._supervised.wait(max(0.0, left))
+            if self._outcome is not None:
+                files = [*(self._outcome.failure or ()), self._outcome.result]
+                self._closing.callback(
+                    protocol.close_all, [descriptor for descriptor in files if descriptor is not None]
+                )
+            self._following.read()
+            if until is not None and time.monotonic() >= until:
+                break
+        return self._outcome is not None
+
+    def stop(self, reason: str) -> None:
+        """Finish the step, save, and end."""
+        self._supervised.stop(reason)
+
+    def scale(self, workers: int) -> None:
+        """From the next step boundary on so many workers train."""
+        self._supervised.scale(workers)
+
+    def kill(self) -> None:
+        """Ends everything at once."""
+        self._supervised.kill()
+
+    def result(self) -> Trained:
+        """What the run gave, after `wait`; raises what ended it."""
+        outcome = self._outcome
+        assert outcome is not None
+        if not outcome.ok:
+            raise self._error(outcome)
+        if outcome.result is None:
+            raise PeerLostError(
+                f"the run ended ({outcome.reason}), and the worker with its result is gone",
+                remedy="its last checkpoint holds the weights: paceline checkpoint list "
+                + str(self.folder.path),
+            )
+        trained: Trained = call.unpack_result(outcome.result, self._call, outcome.rank or 0)
+        history = trained.history
+        if history is not None:
+            earlier = {record.step: record for record in history.steps}
+            steps = {**earlier, **self._following.steps}
+            history = dataclasses.replace(
+                history,
+                steps=tuple(steps[step] for step in sorted(steps)),
+                total_time=time.perf_counter() - self._started,
+            )
+            self._callbacks.end(history)
+        return dataclasses.replace(trained, history=history)
+
+    def close(self) -> None:
+        """Ends what is still there; nothing is left behind."""
+        self._closing.close()
+
+    def __enter__(self) -> RunningFit:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _error(self, outcome: Outcome) -> BaseException:
+        if outcome.failure is not None:
+            report = payload.load(outcome.failure[0])
+            error: BaseException | None = None
+            if len(outcome.failure) > 1:
+                # Exceptions whose constructor wants other arguments than it stores cannot be rebuilt; the
+                # text remains.
+                with contextlib.suppress(Exception):
+                    error = payload.load(outcome.failure[1], shared=self._call.classes)
+            failed = Raised(outcome.rank or 0, outcome.pid or 0, 0.0, report, error)
+            raised = judge([failed])
+            if outcome.text:
+                raised.add_note(outcome.text)
+            return raised
+        return PeerLostError(
+            outcome.text or outcome.reason,
+            rank=outcome.rank,
+            remedy="the run's journal and logs/ say more; start again with resume='auto'",
+            pid=outcome.pid,
+        )
+
+
+def _job(config: TrainConfig, folder: RunFolder, packed: int) -> Job:
+    care = config.fault_tolerance
+    tls = None
+    if care.certificate and care.key and care.authority:
+        tls = Tls(Path(care.certificate), Path(care.key), Path(care.authority))
+    settings = Settings(
+        workers=config.workers,
+        shards=config.shards or config.workers,
+        min_workers=care.min_workers,
+        max_worker_failures=care.max_worker_failures,
+        max_preemptions=care.max_preemptions,
+        backoff=care.backoff,
+        seed=config.seed,
+        heartbeat=care.heartbeat,
+        stragglers=care.stragglers,
+    )
+    return Job(
+        entry=_ENTRY,
+        payload=packed,
+        preload=_PRELOAD,
+        settings=settings,
+        folder=folder.path,
+        threads=config.threads,
+        options={
+            "exact": config.mode == "exact",
+            "patience": care.patience,
+            "chaos": care.chaos,
+            # Read once, here: ranks that chose algorithms by different links would disagree.
+            "links": load_links().to_plain(),
+            "folder": str(folder.path),
+        },
+        bind=care.bind,
+        port=care.port,
+        tls=tls,
+    )
+
+
+def _info(config: TrainConfig, job: TrainJob) -> RunInfo:
+    samples = getattr(job.train, "size", None)
+    return RunInfo(
+        config=config,
+        workers=config.workers,
+        total_steps=total_steps(config, samples),
+        samples=samples,
+        run_dir=str(job.folder),
+        device="cpu" if config.device != "cuda" else "cuda",
+    )
+
+
+def record_command(folder: RunFolder) -> None:
+    """Which script made the run, for `paceline replay`."""
+    command = overrides.command()
+    if command is None:
+        return
+    with contextlib.suppress(OSError):  # a full disk: the run itself is not in danger
+        (folder.path / "command.json").write_text(json.dumps(command.to_plain()))

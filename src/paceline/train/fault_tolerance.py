@@ -1,0 +1,98 @@
+"""How a run is looked after: what is done about workers that fail, and what it may cost.
+
+A value like the others of `config`, each field checked by itself when it is made. Imports no torch. Must not
+know how any of it is carried out.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Literal, final
+
+from paceline.core.chaos import Chaos
+from paceline.core.errors import ConfigError
+from paceline.train.value_checks import at_least, conform, positive
+
+_TLS = ("certificate", "key", "authority")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FaultTolerance:
+    """What a run survives. None of it changes a result.
+
+    enabled               a supervisor looks after the workers; else the first failure ends the run
+    min_workers           with fewer than these the run stops with a verdict
+    max_worker_failures   replacements of one rank, before training goes on without it
+    max_preemptions       replacements, of all ranks together, of workers that were told to leave
+    backoff               seconds before the second replacement of a rank in a row, doubled with every further
+                          one; the first starts at once
+    stragglers            what happens to a slow worker: nothing, fewer shards, another process in its place,
+                          or its shards are computed by idle ones too
+    heartbeat             seconds between two signs of life
+    patience              seconds that workers train on without a supervisor before they save and exit
+    bind, port            where the supervisor listens; port 0 is any free one
+    certificate, key, authority   files for TLS on the control connection, all three or none
+    checksums             gradients and states are checked where they arrive
+    chaos                 faults to inject: see `paceline.Chaos`
+    """
+
+    enabled: bool = True
+    min_workers: int = 1
+    max_worker_failures: int = 3
+    max_preemptions: int = 100
+    backoff: float = 0.5
+    stragglers: Literal["wait", "rebalance", "replace", "backup"] = "rebalance"
+    heartbeat: float = 0.25
+    patience: float = 60.0
+    bind: str = "127.0.0.1"
+    port: int = 0
+    certificate: str | None = None
+    key: str | None = None
+    authority: str | None = None
+    checksums: bool = True
+    chaos: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in _TLS:
+            value = getattr(self, name)
+            if isinstance(value, os.PathLike):
+                object.__setattr__(self, name, os.fspath(value))
+        chaos: object = self.chaos
+        if isinstance(chaos, Chaos):
+            # Kept as text, so that a file reads back to an equal object.
+            object.__setattr__(self, "chaos", str(chaos) or None)
+        conform(self)
+        at_least(self, "min_workers", 1, "somebody has to compute")
+        at_least(self, "max_worker_failures", 0, "it counts the replacements of one rank")
+        at_least(self, "max_preemptions", 0, "it counts the replacements of workers that left")
+        at_least(self, "port", 0, "it is a port, and 0 is any free one")
+        positive(self, "backoff", "it is how many seconds a replacement waits")
+        positive(self, "heartbeat", "it is the seconds between two signs of life")
+        positive(self, "patience", "it is how many seconds workers train on without a supervisor")
+        if self.port > 65535:
+            _refuse(f"port={self.port} is more than 65535", "port", "choose a port, or 0 for any free one")
+        if self.patience < 2 * self.heartbeat:
+            _refuse(
+                f"patience={self.patience:g} with heartbeat={self.heartbeat:g}: a supervisor that is well "
+                "would be given up between two signs of life",
+                "patience",
+                f"set patience to {2 * self.heartbeat:g} or more",
+            )
+        for name in ("bind", *_TLS):
+            if getattr(self, name) == "":
+                _refuse(f"{name} is empty text, which names nothing", name, f"leave {name} out")
+        missing = [name for name in _TLS if getattr(self, name) is None]
+        if missing and len(missing) < len(_TLS):
+            _refuse(
+                f"TLS without {' and '.join(missing)}: each side shows a certificate and checks the other's",
+                missing[0],
+                f"give {', '.join(_TLS)}, or none of them",
+            )
+        if self.chaos is not None:
+            object.__setattr__(self, "chaos", str(Chaos(self.chaos)) or None)
+
+
+def _refuse(message: str, key: str, remedy: str) -> None:
+    raise ConfigError(f"FaultTolerance: {message}", remedy=remedy, key=key)

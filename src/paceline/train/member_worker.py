@@ -1,0 +1,186 @@
+"""What one worker does in a job that is looked after: build, join, train with whoever is there, hand over.
+
+The same loop as in worker.py; what happens when members come and go is in membership.py. Must not know how
+the worker was started, nor what the supervisor decides.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+
+from paceline.comm.context import DistributedContext
+from paceline.comm.cost import Links
+from paceline.comm.rendezvous import alone
+from paceline.core.chaos import Chaos
+from paceline.core.control.auth import Tls
+from paceline.core.control.host import host_identity, host_name
+from paceline.core.control.member_link import Address, MemberLink
+from paceline.core.errors import PacelineError
+from paceline.core.phase_page import PhasePage, page_file
+from paceline.train import run_setup
+from paceline.train.assembly import Assembled, LookedAfter
+from paceline.train.chaos import Injector
+from paceline.train.ending import conclude, history_of
+from paceline.train.gradients import Flat
+from paceline.train.history import History
+from paceline.train.membership import (
+    Membership,
+    ReleasedError,
+    Seat,
+    StartOverError,
+    SupervisorGoneError,
+)
+from paceline.train.phases import Phases
+from paceline.train.run import Run
+from paceline.train.signals import SUPERVISOR_LOST_EXIT_CODE, StopRequest, listening
+from paceline.train.state import quick_hash
+from paceline.train.worker import Built, Trained, TrainJob, build, new_team, trained, walk
+
+_log = logging.getLogger(__name__)
+
+_DEFAULT_TIMEOUT = 300.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """What the starter of this worker says about its seat. `attempt` counts the slot's workers from 1."""
+
+    member: int
+    slot: int
+    attempt: int
+    address: Address
+    secret: bytes
+    links: Links
+    patience: float
+    start_seconds: float = 300.0
+    chaos: str | None = None
+    tls: Tls | None = None
+    lookup: Callable[[], Address | None] | None = None
+    listen: str = "127.0.0.1"  # where other members of a view can reach this one
+
+
+def train_member(job: TrainJob, place: Place) -> Trained:
+    """Trains until the run is over or this worker is let go. Raises SystemExit with a code where the process
+    is to end with one."""
+    if job.process is not None:
+        job.process.settle()
+    config, stop = job.config, StopRequest()
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server((place.listen, 0), backlog=1024))
+        context = DistributedContext.from_transport(alone(), links=place.links)
+        team = new_team(context, config, lasting=False)
+        stack.callback(lambda: team.context.close())
+        injector = Injector(
+            None if place.chaos is None else Chaos(place.chaos),
+            slot=place.slot,
+            attempt=place.attempt,
+            mute=lambda seconds: link.mute(seconds),
+        )
+        phases = Phases(injector.at, _page(job, place.member, stack))
+        seat = Seat(
+            member=place.member,
+            slot=place.slot,
+            host=host_identity(),
+            hostname=host_name(),
+            secret=place.secret,
+            links=place.links,
+            comm_timeout=config.timeout or _DEFAULT_TIMEOUT,
+            patience=place.patience,
+        )
+        membership = Membership(seat, team, phases, stop, injector, listener)
+        link = MemberLink(
+            place.address,
+            place.secret,
+            membership.hello,
+            membership.beat,
+            membership.hear,
+            tls=place.tls,
+            lookup=place.lookup,
+        )
+        stack.enter_context(listening(membership.leave, to_the_end=True))
+        stack.enter_context(run_setup.prepared(config))
+        started = time.perf_counter()
+        built = build(job, stack, place.slot)
+        looked_after = LookedAfter(membership, membership.tell, place.slot, _tamper(injector, phases))
+        assembled = Assembled(team, built.given, built.device, stop, looked_after=looked_after, phases=phases)
+        stack.push(assembled)
+        run = assembled.run(built.evaluation(team))
+        membership.fingerprint = dict(assembled.fingerprint)
+        membership.model = quick_hash(built.module)
+        membership.attach(link, assembled, run)
+        link.start(place.start_seconds)
+        stack.callback(link.close)
+        return _train(membership, run, built, assembled, started)
+
+
+def _train(membership: Membership, run: Run, built: Built, assembled: Assembled, started: float) -> Trained:
+    history: History | None = None
+    try:
+        membership.meet_again(run, None)
+        walk(run, built, assembled)
+        history = conclude(run, assembled, started)
+        if not membership.finish(run, run.final_hashes[0][0]):
+            raise SystemExit(SUPERVISOR_LOST_EXIT_CODE)
+        if assembled.team.is_master and history is None:
+            # The first rank of before is gone, and its result with it.
+            history = history_of(run, assembled, started)
+    except ReleasedError as released:
+        _log.info("let go: %s", released)
+        if released.code:
+            raise SystemExit(released.code) from None
+        return Trained(None, {}, None)
+    except SupervisorGoneError as gone:
+        _save_alone(membership, run, assembled, str(gone))
+        raise SystemExit(SUPERVISOR_LOST_EXIT_CODE) from None
+    except StartOverError as over:
+        _log.warning("this worker starts over: %s", over)
+        raise SystemExit(1) from None
+    except Exception as error:
+        membership.failed(error, traceback.format_exc())
+        raise
+    return trained(run, built.module, history if assembled.team.is_master else None)
+
+
+def _save_alone(membership: Membership, run: Run, assembled: Assembled, why: str) -> None:
+    """The group is broken and nobody puts it together: the first who is left saves what all of them have."""
+    _log.warning("no supervisor %s, and the group is broken", why)
+    if not membership.is_first_alive or assembled.saver is None:
+        return
+    context = DistributedContext.from_transport(alone())
+    assembled.team.install(context)
+    assembled.rebind()
+    try:
+        run.save()
+        assembled.saver.finish()
+    except PacelineError as error:
+        _log.error("the state could not be saved: %s", error)
+
+
+def _page(job: TrainJob, member: int, stack: ExitStack) -> PhasePage | None:
+    if job.folder is None:
+        return None
+    try:
+        page = PhasePage(page_file(job.folder, member))
+    except OSError as error:
+        # A full disk: heartbeats say the same, a little later.
+        _log.warning("the phase of this worker is not kept: %s", error.strerror)
+        return None
+    stack.callback(page.close)
+    return page
+
+
+def _tamper(injector: Injector, phases: Phases) -> Callable[[Flat], None]:
+    def flip(flat: Flat) -> None:
+        if injector.corrupt(phases.step):
+            memory = flat.memory[torch.float32].view(torch.int32)
+            memory[len(memory) // 2] ^= 1 << 20
+
+    return flip

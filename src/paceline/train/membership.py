@@ -1,0 +1,432 @@
+"""A worker as a member of a job that is looked after: heartbeats, receipts, and meeting again.
+
+The main thread trains; the link's thread beats, hears the supervisor and interrupts a collective when it is
+told to. When the group breaks or is to change, the main thread comes here with how far it is and what it
+holds, waits for the next view, and goes back to the loop in a new group with the state of the furthest
+member. Must not know how a step is computed, nor decide who is a member: elastic/ does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+from paceline.comm.context import DistributedContext
+from paceline.comm.cost import Links
+from paceline.comm.handover import receive_state, send_state
+from paceline.comm.processes import start_time
+from paceline.comm.regroup import ViewPeer, open_view
+from paceline.comm.waiting import waiting_for
+from paceline.core import events
+from paceline.core.control.messages import (
+    Beat,
+    Broken,
+    Claimed,
+    Dismissed,
+    Done,
+    Hello,
+    Installed,
+    Leaving,
+    Message,
+    Prepare,
+    Raised,
+    Report,
+    ShardDone,
+    Stop,
+    Told,
+    View,
+)
+from paceline.core.errors import CorruptDataError, GroupInterruptedError, PacelineError
+from paceline.train import phases as phase_names
+from paceline.train.chaos import Injector
+from paceline.train.claims import Claims
+from paceline.train.phases import Phases
+from paceline.train.receipts import Receipts
+from paceline.train.recorder import CommittedStep
+from paceline.train.run import Run
+from paceline.train.run_parts import GROUP_TROUBLE
+from paceline.train.signals import StopRequest
+from paceline.train.team import Team
+
+if TYPE_CHECKING:
+    from paceline.core.control.member_link import MemberLink
+    from paceline.train.assembly import Assembled
+
+_LOOK_SECONDS = 0.25
+_SMOOTH = 0.8  # of the running means: a few steps decide
+
+
+class ReleasedError(Exception):
+    """This worker is no member any more, and ends. `code` is what its process ends with."""
+
+    def __init__(self, reason: str, code: int = 0) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
+class SupervisorGoneError(Exception):
+    """Nobody looks after the job any more."""
+
+
+class StartOverError(Exception):
+    """The state is to be thrown away, and there is no checkpoint: only a new process has the initial one."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Who this worker is."""
+
+    member: int
+    slot: int
+    host: str
+    hostname: str
+    secret: bytes
+    links: Links
+    comm_timeout: float
+    patience: float
+
+
+@final
+class Membership:
+    """Made before the link is connected; `assembled` and `run` are given once they are there."""
+
+    def __init__(
+        self,
+        seat: Seat,
+        team: Team,
+        phases: Phases,
+        stop: StopRequest,
+        injector: Injector,
+        listener: socket.socket,
+    ) -> None:
+        self.seat, self._team, self._phases, self._stop = seat, team, phases, stop
+        self._injector, self._listener = injector, listener
+        self.link: MemberLink | None = None
+        self._assembled: Assembled | None = None
+        self._run: Run | None = None
+        self._first = True  # no view was installed yet
+        self._has_state = False
+        self._view: View | None = None
+        self._lock = threading.Lock()
+        self._asked: Prepare | None = None  # and not carried out yet
+        self._cancelled = threading.Event()
+        self._opening = False
+        self._claims = Claims()
+        self._leaving: str | None = None  # why, until it was told
+        self._receipts = Receipts()
+        self._shard_seconds = self._step_seconds = 0.0
+        self._committed_at = time.monotonic()
+        self.fingerprint: dict[str, str] = {}
+        self.model = ""
+
+    def attach(self, link: MemberLink, assembled: Assembled, run: Run) -> None:
+        self.link, self._assembled, self._run = link, assembled, run
+
+    # asked and told by the link's thread
+
+    def hello(self) -> Hello:
+        host, port = self._listener.getsockname()[:2]
+        return Hello(
+            member=self.seat.member,
+            slot=self.seat.slot,
+            pid=os.getpid(),
+            host=self.seat.host,
+            hostname=self.seat.hostname,
+            endpoint=(str(host), int(port)),
+            fingerprint=self.fingerprint,
+            model=self.model,
+            generation=0 if self._view is None else self._view.generation,
+            progress=self._run.progress if self._run is not None and self._has_state else None,
+        )
+
+    def beat(self) -> Beat:
+        if self._leaving and self.link is not None:
+            reason, self._leaving = self._leaving, ""
+            self.link.send(Leaving(reason=reason))
+        self._receipts.send(self.link)
+        phase, seconds = self._phases.now
+        return Beat(
+            phase=phase,
+            seconds=seconds,
+            progress=self._run.progress if self._run is not None and self._has_state else None,
+            waits_for=self._waits_for(phase),
+            shard_seconds=self._shard_seconds,
+            step_seconds=self._step_seconds,
+        )
+
+    def hear(self, message: Message) -> None:
+        """Each message as it arrives; the main thread reads them later."""
+        if isinstance(message, Stop):
+            self._stop.ask(message.reason)
+        elif isinstance(message, Prepare):
+            with self._lock:
+                known = max(
+                    self._asked.generation if self._asked is not None else 0,
+                    self._view.generation if self._view is not None else 0,
+                )
+                # An abort counts also where a pause for the same generation was asked for before.
+                if message.generation < known or (message.generation == known and not message.abort):
+                    return
+                self._asked = message
+                if message.abort:
+                    self._interrupt(message.reason)
+        elif isinstance(message, Claimed):
+            self._claims.add(message.step, message.shard)
+        elif isinstance(message, Dismissed):
+            with self._lock:
+                self._interrupt(message.reason)
+
+    def _interrupt(self, reason: str) -> None:
+        self._cancelled.set()
+        if not self._opening:
+            self._team.context.interrupt(reason)
+
+    def leave(self, reason: str) -> None:
+        """Asks to be let out at the next step boundary; safe in a signal handler."""
+        if self._leaving is None:
+            self._leaving = reason
+
+    def tell(self, event: events.Event) -> None:
+        """An event for the journal."""
+        assert self.link is not None
+        self.link.send(Told(generation=self._team.generation, lines=(events.to_json(event),)))
+
+    def failed(self, error: BaseException, traceback_text: str) -> None:
+        """This worker's own code raised."""
+        assert self.link is not None
+        fault = error.fault if isinstance(error, PacelineError) else "code"
+        lines = str(error).splitlines() or [""]
+        self.link.send(
+            Raised(
+                summary=f"{type(error).__name__}: {lines[0]}",
+                traceback=traceback_text,
+                phase=self._phases.name,
+                fault=fault,
+                step=self._phases.step,
+            )
+        )
+
+    # asked by the loop
+
+    def check(self) -> None:
+        asked = self._asked
+        if self._cancelled.is_set() or (asked is not None and asked.abort):
+            raise GroupInterruptedError(asked.reason if asked is not None else "this worker is dismissed")
+
+    @property
+    def wants_pause(self) -> bool:
+        link = self.link
+        if link is not None and link.away > self.seat.patience:
+            self._stop.ask("the supervisor stayed away")
+        return self._asked is not None
+
+    def todo(self, step: int, missing: Sequence[int]) -> Iterator[int]:
+        for shard in missing:
+            self.check()
+            if not (self._team.backup and self._claims.has(step, shard)):
+                yield shard
+        while self._team.backup:
+            spare = self._claims.wait_for_spare(step, self._team, self._shard_seconds, self.check)
+            if spare is None:
+                return
+            yield spare
+
+    def shard_done(self, step: int, shard: int, seconds: float) -> None:
+        self._injector.slow(seconds)
+        self._shard_seconds = _mean(self._shard_seconds, seconds)
+        if self._team.backup:
+            self._claims.add(step, shard)
+            self._link().send(ShardDone(generation=self._team.generation, step=step, shard=shard))
+
+    def committed(
+        self, step: CommittedStep, shards: tuple[int, ...], shard_hashes: Mapping[int, str]
+    ) -> None:
+        now = time.monotonic()
+        self._step_seconds = _mean(self._step_seconds, now - self._committed_at)
+        self._committed_at = now
+        self._receipts.add(self._team.generation, step, shards, shard_hashes)
+
+    def meet_again(self, run: Run, trouble: BaseException | None) -> None:
+        while True:
+            try:
+                self._meet(run, trouble)
+                return
+            except GROUP_TROUBLE as again:
+                trouble = again
+
+    def finish(self, run: Run, digest: str) -> bool:
+        """Stays until everybody is done: somebody may still need this member's state. False: nobody looks
+        after the job any more."""
+        link = self._link()
+        while True:
+            self._receipts.send(self.link)
+            stopped = run.ended if run.stopped_on_request else None
+            link.send(
+                Done(generation=self._team.generation, progress=run.progress, hash=digest, stopped=stopped)
+            )
+            self._phases.enter(phase_names.WAIT)
+            while True:
+                message = link.receive(_LOOK_SECONDS)
+                if isinstance(message, Dismissed):
+                    return True
+                if isinstance(message, Prepare) and message.generation > self._team.generation:
+                    break
+                if message is None and link.away > self.seat.patience:
+                    return False
+            self._report(run, message)
+            self.meet_again(run, None)
+            run.conclude()
+
+    @property
+    def is_first_alive(self) -> bool:
+        """Whether no member before this one, on this machine, still runs."""
+        view = self._view
+        if view is None or not self._has_state:
+            return False
+        for member, pid, host in zip(view.members, view.pids, view.hosts, strict=True):
+            if member == self.seat.member:
+                return True
+            if host != self.seat.host or start_time(pid):
+                return False
+        return False
+
+    # meeting again
+
+    def _meet(self, run: Run, trouble: BaseException | None) -> None:
+        assembled = self._assembled
+        assert assembled is not None
+        self._phases.enter(phase_names.WAIT)
+        old = self._team.context
+        old.close(error=trouble if trouble is not None else GroupInterruptedError("the group changes"))
+        view = self._next_view(run, trouble)
+        rank = view.members.index(self.seat.member)
+        context = self._open(view, rank)
+        with self._lock:
+            self._view, self._opening = view, False
+            self._team.install(
+                context, view.shards, view.generation, backup=view.backup and self._may_back_up
+            )
+        self.check()
+        had_state = self._has_state
+        assembled.rebind()
+        if view.restore:
+            self._restore(run, view)
+        elif rank == view.source and view.behind:
+            given = assembled.hand_over(run)
+            send_state(context, view.behind, {**given.tensors, **given.own}, given.state)
+        elif rank in view.behind:
+            tensors, state = receive_state(context, view.source)
+            assembled.take_over(run, tensors, state)
+        if not view.restore:
+            assembled.transaction.share_residuals()
+        self._has_state, self._first = True, False
+        self._committed_at = time.monotonic()
+        self._link().send(Installed(generation=view.generation))
+        if had_state and context.is_master and not view.restore:
+            for event in assembled.recorder.events_after(view.journaled):
+                self.tell(event)
+
+    def _restore(self, run: Run, view: View) -> None:
+        assembled = self._assembled
+        assert assembled is not None
+        config = assembled.config
+        which = config.resume if view.generation == 1 else "auto"
+        assembled.take_up(run, which, view.restore_before)
+        if self._has_state and assembled.parent is None:
+            raise StartOverError("there is no checkpoint to go back to")
+
+    def _next_view(self, run: Run, trouble: BaseException | None) -> View:
+        link = self._link()
+        self._receipts.send(self.link)
+        if trouble is not None and self._asked is None and self._view is not None:
+            accused: tuple[int, ...] = ()
+            if isinstance(trouble, CorruptDataError) and trouble.rank >= 0:
+                accused = (self._view.members[trouble.rank],)
+            reason = str(trouble).splitlines()[0]
+            link.send(Broken(generation=self._view.generation, reason=reason, accused=accused))
+        while True:
+            message = link.receive(_LOOK_SECONDS)
+            if message is None:
+                if link.away > self.seat.patience:
+                    raise SupervisorGoneError(f"for {link.away:.0f} s")
+            elif isinstance(message, Dismissed):
+                raise ReleasedError(message.reason, message.code)
+            elif isinstance(message, Prepare) and message.generation > self._team.generation:
+                self._report(run, message)
+            elif isinstance(message, View) and self._accepts(message):
+                return message
+
+    def _report(self, run: Run, prepare: Prepare) -> None:
+        assembled = self._assembled
+        assert assembled is not None
+        self._link().send(
+            Report(
+                generation=prepare.generation,
+                progress=run.progress if self._has_state else None,
+                held=assembled.transaction.held,
+                alone=bool(assembled.transaction.residuals()),
+            )
+        )
+
+    def _accepts(self, view: View) -> bool:
+        """Whether this is the view to be in; prepares for an opening that can be cancelled."""
+        if view.generation <= self._team.generation or self.seat.member not in view.members:
+            return False
+        with self._lock:
+            if self._asked is not None and self._asked.generation > view.generation:
+                return False
+            self._asked, self._opening = None, True
+            self._cancelled.clear()
+        return True
+
+    def _open(self, view: View, rank: int) -> DistributedContext:
+        peers = [
+            ViewPeer(pid=pid, host=host, hostname=name, endpoint=endpoint)
+            for pid, host, name, endpoint in zip(
+                view.pids, view.hosts, view.hostnames, view.endpoints, strict=True
+            )
+        ]
+        return open_view(
+            rank=rank,
+            world_size=len(view.members),
+            segment=view.segment,
+            members=peers,
+            listener=self._listener,
+            secret=self.seat.secret,
+            generation=view.generation,
+            timeout=self.seat.comm_timeout,
+            links=self.seat.links,
+            cancelled=self._cancelled,
+        )
+
+    def _waits_for(self, phase: str) -> tuple[int, ...]:
+        view = self._view
+        if view is None or phase not in (
+            phase_names.COLLECTIVE,
+            phase_names.EVALUATION,
+            phase_names.CHECKPOINT,
+        ):
+            return ()
+        with contextlib.suppress(IndexError):  # the view may have changed since
+            return tuple(view.members[rank] for rank in waiting_for(self._team.context))
+        return ()
+
+    @property
+    def _may_back_up(self) -> bool:
+        """Not where a shard has state of its own, nor where only the first rank can read its samples."""
+        assert self._assembled is not None
+        return self._assembled.config.compression is None and self._assembled.seekable
+
+    def _link(self) -> MemberLink:
+        assert self.link is not None
+        return self.link
+
+
+def _mean(before: float, now: float) -> float:
+    return now if before == 0.0 else _SMOOTH * before + (1.0 - _SMOOTH) * now

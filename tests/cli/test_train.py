@@ -1,0 +1,167 @@
+"""`paceline train`: the script runs as itself, settings from outside win, and exit codes pass through."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import json, sys
+from paceline.frontends import overrides
+from paceline.train.config import CheckpointConfig, TrainConfig
+
+config = overrides.current().apply(TrainConfig(workers=2, checkpoint=CheckpointConfig(metric="accuracy")))
+print(json.dumps({
+    "workers": config.workers, "epochs": config.epochs, "run_dir": config.run_dir, "resume": config.resume,
+    "keep_last": config.checkpoint.keep_last, "metric": config.checkpoint.metric,
+    "chaos": config.fault_tolerance.chaos, "min_workers": config.fault_tolerance.min_workers,
+    "argv": sys.argv, "name": __name__, "command": overrides.command().to_plain(),
+    "torch": "torch" in sys.modules,
+}))
+"""
+
+
+def run(folder: Path, *args: str, script: str = SCRIPT) -> subprocess.CompletedProcess[str]:
+    (folder / "script.py").write_text(textwrap.dedent(script))
+    command = [sys.executable, "-m", "paceline", "train", *args]
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=100, stdin=subprocess.DEVNULL
+    )
+
+
+def test_settings_win_and_the_command_is_recorded(tmp_path):
+    options = ["--workers", "3", "--epochs", "2", "--run-dir", "there", "--resume", "auto"]
+    options += ["--chaos", "kill  rank=1", "--min-workers", "2", "--set", "checkpoint.keep_last=5"]
+    done = run(tmp_path, "script.py", *options, "--", "--own", "x")
+    assert done.stderr == ""
+    assert done.returncode == 0
+    assert json.loads(done.stdout) == {
+        "workers": 3,
+        "epochs": 2,
+        "run_dir": "there",
+        "resume": "auto",
+        "keep_last": 5,
+        "metric": "accuracy",
+        "chaos": "kill rank=1",
+        "min_workers": 2,
+        "argv": ["script.py", "--own", "x"],
+        "name": "__main__",
+        "command": {
+            "script": str(tmp_path / "script.py"),
+            "arguments": ["--own", "x"],
+            "folder": str(tmp_path),
+            "settings": [
+                "workers=3",
+                "epochs=2",
+                "run_dir=there",
+                "resume=auto",
+                "fault_tolerance.chaos=kill rank=1",
+                "fault_tolerance.min_workers=2",
+                "checkpoint.keep_last=5",
+            ],
+        },
+        "torch": False,
+    }
+
+
+@pytest.mark.parametrize(
+    ("args", "shown"),
+    [
+        (["nowhere.py"], "the script nowhere.py cannot be read: No such file"),
+        (["script.py", "--set", "wokers=3"], "did you mean workers?"),
+        (["script.py", "--set", "workers"], "not of the form key=value"),
+        (["script.py", "--set", "workers=many"], "expected int"),
+        (["script.py", "--chaos", "kil rank=1"], "did you mean kill?"),
+        (["script.py", "--workers", "0"], "workers=0"),
+        (["script.py", "--own"], "No such option"),
+    ],
+)
+def test_mistakes_are_one_message_and_code_2(tmp_path, args, shown):
+    done = run(tmp_path, *args)
+    assert done.returncode == 2
+    assert shown in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "said"),
+    [
+        ("sys.exit(75)", 75, ""),
+        ("sys.exit()", 0, ""),
+        ("sys.exit('no data')", 1, "no data\n"),
+        ("raise paceline.Stopped('SIGTERM', None)", 75, ""),
+        ("raise KeyboardInterrupt", 130, ""),
+        ("raise paceline.UsageError('not so', remedy='so')", 2, "error: not so\n  try: so\n"),
+        ("raise paceline.ResourceError('full', remedy='more')", 1, "error: full\n  try: more\n"),
+    ],
+)
+def test_exit_codes_pass_through(tmp_path, end, code, said):
+    done = run(tmp_path, "script.py", script=f"import sys, paceline\n{end}\n")
+    assert (done.returncode, done.stderr) == (code, said)
+
+
+def test_a_mistake_of_the_script_is_shown_as_python_shows_it(tmp_path):
+    script = "def inner():\n    return 1 / 0\ninner()\n"
+    done = run(tmp_path, "script.py", script=script)
+    assert done.returncode == 1
+    plain = subprocess.run(
+        [sys.executable, tmp_path / "script.py"], capture_output=True, text=True, timeout=60
+    )
+    assert done.stderr == plain.stderr
+    done = run(tmp_path, "script.py", script="def broken(:\n")
+    assert done.returncode == 1
+    assert "SyntaxError" in done.stderr
+
+
+def test_settings_without_a_fit_are_told_to_have_no_effect(tmp_path):
+    done = run(tmp_path, "script.py", "--workers", "2", script="print('hello')")
+    assert (done.returncode, done.stdout) == (0, "hello\n")
+    assert "ended without Trainer.fit" in done.stderr
+
+
+TRAINING = """
+import sys, torch, paceline
+
+def objective(model, batch):
+    return (model(batch[0]) - batch[1]).square().mean()
+
+data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
+config = paceline.TrainConfig(workers=1, global_batch=8, max_steps=1_000_000, progress=False, run_dir="run")
+trainer = paceline.Trainer(torch.nn.Linear(4, 1), objective, optimizer=lambda p: torch.optim.SGD(p, 1e-3),
+                           config=config)
+print("ready", flush=True)
+history = trainer.fit(data)
+print(len(history.steps))
+"""
+
+
+def test_a_real_script_trains_with_the_settings(tmp_path):
+    done = run(
+        tmp_path, "script.py", "--workers", "2", "--set", "max_steps=3", "--run-dir", "other", script=TRAINING
+    )
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == ["ready", "3"]
+    assert (tmp_path / "other" / "journal.jsonl").exists()
+
+
+def test_a_stopped_run_ends_with_75(tmp_path):
+    (tmp_path / "script.py").write_text(TRAINING)
+    command = [sys.executable, "-m", "paceline", "train", "script.py"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        journal = tmp_path / "run" / "journal.jsonl"
+        while not journal.exists() or "step_committed" not in journal.read_text():
+            assert child.poll() is None
+            os.sched_yield()
+        child.send_signal(signal.SIGTERM)
+        child.communicate(timeout=60)
+    assert child.returncode == 75

@@ -1,0 +1,82 @@
+"""The other end of a MemberLink for tests: accepts, proves, and lets the test look at what comes."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import ssl
+import time
+from typing import final
+
+from paceline.core.control.auth import Acceptor
+from paceline.core.control.channel import Channel
+from paceline.core.control.messages import Beat, Hello, Message, Welcome
+
+SECRET = b"s" * 32
+
+
+@final
+class FarEnd:
+    """A listening socket; `accept` gives the next connection that proved itself."""
+
+    def __init__(self, port: int = 0, secret: bytes = SECRET, tls: ssl.SSLContext | None = None) -> None:
+        self._listener = socket.create_server(("127.0.0.1", port))
+        self._listener.settimeout(10.0)
+        self._secret = secret
+        self._tls = tls
+        self.address: tuple[str, int] = ("127.0.0.1", self._listener.getsockname()[1])
+
+    def accept(self) -> Channel:
+        """Prove both sides; ConnectionError where the other has another secret."""
+        sock, _ = self._listener.accept()
+        sock.settimeout(10.0)
+        if self._tls is not None:
+            sock = self._tls.wrap_socket(sock, server_side=True)
+        acceptor = Acceptor(self._secret)
+        sock.sendall(acceptor.challenge)
+        while not acceptor.feed(sock.recv(acceptor.wanted)):
+            if acceptor.refused:
+                sock.close()
+                raise ConnectionError(acceptor.refused)
+        sock.sendall(acceptor.proof)
+        return Channel(sock)
+
+    def welcome(self, heartbeat: float = 0.02) -> tuple[Channel, Message]:
+        """Accept, hear the Hello, answer it."""
+        channel = self.accept()
+        hello = next_of(channel, Hello)
+        channel.send(Welcome(heartbeat=heartbeat, patience=5.0))
+        return channel, hello
+
+    def close(self) -> None:
+        # Also wakes a thread that waits in accept.
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+
+def hear(channel: Channel, seconds: float = 10.0) -> list[tuple[int, Message]]:
+    """What comes next, heartbeats left out."""
+    limit = time.monotonic() + seconds
+    while time.monotonic() < limit and not channel.closed:
+        poll = select.poll()
+        poll.register(channel, select.POLLIN)
+        poll.poll(max(0.0, limit - time.monotonic()) * 1000)
+        found = [one for one in channel.receive() if not isinstance(one[1], Beat)]
+        if found:
+            return found
+    return []
+
+
+def next_of(channel: Channel, kind: type[Message], seconds: float = 10.0) -> Message:
+    """The next message of this kind; others before it are dropped."""
+    limit = time.monotonic() + seconds
+    while time.monotonic() < limit and not channel.closed:
+        poll = select.poll()
+        poll.register(channel, select.POLLIN)
+        poll.poll(max(0.0, limit - time.monotonic()) * 1000)
+        for _, message in channel.receive():
+            if isinstance(message, kind):
+                return message
+    raise AssertionError(f"no {kind.__name__} came: {channel.closed}")

@@ -1,0 +1,226 @@
+"""Both sides prove themselves; what is said is exactly a message or ends the conversation."""
+
+from __future__ import annotations
+
+import random
+import socket
+import struct
+import threading
+
+import msgpack
+import pytest
+
+from paceline.core.control import address, auth, channel, messages
+from paceline.core.control.auth import ANSWER_BYTES, Acceptor
+from paceline.core.control.channel import MAX_FRAME, Channel
+from paceline.core.control.messages import Beat, Hello, Report, Told, View
+from paceline.core.errors import RendezvousError, UsageError, WireError
+
+SECRET = auth.new_secret()
+
+
+@pytest.fixture
+def pair():
+    ends = socket.socketpair()
+    yield ends
+    for end in ends:
+        end.close()
+
+
+def accept(sock: socket.socket, secret: bytes) -> Acceptor:
+    acceptor = Acceptor(secret)
+    sock.sendall(acceptor.challenge)
+    while not acceptor.refused and not acceptor.feed(sock.recv(acceptor.wanted)):
+        pass
+    if acceptor.proof:
+        sock.sendall(acceptor.proof)
+    return acceptor
+
+
+def test_two_sides_with_one_secret_believe_each_other(pair):
+    ours, theirs = pair
+    thread = threading.Thread(target=accept, args=(theirs, SECRET))
+    thread.start()
+    auth.connect(ours, SECRET, 5.0)
+    thread.join()
+
+
+def test_a_connector_with_another_secret_gets_no_proof(pair):
+    ours, theirs = pair
+    found: list[Acceptor] = []
+
+    def serve() -> None:
+        found.append(accept(theirs, SECRET))
+        theirs.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    with pytest.raises(ConnectionError):
+        auth.connect(ours, b"x" * 32, 5.0)
+    thread.join()
+    assert "secret" in found[0].refused
+    assert not found[0].proof
+
+
+def test_an_acceptor_that_cannot_prove_itself_is_not_believed(pair):
+    ours, theirs = pair
+
+    def pretend() -> None:
+        theirs.sendall(Acceptor(SECRET).challenge)
+        theirs.recv(ANSWER_BYTES)
+        theirs.sendall(bytes(32))
+
+    thread = threading.Thread(target=pretend)
+    thread.start()
+    with pytest.raises(RendezvousError, match="could not prove"):
+        auth.connect(ours, SECRET, 5.0)
+    thread.join()
+
+
+def test_an_answer_cannot_be_replayed_to_another_acceptor():
+    first, second = Acceptor(SECRET), Acceptor(SECRET)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        thread = threading.Thread(target=lambda: pytest.raises(OSError, auth.connect, ours, SECRET, 5.0))
+        thread.start()
+        theirs.sendall(first.challenge)
+        answer = theirs.recv(ANSWER_BYTES)
+        theirs.close()
+        thread.join()
+    assert first.feed(answer)
+    assert not second.feed(answer)
+    assert second.refused
+
+
+def test_a_silent_acceptor_is_not_waited_for(pair):
+    with pytest.raises(TimeoutError):
+        auth.connect(pair[0], SECRET, 0.05)
+
+
+def test_an_acceptor_reads_exactly_an_answer():
+    acceptor = Acceptor(SECRET)
+    assert acceptor.wanted == ANSWER_BYTES
+    acceptor.feed(acceptor.challenge[:3])
+    assert acceptor.wanted == ANSWER_BYTES - 3
+    other = Acceptor(SECRET)
+    other.feed(b"GET / HTTP/1.1\r\n")
+    assert other.refused
+
+
+EXAMPLES = [
+    Hello(member=1, slot=0, pid=5, host="h", hostname="n", endpoint=("", 0), progress=(3, 0, 1)),
+    Beat(phase="forward", seconds=1.0, waits_for=(2, 3)),
+    Report(generation=4, progress=None, held=(1, 2), alone=True),
+    Told(generation=1, lines=("a", "b")),
+    View(
+        generation=2,
+        members=(1, 2),
+        slots=(0, 1),
+        pids=(10, 11),
+        hosts=("a", "a"),
+        hostnames=("n", "n"),
+        endpoints=(("", 0), ("x", 1)),
+        shards=((0, 1), (2,)),
+        segment=(1, 2, 3, 4),
+    ),
+]
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: message.kind)
+def test_messages_arrive_as_they_were(pair, message):
+    near, far = Channel(pair[0]), Channel(pair[1])
+    near.send_frame(channel.frame(message, 9))
+    assert far.receive() == [(9, message)]
+
+
+@pytest.mark.parametrize(
+    "plain",
+    [
+        [0, "Beat", {"phase": "x"}],
+        [0, "Beat", {"phase": "x", "seconds": "1"}],
+        [0, "Beat", {"phase": "x", "seconds": 1.0, "more": 1}],
+        [0, "Beat", {"phase": "x", "seconds": 1.0, "progress": [1, 2]}],
+        [0, "Report", {"generation": True, "progress": None}],
+        [0, "Nonsense", {}],
+        [-1, "Beat", {"phase": "x", "seconds": 1.0}],
+        [0, "Beat"],
+        {"Beat": 1},
+        7,
+    ],
+)
+def test_what_is_not_exactly_a_message_closes_the_channel(pair, plain):
+    body = msgpack.packb(plain)
+    pair[0].sendall(struct.pack("<I", len(body)) + body)
+    far = Channel(pair[1])
+    assert far.receive() == []
+    assert far.closed
+
+
+def test_a_frame_longer_than_the_limit_is_not_waited_for(pair):
+    pair[0].sendall(struct.pack("<I", MAX_FRAME + 1))
+    far = Channel(pair[1])
+    assert far.receive() == []
+    assert "limit" in far.closed
+    with pytest.raises(UsageError, match="limit"):
+        channel.frame(Told(generation=1, lines=("x" * MAX_FRAME,)))
+
+
+def test_messages_in_pieces_and_many_at_once(pair):
+    near, far = pair
+    reader = Channel(far)
+    frames = b"".join(channel.frame(message) for message in EXAMPLES * 3)
+    got = []
+    for start in range(0, len(frames), 7):
+        near.sendall(frames[start : start + 7])
+        got += [message for _, message in reader.receive()]
+    assert got == EXAMPLES * 3
+
+
+def test_mutated_frames_never_do_more_than_close_the_channel():
+    rng = random.Random(4)
+    frames = [channel.frame(message, 1) for message in EXAMPLES]
+    closed = 0
+    for _ in range(2000):
+        data = bytearray(rng.choice(frames))
+        for _ in range(rng.randint(1, 4)):
+            data[rng.randrange(4, len(data))] = rng.randrange(256)
+        try:
+            channel._parse(bytes(data[4:]))
+        except WireError:
+            closed += 1
+    assert closed > 500
+
+
+def test_what_cannot_be_sent_waits_up_to_a_bound(pair, monkeypatch):
+    monkeypatch.setattr(channel, "MAX_WAITING", 1 << 20)
+    near = Channel(pair[0])
+    while not near.closed:
+        near.send(Told(generation=1, lines=("x" * 100_000,)))
+    assert "does not read" in near.closed
+
+
+def test_a_message_is_not_any_object():
+    with pytest.raises(WireError):
+        messages.from_plain(["Message", {}])
+
+
+def test_whereabouts_are_written_and_read(tmp_path):
+    with pytest.raises(UsageError, match="no supervisor"):
+        address.read(tmp_path)
+    assert address.lookup(tmp_path) is None
+    where = address.Whereabouts(host="127.0.0.1", port=4, pid=5, attempt=2)
+    address.write(tmp_path, where)
+    address.write_secret(tmp_path, SECRET)
+    assert address.read(tmp_path) == where
+    assert address.lookup(tmp_path) == ("127.0.0.1", 4)
+    assert address.read_secret(tmp_path) == SECRET
+    assert (tmp_path / address.SECRET_FILE).stat().st_mode & 0o777 == 0o600
+    address.remove(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("text", ["", "zz", "ab"])
+def test_a_token_file_that_is_none_is_named(tmp_path, text):
+    (tmp_path / "token").write_text(text)
+    with pytest.raises(UsageError, match="token"):
+        auth.read_secret(tmp_path / "token")

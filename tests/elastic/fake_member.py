@@ -1,0 +1,233 @@
+"""A worker without torch: speaks the control protocol like a real one and counts steps instead of training.
+
+The "collective" is a file in the run's folder: the first member of the view counts steps in it, the others
+follow. So a killed member loses nothing, and a test sees in the journal whether every step came once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from paceline.core import events
+from paceline.core.control import address
+from paceline.core.control.auth import Tls
+from paceline.core.control.host import host_identity, host_name
+from paceline.core.control.member_link import MemberLink
+from paceline.core.control.messages import (
+    Beat,
+    Dismissed,
+    Done,
+    Hello,
+    Installed,
+    Leaving,
+    Message,
+    Prepare,
+    Raised,
+    Receipt,
+    Report,
+    Stop,
+    Told,
+    View,
+)
+from paceline.core.events import StepCommitted
+from paceline.engines.local import payload
+from paceline.engines.local.child import Task
+
+ENTRY = "tests.elastic.fake_member:main"
+
+
+def main(task: Task) -> int:
+    """Entry of the engine."""
+    member = FakeMember(dict(task.options))
+    with contextlib.closing(member.link):
+        return payload.dump(member.run())
+
+
+class FakeMember:
+    """One worker. Options: steps, step_seconds, patience, raise_at, fault, hang_at=[slot, step],
+    fingerprints by slot, follow_seconds."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.options = options
+        self.slot, self.number = options["slot"], options["member"]
+        # A worker on another machine has no folder of the run; in tests it is the same machine after all.
+        self.folder = Path(options["folder"] or options["shared"])
+        self.count = Path(options.get("count", self.folder)) / "count"
+        self.view: View | None = None
+        self.generation = 0
+        self.step = 0
+        self.told = 0
+        self.waits_for: tuple[int, ...] = ()
+        self.phase, self.since = "start", time.monotonic()
+        self.asked_to_go = False
+        self.stop: str | None = None
+        signal.signal(signal.SIGTERM, self._on_term)
+        self.link = MemberLink(
+            (options["address"][0], options["address"][1]),
+            bytes.fromhex(options["secret"]),
+            self.hello,
+            self.beat,
+            lambda message: None,
+            tls=Tls(*map(Path, options["tls"])) if options["tls"] else None,
+            lookup=lambda: address.lookup(self.folder),
+        )
+
+    def hello(self) -> Hello:
+        return Hello(
+            member=self.number,
+            slot=self.slot,
+            pid=os.getpid(),
+            host=host_identity(),
+            hostname=host_name(),
+            endpoint=("", 0),
+            fingerprint=dict(self.options.get("fingerprints", {}).get(str(self.slot), {"cpu": "same"})),
+            generation=self.generation,
+            progress=(self.step, 0, 0) if self.generation else None,
+        )
+
+    def beat(self) -> Beat:
+        return Beat(
+            phase=self.phase,
+            seconds=time.monotonic() - self.since,
+            progress=(self.step, 0, 0) if self.generation else None,
+            waits_for=self.waits_for,
+            shard_seconds=0.001,
+            step_seconds=float(self.options.get("step_seconds", 0.01)),
+        )
+
+    def run(self) -> Any:
+        """Until dismissed; the result is the number of steps."""
+        self.welcome = self.link.start(30.0)
+        self.enter("wait")
+        done = False
+        while True:
+            message = self.link.receive(0.0 if self.training and not done else 0.02)
+            if isinstance(message, Dismissed):
+                return {"steps": self.step, "slot": self.slot, "reason": message.reason}
+            if message is not None:
+                self.take(message)
+                done = done and not isinstance(message, View)
+                continue
+            if self.link.away > self.welcome.patience:
+                with open(self.folder / "left", "a") as left:
+                    left.write("76\n")
+                os._exit(76)
+            if self.asked_to_go:
+                self.asked_to_go = False
+                self.link.send(Leaving(reason="SIGTERM"))
+            if self.training and not done:
+                if self.stop is not None or self.step >= self.options["steps"]:
+                    done = True
+                    self.finish()
+                else:
+                    self.train()
+
+    @property
+    def training(self) -> bool:
+        return self.view is not None
+
+    def take(self, message: Message) -> None:
+        match message:
+            case Prepare():
+                self.view = None
+                self.enter("wait")
+                self.step = self.committed()
+                progress = (self.step, 0, 0) if self.generation else None
+                self.link.send(Report(generation=message.generation, progress=progress))
+            case View():
+                self.view, self.generation = message, message.generation
+                self.step = self.committed()
+                self.told = max(message.journaled, 0)
+                if message.segment:
+                    pid, descriptor, inode, _ = message.segment
+                    assert os.stat(f"/proc/{pid}/fd/{descriptor}").st_ino == inode
+                self.link.send(Installed(generation=message.generation))
+                # The first counts, the others wait for it.
+                self.waits_for = message.members[:1] if message.members[0] != self.number else ()
+                self.enter("collective" if self.waits_for else "forward")
+            case Stop():
+                self.stop = message.reason
+
+    def train(self) -> None:
+        assert self.view is not None
+        self._misbehave()
+        seconds = float(self.options.get("step_seconds", 0.01))
+        time.sleep(float(self.options.get("follow_seconds", seconds)) if self.waits_for else seconds)
+        before = self.step
+        if self.view.members[0] == self.number:
+            self.step += 1
+            self._write_count(self.step)
+            self.tell()
+        else:
+            self.step = self.committed()
+        if self.step > before:
+            shards = self.view.shards[self.view.members.index(self.number)]
+            self.enter(self.phase)
+            self.link.send(
+                Receipt(generation=self.generation, first=before + 1, last=self.step, shards=shards)
+            )
+
+    def tell(self) -> None:
+        lines = []
+        while self.told < self.step:
+            self.told += 1
+            lines.append(
+                events.to_json(
+                    StepCommitted(time=time.time(), step=self.told, epoch=0, loss=1.0 / self.told, samples=8)
+                )
+            )
+        self.link.send(Told(generation=self.generation, lines=tuple(lines)))
+
+    def finish(self) -> None:
+        assert self.view is not None
+        if self.view.members[0] == self.number:
+            self.tell()
+        self.enter("wait")
+        self.link.send(
+            Done(generation=self.generation, progress=(self.step, 0, 0), hash="same", stopped=self.stop)
+        )
+
+    def committed(self) -> int:
+        try:
+            return int(self.count.read_text() or 0)
+        except FileNotFoundError:
+            return 0
+
+    def enter(self, phase: str) -> None:
+        self.phase, self.since = phase, time.monotonic()
+
+    def _write_count(self, step: int) -> None:
+        new = self.count.with_name("count.new")
+        new.write_text(str(step))
+        os.replace(new, self.count)
+
+    def _misbehave(self) -> None:
+        if self.options.get("raise_at") == self.step and not self.waits_for:
+            error = ValueError(f"no good in step {self.step}")
+            text = f"Traceback (most recent call last):\n  here\nValueError: {error}\n"
+            fault = self.options.get("fault", "code")
+            self.link.send(
+                Raised(
+                    summary=f"ValueError: {error}",
+                    traceback=text,
+                    phase="forward",
+                    fault=fault,
+                    step=self.step,
+                )
+            )
+            raise error
+        if self.options.get("hang_at") == [self.slot, self.step] and self.options["attempt"] == 1:
+            self.enter("data")
+            _hang_here()
+
+    def _on_term(self, *_: object) -> None:
+        self.asked_to_go = True
+
+
+def _hang_here() -> None:
+    signal.sigwait([signal.SIGUSR2])

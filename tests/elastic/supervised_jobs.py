@@ -1,0 +1,127 @@
+"""Jobs of fake members under a real supervisor, and a look at what its journal says."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.elastic.fake_member import ENTRY
+
+from paceline.core import journal
+from paceline.core.control.auth import Tls
+from paceline.core.events import Event, StepCommitted, ViewChanged, WorkerStarted
+from paceline.elastic.client import Supervised
+from paceline.elastic.job import Job, Outcome
+from paceline.elastic.model import Settings
+from paceline.engines.local import payload
+
+PRELOAD = ("tests.elastic.fake_member",)
+QUICK: dict[str, Any] = {
+    "silence_least": 1.0,
+    "hang_least": 1.0,
+    "hang_steps": 5.0,
+    "slow_phase_seconds": 20.0,
+    "backoff": 0.05,
+    "backoff_most": 0.1,
+}
+
+
+class Run:
+    """A job that was started, and its journal."""
+
+    def __init__(self, supervised: Supervised, folder: Path) -> None:
+        self.supervised = supervised
+        self.folder = folder
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        path = self.folder / "journal.jsonl"
+        return journal.read(path).events if path.exists() else ()
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+    @property
+    def steps(self) -> list[int]:
+        return [event.step for event in self.of(StepCommitted)]
+
+    def pids(self) -> dict[int, int]:
+        """The newest process of each rank."""
+        return {event.rank: event.pid for event in self.of(WorkerStarted)}
+
+    def until(self, condition: Callable[[], Any], seconds: float = 20.0) -> None:
+        """Wait, as a caller does, until the journal says so."""
+        limit = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < limit, f"not in {seconds} s; the journal ends:\n{self.tail()}"
+            outcome = self.supervised.wait(0.02)
+            assert outcome is None, f"the job ended: {outcome}\n{self.tail()}"
+
+    def until_step(self, step: int) -> None:
+        self.until(lambda: self.steps and self.steps[-1] >= step)
+
+    def until_views(self, count: int) -> None:
+        self.until(lambda: len(self.of(ViewChanged)) >= count)
+
+    def finish(self, seconds: float = 40.0) -> Outcome:
+        outcome = self.supervised.wait(seconds)
+        assert outcome is not None, f"still not over:\n{self.tail()}"
+        return outcome
+
+    def tail(self, lines: int = 12) -> str:
+        path = self.folder / "journal.jsonl"
+        return "\n".join(path.read_text().splitlines()[-lines:]) if path.exists() else "nothing"
+
+
+def settings(workers: int = 3, **changes: Any) -> Settings:
+    return Settings(**{"workers": workers, "shards": 8, **QUICK, **changes})
+
+
+@contextlib.contextmanager
+def running(
+    folder: Path,
+    *,
+    workers: int = 3,
+    machine: dict[str, Any] | None = None,
+    tls: Tls | None = None,
+    **options: Any,
+) -> Iterator[Run]:
+    """A started job; whatever is left of it is gone afterwards."""
+    packed = payload.dump({})
+    job = Job(
+        entry=ENTRY,
+        payload=packed,
+        preload=PRELOAD,
+        settings=settings(workers, **(machine or {})),
+        folder=folder,
+        threads=1,
+        options={"steps": 100, "step_seconds": 0.01, "patience": 20.0, **options},
+        tls=tls,
+    )
+    supervised = Supervised(job)
+    try:
+        supervised.start()
+        yield Run(supervised, folder)
+    finally:
+        supervised.close()
+        os.close(packed)
+
+
+def result_of(outcome: Outcome) -> Any:
+    """What the first member returned."""
+    assert outcome.result is not None
+    try:
+        return payload.load(outcome.result)
+    finally:
+        os.close(outcome.result)
+
+
+def drop(outcome: Outcome) -> Outcome:
+    """Give back an outcome's descriptors."""
+    for descriptor in [*(outcome.failure or ()), *([outcome.result] if outcome.result is not None else [])]:
+        os.close(descriptor)
+    return outcome

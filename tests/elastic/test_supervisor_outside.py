@@ -1,0 +1,180 @@
+"""What comes to a supervisor from outside: tools, other machines, a caller that dies, a disk that is full."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.elastic.supervised_jobs import drop, running
+from tests.engines.local.processes import all_gone, eventually, watch
+
+from paceline.core.control import address
+from paceline.core.control.messages import Ask
+from paceline.core.errors import RendezvousError, UsageError
+from paceline.core.events import ViewChanged, WorkerFailed, WorkerStarted
+from paceline.elastic import tools
+
+ROOT = Path(__file__).parents[2]
+
+JOIN = """
+import signal, sys
+from pathlib import Path
+from paceline.core.control.auth import read_secret
+from paceline.elastic.agent import Agent
+host, port, token, workers = sys.argv[1:]
+agent = Agent((host, int(port)), read_secret(Path(token)), int(workers), say=lambda text: print(text, flush=True))
+signal.signal(signal.SIGTERM, lambda *_: agent.leave())
+sys.exit(agent.run())
+"""
+
+CALLER = """
+import sys
+from pathlib import Path
+from tests.elastic.supervised_jobs import running
+with running(Path(sys.argv[1]), steps=10**6, patience=float(sys.argv[2])) as run:
+    run.until_step(10)
+    print(run.supervised.pid, *run.pids().values(), flush=True)
+    run.finish(600)
+"""
+
+
+@contextlib.contextmanager
+def script(code: str, *arguments: object, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """Another process that runs this code, from the repository's folder."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def test_tools_find_the_job_by_its_folder(tmp_path):
+    with running(tmp_path, workers=2, steps=10**6) as run:
+        run.until_step(10)
+        answer = tools.ask(tmp_path, Ask(what="status"))
+        assert answer.facts["phase"] == "running"
+        assert [worker["rank"] for worker in answer.facts["workers"]] == [0, 1]
+        assert json.dumps(answer.facts)
+        assert tools.ask(tmp_path, Ask(what="scale", number=3)).done
+        run.until(lambda: run.of(ViewChanged)[-1].members == [0, 1, 2])
+        assert not tools.ask(tmp_path, Ask(what="fly")).done
+        assert tools.ask(tmp_path, Ask(what="stop", text="seen enough")).done
+        assert drop(run.finish()).stopped == "seen enough"
+
+
+def test_a_folder_without_a_job_is_a_clear_mistake(tmp_path):
+    with pytest.raises(UsageError, match="no supervisor is at work"):
+        tools.ask(tmp_path, Ask(what="status"))
+
+
+def test_a_wrong_secret_is_refused(tmp_path):
+    with running(tmp_path, workers=1, steps=10**6) as run:
+        with pytest.raises(RendezvousError, match="refused"):
+            tools.open_channel(run.supervised.address, b"x" * 32, None, 5.0)
+        run.supervised.kill()
+
+
+def test_another_machine_joins_works_and_leaves(tmp_path):
+    # Another name makes it another host: no shared memory across.
+    with running(tmp_path, workers=2, steps=10**6, shared=str(tmp_path)) as run:
+        run.until_step(5)
+        host, port = run.supervised.address
+        with script(JOIN, host, port, tmp_path / "control.secret", 2, PACELINE_HOST="far") as agent:
+            run.until(lambda: run.of(ViewChanged)[-1].members == [0, 1, 2, 3])
+            assert run.of(ViewChanged)[-1].hosts[2:] == ["far", "far"]
+            run.until_step(run.steps[-1] + 20)
+            agent.send_signal(signal.SIGTERM)
+            assert agent.wait(20) == 0
+            run.until(lambda: run.of(ViewChanged)[-1].members == [0, 1])
+        run.supervised.stop("seen")
+        assert drop(run.finish()).ok
+    assert run.steps == list(range(1, len(run.steps) + 1))
+
+
+def test_a_machine_that_vanishes_is_left_out_and_the_job_ends_with_the_other(tmp_path):
+    with running(
+        tmp_path, workers=2, steps=10**6, shared=str(tmp_path), machine={"agent_seconds": 0.5}
+    ) as run:
+        run.until_step(5)
+        host, port = run.supervised.address
+        with script(JOIN, host, port, tmp_path / "control.secret", 1, PACELINE_HOST="far") as agent:
+            run.until(lambda: run.of(ViewChanged)[-1].members == [0, 1, 2])
+            agent.kill()
+            run.until(lambda: run.of(ViewChanged)[-1].members == [0, 1])
+        with script(JOIN, host, port, tmp_path / "control.secret", 1, PACELINE_HOST="far") as second:
+            run.until(lambda: len(run.of(ViewChanged)[-1].members) == 3)
+            run.supervised.stop("seen")
+            assert drop(run.finish()).ok
+            assert second.wait(20) == 0
+
+
+def test_when_the_caller_dies_the_job_saves_and_ends(tmp_path):
+    with script(CALLER, tmp_path, 30.0) as caller:
+        assert caller.stdout is not None
+        pids = [int(pid) for pid in caller.stdout.readline().split()]
+        with watch(pids) as watched:
+            caller.kill()
+            assert all_gone(watched, 20.0)
+    assert not (tmp_path / address.ADDRESS_FILE).exists()
+
+
+def test_when_caller_and_supervisor_die_members_lose_patience_and_leave(tmp_path):
+    with script(CALLER, tmp_path, 1.0) as caller:
+        assert caller.stdout is not None
+        supervisor, *members = [int(pid) for pid in caller.stdout.readline().split()]
+        with watch(members) as watched:
+            before = int((tmp_path / "count").read_text())
+            os.kill(caller.pid, signal.SIGSTOP)
+            os.kill(supervisor, signal.SIGKILL)
+            caller.kill()
+            # They train on without anybody, and then go.
+            assert eventually(lambda: int((tmp_path / "count").read_text()) > before + 10)
+            assert all_gone(watched, 20.0)
+    assert sorted((tmp_path / "left").read_text().split()) == ["76"] * len(members)
+
+
+def test_a_full_disk_delays_the_journal_and_nothing_else(tmp_path):
+    small = tmp_path / "small"
+    small.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", small], check=False).returncode:
+        pytest.skip("a small file system needs the right to mount one")
+    try:
+        with running(small, workers=2, steps=400, shared=str(tmp_path), count=str(tmp_path)) as run:
+            run.until_step(10)
+            with contextlib.suppress(OSError), open(small / "filler", "wb", buffering=0) as filler:
+                while True:
+                    filler.write(b"x" * 512)
+            stuck = int((tmp_path / "count").read_text())
+            run.until(lambda: int((tmp_path / "count").read_text()) > stuck + 100)
+            (small / "filler").unlink()
+            run.until_step(stuck + 50)
+            run.supervised.stop("seen")
+            drop(run.finish())
+            assert run.steps == list(range(1, len(run.steps) + 1))
+            assert not run.of(WorkerFailed)
+            assert b"\x00" not in (small / "journal.jsonl").read_bytes()
+    finally:
+        subprocess.run(["umount", small], check=True)
+
+
+def test_workers_tell_who_they_are(tmp_path):
+    with running(tmp_path, workers=2, steps=20) as run:
+        drop(run.finish())
+    assert all(event.host and event.pid for event in run.of(WorkerStarted))

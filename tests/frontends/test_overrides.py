@@ -1,0 +1,139 @@
+"""Settings from outside that win over a script's own; what was run; who takes the place of training."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from paceline.core.errors import ConfigError
+from paceline.frontends import overrides
+from paceline.frontends.overrides import Command, Overrides
+from paceline.frontends.script import run_script
+from paceline.train.config import CheckpointConfig, EarlyStopping, GradientCompression, TrainConfig
+
+
+def slow_start(step: int) -> float:
+    return min(1.0, step / 10)
+
+
+CONFIG = TrainConfig(
+    workers=2,
+    global_batch=64,
+    schedule=slow_start,
+    compression=GradientCompression(kind="int8"),
+    activation_checkpointing=("Block",),
+    checkpoint=CheckpointConfig(keep_last=7, metric="accuracy", mode="max"),
+    run_dir="somewhere",
+    resume=3,
+)
+
+
+def test_nothing_changes_nothing():
+    assert overrides.current().apply(CONFIG) is CONFIG
+    assert not overrides.current()
+
+
+def test_what_is_set_wins_and_the_rest_stays():
+    given = Overrides({"workers": 8, "checkpoint.keep_best": 2}, ("checkpoint.keep_last=5", "clip_norm=1e-1"))
+    changed = given.apply(CONFIG)
+    assert (changed.workers, changed.clip_norm) == (8, 0.1)
+    assert changed.checkpoint == CheckpointConfig(keep_last=5, keep_best=2, metric="accuracy", mode="max")
+    assert changed.schedule is slow_start
+    assert changed.compression == CONFIG.compression
+    assert Overrides({"workers": 2, "clip_norm": None}, ("checkpoint.keep_last=7",)).apply(CONFIG) == CONFIG
+
+
+def test_an_assignment_wins_over_an_option_and_none_takes_away():
+    assert Overrides({"workers": 8}, ("workers=3",)).apply(CONFIG).workers == 3
+    assert Overrides({}, ("compression=none",)).apply(CONFIG).compression is None
+    assert Overrides({}, ("early_stopping.patience=9",)).apply(CONFIG).early_stopping == EarlyStopping(
+        patience=9
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("wokers", "did you mean workers?"),
+        ("checkpoint.kep_last", "did you mean checkpoint.keep_last?"),
+        ("nonsense", "global_batch"),
+        ("checkpoint.nonsense", "every_steps"),
+        ("workers.nonsense", "set workers itself"),
+        ("", "global_batch"),
+    ],
+)
+def test_unknown_names_are_refused_at_once_with_those_that_there_are(name, shown):
+    for made in (lambda: Overrides({name: 1}), lambda: Overrides({}, (f"{name}=1",))):
+        with pytest.raises(ConfigError) as caught:
+            made()
+        assert shown in str(caught.value)
+
+
+def test_values_that_do_not_fit_are_refused_when_they_are_applied():
+    with pytest.raises(ConfigError, match="--set workers=many"):
+        Overrides({}, ("workers=many",)).apply(CONFIG)
+    with pytest.raises(ConfigError, match="workers=0"):
+        Overrides({"workers": 0}).apply(CONFIG)
+
+
+def test_in_force_for_the_time_of_a_block():
+    with overrides.in_force(Overrides({"workers": 5})):
+        assert not overrides.applied()
+        assert overrides.current().apply(CONFIG).workers == 5
+        assert overrides.applied()
+        with overrides.in_force(Overrides({"workers": 6})):
+            assert not overrides.applied()
+        assert overrides.applied()
+    assert not overrides.current()
+    assert not overrides.applied()
+
+
+def test_one_who_takes_the_place_of_training():
+    seen = []
+    assert overrides.interceptor() is None
+    with overrides.intercept(lambda *given: seen.append(given)):
+        taken = overrides.interceptor()
+        assert taken is not None
+        taken("trainer", "data", None)
+    assert overrides.interceptor() is None
+    assert seen == [("trainer", "data", None)]
+
+
+def test_the_command_is_known_inside_and_of_plain_scripts(tmp_path):
+    given = Command("/x/script.py", ("--fast",), "/x", ("workers=2",))
+    with overrides.in_force(Overrides(command=given)):
+        assert overrides.command() == given
+    assert given.to_plain() == {
+        "script": "/x/script.py",
+        "arguments": ["--fast"],
+        "folder": "/x",
+        "settings": ["workers=2"],
+    }
+    script = tmp_path / "plain.py"
+    script.write_text("from paceline.frontends import overrides; print(overrides.command())")
+    done = subprocess.run(
+        [sys.executable, script, "a", "-b"], capture_output=True, text=True, timeout=60, cwd=tmp_path
+    )
+    assert done.stdout.strip() == str(Command(str(script), ("a", "-b"), str(tmp_path)))
+    code = "from paceline.frontends import overrides; print(overrides.command())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "None"
+
+
+def test_a_script_runs_as_main_and_leaves_no_trace(tmp_path):
+    (tmp_path / "beside.py").write_text("NAME = 'beside'")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "# -*- coding: latin-1 -*-\nimport sys, beside\n"
+        "class Here: pass\n"
+        "with open(sys.argv[1], 'w') as file:\n"
+        "    print(__name__, __file__, sys.argv[2:], beside.NAME, Here.__module__,"
+        " sys.modules['__main__'].Here is Here, file=file)\n"
+    )
+    before = sys.modules["__main__"], sys.argv, list(sys.path)
+    run_script(str(script), [str(tmp_path / "out"), "a"])
+    assert (tmp_path / "out").read_text() == f"__main__ {script} ['a'] beside __main__ True\n"
+    assert before == (sys.modules["__main__"], sys.argv, sys.path)
+    sys.modules.pop("beside")

@@ -1,0 +1,307 @@
+"""Faults done to a real process: each runs in a child, and what became of the child is what is looked at."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from paceline.core.chaos import Chaos
+from paceline.engines.local import memory_group
+from paceline.train.chaos import InjectedError, Injector
+
+PHASES = ("data", "forward", "backward", "collective", "optimizer")
+LOOP = """
+import sys, threading, time
+from paceline.core.chaos import Chaos
+from paceline.train.chaos import Injector
+
+text, attempt, steps = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+injector = Injector(Chaos(text), slot=1, attempt=attempt, mute=lambda s: print("mute", s, flush=True))
+for step in range(1, steps + 1):
+    for phase in ("data", "forward", "backward", "collective", "optimizer"):
+        print(step, phase, flush=True)
+        injector.at(phase, step)
+print("done", flush=True)
+"""
+
+
+def start(text: str, *, attempt: int = 1, steps: int = 3, program: str = LOOP) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", program, text, str(attempt), str(steps)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(text: str, **options) -> tuple[int, list[str], str]:
+    """Exit status, the lines it wrote, and what it said on stderr."""
+    with start(text, **options) as child:
+        out, err = child.communicate(timeout=60)
+    return child.returncode, out.splitlines(), err
+
+
+def state_of(pid: int) -> str:
+    stat = Path(f"/proc/{pid}/stat").read_text()
+    return stat[stat.rfind(")") + 2 :].split()[0]
+
+
+def until(condition) -> None:
+    deadline = time.monotonic() + 30.0
+    while not condition():
+        assert time.monotonic() < deadline
+        os.sched_yield()
+
+
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [
+        ("kill rank=1 step=2 phase=backward", -signal.SIGKILL),
+        ("exit rank=1 step=2 phase=backward", 1),
+        ("exit rank=1 step=2 phase=backward code=7", 7),
+        ("leave rank=1 step=2 phase=backward", -signal.SIGTERM),
+        ("raise rank=1 step=2 phase=backward", 1),
+    ],
+)
+def test_the_process_ends_at_this_step_in_this_phase(text, status):
+    code, lines, err = finish(text)
+    assert code == status
+    assert lines[-1] == "2 backward"
+    assert "chaos:" in err
+    if text.startswith("raise"):
+        assert "InjectedError: chaos: raise rank=1 step=2 phase=backward" in err
+
+
+def test_without_a_step_it_comes_at_once_and_without_a_phase_in_the_first():
+    assert finish("kill rank=1 phase=collective")[1][-1] == "1 collective"
+    assert finish("kill rank=1 step=3")[1][-1] == "3 data"
+
+
+@pytest.mark.parametrize("text", ["kill rank=0", "kill rank=1 step=4", "kill rank=1 phase=evaluation", ""])
+def test_what_is_not_meant_for_it_does_not_meet_it(text):
+    code, lines, err = finish(text)
+    assert (code, lines[-1], err) == (0, "done", "")
+
+
+def test_a_replacement_does_not_die_the_same_death_unless_told_to():
+    assert finish("kill rank=1 step=2", attempt=2)[1][-1] == "done"
+    assert finish("kill rank=1 step=2 attempt=all", attempt=2)[1][-1] == "2 data"
+    assert finish("kill rank=1 step=2 times=2", attempt=3)[1][-1] == "done"
+
+
+def test_a_stopped_process_stands_until_it_is_continued():
+    with start("stop rank=1 step=2") as child:
+        until(lambda: state_of(child.pid) == "T")
+        child.send_signal(signal.SIGCONT)
+        assert child.communicate(timeout=60)[0].splitlines()[-1] == "done"
+    assert child.returncode == 0
+
+
+def test_a_stop_can_end_by_itself():
+    started = time.monotonic()
+    code, lines, _ = finish("stop rank=1 step=2 for=300ms")
+    assert (code, lines[-1]) == (0, "done")
+    assert time.monotonic() - started > 0.3
+
+
+BEATING = LOOP.replace(
+    "for step",
+    """
+def beat():
+    while True:
+        print("beat", flush=True)
+        time.sleep(0.01)
+threading.Thread(target=beat, daemon=True).start()
+for step""",
+    1,
+)
+
+
+def test_a_hang_leaves_the_other_threads_alone():
+    with start("hang rank=1 step=2 phase=forward", program=BEATING) as child:
+        assert child.stdout is not None
+        lines = iter(child.stdout.readline, "")
+        assert any(line == "2 forward\n" for line in lines)
+        assert [next(lines) for _ in range(20)] == ["beat\n"] * 20
+        child.kill()
+        child.communicate(timeout=60)
+
+
+def test_a_deadlock_stops_all_threads_of_the_process():
+    with start("deadlock rank=1 step=2 phase=forward for=1s", program=BEATING) as child:
+        assert child.stdout is not None
+        gaps: list[float] = []
+        last = time.monotonic()
+        seen = False
+        for line in child.stdout:
+            now = time.monotonic()
+            if seen:
+                gaps.append(now - last)
+            seen = seen or line == "2 forward\n"
+            last = now
+            if line == "done\n":
+                break
+        child.communicate(timeout=60)
+    assert child.returncode == 0
+    assert max(gaps) > 0.5
+
+
+def test_a_deadlock_for_ever_ends_only_by_a_kill():
+    with start("deadlock rank=1 step=2 phase=forward", program=BEATING) as child:
+        assert child.stdout is not None
+        assert any(line == "2 forward\n" for line in child.stdout)
+        # It does not even notice a signal that Python would handle.
+        child.send_signal(signal.SIGINT)
+        tasks = Path(f"/proc/{child.pid}/task")
+        until(lambda: all("futex" in (task / "wchan").read_text() for task in tasks.iterdir()))
+        child.kill()
+        child.communicate(timeout=60)
+    assert child.returncode == -signal.SIGKILL
+
+
+def test_a_partition_is_silent_and_stands_in_the_next_collective():
+    started = time.monotonic()
+    code, lines, _ = finish("partition rank=1 step=2 for=300ms")
+    assert (code, lines[-1]) == (0, "done")
+    assert time.monotonic() - started > 0.3
+    assert lines[lines.index("mute 0.3") - 1] == "2 data"
+
+
+def test_a_partition_holds_the_collective_for_what_is_left_of_it(monkeypatch):
+    slept: list[float] = []
+    clock = [100.0]
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        clock[0] += seconds
+
+    monkeypatch.setattr("paceline.train.chaos.time.sleep", sleep)
+    monkeypatch.setattr("paceline.train.chaos.time.monotonic", lambda: clock[0])
+    muted: list[float] = []
+    injector = Injector(Chaos("partition rank=0 step=1 phase=data for=5s"), slot=0, mute=muted.append)
+    injector.at("data", 1)
+    assert (muted, slept) == ([5.0], [])
+    clock[0] += 2.0
+    injector.at("forward", 1)
+    injector.at("collective", 1)
+    assert slept == [3.0]
+    injector.at("collective", 2)
+    assert slept == [3.0]
+
+
+def can_limit_memory() -> str:
+    """Why this process cannot make a memory group; empty if it can."""
+    try:
+        memory_group.make_below(f"paceline-test-{os.getpid()}", 64 << 20).remove()
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def test_out_of_memory_is_a_kill_by_the_kernel():
+    why = can_limit_memory()
+    if why:
+        pytest.skip(f"memory cgroups: {why}")
+    present = memory_group.group_of(os.getpid())
+    assert present is not None
+    with start("oom rank=1 step=2 phase=forward") as child:
+        out, _ = child.communicate(timeout=60)
+    assert child.returncode == -signal.SIGKILL
+    assert out.splitlines()[-1] == "2 forward"
+    # The group goes with the process.
+    until(lambda: not list(present.path.glob("paceline-oom-*")))
+
+
+def test_out_of_memory_where_no_group_can_be_made(monkeypatch):
+    def refuse(name: str, limit: int) -> None:
+        raise PermissionError("not for you")
+
+    monkeypatch.setattr(memory_group, "make_below", refuse)
+    with pytest.raises(MemoryError, match="not for you"):
+        Injector(Chaos("oom rank=0"), slot=0).at("data", 1)
+
+
+def test_slow_takes_so_many_times_as_long(monkeypatch):
+    slept: list[float] = []
+    monkeypatch.setattr("paceline.train.chaos.time.sleep", slept.append)
+    injector = Injector(Chaos("slow rank=0 factor=3 step=2 times=2"), slot=0)
+    for step in range(1, 6):
+        injector.at("data", step)
+        injector.slow(0.5)
+        injector.slow(0.25)
+    assert slept == [1.0, 0.5, 1.0, 0.5]
+
+
+def test_slow_for_a_time(monkeypatch):
+    slept: list[float] = []
+    clock = [10.0]
+    monkeypatch.setattr("paceline.train.chaos.time.sleep", slept.append)
+    monkeypatch.setattr("paceline.train.chaos.time.monotonic", lambda: clock[0])
+    injector = Injector(Chaos("slow rank=0 factor=2 for=5s"), slot=0)
+    for _ in range(4):
+        injector.at("data", 1)
+        injector.slow(1.0)
+        clock[0] += 2.0
+    assert slept == [1.0, 1.0, 1.0]
+
+
+def test_corrupt_is_answered_once_a_step_and_as_often_as_told():
+    injector = Injector(Chaos("corrupt rank=0 step=3 times=2"), slot=0)
+    asked = []
+    for step in (1, 2, 3, 3, 4, 5):
+        injector.at("data", step)
+        asked.append(injector.corrupt(step))
+    assert asked == [False, False, True, False, True, False]
+    assert not Injector(Chaos("corrupt rank=0"), slot=1).corrupt(1)
+    assert not Injector(None, slot=0).corrupt(1)
+
+
+def test_a_step_that_is_done_again_does_not_meet_the_fault_again():
+    injector = Injector(Chaos("raise rank=0 step=2 phase=forward"), slot=0)
+    injector.at("forward", 1)
+    with pytest.raises(InjectedError):
+        injector.at("forward", 2)
+    injector.at("forward", 2)
+    injector.at("forward", 3)
+
+
+def test_a_worker_that_begins_after_the_step_does_not_meet_it():
+    injector = Injector(Chaos("raise rank=0 step=20"), slot=0)
+    injector.at("data", 31)
+    again = Injector(Chaos("raise rank=0 step=20 attempt=all"), slot=0, attempt=2)
+    with pytest.raises(InjectedError):
+        again.at("data", 31)
+
+
+def test_random_faults_come_where_they_were_drawn():
+    chaos = Chaos("random kinds=raise rate=0.2 seed=5 until=60")
+    drawn = {
+        step: fault.phase
+        for step in range(1, 101)
+        if (fault := chaos.random[0].draw(step, rank=3)) is not None
+    }
+    met: dict[int, str] = {}
+    injector = Injector(chaos, slot=3)
+    for step in range(1, 101):
+        for _ in range(2):
+            for phase in PHASES:
+                try:
+                    injector.at(phase, step)
+                except InjectedError:
+                    assert step not in met
+                    met[step] = phase
+    assert met == drawn
+    assert len(met) > 5
+
+
+def test_waiting_for_the_others_is_met_only_by_name():
+    quiet = Injector(Chaos("raise rank=0"), slot=0)
+    quiet.at("wait", 0)
+    quiet.at("start", 0)
+    with pytest.raises(InjectedError, match="in phase data of step 1"):
+        quiet.at("data", 1)
+    joining = Injector(Chaos("raise rank=0 phase=wait attempt=2"), slot=0, attempt=2)
+    with pytest.raises(InjectedError, match="in phase wait"):
+        joining.at("wait", 0)
