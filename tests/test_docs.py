@@ -38,7 +38,9 @@ PAGES = (
     "docs/checkpoints.md",
     "docs/data-order.md",
     "docs/data-sources.md",
+    "docs/orchestrator.md",
     "docs/runs.md",
+    "docs/staying-alive.md",
     "docs/train-config.md",
     "docs/training.md",
 )

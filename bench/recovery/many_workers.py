@@ -88,7 +88,7 @@ def crowd(folder: Path, workers: int, kills: int) -> Crowd:
     alone = RunSettings(str(folder / "calm"), steps, workers=1, shards=workers, tiny=True)
     with Family(folder / "calm.log") as family:
         family.start(alone.command())
-        family.wait(0, START_SECONDS + steps * 0.1 * workers)
+        family.finish(START_SECONDS + steps * 0.1 * workers)
     final = settings.final_hash()
     equal = final is not None and final == alone.final_hash()
     return Crowd(start, repairs, seconds, steps, median(calm), equal)

@@ -45,7 +45,8 @@ class Result:
 
     @property
     def in_time(self) -> bool:
-        return self.stood <= self.case.seconds
+        """A run that did not come to its end stood still for ever."""
+        return self.hash is not None and self.stood <= self.case.seconds
 
     @property
     def right(self) -> bool:

@@ -46,7 +46,7 @@ def main() -> None:
         try:
             outcome["hash"] = train(folder, case, stack, *sys.argv[3:])
         except Exception as error:
-            outcome["error"] = f"{type(error).__name__}: {str(error)}".splitlines()[0]
+            outcome["error"] = f"{type(error).__name__}: {error!s}".splitlines()[0]
             raise
         finally:
             outcome["seconds"] = time.perf_counter() - started

@@ -123,7 +123,7 @@ def run(quick: bool = False, kills: int = 0, seed: int = SEED) -> Report:
         calm = RunSettings(str(Path(folder, "calm")), journal.step)
         with Family(Path(folder, "calm.log")) as family:
             family.start(calm.command())
-            family.wait(0, 60.0 + journal.step * 0.2)
+            family.finish(60.0 + journal.step * 0.2)
         hashes = settings.final_hash(), calm.final_hash()
     costs = [cost(journal, kill) for kill in done]
     return _report(costs, journal, hashes[0] is not None and hashes[0] == hashes[1])

@@ -14,7 +14,7 @@ from typing import Self, final
 
 import psutil
 
-from paceline.core.errors import CommTimeoutError
+from paceline.core.errors import CommTimeoutError, RankFailedError
 
 ROOT = Path(__file__).parents[2]
 END_SECONDS = 20.0
@@ -63,6 +63,12 @@ class Family:
             raise CommTimeoutError(
                 f"{self._started[index].args!r} has not ended after {seconds:.0f} s\n{self.tail()}"
             ) from error
+
+    def finish(self, seconds: float) -> None:
+        """Waits for the first command's end; an error unless it went well."""
+        status = self.wait(0, seconds)
+        if status != 0:
+            raise RankFailedError(f"{self._started[0].args!r} ended with {status}\n{self.tail()}")
 
     def descendants(self) -> list[psutil.Process]:
         """All living processes below the commands; also orphans, if they were seen before."""

@@ -92,30 +92,29 @@ class RunJournal:
                 )
             time.sleep(LOOK_SECONDS)
 
-    def lines(self) -> list[Line]:
-        """As other contenders log it: each step once for every member of the view that made it."""
-        views = {view.generation: view for view in self.views}
-        found = []
-        for commit in self.commits:
-            view = views.get(commit.generation)
-            if view is not None:
-                found += [
-                    Line(commit.step, commit.time, commit.samples, pid, rank, str(commit.generation))
-                    for rank, pid in zip(view.members, view.pids, strict=True)
-                ]
-        return sorted(found, key=lambda line: line.time)
-
 
 @final
 class JournalReader:
-    """A run of Paceline's for `kill_one`, in the words of the step log."""
+    """A run of Paceline's for `kill_one`, in the words of the step log: each step once for every member of
+    the view that made it."""
 
     def __init__(self, folder: Path) -> None:
         self._journal = RunJournal(folder / "run" / "journal.jsonl")
         self._final = folder / "run.final.json"
+        self._lines: list[Line] = []
+        self._done = 0
 
     def read(self) -> list[Line]:
-        return self._journal.read().lines()
+        commits = self._journal.read().commits
+        views = {view.generation: view for view in self._journal.views}
+        for commit in commits[self._done :]:
+            view = views[commit.generation]
+            self._lines += [
+                Line(commit.step, commit.time, commit.samples, pid, rank, str(commit.generation))
+                for rank, pid in zip(view.members, view.pids, strict=True)
+            ]
+        self._done = len(commits)
+        return self._lines
 
     def final_hash(self) -> str | None:
         return str(json.loads(self._final.read_text())["hash"]) if self._final.exists() else None

@@ -137,7 +137,7 @@ def run(quick: bool = False, minutes: float = 0.0, seed: int = SEED) -> Report:
         calm = RunSettings(str(Path(folder, "calm")), journal.step)
         with Family(Path(folder, "calm.log")) as family:
             family.start(calm.command())
-            family.wait(0, 60.0 + journal.step * 0.3)
+            family.finish(60.0 + journal.step * 0.3)
         final = settings.final_hash()
         equal = final is not None and final == calm.final_hash()
     return _report(samples, outside, journal, equal, length)

@@ -42,7 +42,7 @@ def step_seconds(settings: RunSettings) -> float:
     journal = RunJournal(settings.journal)
     with Family(Path(settings.run_dir).with_suffix(".log")) as family:
         family.start(settings.command())
-        family.wait(0, RUN_SECONDS)
+        family.finish(RUN_SECONDS)
     times = [commit.time for commit in journal.read().commits][WARMUP_STEPS:]
     return median(later - earlier for earlier, later in pairwise(times))
 

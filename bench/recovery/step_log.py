@@ -37,7 +37,7 @@ class StepLog:
         self.folder = folder
         self.rank = rank
         name = f"steps-{rank}-{os.getpid()}.jsonl"
-        self._file = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC)
+        self._file = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def committed(self, step: int, samples: int, group: str) -> None:
         """Step `step`, counted from 1, is done and applied here."""
@@ -49,6 +49,9 @@ class StepLog:
         path = self.folder / f"{FINAL}.{os.getpid()}"
         path.write_text(json.dumps({"step": step, "hash": state_hash}))
         path.replace(self.folder / FINAL)
+
+    def close(self) -> None:
+        os.close(self._file)
 
 
 @final
@@ -62,6 +65,7 @@ class StepReader:
 
     def read(self) -> list[Line]:
         """All lines there are by now, in the order of their times."""
+        known = len(self.lines)
         for path in self._folder.glob("steps-*.jsonl"):
             with path.open("rb") as file:
                 file.seek(self._offsets.get(path, 0))
@@ -69,7 +73,8 @@ class StepReader:
             whole = data[: data.rfind(b"\n") + 1]
             self._offsets[path] = self._offsets.get(path, 0) + len(whole)
             self.lines += [Line(**json.loads(line)) for line in whole.splitlines()]
-        self.lines.sort(key=lambda line: line.time)
+        if len(self.lines) > known:
+            self.lines.sort(key=lambda line: line.time)
         return self.lines
 
     def final_hash(self) -> str | None:

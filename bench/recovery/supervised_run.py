@@ -45,6 +45,7 @@ class RunSettings:
     audit_every: int = 0
     patience: float = 60.0
     backoff: float = 0.5
+    checksums: bool = True
 
     @property
     def journal(self) -> Path:
@@ -104,6 +105,7 @@ def config_of(settings: RunSettings) -> TrainConfig:
             max_preemptions=10_000,
             patience=settings.patience,
             backoff=settings.backoff,
+            checksums=settings.checksums,
             chaos=settings.chaos,
         ),
     )

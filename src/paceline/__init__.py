@@ -18,10 +18,13 @@ if TYPE_CHECKING:
     )
     from paceline.comm.context import DistributedContext as DistributedContext
     from paceline.comm.ops import ReduceOp as ReduceOp
+    from paceline.core.chaos import Chaos as Chaos
     from paceline.core.errors import (
         CommTimeoutError as CommTimeoutError,
         ConfigError as ConfigError,
+        CorruptDataError as CorruptDataError,
         DisagreementError as DisagreementError,
+        GroupInterruptedError as GroupInterruptedError,
         InternalError as InternalError,
         PacelineError as PacelineError,
         PeerError as PeerError,
@@ -40,6 +43,14 @@ if TYPE_CHECKING:
         balance_workload as balance_workload,
     )
     from paceline.data.sampler import DistributedSampler as DistributedSampler
+    from paceline.frontends.orchestrator import (
+        AggregationStrategy as AggregationStrategy,
+        DataShard as DataShard,
+        DistributedTrainingOrchestrator as DistributedTrainingOrchestrator,
+        TrainingConfig as TrainingConfig,
+        WorkerNode as WorkerNode,
+        WorkerState as WorkerState,
+    )
     from paceline.frontends.process_group import (
         all_gather as all_gather,
         all_reduce as all_reduce,
@@ -69,13 +80,18 @@ if TYPE_CHECKING:
         CheckpointConfig as CheckpointConfig,
         DynamicBatch as DynamicBatch,
         EarlyStopping as EarlyStopping,
+        FaultTolerance as FaultTolerance,
         GradientCompression as GradientCompression,
         LossScaling as LossScaling,
         TrainConfig as TrainConfig,
     )
     from paceline.train.history import History as History
     from paceline.train.report import write_report as write_report
-    from paceline.train.signals import STOPPED_EXIT_CODE as STOPPED_EXIT_CODE, Stopped as Stopped
+    from paceline.train.signals import (
+        STOPPED_EXIT_CODE as STOPPED_EXIT_CODE,
+        SUPERVISOR_LOST_EXIT_CODE as SUPERVISOR_LOST_EXIT_CODE,
+        Stopped as Stopped,
+    )
     from paceline.train.state import state_hash as state_hash
 
 __version__ = "0.1.0"
@@ -84,10 +100,13 @@ _MODULES = {
     "paceline.comm.compression": ("PowerSGD", "cast_gradients", "quantize_gradients", "sparsify_gradients"),
     "paceline.comm.context": ("DistributedContext",),
     "paceline.comm.ops": ("ReduceOp",),
+    "paceline.core.chaos": ("Chaos",),
     "paceline.core.errors": (
         "CommTimeoutError",
         "ConfigError",
+        "CorruptDataError",
         "DisagreementError",
+        "GroupInterruptedError",
         "InternalError",
         "PacelineError",
         "PeerError",
@@ -99,6 +118,14 @@ _MODULES = {
         "UnavailableError",
         "UsageError",
         "WireError",
+    ),
+    "paceline.frontends.orchestrator": (
+        "AggregationStrategy",
+        "DataShard",
+        "DistributedTrainingOrchestrator",
+        "TrainingConfig",
+        "WorkerNode",
+        "WorkerState",
     ),
     "paceline.frontends.process_group": (
         "all_gather",
@@ -132,13 +159,14 @@ _MODULES = {
         "CheckpointConfig",
         "DynamicBatch",
         "EarlyStopping",
+        "FaultTolerance",
         "GradientCompression",
         "LossScaling",
         "TrainConfig",
     ),
     "paceline.train.history": ("History",),
     "paceline.train.report": ("write_report",),
-    "paceline.train.signals": ("STOPPED_EXIT_CODE", "Stopped"),
+    "paceline.train.signals": ("STOPPED_EXIT_CODE", "SUPERVISOR_LOST_EXIT_CODE", "Stopped"),
     "paceline.train.state": ("state_hash",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}

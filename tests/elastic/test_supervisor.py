@@ -1,12 +1,15 @@
-"""A real supervisor over real processes: the job runs, members die, hang and leave, and every step comes once."""
+"""A real supervisor over real processes: members die, hang, raise and leave, and every step comes once."""
 
 from __future__ import annotations
 
 import os
 import signal
 
+import pytest
 from tests.elastic.supervised_jobs import drop, result_of, running
+from tests.engines.local.processes import all_gone, watch
 
+from paceline.core.errors import PeerLostError
 from paceline.core.events import (
     Repaired,
     StepsReceived,
@@ -16,7 +19,7 @@ from paceline.core.events import (
     WorkerFailed,
     WorkerStarted,
 )
-from paceline.engines.local import payload
+from paceline.engines.local import client, payload
 
 
 def test_a_job_runs_to_its_end_and_leaves_a_complete_journal(tmp_path):
@@ -194,6 +197,31 @@ def test_a_member_that_dies_while_no_supervisor_is_there_is_replaced(tmp_path):
     assert failure.pid == victim
     assert "SIGKILL" in failure.reason
     assert run.steps == list(range(1, 301))
+
+
+def test_when_the_fork_server_dies_everybody_is_started_again(tmp_path):
+    with running(tmp_path, steps=150) as run:
+        run.until_step(20)
+        os.kill(client.server().pid, signal.SIGKILL)
+        run.until_views(2)
+        assert drop(run.finish()).ok
+    assert run.steps == list(range(1, 151))
+
+
+def test_a_supervisor_that_dies_again_and_again_ends_the_job(tmp_path):
+    with running(tmp_path, steps=10**6) as run:
+        run.until_step(10)
+        pids = list(run.pids().values())
+
+        def kill_again() -> None:
+            while True:
+                os.kill(run.supervised.pid, signal.SIGKILL)
+                run.supervised.wait(0.3)
+
+        with pytest.raises(PeerLostError, match="the supervisor was killed by signal 9"):
+            kill_again()
+        with watch(pids) as watched:
+            assert all_gone(watched, 10.0)
 
 
 def test_a_supervisor_that_is_suspended_blames_nobody(tmp_path):

@@ -29,7 +29,7 @@ from pathlib import Path
 from paceline.core.control.auth import read_secret
 from paceline.elastic.agent import Agent
 host, port, token, workers = sys.argv[1:]
-agent = Agent((host, int(port)), read_secret(Path(token)), int(workers), say=lambda text: print(text, flush=True))
+agent = Agent((host, int(port)), read_secret(Path(token)), int(workers), say=print)
 signal.signal(signal.SIGTERM, lambda *_: agent.leave())
 sys.exit(agent.run())
 """

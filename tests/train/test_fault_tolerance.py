@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,7 +40,8 @@ def test_files_read_back_to_an_equal_object(tmp_path, settings):
 
 
 def test_paths_and_chaos_are_kept_as_text():
-    made = dataclasses.replace(FULL, certificate=Path("c.pem"), chaos=Chaos("kill  rank=1 ;"))
+    given: dict[str, Any] = {"certificate": Path("c.pem"), "chaos": Chaos("kill  rank=1 ;")}
+    made = dataclasses.replace(FULL, **given)
     assert made.certificate == "c.pem"
     assert made.chaos == "kill rank=1"
     assert FaultTolerance(chaos=" ; ").chaos is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -98,7 +99,7 @@ class Net(nn.Module):
         super().__init__()
         self.body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         return self.body(x)
 
 
@@ -110,6 +111,11 @@ class Data:
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.full((4,), index + random.random() + np.random.rand()), torch.zeros(2)
+
+
+def numpy_state() -> Any:
+    state: Any = np.random.get_state()
+    return state[1].copy()
 
 
 def test_a_run_is_as_before_the_trials():
@@ -130,7 +136,7 @@ def test_a_run_is_as_before_the_trials():
         return loss
 
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    generators = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
+    generators = torch.get_rng_state(), random.getstate(), numpy_state()
     config = TrainConfig(workers=2, shards=2, global_batch=40, seed=3)
     found = find_for_run(config, model, model, Objective(objective), as_source(Data()), CPU)
     assert found == limit
@@ -138,7 +144,7 @@ def test_a_run_is_as_before_the_trials():
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), generators[0])
     assert random.getstate() == generators[1]
-    assert np.array_equal(np.random.get_state()[1], generators[2])
+    assert np.array_equal(numpy_state(), generators[2])
     assert model.training
     assert not model.body[2].training
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

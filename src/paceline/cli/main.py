@@ -15,7 +15,7 @@ from typing import Annotated, Any, cast
 import typer
 
 import paceline
-from paceline.cli import bench, checkpoint, info
+from paceline.cli import audit, bench, checkpoint, info, join, replay, scale, simulate, train
 from paceline.core.errors import PacelineError, UsageError
 
 # Typer carries its own copy of click since 0.2x and used the real one before: these are whichever it uses.
@@ -38,6 +38,15 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+# As people meet them: run, look after, look back, then the tools.
+app.command("train")(train.train)
+app.command("status")(scale.status)
+app.command("scale")(scale.scale)
+app.command("join")(join.join)
+app.command("stop")(scale.stop)
+app.command("audit")(audit.audit)
+app.command("replay")(replay.replay)
+app.command("simulate")(simulate.simulate)
 app.command("info")(info.info)
 app.add_typer(bench.app, name="bench")
 app.add_typer(checkpoint.app, name="checkpoint")

@@ -386,16 +386,14 @@ class DistributedContext:
     # memory, statistics, choice
 
     def empty(self, *size: int | Items[int], dtype: torch.dtype | None = None) -> Tensor:
-        """An uninitialised tensor in memory that the other ranks reach directly; reducing it in place
-        copies nothing."""
+        """An uninitialised tensor in memory that peers reach: reducing it in place copies nothing."""
         self._sequence.check_open()
         shape = shape_of(size)
         dtype = dtype or torch.get_default_dtype()
         return self._transport.empty(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
     def explain_all_reduce(self, nbytes: int) -> Choice:
-        """Which algorithm algorithm="auto" takes for a message of `nbytes`, and why
-        (`print(choice.reason)`)."""
+        """Which algorithm "auto" takes for a message of `nbytes`, and why (`print(choice.reason)`)."""
         return self._reducer.choose(nbytes)
 
     def enable_profiling(self, enabled: bool = True) -> None:
@@ -416,9 +414,8 @@ class DistributedContext:
         self._sequence.check_open()
 
     def interrupt(self, reason: str) -> None:
-        """Takes this rank out of the group, from any thread: whatever it waits for, and every later call,
-        ends at once with a GroupInterruptedError. Ranks that wait for this one are told; `close` is still
-        due."""
+        """Takes this rank out of the group, from any thread: what it waits for, and every later call, ends at
+        once with a GroupInterruptedError. Peers that wait for this rank are told; `close` is still due."""
         self._sequence.interrupt(reason)
 
     def close(self, error: BaseException | None = None) -> None:

@@ -34,7 +34,7 @@ from paceline.comm.transport.shm import sync
 from paceline.comm.transport.shm.layout import create_segment
 from paceline.comm.transport.shm.transport import ShmTransport
 from paceline.comm.transport.torchdist import TorchTransport
-from paceline.core.errors import PacelineError, RendezvousError, UnavailableError
+from paceline.core.errors import GroupInterruptedError, PacelineError, RendezvousError, UnavailableError
 
 _log = logging.getLogger("paceline.comm")
 
@@ -115,7 +115,7 @@ def _share(group: Group) -> ShmTransport | None:
                 segment = open_segment(meeting.hear("segment", mates[0]), int(group.hellos[mates[0]]["pid"]))
             local = ShmTransport(segment, mates.index(rank), len(mates))
         except (OSError, PacelineError) as error:
-            if isinstance(error, RendezvousError):
+            if isinstance(error, RendezvousError | GroupInterruptedError):
                 raise
             problem = f"{type(error).__name__}: {error}"
             if rank == mates[0] and segment < 0:
@@ -179,6 +179,8 @@ def _connect(group: Group, listener: socket.socket) -> TorchTransport:
         )
         return TorchTransport(mesh, bulk, topology, _native(group, bulk))
     except Exception as error:
+        if isinstance(error, GroupInterruptedError):
+            mesh.interrupt(error)
         mesh.close(error)
         if bulk is not None:
             bulk.close()

@@ -39,7 +39,8 @@ class PhasePage:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            os.ftruncate(descriptor, _LAYOUT.size)
+            # Not ftruncate: on a full disk writing to a page that has no place would be a bus error.
+            os.posix_fallocate(descriptor, 0, _LAYOUT.size)
             self._memory = mmap.mmap(descriptor, _LAYOUT.size)
         finally:
             os.close(descriptor)

@@ -1,9 +1,9 @@
 """A machine that joined a job: gets the payload, starts workers when asked, tells how they end.
 
-It ends with the job. The supervisor has proved that it has the job's secret before anything it sends is used, and the payload is
-used only if its digest is right. When the connection is cut, workers train on and the agent reconnects; when
-the supervisor stays away, workers save and leave by themselves, and the agent after them. Must not decide
-anything about the job.
+It ends with the job. The supervisor has proved that it has the job's secret before anything it sends is used,
+and the payload is used only if its digest is right. When the connection is cut, workers train on and the
+agent reconnects; when the supervisor stays away, workers save and leave by themselves, and the agent after
+them. Must not decide anything about the job.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from paceline.elastic.regroup import (
     try_start,
 )
 from paceline.elastic.seats import expel, hand_over_slot, lose, start_due, start_worker
-from paceline.elastic.state import IN_VIEW, Slot, State, Worker, be_due, in_view, ranks
+from paceline.elastic.state import IN_VIEW, Slot, State, Worker, be_due, in_view, ranks, usable_slots
 
 
 def began(job: State, event: Began, now: float, out: list[Action]) -> str:
@@ -61,6 +61,8 @@ def began(job: State, event: Began, now: float, out: list[Action]) -> str:
     if not in_view(job):
         if job.stop is not None:
             return end(job, out, ok=False, reason=f"no worker is left to be stopped: {job.stop}")
+        if len(usable_slots(job)) < max(1, job.settings.min_workers):
+            return end(job, out, ok=False, reason="too few workers are left: their budgets are spent")
         be_due(job, now + job.settings.start_seconds)
         return try_start(job, f"{len(out)} workers are started", now, out)
     job.phase = Phase.RETURNING
@@ -90,7 +92,7 @@ def _take_back(job: State, event: Began, now: float) -> None:
         if place != HOME:
             job.agents.setdefault(place, f"machine {place}")
     members = sorted(in_view(job), key=lambda worker: (worker.slot, worker.number))
-    if event.view is not None and set(event.view.members) == {worker.number for worker in members}:
+    if event.view is not None and members:
         job.view = event.view
     elif members:
         # The deal is not known; it stays what the members know until the next view.

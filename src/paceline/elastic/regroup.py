@@ -122,7 +122,8 @@ def install(job: State, why: str, now: float, out: list[Action]) -> str:
 def _remember_alone(job: State, told: Mapping[int, Reported], going: list[Worker]) -> None:
     """State that nobody else has is gone with its member: then everybody goes back to a checkpoint. A lost
     member said nothing, so it is taken to have had what the others have."""
-    if job.lost and any(report.alone for report in told.values()):
+    gone = set(job.view.members) - set(told) if job.view is not None else set()
+    if (job.lost or gone) and any(report.alone for report in told.values()):
         job.orphaned = True
     if any(told[worker.number].alone for worker in going):
         job.orphaned = True

@@ -62,7 +62,7 @@ _LONGEST_TURN: Final = 5.0
 _STALL_SECONDS: Final = 1.0
 # From about 130 turns a second on, the loop hears several messages per turn; it costs at most this delay.
 _BUSY_GAP: Final = 0.0075
-_BREATH_SECONDS: Final = 0.005
+_BREATH_SECONDS: Final = 0.01
 
 
 @final
@@ -79,8 +79,10 @@ class Supervisor:
         self.recalled = self.memory.recall() or Remembered()
         self.secret = self._secret()
         self.chronicle = Chronicle(self.folder / JOURNAL_FILE)
-        self.verdicts = Verdicts(self.chronicle.write)
-        self.views = Views(backup=spec.settings.stragglers == "backup")
+        self.verdicts = Verdicts(self.chronicle.write, self.folder)
+        self.views = Views(
+            backup=spec.settings.stragglers == "backup", exact=bool(spec.options.get("exact", True))
+        )
         self.caller = Caller(caller, self.selector, self)
         self.staff = Staff(self, payload)
         self.chronicle.on_flush = self.staff.confirm
@@ -227,8 +229,8 @@ class Supervisor:
             Remembered(
                 began=machine.remembered(self.state),
                 port=self.gate.address[1],
-                fingerprint=self.staff.fingerprint,
-                model=self.staff.model,
+                fingerprint=self.staff.likeness.fingerprint,
+                model=self.staff.likeness.model,
             )
         )
 

@@ -48,7 +48,7 @@ def open_channel(where: tuple[str, int], secret: bytes, tls: Tls | None, seconds
     except OSError as error:
         raise RendezvousError(
             f"there is no supervisor at {where[0]}:{where[1]}: {error.strerror or error}",
-            remedy="check the address, and that the job still runs; it must be told to listen beyond loopback",
+            remedy="check the address and that the job runs; it listens on loopback unless told otherwise",
         ) from error
     try:
         channel.tune(sock)

@@ -131,28 +131,29 @@ class RunningFit:
         assert outcome is not None
         if not outcome.ok:
             raise self._error(outcome)
-        if outcome.result is None:
+        trained: Trained | None = None
+        if outcome.result is not None:
+            trained = call.unpack_result(outcome.result, self._call, outcome.rank or 0)
+        if trained is None or trained.history is None:
             raise PeerLostError(
-                f"the run ended ({outcome.reason}), and the worker with its result is gone",
-                remedy="its last checkpoint holds the weights: paceline checkpoint list "
-                + str(self.folder.path),
+                f"the run ended ({outcome.reason}), and the workers with its result were lost after it",
+                remedy=f"its last checkpoint holds the weights: paceline checkpoint list {self.folder.path}",
             )
-        trained: Trained = call.unpack_result(outcome.result, self._call, outcome.rank or 0)
-        history = trained.history
-        if history is not None:
-            earlier = {record.step: record for record in history.steps}
-            steps = {**earlier, **self._following.steps}
-            history = dataclasses.replace(
-                history,
-                steps=tuple(steps[step] for step in sorted(steps)),
-                total_time=time.perf_counter() - self._started,
-            )
-            self._callbacks.end(history)
+        steps = {record.step: record for record in trained.history.steps} | self._following.steps
+        history = dataclasses.replace(
+            trained.history,
+            steps=tuple(steps[step] for step in sorted(steps)),
+            total_time=time.perf_counter() - self._started,
+            workers=self._following.workers,
+        )
+        self._callbacks.end(history)
         return dataclasses.replace(trained, history=history)
 
     def close(self) -> None:
         """Ends what is still there; nothing is left behind."""
         self._closing.close()
+        for page in self.folder.logs.glob("phase-*"):
+            page.unlink(missing_ok=True)  # of workers that were killed
 
     def __enter__(self) -> RunningFit:
         return self

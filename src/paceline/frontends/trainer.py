@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from paceline.comm.context import DistributedContext
     from paceline.train.history import History
     from paceline.train.optimizers import OptimizerFactory
+    from paceline.train.replay import Replayed
     from paceline.train.worker import Trained, TrainJob
 
 T = TypeVar("T")
@@ -189,6 +190,13 @@ class Trainer:
             return outputs
         told = context.broadcast(plain(outputs) if context.is_master else None)
         return outputs if context.is_master else told
+
+    def replay(self, run_dir: str | os.PathLike[str], step: int, shard: int, train_data: Any) -> Replayed:
+        """Computes one shard's gradient of one step of an earlier run again, here, and compares its hash with
+        the one in the run's journal (of steps that TrainConfig(audit_every=...) names)."""
+        from paceline.frontends.replaying import replay_fit
+
+        return replay_fit(self, run_dir, step, shard, train_data)
 
     # inside
 

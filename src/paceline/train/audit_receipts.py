@@ -283,6 +283,8 @@ def _check_deal(record: Record, view: View, wrong: list[str]) -> None:
     members = record.views[view]
     dealt = [shard for mine in members.shards.values() for shard in mine]
     shards = record.started.shards if record.started is not None else max(dealt, default=-1) + 1
+    if record.started is not None and record.started.definition.get("mode") == "fast":
+        shards = len(members.shards)  # there each member is one slice of the batch
     _say_shards(members.step + 1, view[1], dealt, range(shards), "in the view", wrong)
 
 

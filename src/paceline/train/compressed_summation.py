@@ -28,7 +28,7 @@ _RESIDUAL = "residual."
 
 @final
 class CompressedSummation:
-    keeps = True
+    keeps = False  # what is encoded belongs to residuals that may move with their shards
 
     def __init__(self, team: Team, layout: Layout, device: torch.device, compression: Compression) -> None:
         self._team = team

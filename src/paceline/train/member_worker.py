@@ -47,6 +47,7 @@ from paceline.train.worker import Built, Trained, TrainJob, build, new_team, tra
 _log = logging.getLogger(__name__)
 
 _DEFAULT_TIMEOUT = 300.0
+_WITH_RESULT = 2  # ranks that send the result: the first may be killed with it in its hands
 
 
 @dataclass(frozen=True)
@@ -129,14 +130,12 @@ def _train(membership: Membership, run: Run, built: Built, assembled: Assembled,
         history = conclude(run, assembled, started)
         if not membership.finish(run, run.final_hashes[0][0]):
             raise SystemExit(SUPERVISOR_LOST_EXIT_CODE)
-        if assembled.team.is_master and history is None:
-            # The first rank of before is gone, and its result with it.
-            history = history_of(run, assembled, started)
     except ReleasedError as released:
         _log.info("let go: %s", released)
         if released.code:
             raise SystemExit(released.code) from None
-        return Trained(None, {}, None)
+        if not run.concluded:
+            return Trained(None, {}, None)
     except SupervisorGoneError as gone:
         _save_alone(membership, run, assembled, str(gone))
         raise SystemExit(SUPERVISOR_LOST_EXIT_CODE) from None
@@ -146,7 +145,9 @@ def _train(membership: Membership, run: Run, built: Built, assembled: Assembled,
     except Exception as error:
         membership.failed(error, traceback.format_exc())
         raise
-    return trained(run, built.module, history if assembled.team.is_master else None)
+    if assembled.team.rank >= _WITH_RESULT:
+        return trained(run, built.module, None)
+    return trained(run, built.module, history or history_of(run, assembled, started))
 
 
 def _save_alone(membership: Membership, run: Run, assembled: Assembled, why: str) -> None:

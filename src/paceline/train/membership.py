@@ -316,6 +316,7 @@ class Membership:
         had_state = self._has_state
         assembled.rebind()
         if view.restore:
+            assembled.transaction.abandon()
             self._restore(run, view)
         elif rank == view.source and view.behind:
             given = assembled.hand_over(run)
@@ -370,7 +371,7 @@ class Membership:
                 generation=prepare.generation,
                 progress=run.progress if self._has_state else None,
                 held=assembled.transaction.held,
-                alone=bool(assembled.transaction.residuals()),
+                alone=assembled.transaction.has_state_of_its_own,
             )
         )
 

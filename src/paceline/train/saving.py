@@ -207,7 +207,7 @@ class Saver:
             self.again = True
             self.saved_step = -1
             if self._team.is_master:
-                _log.warning("version %d is given up, because the group changed", self._version)
+                _log.info("version %d is given up, because the group changed", self._version)
         if newest is not None and (self.newest is None or newest[0] > self.newest):
             self.newest, self.newest_step = newest
         self._version, self._mine = None, None

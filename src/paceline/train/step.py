@@ -308,6 +308,8 @@ class StepTransaction:
         if self._buffers.size and self._open is not None:
             self._buffers.restore()
         self._open, self._computed = None, {}
+        if self._summation is not None:
+            self._summation.start()
         for parameter in self.trained.values():
             parameter.grad = None
 
@@ -317,6 +319,16 @@ class StepTransaction:
             parameter.grad = None
 
     # what compression still owes is part of the run's state
+
+    @property
+    def has_state_of_its_own(self) -> bool:
+        """Whether this rank's shards have state that no other rank has a copy of."""
+        compression = self._config.compression
+        return (
+            compression is not None
+            and compression.error_feedback
+            and isinstance(self._summation, CompressedSummation)
+        )
 
     def residuals(self) -> dict[str, Tensor]:
         return self._summation.residuals() if isinstance(self._summation, CompressedSummation) else {}

@@ -81,7 +81,12 @@ def test_an_answer_cannot_be_replayed_to_another_acceptor():
     first, second = Acceptor(SECRET), Acceptor(SECRET)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        thread = threading.Thread(target=lambda: pytest.raises(OSError, auth.connect, ours, SECRET, 5.0))
+
+        def connect() -> None:
+            with pytest.raises(OSError, match="closed"):
+                auth.connect(ours, SECRET, 5.0)
+
+        thread = threading.Thread(target=connect)
         thread.start()
         theirs.sendall(first.challenge)
         answer = theirs.recv(ANSWER_BYTES)

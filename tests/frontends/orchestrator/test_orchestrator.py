@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.frontends.orchestrator.parts import (
     SAMPLES,
-    SlowNet,
+    Gate,
     X,
     Y,
     applied,
@@ -37,10 +37,6 @@ from paceline.frontends.orchestrator import (
 )
 from paceline.frontends.spawn import spawn
 from paceline.train.state import state_hash
-
-
-def slow() -> nn.Module:
-    return SlowNet(0.004)
 
 
 def test_sizes_alone_are_enough_and_the_loop_never_waits(tmp_path):
@@ -86,7 +82,7 @@ def test_sizes_alone_are_enough_and_the_loop_never_waits(tmp_path):
         assert summary["steps"] == result["steps"]
         assert summary["final_loss"] == result["final_loss"]
         assert [worker["state"] for worker in summary["workers"]] == ["stopped", "stopped"]
-        assert all(shard["checksum"] and shard["verified"] == 1 for shard in summary["shards"])
+        assert all(shard["checksum"] and shard["verified"] >= 1 for shard in summary["shards"])
         assert [shard.range for shard in orchestrator.shards] == [range(10_000), range(10_000, 20_000)]
         await orchestrator.cleanup()
         await orchestrator.cleanup()
@@ -97,9 +93,10 @@ def test_sizes_alone_are_enough_and_the_loop_never_waits(tmp_path):
 def test_workers_and_shards_can_be_looked_at_while_it_trains(tmp_path):
     async def main() -> None:
         async with DistributedTrainingOrchestrator(2) as orchestrator:
-            assert orchestrator.shards == ()
-            task = asyncio.create_task(train(orchestrator, small(tmp_path / "run"), model=slow))
-            await until(lambda: all(node.speed > 0.0 for node in orchestrator.workers) or task.done())
+            assert not orchestrator.shards
+            gate = Gate(tmp_path / "gate")
+            task = asyncio.create_task(train(orchestrator, small(tmp_path / "run"), model=gate))
+            await until(lambda: gate.reached() and all(node.speed > 0.0 for node in orchestrator.workers))
             nodes = orchestrator.workers
             assert [node.state for node in nodes] == [WorkerState.TRAINING] * 2
             assert all(node.pid is not None and is_alive(node.pid) for node in nodes)
@@ -111,6 +108,7 @@ def test_workers_and_shards_can_be_looked_at_while_it_trains(tmp_path):
             assert summary["final_loss"] is None
             with pytest.raises(UsageError, match="another training is under way"):
                 await train(orchestrator, small(tmp_path / "second"))
+            gate.open()
             result = await task
             assert result["stopped"] is None
 
@@ -181,12 +179,15 @@ def test_a_strategy_of_ones_own(tmp_path):
 def test_a_killed_worker_leaves_no_trace_and_its_shard_moves(tmp_path):
     async def main() -> None:
         async with DistributedTrainingOrchestrator(2) as orchestrator:
-            undisturbed = await train(orchestrator, small(tmp_path / "calm"), model=slow)
-            task = asyncio.create_task(train(orchestrator, small(tmp_path / "run"), model=slow))
-            await until(lambda: orchestrator.workers[1].speed > 0.0)
+            calm = Gate(tmp_path / "calm gate", is_open=True)
+            undisturbed = await train(orchestrator, small(tmp_path / "calm"), model=calm)
+            gate = Gate(tmp_path / "gate")
+            task = asyncio.create_task(train(orchestrator, small(tmp_path / "run"), model=gate))
+            await until(lambda: gate.reached() and orchestrator.workers[1].speed > 0.0)
             victim, other = orchestrator.workers[1].pid, orchestrator.workers[0].pid
             assert victim is not None
             os.kill(victim, signal.SIGKILL)
+            gate.open()
             result = await task
             assert result["state_hash"] == undisturbed["state_hash"]
             assert result["worker_failures"] == 1
@@ -202,20 +203,25 @@ def test_a_killed_worker_leaves_no_trace_and_its_shard_moves(tmp_path):
 def test_cancelling_saves_the_state_ends_every_process_and_a_resumed_run_has_the_same_bits(tmp_path):
     async def main() -> None:
         async with DistributedTrainingOrchestrator(2) as orchestrator:
-            undisturbed = await train(orchestrator, small(tmp_path / "calm"), model=slow)
+            calm = Gate(tmp_path / "calm gate", is_open=True)
+            undisturbed = await train(orchestrator, small(tmp_path / "calm"), model=calm)
             settings = small(tmp_path / "run")
-            task = asyncio.create_task(train(orchestrator, settings, model=slow))
+            gate = Gate(tmp_path / "gate")
+            task = asyncio.create_task(train(orchestrator, settings, model=gate))
+            await until(lambda: gate.reached() and orchestrator.workers[1].speed > 0.0)
             watching = asyncio.create_task(last_step(orchestrator))
-            await until(lambda: orchestrator.workers[1].speed > 0.0)
             pids = [node.pid for node in orchestrator.workers if node.pid is not None]
             task.cancel()
+            # One turn of the loop: the job is asked to stop before it can go on.
+            await until(lambda: orchestrator._asked.name == "STOP")
+            gate.open()
             with pytest.raises(asyncio.CancelledError):
                 await task
             assert len(pids) == 2
             assert not any(is_alive(pid) for pid in pids)
             step = await watching
             assert orchestrator.checkpoints[-1].step == step
-            result = await train(orchestrator, {**settings, "resume": True}, model=slow)
+            result = await train(orchestrator, {**settings, "resume": True}, model=gate)
             assert result["state_hash"] == undisturbed["state_hash"]
             assert len(told(tmp_path / "run", events.RunResumed)) == 1
 
@@ -232,8 +238,10 @@ def test_cleaning_up_ends_a_training_that_is_under_way(tmp_path):
     async def main() -> None:
         orchestrator = DistributedTrainingOrchestrator(2)
         await orchestrator.initialize_workers()
-        task = asyncio.create_task(train(orchestrator, small(tmp_path / "run", epochs=50), model=slow))
-        await until(lambda: orchestrator.workers[1].speed > 0.0)
+        gate = Gate(tmp_path / "gate")
+        task = asyncio.create_task(train(orchestrator, small(tmp_path / "run", epochs=50), model=gate))
+        await until(lambda: gate.reached() and orchestrator.workers[1].speed > 0.0)
+        gate.open()
         pids = [node.pid for node in orchestrator.workers if node.pid is not None]
         await orchestrator.cleanup()
         assert task.cancelled()
@@ -248,8 +256,9 @@ def test_cancelled_twice_it_ends_at_once(tmp_path, strategy):
     async def main() -> None:
         async with DistributedTrainingOrchestrator(2) as orchestrator:
             settings = small(tmp_path / "run", epochs=50, aggregation_strategy=strategy)
-            task = asyncio.create_task(train(orchestrator, settings, model=slow))
-            await until(lambda: orchestrator.workers[1].speed > 0.0)
+            gate = Gate(tmp_path / "gate")
+            task = asyncio.create_task(train(orchestrator, settings, model=gate))
+            await until(lambda: gate.reached() and orchestrator.workers[1].speed > 0.0)
             pids = [node.pid for node in orchestrator.workers if node.pid is not None]
             task.cancel()
             await asyncio.sleep(0)
@@ -321,11 +330,13 @@ def test_data_that_changes_meanwhile_is_found_out(tmp_path):
     async def main() -> None:
         x, y = X.clone(), Y.clone()
         async with DistributedTrainingOrchestrator(2) as orchestrator:
+            gate = Gate(tmp_path / "gate")
             task = asyncio.create_task(
-                train(orchestrator, small(tmp_path / "run"), model=slow, dataset=(x, y))
+                train(orchestrator, small(tmp_path / "run"), model=gate, dataset=(x, y))
             )
-            await until(lambda: orchestrator.workers[0].speed > 0.0)
+            await until(gate.reached)
             x[SAMPLES - 1, 0] += 1.0
+            gate.open()
             with pytest.raises(PlatformError, match="shard 1, samples 600 to 1199, changed"):
                 await task
 

@@ -43,7 +43,9 @@ def drive(
                 break
             now = time.monotonic()
             if moved:
-                moved_at = now
+                moved_at, calm = now, True
+                if watch is not None:
+                    watch.reassure()
                 continue
             if now - moved_at >= LOOK_SECONDS or not calm or departures != mesh.departures:
                 departures = mesh.departures

@@ -74,6 +74,10 @@ class Watch:
             self._status = status
             self._outlook.post(status)
 
+    def reassure(self) -> None:
+        """Something came: what looked hopeless a moment ago has to be looked at afresh."""
+        self._doubted = False
+
     def look(self) -> bool:
         """Raises if the wait cannot end well or has lasted too long; False: check what is waited for and
         look again, without a pause."""

@@ -1,7 +1,7 @@
 """Checks that a message's fields are exactly what its annotations say, compiled once per message class.
 
-Configuration is forgiving (core.typed turns 1e6 into an int and names the path to a mistake); what comes from a
-socket is not, and there are hundreds of messages a second. Must not know the messages.
+Configuration is forgiving (core.typed turns 1e6 into an int and names the path to a mistake); what comes from
+a socket is not, and there are hundreds of messages a second. Must not know the messages.
 """
 
 from __future__ import annotations

@@ -116,11 +116,13 @@ class Installed(Message):
 @_register
 @dataclass(frozen=True, kw_only=True)
 class Broken(Message):
-    """A collective of `generation` failed here. `accused`: members whose data did not match its checksum."""
+    """A collective of `generation` failed here. `accused`: members whose data did not match its checksum;
+    `unreachable`: members that could not be reached, where it is known which."""
 
     generation: int
     reason: str
     accused: tuple[int, ...] = ()
+    unreachable: tuple[int, ...] = ()
 
 
 @final

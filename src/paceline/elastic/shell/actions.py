@@ -110,7 +110,7 @@ class Actions:
                 generation=plan.generation,
                 reason=action.reason,
                 members=list(plan.slots),
-                shards=[list(shards) for shards in plan.shards],
+                shards=[list(shards) for shards in view.shards],
                 pids=list(view.pids),
                 hosts=list(view.hostnames),
                 step=_committed(view, seats),

@@ -1,9 +1,9 @@
 """The run's journal as its only writer keeps it: what members tell, once, and what happened to them.
 
 Lines that come again after a reconnect or from the next first member are left out: a step that is in the
-journal is not written again. Receipts of steps are merged: at most one line per member every 5 seconds and at each
-change of the view, so that the journal grows by a known rate. While the disk is full, lines wait in memory.
-Must not know sockets or processes.
+journal is not written again. Receipts of steps are merged: at most one line per member every 5 seconds and at
+each change of the view, so that the journal grows by a known rate. While the disk is full, lines wait in
+memory. Must not know sockets or processes.
 """
 
 from __future__ import annotations
@@ -121,6 +121,8 @@ class Chronicle:
         if first > receipt.last:
             return
         self._received[key] = receipt.last
+        if len(self._received) > _REMEMBERED:
+            del self._received[next(iter(self._received))]
         held = self._receipts.get(pid)
         if held is not None:
             if (held.generation, held.shards, held.last + 1) == (receipt.generation, receipt.shards, first):

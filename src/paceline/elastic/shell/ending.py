@@ -65,9 +65,9 @@ class Ending:
         files: list[int] = []
         result = self._place_result(files) if end.ok else None
         failure = None
-        if end.failed is not None and end.failed in staff.failures:
-            failure = list(range(len(files), len(files) + len(staff.failures[end.failed])))
-            files += staff.failures[end.failed]
+        if end.failed is not None and end.failed in staff.deaths.failures:
+            failure = list(range(len(files), len(files) + len(staff.deaths.failures[end.failed])))
+            files += staff.deaths.failures[end.failed]
         blamed = staff.find(end.failed) if end.failed is not None else None
         facts: dict[str, Any] = {
             "ok": end.ok,
@@ -90,8 +90,8 @@ class Ending:
         """The first member's result, else that of the next that has one."""
         staff, view = self._supervisor.staff, self._supervisor.views.latest
         order = list(view.members) if view is not None else []
-        for member in [*order, *staff.results]:
-            if member in staff.results:
-                files += staff.results[member][:1]
+        for member in [*order, *staff.deaths.results]:
+            if member in staff.deaths.results:
+                files += staff.deaths.results[member][:1]
                 return len(files) - 1
         return None

@@ -100,7 +100,11 @@ class Ear:
                 supervisor.views.installed(member, message.generation)
                 supervisor.feed(HasInstalled(member, message.generation))
             case Broken():
-                supervisor.feed(HasBroken(member, message.generation, message.reason, message.accused))
+                supervisor.feed(
+                    HasBroken(
+                        member, message.generation, message.reason, message.accused, message.unreachable
+                    )
+                )
             case Raised():
                 seat.raised = message
                 supervisor.feed(

@@ -31,8 +31,8 @@ class _Place:
 
 @final
 class Places:
-    """`granted` is what an agent needs to start workers; `exited` hears of workers that ended there, `gone` of
-    machines that left with all their workers."""
+    """`granted` is what an agent needs to start workers; `exited` hears of workers that ended there, `gone`
+    of machines that left with all their workers."""
 
     def __init__(
         self,

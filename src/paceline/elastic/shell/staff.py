@@ -7,7 +7,6 @@ moment to come back. Must not decide who is replaced or when.
 from __future__ import annotations
 
 import dataclasses
-import os
 import selectors
 import time
 from collections import Counter
@@ -19,10 +18,10 @@ from paceline.core.errors import PacelineError
 from paceline.core.events import Note, WorkerStarted
 from paceline.elastic.model import HOME, HasRaised, Joined, Lost
 from paceline.elastic.shell.connection import Connection
+from paceline.elastic.shell.deaths import Deaths
 from paceline.elastic.shell.hearing import Ear
-from paceline.elastic.shell.seats import Seat, how_it_ended
-from paceline.engines.local import payload as payloads, report as reports
-from paceline.engines.local.memory_kill import MemoryWatch
+from paceline.elastic.shell.likeness import Likeness
+from paceline.elastic.shell.seats import Seat
 from paceline.engines.local.worker import Worker
 
 if TYPE_CHECKING:
@@ -45,14 +44,13 @@ class Staff:
         self._spec = supervisor.spec
         self._order = supervisor.spec.make_order
         self._payload = payload
-        self._memory = MemoryWatch()
+        self.deaths = Deaths()
         self._next_note = time.monotonic() + _NOTE_SECONDS
         self.seats: dict[int, Seat] = {}
         self.former: dict[int, Seat] = {}
-        self.fingerprint = supervisor.recalled.fingerprint
-        self.model = supervisor.recalled.model
-        self.results: dict[int, tuple[int, ...]] = {}
-        self.failures: dict[int, tuple[int, ...]] = {}
+        recalled = supervisor.recalled
+        exact = bool(supervisor.spec.options.get("exact"))
+        self.likeness = Likeness(recalled.fingerprint, recalled.model, exact=exact)
         self._pressing: set[int] = set()
         self._starts: Counter[int] = Counter()
 
@@ -85,7 +83,7 @@ class Staff:
             self._next_note = now + _NOTE_SECONDS
             for seat in self.seats.values():
                 if seat.worker is not None and seat.worker.pid:
-                    self._memory.note(seat.worker.pid)
+                    self.deaths.note(seat.worker.pid)
 
     def start(self, member: int, slot: int, place: int) -> None:
         """Start a worker, here or on another machine."""
@@ -133,7 +131,7 @@ class Staff:
         if seat.worker is not None and seat.worker.pid not in (0, hello.pid):
             self.refuse(connection, f"worker {hello.member} is process {seat.worker.pid}, not {hello.pid}")
             return
-        difference = self._difference(hello)
+        difference = self.likeness.difference(hello)
         if difference:
             self.refuse(connection, difference, code=1)
             self._supervisor.chronicle.write(Note(time=time.time(), text=difference, rank=hello.slot))
@@ -152,7 +150,8 @@ class Staff:
             self._supervisor.chronicle.write(
                 WorkerStarted(time=time.time(), rank=hello.slot, pid=hello.pid, host=hello.hostname)
             )
-            self._memory.note(hello.pid)
+            if seat.worker is not None:
+                self.deaths.note(hello.pid)
         patience = self._spec.options.get("patience", PATIENCE_SECONDS)
         connection.send(Welcome(heartbeat=self._spec.settings.heartbeat, patience=float(patience)))
         # What it was told last may have been lost with its connection. The machine asks members of a view
@@ -216,6 +215,7 @@ class Staff:
                 self._supervisor.selector.unregister(seat.worker)
                 seat.worker.close()
         self.seats.clear()
+        self.deaths.close()
 
     def _worker_options(self, member: int, slot: int) -> dict[str, Any]:
         tls = self._spec.tls
@@ -248,29 +248,17 @@ class Staff:
         if (worker.keep(), worker.pid) != before and not worker.done:
             self._supervisor.caller.keep(seat.member, worker)
         if worker.refusal is not None:
-            self._refused(seat, worker.refusal)
+            self._end(seat, self.deaths.refused(seat, worker.refusal))
         elif worker.status is not None or worker.done:
             self._ended(seat, worker.status, "")
-
-    def _refused(self, seat: Seat, error: PacelineError) -> None:
-        self.failures[seat.member] = payloads.dump(reports.describe(error)), payloads.dump(error)
-        if error.fault == "user":
-            self._end(seat, HasRaised(seat.member, str(error), "user", 0, -1))
-        else:
-            self._end(seat, Lost(seat.member, "exit", f"it could not be started: {error.message}"))
 
     def _stayed_away(self, seat: Seat, now: float) -> None:
         if seat.worker is not None and seat.worker.has_ended:
             self._ended(seat, None, "")
             return
         seat.cut_at = None
-        self._supervisor.feed(
-            Lost(
-                seat.member,
-                "silent",
-                f"its connection closed ({seat.cut_why}) and did not come back within {RECONNECT_SECONDS:g} s",
-            )
-        )
+        why = f"its connection closed ({seat.cut_why}) and stayed closed for {RECONNECT_SECONDS:g} s"
+        self._supervisor.feed(Lost(seat.member, "silent", why))
 
     def _cut_limit(self, seat: Seat) -> float:
         if seat.cut_at is None:
@@ -283,37 +271,11 @@ class Staff:
         if seat.connection is not None:
             seat.connection.drain()
         self._supervisor.verdicts.settle(seat.member)
-        worker = seat.worker
-        if worker is not None:
-            returned, failed = worker.release()
-            if returned:
-                self.results[seat.member] = returned
-            if failed:
-                self.failures[seat.member] = failed
-                self._forget_failures()
-        if seat.dismissed or seat.raised is not None or (seat.done and status == 0):
-            self._memory.forget(seat.pid)
-            self._end(seat, None)
-            return
-        if seat.member in self.failures and worker is not None and worker.status is not None:
-            said = payloads.load(self.failures[seat.member][0])
-            if isinstance(said, reports.Report):
-                self._end(seat, HasRaised(seat.member, said.summary, said.fault, 0, -1))
-                return
-        self._end(seat, self._how(seat, status, told))
-
-    def _how(self, seat: Seat, status: int | None, told: str) -> Lost:
-        if status is None:
-            return Lost(seat.member, "crash", told or "the process is gone; nobody saw how it ended")
-        kind, reason = how_it_ended(status)
-        if told:
-            reason = told
-        memory = self._memory.verdict(seat.pid) if status == -9 and seat.worker is not None else None
-        if memory is not None:
-            return Lost(seat.member, "memory", memory)
-        self._memory.forget(seat.pid)
-        frames = seat.worker.frames() if seat.worker is not None and status < 0 else []
-        return Lost(seat.member, kind, f"{reason}; it was at {frames[0]}" if frames else reason)
+        event = self.deaths.ended(seat, status, told)
+        if self._supervisor.ending is None:
+            # Only what is returned at the end of the job is its result.
+            self.deaths.drop_result(seat.member)
+        self._end(seat, event)
 
     def _end(self, seat: Seat, event: Lost | HasRaised | None) -> None:
         self.seats.pop(seat.member, None)
@@ -332,32 +294,3 @@ class Staff:
             seat.worker.close()
         if event is not None:
             self._supervisor.feed(event)
-
-    def _forget_failures(self) -> None:
-        while len(self.failures) > 16:
-            oldest = next(iter(self.failures))
-            for file in self.failures.pop(oldest):
-                os.close(file)
-
-    def _difference(self, hello: Hello) -> str:
-        """In exact mode: what a worker has that the first one had not."""
-        if self.fingerprint is None:
-            self.fingerprint, self.model = dict(hello.fingerprint), hello.model
-            return ""
-        if not self._spec.options.get("exact"):
-            return ""
-        names = sorted(self.fingerprint.keys() | hello.fingerprint.keys())
-        found = [
-            f"{name} is {hello.fingerprint.get(name, 'missing')!r} instead of "
-            f"{self.fingerprint.get(name, 'missing')!r}"
-            for name in names
-            if hello.fingerprint.get(name) != self.fingerprint.get(name)
-        ]
-        if hello.model != self.model:
-            found.append("its model has other initial weights or names")
-        if not found:
-            return ""
-        return (
-            f"rank {hello.slot} on {hello.hostname} would not compute the same bits as the others: "
-            + "; ".join(found)
-        )

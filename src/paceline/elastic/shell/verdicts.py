@@ -14,8 +14,10 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, final
 
+from paceline.core import phase_page
 from paceline.core.events import Event, Verdict, WorkerFailed
 from paceline.elastic.model import NoteFailure, NoteVerdict
 from paceline.elastic.shell.seats import Seat, kernel_state
@@ -23,6 +25,7 @@ from paceline.elastic.shell.seats import Seat, kernel_state
 STACK_SECONDS: Final = 0.4
 _LOOK_SECONDS: Final = 0.02
 _FOLD_SECONDS: Final = 10.0
+_FOLDED: Final = 64
 
 
 @final
@@ -38,10 +41,12 @@ class _Open:
 
 @final
 class Verdicts:
-    """`write` puts an event into the journal."""
+    """`write` puts an event into the journal. In the run's `folder` workers of this machine keep a page with
+    their phase, which knows better than their last heartbeat."""
 
-    def __init__(self, write: Callable[[Event], None]) -> None:
+    def __init__(self, write: Callable[[Event], None], folder: Path | None = None) -> None:
         self._write = write
+        self._folder = folder
         self._open: dict[int, _Open] = {}
         self._next_look = float("inf")
         self._raised: dict[str, tuple[float, int]] = {}
@@ -99,6 +104,8 @@ class Verdicts:
         if seat.raised is not None and note.kind == "raised":
             # It knew better than its last heartbeat.
             note = dataclasses.replace(note, phase=seat.raised.phase)
+        else:
+            note = dataclasses.replace(note, phase=self._phase(note.member, seat, note.phase))
         self._write(
             WorkerFailed(
                 time=time.time(),
@@ -113,6 +120,13 @@ class Verdicts:
         if not told:
             self._say(self._failure_text(note, seat))
 
+    def _phase(self, member: int, seat: Seat, heard: str) -> str:
+        if self._folder is None or seat.worker is None:
+            return heard
+        seen = phase_page.read(phase_page.page_file(self._folder, member))
+        # A worker that waits for its supervisor was stopped in the phase that it had told before.
+        return heard if seen is None or seen.phase == "wait" else seen.phase
+
     def _failure_text(self, note: NoteFailure, seat: Seat) -> str:
         who = f"rank {note.slot} (pid {seat.pid}{f' on {seat.hostname}' if seat.hostname else ''})"
         if note.kind != "raised" or seat.raised is None:
@@ -120,6 +134,8 @@ class Verdicts:
         summary = seat.raised.summary.splitlines()[0] if seat.raised.summary else "an error"
         before, slot = self._raised.get(summary, (float("-inf"), -1))
         self._raised[summary] = time.monotonic(), note.slot
+        if len(self._raised) > _FOLDED:
+            del self._raised[next(iter(self._raised))]
         if time.monotonic() - before < _FOLD_SECONDS:
             return f"paceline: {who} raised the same as rank {slot}: {summary}"
         return (
@@ -130,6 +146,7 @@ class Verdicts:
     def _close(self, case: _Open) -> None:
         del self._open[case.note.member]
         note, seat = case.note, case.seat
+        note = dataclasses.replace(note, phase=self._phase(note.member, seat, note.phase))
         frames = seat.worker.frames() if seat.worker is not None and seat.worker.stack_size() else []
         line = frames[0] if frames else ""
         where = f" on {seat.hostname}" if seat.hostname else ""

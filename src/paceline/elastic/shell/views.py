@@ -22,9 +22,10 @@ from paceline.elastic.shell.seats import Seat
 class Views:
     """`latest` is the view that was sent last; `waiting`: who has not installed it."""
 
-    def __init__(self, *, backup: bool) -> None:
+    def __init__(self, *, backup: bool, exact: bool = True) -> None:
         self._host = host_identity()
         self._backup = backup
+        self._exact = exact
         self._segment = -1
         self.latest: View | None = None
         self.waiting: set[int] = set()
@@ -45,7 +46,8 @@ class Views:
             hosts=tuple("" if hello is None else hello.host for hello in hellos),
             hostnames=tuple("" if hello is None else hello.hostname for hello in hellos),
             endpoints=_endpoints([seats[member] for member in plan.members]),
-            shards=plan.shards,
+            # Where bits may differ, each member is one slice of the batch.
+            shards=plan.shards if self._exact else tuple((rank,) for rank in range(len(plan.members))),
             source=plan.source,
             behind=plan.behind,
             restore=plan.restore,

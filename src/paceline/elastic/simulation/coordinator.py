@@ -31,6 +31,7 @@ from paceline.elastic.model import (
     ViewPlan,
 )
 from paceline.elastic.simulation.member import Member
+from paceline.elastic.simulation.plan import RunPlan
 from paceline.elastic.simulation.timeline import Timeline
 from paceline.elastic.simulation.truth import Truth
 from paceline.elastic.state import State
@@ -40,6 +41,7 @@ class Shell(Protocol):
     """What the coordinator does to the world."""
 
     time: Timeline
+    plan: RunPlan
     truth: Truth
 
     def member(self, number: int) -> Member | None: ...
@@ -140,7 +142,7 @@ class Coordinator:
             self._reports[event.member] = event
         if actions:
             self.decisions += 1
-            self._carry_out(actions)
+            self._carry_out(actions, before.view)
         if self.up:
             self._plan_tick()
 
@@ -159,7 +161,7 @@ class Coordinator:
         for law in broken:
             self._shell.truth.violation(f"{law} (after {event})")
 
-    def _carry_out(self, actions: tuple[Action, ...]) -> None:
+    def _carry_out(self, actions: tuple[Action, ...], before: ViewPlan | None) -> None:
         shell = self._shell
         for action in actions:
             if self.crash_after is not None:
@@ -181,7 +183,7 @@ class Coordinator:
                         if member is not None:
                             member.line.send_down(member.on_prepare, generation, abort)
                 case TellView(plan, _):
-                    self._send(plan)
+                    self._send(plan, before)
                 case TellStop(members, reason):
                     for number in members:
                         member = shell.member(number)
@@ -196,8 +198,12 @@ class Coordinator:
                 case EndJob():
                     shell.ended(action)
 
-    def _send(self, plan: ViewPlan) -> None:
+    def _send(self, plan: ViewPlan, before: ViewPlan | None) -> None:
         self._check_nothing_thrown_away(plan)
+        if before is not None and self._shell.plan.private_state and not plan.restore:
+            left_out = sorted(set(before.members) - set(plan.members))
+            if left_out:
+                self._shell.truth.violation(f"the private state of members {left_out} is lost")
         for number in plan.members:
             member = self._shell.member(number)
             if member is not None:

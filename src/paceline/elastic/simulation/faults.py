@@ -45,6 +45,25 @@ KINDS: dict[str, int] = {
 }
 """Kinds and how likely they are. A way up is from a member to the supervisor; a link is between members."""
 
+LASTING = frozenset(
+    {
+        "hang",
+        "hang in phase",
+        "stop",
+        "slow",
+        "cut line",
+        "partition",
+        "one way up",
+        "one way down",
+        "cut link",
+        "one way link",
+        "isolate",
+        "packet loss",
+        "coordinator stall",
+    }
+)
+"""Kinds that are over after a while, most of the time."""
+
 PHASES = ("forward", "collective", "optimizer", "checkpoint", "evaluation", "wait", "committed")
 
 
@@ -68,7 +87,7 @@ class Fault:
 
 def drawn(rng: Random, workers: int) -> tuple[Fault, ...]:
     """A schedule: none, one, or several faults, sometimes at the same moment."""
-    count = rng.choice((0, 1, 1, 2, 2, 3, 3, 4, 5, 6, 8))
+    count = rng.choice((0, 1, 1, 2, 3, 4, 5, 6, 8, 12))
     if workers > 64:
         count += rng.randrange(8)
     kinds = list(KINDS)
@@ -77,14 +96,15 @@ def drawn(rng: Random, workers: int) -> tuple[Fault, ...]:
     faults: list[Fault] = []
     for _ in range(count):
         # One in four comes while the last one is being repaired.
-        at = at + rng.random() * 0.05 if faults and rng.random() < 0.25 else rng.random() * 5.0
+        at = at + rng.random() * 0.05 if faults and rng.random() < 0.25 else rng.random() * 6.0
         kind = rng.choices(kinds, weights)[0]
+        lasting = kind in LASTING
         faults.append(
             Fault(
                 at,
                 kind,
                 rng.randrange(1 << 20),
-                lasts=rng.choice((0.1, 0.5, 1.2, 3.0, 8.0)) if rng.random() < 0.8 else 0.0,
+                lasts=rng.choice((0.1, 0.5, 1.2, 3.0, 8.0)) if lasting and rng.random() < 0.8 else 0.0,
                 phase=rng.choice(PHASES) if kind.endswith("in phase") else "",
                 amount=rng.randrange(1 << 20),
             )

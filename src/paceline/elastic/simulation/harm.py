@@ -125,6 +125,8 @@ def _stall(world: World, member: Member, lasts: float, stopped: bool) -> None:
     member.stall(stopped)
     if lasts:
         world.time.after(lasts, member.go_on)
+    elif stopped:
+        world.stopped_for_good(member)
 
 
 def _hang(world: World, fault: Fault, living: list[Member]) -> None:

@@ -308,7 +308,8 @@ class Member:
 
     def _report_again(self) -> None:
         held = tuple(sorted(self.computed)) if self.state is not None else ()
-        self.send(Reported(self.number, self.asked, self.progress, held))
+        alone = self._world.plan.private_state and self.state is not None
+        self.send(Reported(self.number, self.asked, self.progress, held, alone))
 
     # the main thread: a new view
 
@@ -357,7 +358,9 @@ class Member:
             given = met.brought[plan.members[plan.source]]
             self.steps, self.duties, self.state, self.stopping = given
             self.computed = {}
-            self.is_bad = False
+            if self.is_bad:
+                self.is_bad = False
+                self._world.truth.cured(self.number)
         self._installed(plan)
 
     def _installed(self, plan: ViewPlan) -> None:
@@ -461,6 +464,7 @@ class Member:
             # A bit has flipped in its weights: from now on its gradients are of another model.
             self.is_bad = truth.corrupted = True
             self.turns_bad = False
+            truth.bad.add(self.number)
         if self.is_bad:
             truth.stays = truth.stays or len(round.members) == 1
             self.state = hash((self.state, -self.number))

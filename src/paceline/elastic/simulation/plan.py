@@ -15,7 +15,10 @@ from paceline.elastic.model import Settings
 @final
 @dataclass(frozen=True)
 class RunPlan:
-    """Steps, duties and times of a run; seconds are virtual."""
+    """Steps, duties and times of a run; seconds are virtual.
+
+    private_state   each member has state that nobody else has: if one is lost, all go back to a checkpoint
+    """
 
     settings: Settings
     steps: int
@@ -25,6 +28,7 @@ class RunPlan:
     evaluate_every: int
     epoch_steps: int
     audit_every: int
+    private_state: bool
     duty_seconds: float = 0.05
     commit_seconds: float = 0.004
 
@@ -60,9 +64,9 @@ def drawn(rng: Random, seed: int, workers: int) -> RunPlan:
         seed=seed,
         heartbeat=0.4 if workers <= 64 else 1.0,
         silence_least=1.5 if workers <= 64 else 4.0,
-        hang_least=2.0 if workers <= 64 else 5.0,
+        hang_least=4.0 if workers <= 64 else 8.0,
         hang_steps=10.0,
-        slow_phase_seconds=6.0,
+        slow_phase_seconds=8.0,
         start_seconds=8.0,
         stop_seconds=60.0,
         install_seconds=4.0,
@@ -71,11 +75,12 @@ def drawn(rng: Random, seed: int, workers: int) -> RunPlan:
     )
     return RunPlan(
         settings=settings,
-        steps=rng.randrange(16, 28),
+        steps=rng.randrange(16, 36),
         shard_seconds=rng.choice((0.05, 0.1, 0.2)) * workers / shards,
         boot_seconds=rng.choice((0.1, 0.3, 1.0)),
         save_every=rng.choice((4, 7)),
         evaluate_every=rng.choice((5, 9)),
         epoch_steps=6,
         audit_every=rng.choice((1, 3)),
+        private_state=rng.random() < 0.1,
     )

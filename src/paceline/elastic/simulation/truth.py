@@ -22,6 +22,7 @@ class Truth:
 
     chain     the right state after each step
     tainted   states that a corrupted member has had a part in: allowed until an audit finds it
+    bad       members whose weights went wrong; `judged` are those of them that an audit found
     stays     nobody can find it any more: the corrupted member is gone, or was the only one
     """
 
@@ -30,6 +31,8 @@ class Truth:
     chain: dict[int, int] = field(default_factory=lambda: {0: GENESIS})
     tainted: set[int] = field(default_factory=set)
     corrupted: bool = False
+    bad: set[int] = field(default_factory=set)
+    judged: set[int] = field(default_factory=set)
     stays: bool = False
     steps: int = 0
 
@@ -67,6 +70,18 @@ class Truth:
         """A member has applied a step."""
         if state != self.chain.get(step) and state not in self.tainted:
             self.violation(f"member {member} commits another content of step {step} than the others")
+
+    def restores(self, step: int, state: int) -> None:
+        """A view goes back to a checkpoint."""
+        if state in self.tainted:
+            if self.bad <= self.judged:
+                self.violation(f"a view restores step {step} as a member left it that was found to be wrong")
+            self.stays = True
+
+    def cured(self, member: int) -> None:
+        """A wrong member is gone or has taken over another state. Who had not noticed will not."""
+        if member not in self.judged:
+            self.stays = True
 
     def begins(self, member: int, step: int, state: int | None) -> None:
         """A member begins in a view with this state."""

@@ -22,6 +22,7 @@ from paceline.elastic.model import (
     HasRaised,
     Lost,
     NoteVerdict,
+    Standing,
     ViewPlan,
 )
 from paceline.elastic.simulation import faults, harm, plan as plans
@@ -154,7 +155,9 @@ class World:
         if plan.generation not in self._restored:
             most = plan.restore_before if plan.restore_before >= 0 else self.plan.steps
             step = max((step for step in self.checkpoints if step <= most), default=0)
-            self._restored[plan.generation] = (step, self.checkpoints.get(step, GENESIS))
+            state = self.checkpoints.get(step, GENESIS)
+            self._restored[plan.generation] = (step, state)
+            self.truth.restores(step, state)
         return self._restored[plan.generation]
 
     def store(self, step: int, state: int) -> None:
@@ -214,8 +217,8 @@ class World:
         if member is None or not member.alive:
             return
         self.note(f"member {number} dies: {reason}")
-        if member.is_bad and reason != "killed on order":
-            self.truth.stays = True
+        if member.is_bad:
+            self.truth.cured(number)
         member.die()
         known = self.time.now + 0.002 + self.rng.random() * 0.03
         if member.place != HOME:
@@ -231,10 +234,25 @@ class World:
     def blamed(self, verdict: NoteVerdict) -> None:
         """Nobody is blamed whom nothing befell."""
         member = self.members.get(verdict.member)
+        if "other weights" in verdict.what:
+            self.truth.judged.add(verdict.member)
         if verdict.done == "the job ends" or self.anyone or self.truth.corrupted:
             return
         if verdict.member not in self.touched and member is not None and member.alive:
             self.truth.violation(f"member {verdict.member} is blamed without a fault: {verdict.what}")
+
+    def stopped_for_good(self, member: Member) -> None:
+        """The supervisor has to notice that nothing comes from it, if it is well itself."""
+        if any(fault.kind.startswith("coordinator") for fault in self.faults):
+            return
+        settings = self.plan.settings
+        limit = max(settings.silence_least, settings.silence_steps * self.coordinator.state.pace)
+        self.time.after(limit + 2 * settings.heartbeat + 0.3, self._must_be_noticed, member)
+
+    def _must_be_noticed(self, member: Member) -> None:
+        worker = self.coordinator.state.workers.get(member.number)
+        if worker is not None and worker.standing is not Standing.STARTING:
+            self.truth.violation(f"member {member.number} is stopped, and nobody has noticed")
 
     def crashed(self) -> None:
         """The supervisor dies now; another one follows."""

@@ -50,8 +50,12 @@ class Board:
         self._address = address + layout.row(0)
         self._pidfds: dict[int, int | None] = {}
         self._ends = select.poll()  # becomes ready when the process behind a pidfd ends
-        # Everybody who waits asks for everybody's process: in a large group less often.
-        self._naps = 4 if layout.world_size <= 16 else 1
+        self._gone: set[int] = set()  # ranks whose process was never found, or is another one now
+        # Everybody who waits looks at everybody: in a large group less often.
+        crowd = max(layout.world_size / 16, 1.0)
+        self._naps = 4 if crowd == 1.0 else 1
+        self._nap_seconds = LOOK_SECONDS / self._naps * min(crowd * crowd, 25.0)
+        self._known: dict[int, tuple[int, Status | None]] = {}
         self._life = threading.RLock()  # one thread may leave while another looks around
         self._left = False
         self.interrupted: GroupInterruptedError | None = None
@@ -63,10 +67,10 @@ class Board:
 
     def sleep(self, rank: int, index: int, value: int) -> None:
         """Returns when a rank's word no longer holds `value`, when woken, when a rank's process ends, or
-        after LOOK_SECONDS."""
+        when it is time to look around."""
         address, at = self.address(rank, index), self.word(rank, index)
         for _ in range(self._naps):
-            sync.wait(address, value, LOOK_SECONDS / self._naps)
+            sync.wait(address, value, self._nap_seconds)
             if self.words[at] != value or self.interrupted is not None or self._somebody_died():
                 return
 
@@ -77,10 +81,13 @@ class Board:
             if self._left:
                 return True
             for rank in range(self.world_size):
-                if rank not in self._pidfds and self._runs(rank) and rank != self.rank:
+                if rank not in self._pidfds and rank != self.rank and self._runs(rank):
                     self._lives(rank, self.words[self.word(rank, PID)])
             ended = {pidfd for pidfd, _ in self._ends.poll(0)}
-            return any(pidfd in ended and self._runs(rank) for rank, pidfd in self._pidfds.items() if ended)
+            if not ended and not self._gone:
+                return False
+            gone = self._gone | {rank for rank, pidfd in self._pidfds.items() if pidfd in ended}
+            return any(self._runs(rank) for rank in gone)
 
     def _runs(self, rank: int) -> bool:
         return self.words[self.word(rank, STATE)] == RankState.RUNNING.value
@@ -163,10 +170,15 @@ class Board:
         version = self.word(rank, STATUS_VERSION)
         for _ in range(100):
             before = self.words[version]
+            known, status = self._known.get(rank, (-1, None))
+            if known == before:
+                return status
             plain = self._read(rank, _STATUS_AT, STATUS_LENGTH)
             sync.fence()
             if before % 2 == 0 and self.words[version] == before:
-                return None if plain is None else Status.from_plain(plain)
+                status = None if plain is None else Status.from_plain(plain)
+                self._known[rank] = (before, status)
+                return status
         return None
 
     def _set_state(self, state: RankState) -> None:
@@ -198,18 +210,22 @@ class Board:
             return self._left or self._lives(rank, pid)
 
     def _lives(self, rank: int, pid: int) -> bool:
+        if rank in self._gone:
+            return False
         if rank not in self._pidfds:
             try:
                 opened = self._pidfds[rank] = os.pidfd_open(pid)
                 self._ends.register(opened, select.POLLIN)
             except ProcessLookupError:
+                self._gone.add(rank)
                 return False
             except OSError:
                 self._pidfds[rank] = (
                     None  # no pidfd here (old kernel, sandbox): look the process up each time
                 )
             if start_time(pid) != self.longs[self.long(rank, START_TIME)]:
-                return False  # the number was given to another process
+                self._gone.add(rank)  # the number was given to another process
+                return False
         pidfd = self._pidfds[rank]
         if pidfd is None:
             return start_time(pid) == self.longs[self.long(rank, START_TIME)]

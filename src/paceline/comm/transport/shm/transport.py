@@ -168,7 +168,9 @@ class ShmTransport:
                 if done:
                     return
                 if moved:
-                    idle = 0
+                    idle, calm = 0, True
+                    if watch is not None:
+                        watch.reassure()
                     continue
                 idle += 1
                 if idle <= self._spins:

@@ -20,7 +20,7 @@ from paceline.comm.transport.shm import sync
 from paceline.comm.transport.shm.board import PID, REACHES, SIGNATURES, STATE, TICK, WORD, Board
 from paceline.comm.transport.shm.layout import Layout
 from paceline.comm.transport.shm.reach import Reach
-from paceline.comm.transport.watch import LOOK_SECONDS, Watch
+from paceline.comm.transport.watch import Watch
 
 _MASK, _HALF = 0xFFFFFFFF, 0x80000000
 _ENTRY = (
@@ -28,7 +28,7 @@ _ENTRY = (
 )
 _YES, _NO, _SLOW = 1, 2, 3
 _TRIAL = 1 << 20
-_WAKE_SECONDS = 0.0005
+_WAKE_SECONDS, _LAST_SECONDS = 0.0005, 1.0
 _OFFERED: list[Tensor] = []
 """Memory offered to peers in a call that failed: a late one may still copy, so it is never reused."""
 _WORTH = 1.8
@@ -228,7 +228,7 @@ class ShmWindow:
 
     def wake_sleeper(self) -> None:
         """Lets a thread of this rank look around that waits for a tick."""
-        end = time.monotonic() + LOOK_SECONDS
+        end = time.monotonic() + _LAST_SECONDS
         # It may be about to sleep: then the first call comes too early.
         while (address := self._sleeps_on) and time.monotonic() < end:
             sync.wake(address)

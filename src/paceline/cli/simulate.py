@@ -1,0 +1,123 @@
+"""`paceline simulate`: the machine that keeps jobs alive, under thousands of simulated faults.
+
+Must not import torch, and must not know how the machine decides.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from paceline.elastic.simulation.campaign import Campaign
+    from paceline.elastic.simulation.world import Outcome
+
+
+def simulate(
+    workers: Annotated[int, typer.Option(help="Workers of each simulated job.", min=1)] = 8,
+    schedules: Annotated[int, typer.Option(help="How many schedules of faults to run.", min=1)] = 1000,
+    seed: Annotated[int, typer.Option(help="Seed of the first schedule; the next ones count up.")] = 1,
+    replay: Annotated[int | None, typer.Option(help="Run the schedule of this seed only.")] = None,
+    trace: Annotated[bool, typer.Option("--trace", help="Print all that happens in it.")] = False,
+    processes: Annotated[int, typer.Option(help="Processes that share the schedules.", min=1)] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+) -> None:
+    """Run the supervisor's machine under a virtual clock and a simulated network, and check its promises.
+
+    Workers crash, hang, slow down and come back, lines are cut, machines come and go, the supervisor
+    restarts. Exit code 1 when a promise is broken; the seed that broke it replays to the same trace.
+
+    Example: paceline simulate --workers 8 --schedules 1000 --seed 1
+    """
+    if replay is not None or trace:
+        raise typer.Exit(_replay(seed if replay is None else replay, workers, trace, as_json))
+    from paceline.elastic.simulation.campaign import run_many
+
+    shown = _progress if not as_json and sys.stderr.isatty() else None
+    campaign = run_many(workers, schedules, seed, processes, told=shown)
+    if shown is not None:
+        typer.echo("\r\033[K", nl=False, err=True)
+    if as_json:
+        import json
+
+        typer.echo(json.dumps(facts(campaign), indent=2))
+    else:
+        typer.echo(text(campaign))
+    raise typer.Exit(1 if campaign.violations else 0)
+
+
+def facts(campaign: Campaign) -> dict[str, Any]:
+    """What is printed as JSON."""
+    return {
+        "workers": campaign.workers,
+        "schedules": campaign.schedules,
+        "first_seed": campaign.first_seed,
+        "processes": campaign.processes,
+        "seconds": round(campaign.seconds, 3),
+        "schedules_per_minute": round(campaign.per_minute, 1),
+        "schedules_per_core_minute": round(campaign.per_core_minute, 1),
+        "events": campaign.events,
+        "decisions": campaign.decisions,
+        "views": campaign.views,
+        "virtual_seconds": round(campaign.virtual_seconds, 1),
+        "finished": campaign.finished,
+        "faults": dict(campaign.faults.most_common()),
+        "violations": campaign.violations,
+        "failing": [
+            {"seed": bad.seed, "violations": list(bad.violations), "replay": _again(bad)}
+            for bad in campaign.failing
+        ],
+    }
+
+
+def text(campaign: Campaign) -> str:
+    """What is printed for people."""
+    lines = [
+        f"{campaign.schedules} schedules of {campaign.workers} workers in {campaign.seconds:.1f} s: "
+        f"{campaign.per_minute:.0f} a minute, {campaign.per_core_minute:.0f} a minute of one core",
+        f"{campaign.events} events, {campaign.decisions} decisions, {campaign.views} views, "
+        f"{campaign.virtual_seconds / 3600:.1f} virtual hours",
+        f"{campaign.finished} jobs came to their end, {campaign.schedules - campaign.finished} "
+        "failed or were broken off",
+        "faults:",
+    ]
+    width = max((len(kind) for kind in campaign.faults), default=0)
+    lines += [f"  {kind:<{width}}  {count}" for kind, count in campaign.faults.most_common()]
+    lines.append(f"violations: {campaign.violations}")
+    for bad in campaign.failing:
+        lines.append(f"  seed {bad.seed}: {bad.violations[0]}")
+        lines.append(f"    again: {_again(bad)}")
+    return "\n".join(lines)
+
+
+def _replay(seed: int, workers: int, trace: bool, as_json: bool) -> int:
+    from paceline.elastic.simulation.world import run
+
+    outcome = run(seed, workers, tracer=typer.echo if trace else None)
+    if as_json:
+        import json
+        from dataclasses import asdict
+
+        typer.echo(json.dumps(asdict(outcome), indent=2))
+    else:
+        typer.echo(f"seed {seed}, {workers} workers: {len(outcome.faults)} faults")
+        for fault in outcome.faults:
+            typer.echo(f"  {fault}")
+        typer.echo(f"{outcome.events} events, {outcome.views} views, {outcome.virtual_seconds:.1f} virtual s")
+        typer.echo(f"ended: {outcome.ended or 'no'}")
+        typer.echo(f"digest: {outcome.digest:08x}")
+        typer.echo(f"violations: {len(outcome.violations)}")
+        for violation in outcome.violations:
+            typer.echo(f"  {violation}")
+    return 1 if outcome.violations else 0
+
+
+def _again(outcome: Outcome) -> str:
+    return f"paceline simulate --workers {outcome.workers} --replay {outcome.seed} --trace"
+
+
+def _progress(campaign: Campaign) -> None:
+    if campaign.schedules % 50 == 0:
+        typer.echo(f"\r{campaign.schedules} schedules, {campaign.violations} violations", nl=False, err=True)

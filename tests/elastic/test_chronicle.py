@@ -1,0 +1,125 @@
+"""The journal's only writer: each thing once, receipts merged, nothing torn, nothing lost."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from paceline.core import events, journal
+from paceline.core.control.messages import Receipt
+from paceline.core.errors import ResourceError
+from paceline.core.events import Note, RunResumed, ShardHashed, StepCommitted, StepsReceived
+from paceline.elastic.shell.chronicle import RECEIPT_SECONDS, Chronicle
+
+
+def step(number: int) -> str:
+    return events.to_json(StepCommitted(time=float(number), step=number, epoch=0, loss=0.5, samples=8))
+
+
+def resumed(number: int) -> str:
+    return events.to_json(RunResumed(time=1.0, version=1, step=number, epoch=0, workers=2))
+
+
+def receipt(first: int, last: int, *, generation: int = 1, shards: tuple[int, ...] = (0, 1)) -> Receipt:
+    return Receipt(generation=generation, first=first, last=last, shards=shards)
+
+
+@pytest.fixture
+def path(tmp_path) -> Path:
+    return tmp_path / "journal.jsonl"
+
+
+@pytest.fixture
+def chronicle(path):
+    made = Chronicle(path)
+    yield made
+    made.close()
+
+
+def written(path: Path, kind: type) -> list:
+    return [event for event in journal.read(path).events if isinstance(event, kind)]
+
+
+def test_a_step_is_written_once_whoever_tells_it(chronicle, path):
+    chronicle.tell([step(1), step(2)])
+    chronicle.tell([step(1), step(2), step(3)])
+    assert [event.step for event in written(path, StepCommitted)] == [1, 2, 3]
+    assert chronicle.journaled == 3
+    assert written(path, StepCommitted)[2] == events.from_json(step(3))
+
+
+def test_steps_after_a_restore_are_written_again(chronicle, path):
+    chronicle.tell([step(1), step(2), step(3), resumed(1)])
+    chronicle.tell([step(2).replace('"time":2.0', '"time":9.0')])
+    assert [event.step for event in written(path, StepCommitted)] == [1, 2, 3, 2]
+    assert chronicle.journaled == 2
+
+
+def test_lines_that_are_no_events_are_left_out(chronicle, path):
+    chronicle.tell(["", "nonsense", "[]", '{"type": 3}', '{"type":"x"}', step(1)])
+    assert len(journal.read(path).events) == 1
+    assert not journal.read(path).damage
+
+
+def test_a_successor_knows_what_is_written(chronicle, path):
+    note = events.to_json(Note(time=5.0, text="saved"))
+    chronicle.tell([step(1), step(2), note])
+    chronicle.receive(0, 11, receipt(1, 2))
+    chronicle.close()
+    heir = Chronicle(path)
+    heir.tell([step(2), note, step(3)])
+    heir.receive(0, 11, receipt(1, 3))
+    heir.close()
+    assert [event.step for event in written(path, StepCommitted)] == [1, 2, 3]
+    assert len(written(path, Note)) == 1
+    assert [(one.first, one.last) for one in written(path, StepsReceived)] == [(1, 2), (3, 3)]
+
+
+def test_receipts_are_merged_and_written_at_a_stated_rate(chronicle, path):
+    for number in range(1, 1001):
+        chronicle.receive(3, 11, receipt(number, number))
+    assert not written(path, StepsReceived)
+    assert chronicle.due <= time.monotonic() + RECEIPT_SECONDS
+    flushed: list[int] = []
+    chronicle.on_flush = flushed.append
+    chronicle.tick(chronicle.due)
+    (line,) = written(path, StepsReceived)
+    assert (line.rank, line.pid, line.first, line.last, line.shards) == (3, 11, 1, 1000, [0, 1])
+    assert flushed == [11]
+
+
+def test_receipts_of_another_view_or_other_shards_are_another_line(chronicle, path):
+    chronicle.receive(0, 11, receipt(1, 5))
+    chronicle.receive(0, 11, receipt(6, 8, shards=(0,)))
+    chronicle.receive(0, 11, receipt(9, 9, generation=2))
+    chronicle.flush()
+    assert [(one.first, one.last) for one in written(path, StepsReceived)] == [(1, 5), (6, 8), (9, 9)]
+
+
+def test_a_hash_of_a_shard_is_written_once(chronicle, path):
+    told = Receipt(generation=1, first=1, last=1, shards=(0,), shard_hashes=((1, 0, "abc"),))
+    chronicle.receive(0, 11, told)
+    chronicle.receive(0, 11, told)
+    assert [one.hash for one in written(path, ShardHashed)] == ["abc"]
+
+
+def test_while_the_disk_is_full_lines_wait_and_half_a_line_is_taken_back(chronicle, path, monkeypatch):
+    chronicle.tell([step(1)])
+    real = chronicle._journal._write
+
+    def full(data: bytes) -> None:
+        with open(path, "ab") as file:
+            file.write(data[: len(data) // 2])
+        raise ResourceError("the disk is full")
+
+    monkeypatch.setattr(chronicle._journal, "_write", full)
+    chronicle.tell([step(2), step(3)])
+    assert not chronicle.complete
+    assert chronicle.journaled == 3
+    monkeypatch.setattr(chronicle._journal, "_write", real)
+    chronicle.tick(chronicle.due)
+    assert chronicle.complete
+    assert [event.step for event in written(path, StepCommitted)] == [1, 2, 3]
+    assert not journal.read(path).damage

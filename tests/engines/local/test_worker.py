@@ -1,0 +1,195 @@
+"""One rank among many: started without waiting, looked after, handed over, outliving who asked for it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.engines.local.plain_entry import ENTRY
+from tests.engines.local.processes import all_gone, eventually, watch
+
+from paceline.engines.local import call, client, payload
+from paceline.engines.local.child import Task
+from paceline.engines.local.launch import order_here
+from paceline.engines.local.protocol import Order
+from paceline.engines.local.worker import Worker
+
+ROOT = Path(__file__).parents[3]
+
+
+def order(**changes: Any) -> Order:
+    made = order_here(ENTRY, 1, ("tests.engines.local.plain_entry",), 1, {"seat": 5})
+    return dataclasses.replace(made, **changes)
+
+
+@contextlib.contextmanager
+def started(function: Callable[..., Any], *args: Any, **changes: Any) -> Iterator[Worker]:
+    packed, _ = call.pack(function, args, {})
+    worker = Worker.start(order(**changes), packed)
+    os.close(packed)
+    try:
+        yield worker
+    finally:
+        worker.kill()
+        assert hear(worker, lambda: worker.done)
+        worker.close()
+
+
+def hear(worker: Worker, condition: Callable[[], Any], seconds: float = 20.0) -> bool:
+    """Take in what the worker says until the condition holds."""
+    limit = time.monotonic() + seconds
+    while not condition() and time.monotonic() < limit:
+        poll = select.poll()
+        poll.register(worker, select.POLLIN)
+        poll.poll(50)
+        worker.take()
+    return bool(condition())
+
+
+def environment(task: Task) -> dict[str, Any]:
+    return {"rank": os.environ["RANK"], "world": os.environ["WORLD_SIZE"], **dict(task.options)}
+
+
+def wait_for_a_signal(task: Task) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+    _now_waiting()
+
+
+def _now_waiting() -> None:
+    signal.sigwait([signal.SIGUSR2])
+
+
+def is_waiting(worker: Worker) -> bool:
+    """Whether its stack says that it came to where a signal does not kill it."""
+
+    def asked() -> bool:
+        worker.ask_where()
+        answered = eventually(lambda: worker.stack_size() > 0, 0.5)
+        return answered and any("_now_waiting" in frame for frame in worker.frames())
+
+    return hear(worker, lambda: len(worker.keep()) == 2) and eventually(asked)
+
+
+def fail(task: Task) -> None:
+    raise ValueError("no good")
+
+
+def test_a_worker_returns_and_knows_its_place_in_something_larger():
+    with started(environment, first_rank=3, world_size=7) as worker:
+        assert hear(worker, lambda: worker.status is not None)
+        assert worker.status == 0
+        assert payload.load(worker.returned[0]) == {"rank": "3", "world": "7", "seat": 5}
+
+
+def test_a_worker_that_raises_leaves_a_report_and_its_exception():
+    with started(fail) as worker:
+        assert hear(worker, lambda: worker.status is not None)
+        assert worker.status == 1
+        report = payload.load(worker.failed[0])
+        assert report.fault == "code"
+        assert "no good" in report.summary
+        assert isinstance(payload.load(worker.failed[1]), ValueError)
+
+
+def test_a_worker_can_be_asked_where_it_is_and_killed():
+    with started(wait_for_a_signal) as worker:
+        assert is_waiting(worker)
+        assert not worker.has_ended
+        worker.kill()
+        assert hear(worker, lambda: worker.status is not None)
+        assert worker.status == -signal.SIGKILL
+        assert worker.has_ended
+
+
+def test_a_worker_can_be_adopted_with_what_was_kept():
+    with started(wait_for_a_signal) as worker:
+        assert is_waiting(worker)
+        heir = Worker.adopt(worker.pid, [os.dup(file) for file in worker.keep()])
+        # The first owner is gone; the rank does not notice.
+        os.kill(worker.pid, signal.SIGUSR2)
+        assert hear(heir, lambda: heir.done)
+        assert heir.status == 0
+        assert heir.returned
+        heir.close()
+        worker.done = True
+
+
+def test_a_module_that_cannot_be_imported_is_a_refusal():
+    with started(environment, preload=("no.such.module",)) as worker:
+        assert hear(worker, lambda: worker.done)
+        assert worker.refusal is not None
+        assert "no.such.module" in str(worker.refusal)
+
+
+def test_a_borrowed_server_starts_workers_too():
+    server = client.server()
+    control, watched = server.lend()
+    code = f"""
+import os, select, sys
+from paceline.engines.local import client, call, payload
+from tests.engines.local.test_worker import environment, order, hear
+from paceline.engines.local.worker import Worker
+client.borrow({server.pid}, {control}, {watched})
+packed, _ = call.pack(environment, (), {{}})
+worker = Worker.start(order(), packed)
+assert hear(worker, lambda: worker.done)
+print(worker.status, client.server().pid == {server.pid})
+client.shutdown()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        pass_fds=[control, watched],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    server.lent -= 1
+    assert done.stdout.split() == ["0", "True"], done.stderr
+    assert client.server() is server
+    assert server.is_alive()
+
+
+OUTLIVES = """
+import os, sys
+from paceline.engines.local import call, client
+from paceline.engines.local.worker import Worker
+from tests.engines.local.test_worker import is_waiting, order, wait_for_a_signal
+packed, _ = call.pack(wait_for_a_signal, (), {})
+workers = [Worker.start(order(outlives_parent=lives), packed) for lives in (True, False)]
+for worker in workers:
+    assert is_waiting(worker)
+print(client.server().pid, *(worker.pid for worker in workers), flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_who_is_to_outlive_its_parent_does_and_the_server_ends_after_it():
+    process = subprocess.Popen(
+        [sys.executable, "-c", OUTLIVES],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    with process.stdout:
+        server, outliving, bound = [int(pid) for pid in process.stdout.readline().split()]
+    process.wait()
+    with watch([bound]) as watched:
+        assert all_gone(watched, 10.0)
+    with watch([server, outliving]) as watched:
+        assert len(watched) == 2
+        assert not all_gone(watched, 0.3)
+        os.kill(outliving, signal.SIGUSR2)
+        assert all_gone(watched, 10.0)
