@@ -44,12 +44,15 @@ if TYPE_CHECKING:
     )
     from paceline.data.sampler import DistributedSampler as DistributedSampler
     from paceline.frontends.orchestrator import (
+        Aggregation as Aggregation,
         AggregationStrategy as AggregationStrategy,
         DataShard as DataShard,
         DistributedTrainingOrchestrator as DistributedTrainingOrchestrator,
+        Staleness as Staleness,
         TrainingConfig as TrainingConfig,
         WorkerNode as WorkerNode,
         WorkerState as WorkerState,
+        register_aggregation as register_aggregation,
     )
     from paceline.frontends.process_group import (
         all_gather as all_gather,
@@ -120,12 +123,15 @@ _MODULES = {
         "WireError",
     ),
     "paceline.frontends.orchestrator": (
+        "Aggregation",
         "AggregationStrategy",
         "DataShard",
         "DistributedTrainingOrchestrator",
+        "Staleness",
         "TrainingConfig",
         "WorkerNode",
         "WorkerState",
+        "register_aggregation",
     ),
     "paceline.frontends.process_group": (
         "all_gather",

@@ -40,7 +40,8 @@ class Job:
     preload   modules that the fork server imports once
     folder    the run's: journal, control.json, control.secret
     options   handed to each worker, with its slot, member, address and secret; "exact": a worker with
-              another fingerprint or model is refused
+              another fingerprint or model is refused; "patience": seconds that workers go on without a
+              supervisor (60); "listen": where they listen for each other
     bind      where the control port listens; anything but loopback lets other machines join
     port      0: any that is free
     """

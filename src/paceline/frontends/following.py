@@ -45,6 +45,15 @@ class Following:
                 return
             self._offset = chunk.offset
 
+    def _start(self, event: events.RunStarted | events.RunResumed) -> None:
+        if self._started:
+            return  # the job lost all its workers since, and goes on from a checkpoint
+        self._started = True
+        info = dataclasses.replace(self._info, workers=event.workers)
+        if isinstance(event, events.RunResumed):
+            info = dataclasses.replace(info, first_step=event.step, first_epoch=event.epoch)
+        self._callbacks.start(info)
+
     def _tell(self, event: events.Event) -> None:
         callbacks = self._callbacks
         if isinstance(event, events.StepCommitted):
@@ -55,17 +64,7 @@ class Following:
             if not again:
                 callbacks.step(record)
         elif isinstance(event, events.RunStarted | events.RunResumed):
-            if not self._started:
-                self._started = True
-                resumed = isinstance(event, events.RunResumed)
-                callbacks.start(
-                    dataclasses.replace(
-                        self._info,
-                        first_step=event.step if resumed else 0,
-                        first_epoch=event.epoch if resumed else 0,
-                        workers=event.workers,
-                    )
-                )
+            self._start(event)
         elif isinstance(event, events.Evaluated):
             callbacks.evaluation(
                 Evaluation(

@@ -82,8 +82,12 @@ def as_recorded(config: TrainConfig) -> TrainConfig:
     """The config with nothing left open. What the run that it goes on with had recorded (shards, threads)
     stays as it was; in fast mode a shard is a worker, and their number may change."""
     folder = RunFolder.to_resume(config)
-    if folder is not None and (config.shards is None or config.threads is None):
+    if folder is not None and (
+        config.shards is None or config.threads is None or config.micro_batch == "auto"
+    ):
         recorded = folder.recorded()
+        if config.micro_batch == "auto" and isinstance(recorded.get("micro_batch"), int):
+            config = dataclasses.replace(config, micro_batch=_count(folder, recorded, "micro_batch"))
         shards = None if config.mode == "fast" else _count(folder, recorded, "shards")
         config = dataclasses.replace(
             config,

@@ -173,6 +173,11 @@ class Session:
 def _check(model: nn.Module, config: TrainConfig) -> None:
     """Settings that `Trainer` carries out by itself are the loop's own business here, and never ignored."""
     run_setup.check_initialised(model)
+    if config.micro_batch == "auto":
+        raise ConfigError(
+            'micro_batch="auto" in a session: the loop calls the model itself, so nobody else can try',
+            remedy="set micro_batch to a number, or use paceline.Trainer",
+        )
     own = [
         name
         for name in ("compile", "activation_checkpointing")

@@ -140,6 +140,17 @@ class Trainer:
             stop_file=None if context is not None else folder.stop_file,
             process=None if context is not None else OwnProcess.like_this_one(),
         )
+        if config.micro_batch == "auto":
+            found = (
+                worker.find_micro_batch(context, dataclasses.replace(job, model=self._built()))
+                if context is not None
+                else self._spawn(worker.find_micro_batch, job)
+            )
+            # Part of the run's definition from now on: the same for whoever computes it.
+            config = self._settled = dataclasses.replace(config, micro_batch=found)
+            job = dataclasses.replace(job, config=config)
+            if context is None or context.is_master:
+                folder.save_config(config)
         if context is not None:
             trained = worker.train(context, dataclasses.replace(job, model=self._built()))
             done = History.from_dict(context.broadcast(trained.history and trained.history.to_dict()))

@@ -21,6 +21,7 @@ from typing import Any, Self, final
 import torch
 from torch import nn
 
+from paceline.aggregate.strategy import Aggregation
 from paceline.checkpoint.store import CheckpointStore
 from paceline.core import events
 from paceline.core.errors import PacelineError, PeerError, UsageError
@@ -64,6 +65,7 @@ class Given:
     callbacks: Sequence[Observer | Modifier] = ()
     folder: Path | None = None
     observers: Sequence[Observer] = field(default_factory=tuple)  # of the main rank only
+    aggregation: Aggregation | None = None
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,9 @@ class Assembled:
         self.recorder = Recorder(self.callbacks, tell, device, lambda: team.is_master)
         self.optimizers = optimizers.build(given.optimizer, given.module)
         tamper = None if looked_after is None else looked_after.tamper
-        self.transaction = StepTransaction(team, given.module, config, device, tamper=tamper)
+        self.transaction = StepTransaction(
+            team, given.module, config, device, tamper=tamper, aggregation=given.aggregation
+        )
         self._closing.callback(self.transaction.close)
         scaler = LossScaler(config.loss_scaling) if config.precision == "fp16" else None
         self._update = Update(

@@ -98,7 +98,7 @@ def _data(config: TrainConfig, samples: int | None) -> None:
 
 
 def _micro_batch(config: TrainConfig, samples: int | None) -> None:
-    if config.micro_batch is None:
+    if not isinstance(config.micro_batch, int):
         return
     shards = _shards(config)
     name, batch = "global_batch", config.global_batch
@@ -212,6 +212,15 @@ def _compression(config: TrainConfig, samples: int | None) -> None:
         )
 
 
+def _algorithm(config: TrainConfig, samples: int | None) -> None:
+    if config.algorithm != "auto" and (config.mode == "exact" or config.compression is not None):
+        why = 'mode="exact"' if config.mode == "exact" else "compression"
+        _refuse(
+            f'algorithm="{config.algorithm}" with {why}, which has a way of its own to sum',
+            'leave algorithm out, or use mode="fast" without compression',
+        )
+
+
 def _checkpoints(config: TrainConfig, samples: int | None) -> None:
     checkpoint = config.checkpoint
     never = checkpoint.every_steps is None and checkpoint.every_epochs is None and not checkpoint.at_end
@@ -261,5 +270,6 @@ _RULES: tuple[Callable[[TrainConfig, int | None], None], ...] = (
     _schedule,
     _warmup,
     _compression,
+    _algorithm,
     _checkpoints,
 )

@@ -51,6 +51,7 @@ _DEFINITION = (
     "dynamic_batch",
     "compile",
     "compression",
+    "algorithm",
     "threads",
     "shuffle",
     "drop_last",
@@ -173,13 +174,14 @@ class TrainConfig:
 
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     loss_scaling: LossScaling = field(default_factory=LossScaling)
-    micro_batch: int | None = None
+    micro_batch: int | Literal["auto"] | None = None
     clip_norm: float | None = None
     lr_rule: Literal["none", "linear", "sqrt"] = "none"
     warmup_steps: int = 0
     schedule: Literal["constant", "linear", "cosine"] | ScheduleFunction = "constant"
     dynamic_batch: DynamicBatch | None = None
     compression: GradientCompression | None = None
+    algorithm: Literal["auto", "direct", "ring", "tree", "hierarchical"] = "auto"
 
     compile: bool = False
     activation_checkpointing: bool | tuple[str, ...] = False
@@ -210,7 +212,8 @@ class TrainConfig:
         at_least(self, "epochs", 1, "it counts passes over the data")
         at_least(self, "max_steps", 1, "it counts steps")
         at_least(self, "seed", 0, "random keys are made of whole numbers that are not negative")
-        at_least(self, "micro_batch", 1, "it counts the samples of one forward pass")
+        if isinstance(self.micro_batch, int):
+            at_least(self, "micro_batch", 1, "it counts the samples of one forward pass")
         at_least(self, "warmup_steps", 0, "it counts steps")
         at_least(self, "threads", 1, "it counts the threads of a worker")
         at_least(self, "evaluate_every", 1, "it counts the steps between two evaluations")
@@ -225,6 +228,11 @@ class TrainConfig:
                 key="seed",
             )
         _check_names(self)
+
+    @property
+    def micro_samples(self) -> int | None:
+        """Samples of a forward pass, where that is limited; "auto" is found before the first step."""
+        return self.micro_batch if isinstance(self.micro_batch, int) else None
 
     @property
     def first_batch(self) -> int:

@@ -94,13 +94,13 @@ class IndexedFeed:
             # Which shards this rank computes shows only in the course of the step.
             requests = itertools.islice(
                 self._requests(*self._turned_to, (shard,)),
-                len(self._slices[shard].pieces(self._config.micro_batch)),
+                len(self._slices[shard].pieces(self._config.micro_samples)),
             )
             yield from read(self._source, requests, here=True)
             return
         reader = self._reader
         assert reader is not None
-        for _ in self._slices[shard].pieces(self._config.micro_batch):
+        for _ in self._slices[shard].pieces(self._config.micro_samples):
             yield next(reader)
         self._left.remove(shard)
         if not self._left:
@@ -139,7 +139,7 @@ class IndexedFeed:
                     return
                 slices = slices_of_step(offset, planned, batch, shards)
                 for part in (slices[shard] for shard in wanted):
-                    for number, (start, stop) in enumerate(part.pieces(config.micro_batch)):
+                    for number, (start, stop) in enumerate(part.pieces(config.micro_samples)):
                         key = (config.seed, epoch, step, part.shard, number, _READING)
                         yield Request(key, order.take(start, stop))
                 offset, step, wanted = offset + planned, step + 1, block
@@ -196,7 +196,7 @@ class StreamFeed:
         for part in slices_of_step(0, len(samples), batch, self._team.shards):
             made = [
                 self._stream.batch(samples[start:stop])
-                for start, stop in part.pieces(self._config.micro_batch)
+                for start, stop in part.pieces(self._config.micro_samples)
             ]
             collated[part.shard] = [[packed(batch.data), batch.count] for batch in made]
         blocks = self._team.blocks

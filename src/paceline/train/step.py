@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from paceline.aggregate.strategy import Aggregation
 from paceline.comm.compression import cast_gradients, quantize_gradients, sparsify_gradients
 from paceline.comm.compression.base import Compression
 from paceline.comm.shards import Holdings
@@ -89,11 +90,13 @@ class StepTransaction:
         device: torch.device,
         *,
         tamper: Callable[[Flat], None] | None = None,
+        aggregation: Aggregation | None = None,
     ) -> None:
         self._team = team
         self._config = config
         self._device = device
         self._tamper = tamper
+        self._aggregation = aggregation
         named = dict(module.named_parameters())
         self._all_names, self._all_parameters = list(named), list(named.values())
         self._learning = [p.requires_grad for p in self._all_parameters]
@@ -128,7 +131,9 @@ class StepTransaction:
         self._tail = torch.zeros(tail, device=self._device)
         layout = Layout(self._dense, tail, _WISHES + len(self.trained))
         self._summation = (
-            None if self._direct else _summation(team, layout, config, self._device, self._tamper)
+            None
+            if self._direct
+            else _summation(team, layout, config, self._device, self._tamper, self._aggregation)
         )
         self._agreed = team.world_size == 1
 
@@ -438,10 +443,11 @@ def _summation(
     config: TrainConfig,
     device: torch.device,
     tamper: Callable[[Flat], None] | None,
+    aggregation: Aggregation | None,
 ) -> Summation:
     compression = _compression(config.compression)
     if config.mode == "fast":
-        return PlainSummation(team, layout, device, compression)
+        return PlainSummation(team, layout, device, compression, config.algorithm, aggregation)
     if compression is not None:
         return CompressedSummation(team, layout, device, compression)
     checksums = not team.lasting and config.fault_tolerance.checksums

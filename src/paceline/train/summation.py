@@ -20,6 +20,7 @@ from typing import Protocol, final
 import torch
 from torch import Tensor
 
+from paceline.aggregate.strategy import Aggregation
 from paceline.comm.compression.base import Compression
 from paceline.comm.shards import Holdings
 from paceline.train.gradients import Flat, Layout
@@ -166,12 +167,14 @@ class PlainSummation:
         device: torch.device,
         compression: Compression | None = None,
         algorithm: str = "auto",
+        aggregation: Aggregation | None = None,
     ) -> None:
         self._team = team
         self._layout = layout
         self._device = device
         self._compression = compression
         self._algorithm = algorithm
+        self._aggregation = aggregation
         self._flat = flat_maker(team, layout, device)
         self._staging = Staging(team, layout, device)
 
@@ -190,13 +193,15 @@ class PlainSummation:
             return self._flat
         (host,) = self._staging.out([self._flat])
         for dtype, memory in host.memory.items():
-            if self._compression is None:
+            if self._compression is None and self._aggregation is None:
                 context.all_reduce(memory, algorithm=self._algorithm, out=memory)
                 continue
             # Losses and counts are not gradients: they travel as they are.
             edge = self._layout.tail_start if dtype == torch.float32 else memory.numel()
             gradients, rest = memory[:edge], memory[edge:]
-            if edge:
+            if edge and self._aggregation is not None:
+                self._aggregation.combine(context, gradients)
+            elif edge:
                 context.all_reduce(gradients, out=gradients, compression=self._compression, name=str(dtype))
             if len(rest):
                 context.all_reduce(rest, out=rest)

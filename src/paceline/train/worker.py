@@ -16,16 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.aggregate.strategy import Aggregation
 from paceline.comm.context import DistributedContext
 from paceline.data.sources import as_source
 from paceline.train import evaluation, run_setup
 from paceline.train.assembly import Assembled, Given
-from paceline.train.callbacks import Modifier, Observer
+from paceline.train.callbacks import Callbacks, Modifier, Observer
 from paceline.train.compilation import compiled
 from paceline.train.config import TrainConfig
 from paceline.train.ending import conclude
 from paceline.train.evaluation import Forward
 from paceline.train.history import History
+from paceline.train.micro_batch_finder import find_for_run
 from paceline.train.objective import Objective
 from paceline.train.own_process import OwnProcess
 from paceline.train.precision import autocast
@@ -49,6 +51,7 @@ class TrainJob:
     callbacks: Sequence[Observer | Modifier] = ()
     folder: Path | None = None
     stop_file: Path | None = None
+    aggregation: Aggregation | None = None  # of the user's own, for mode="fast"
     process: OwnProcess | None = None  # given where the process was started for this job
 
 
@@ -88,7 +91,16 @@ def build(job: TrainJob, stack: ExitStack, number: int, observers: Sequence[Obse
     objective.to(device)
     stack.enter_context(run_setup.recomputing(module, config.activation_checkpointing))
     call = stack.enter_context(compiled(module, config))
-    given = Given(module, job.optimizer, config, as_source(job.train), job.callbacks, job.folder, observers)
+    given = Given(
+        module,
+        job.optimizer,
+        config,
+        as_source(job.train),
+        job.callbacks,
+        job.folder,
+        observers,
+        job.aggregation,
+    )
     validation = None if job.validation is None else as_source(job.validation)
     return Built(module, call, objective, device, given, validation)
 
@@ -146,6 +158,27 @@ def trained(run: Run, module: nn.Module, history: History | None) -> Trained:
     return Trained(history, weights, stopped)
 
 
+def find_micro_batch(context: DistributedContext, job: TrainJob) -> int:
+    """The largest micro-batch that fits on every rank, tried by all of them at once: they may share a GPU."""
+    if job.process is not None:
+        job.process.settle()
+    with ExitStack() as stack:
+        stack.enter_context(run_setup.prepared(job.config))
+        built = build(job, stack, context.rank)
+        callbacks = Callbacks(job.callbacks)
+        context.barrier()
+        found = find_for_run(
+            job.config,
+            built.module,
+            built.call,
+            built.objective,
+            built.given.data,
+            built.device,
+            callbacks.change_batch if callbacks.modifiers else None,
+        )
+        return int(min(context.all_gather(found)))
+
+
 def evaluate(context: DistributedContext, job: TrainJob) -> dict[str, float]:
     """Loss and metrics of the model on `job.train`."""
     with run_setup.prepared(job.config):
@@ -180,7 +213,7 @@ def _forward(
     device: torch.device,
     config: TrainConfig,
 ) -> Forward:
-    batch = config.micro_batch or -(-config.first_batch // (config.shards or config.workers))
+    batch = config.micro_samples or -(-config.first_batch // (config.shards or config.workers))
     return Forward(team, module, call, device, config.precision, config.seed, batch)
 
 
