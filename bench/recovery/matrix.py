@@ -1,4 +1,4 @@
-"""The fault matrix: kinds of faults x phases, each a real training run in a process of its own.
+"""The fault matrix: kinds of faults x phases, each a real training run of its own.
 
     python -m bench recovery.matrix
 
@@ -14,7 +14,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -25,9 +25,10 @@ from bench.recovery.matrix_cases import Case
 from bench.recovery.processes import Family
 from bench.report import Report, Target
 from paceline.core import events, journal
-from paceline.core.errors import CommTimeoutError, RankFailedError
+from paceline.core.errors import RankFailedError
 
 RUN_SECONDS = 120.0
+_LOOK_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -57,66 +58,83 @@ def run(only: Sequence[str] = ()) -> Report:
     """All cases, or those whose kind is named."""
     results: list[Result] = []
     skipped: list[Sequence[str]] = []
+    chosen: list[Case] = []
+    for case in matrix_cases.cases():
+        if only and case.kind not in only:
+            continue
+        why = _why_not(case)
+        if why:
+            skipped.append((case.kind, case.phase, "-", "-", f"not run: {why}", "-", "-"))
+        else:
+            chosen.append(case)
     with tempfile.TemporaryDirectory(prefix="paceline-matrix-") as scratch:
-        wanted = undisturbed(Path(scratch))
-        for number, case in enumerate(matrix_cases.cases()):
-            if only and case.kind not in only:
-                continue
-            why = _why_not(case)
-            if why:
-                skipped.append((case.kind, case.phase, "-", "-", f"not run: {why}", "-", "-"))
-                continue
-            result = disturbed(Path(scratch) / str(number), case, wanted)
+        for result in disturbed(Path(scratch), chosen):
             results.append(result)
             print(_line(result), flush=True)
     return _report(results, skipped)
 
 
-def undisturbed(scratch: Path) -> str:
-    """The hash that every run must end with."""
-    folder = scratch / "calm"
-    folder.mkdir()
-    outcome = _outcome(folder, [])
-    if outcome.get("hash") is None:
-        raise RankFailedError(
-            f"the undisturbed run failed: {outcome}\n{(folder / 'output.log').read_text()[-4000:]}"
-        )
-    return str(outcome["hash"])
+def disturbed(scratch: Path, cases: Sequence[Case]) -> Iterator[Result]:
+    """Each case, compared with a run that nothing is done to. Each has a folder of its own in `scratch`."""
+    with contextlib.closing(
+        _outcomes(scratch, ["", *(c.name for c in cases if c.tool != "network")])
+    ) as many:
+        folder, calm = next(many)
+        if calm.get("hash") is None:
+            raise RankFailedError(f"the undisturbed run failed: {calm}\n{_output(scratch)}")
+        for case in cases:
+            if case.tool == "network":
+                folder = scratch / "network"
+                folder.mkdir()
+                outcome = matrix_network.run(folder, RUN_SECONDS)
+            else:
+                folder, outcome = next(many)
+            told = _journal(folder)
+            said, right = case.judge(told, _logs(folder))
+            yield Result(
+                case=case,
+                hash=outcome.get("hash"),
+                right_hash=outcome.get("hash") == calm["hash"],
+                said=said,
+                right_verdict=right,
+                stood=_longest_stand(told),
+                seconds=float(outcome.get("seconds") or 0.0),
+                error=outcome.get("error"),
+            )
 
 
-def disturbed(folder: Path, case: Case, wanted: str) -> Result:
-    """One case."""
-    folder.mkdir()
-    if case.tool == "network":
-        outcome = matrix_network.run(folder, RUN_SECONDS)
-    else:
-        outcome = _outcome(folder, [case.name])
-    told = _journal(folder)
-    said, right = case.judge(told, _logs(folder))
-    return Result(
-        case=case,
-        hash=outcome.get("hash"),
-        right_hash=outcome.get("hash") == wanted,
-        said=said,
-        right_verdict=right,
-        stood=_longest_stand(told),
-        seconds=float(outcome.get("seconds") or 0.0),
-        error=outcome.get("error"),
-    )
+def _outcomes(scratch: Path, names: Sequence[str]) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Runs these cases one after the other in one process, which has imported everything once. What does not
+    end in time is ended, and another process goes on with the rest."""
+    left = [(scratch / str(number), name) for number, name in enumerate(names)]
+    for folder, _ in left:
+        folder.mkdir()
+    while left:
+        with Family(scratch / "output.log") as family:
+            words = [word for folder, name in left for word in (str(folder), name)]
+            family.start(
+                [sys.executable, "-m", "bench.recovery.matrix_run", *words], {"OMP_NUM_THREADS": "1"}
+            )
+            while left:
+                folder, _ = left.pop(0)
+                outcome = _wait(family, folder / "outcome.json")
+                yield folder, outcome or {"hash": None, "error": "no end in time, or a dead process"}
+                if outcome is None:
+                    break
 
 
-def _outcome(folder: Path, arguments: list[str]) -> dict[str, Any]:
-    """Runs it; what does not end in time is ended."""
-    command = [sys.executable, "-m", "bench.recovery.matrix_run", str(folder), *arguments]
-    status = "no end in time"
-    with Family(folder / "output.log") as family:
-        family.start(command, {"OMP_NUM_THREADS": "1"})
-        with contextlib.suppress(CommTimeoutError):
-            status = f"exit code {family.wait(0, RUN_SECONDS)}"
-    file = folder / "outcome.json"
-    if not file.exists():
-        return {"hash": None, "error": f"{status}, and no outcome", "seconds": RUN_SECONDS}
+def _wait(family: Family, file: Path) -> dict[str, Any] | None:
+    limit = time.monotonic() + RUN_SECONDS
+    while not file.exists():
+        if time.monotonic() > limit or not family.running():
+            return None
+        family.descendants()  # so that orphans are known, too
+        time.sleep(_LOOK_SECONDS)
     return dict(json.loads(file.read_text()))
+
+
+def _output(scratch: Path) -> str:
+    return (scratch / "output.log").read_text(errors="replace")[-4000:]
 
 
 def _journal(folder: Path) -> list[events.Event]:

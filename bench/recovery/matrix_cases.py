@@ -50,9 +50,24 @@ def blames(phase: str, *causes: str) -> Judge:
             return "nobody failed", False
         first = failed[0]
         right = first.rank == RANK and first.cause in causes and phase in ("", first.phase)
+        for verdict in journal:
+            if isinstance(verdict, events.Verdict):
+                right = right and verdict.rank == RANK and phase in ("", verdict.phase)
         others = len({event.rank for event in failed} - {RANK})
         said = f"rank {first.rank}, {first.phase}: {first.cause}"
         return said + (f", and {others} more" if others else ""), right and not others
+
+    return judge
+
+
+def blames_both_lives(cause: str) -> Judge:
+    """RANK failed in its first life in `forward`, and its replacement while it joined."""
+
+    def judge(journal: Sequence[Event], logs: str) -> tuple[str, bool]:
+        failed = [event for event in journal if isinstance(event, events.WorkerFailed)]
+        told = [(event.rank, event.phase, event.cause) for event in failed]
+        said = "; ".join(f"rank {rank}, {phase}: {why}" for rank, phase, why in told) or "nobody failed"
+        return said, told == [(RANK, "forward", "crash"), (RANK, "wait", cause)]
 
     return judge
 
@@ -108,6 +123,9 @@ def cases() -> list[Case]:
         found.append(_chaos("kill -9", phase, 3.0, "kill", "crash"))
     for phase in ("data", "forward", "collective", "optimizer"):
         found.append(_chaos("SIGSTOP", phase, 10.0, "stop", "silent", "hung"))
+    for kind, fault, cause in (("exception", "raise", "raised"), ("kill -9", "kill", "crash")):
+        text = f"kill rank={RANK} step={FAULT_STEP} phase=forward; {fault} rank={RANK} phase=wait attempt=2"
+        found.append(Case(kind, "while joining", 3.0, blames_both_lives(cause), text))
     found.append(_chaos("hang in data loading", "data", 15.0, "hang", "hung"))
     found.append(_chaos("hang in a collective", "collective", 15.0, "hang", "hung"))
     found += [_chaos("hang", phase, 15.0, "hang", "hung") for phase in ("forward", "backward", "optimizer")]
@@ -122,12 +140,12 @@ def cases() -> list[Case]:
             "corrupted gradient",
             "collective",
             3.0,
-            blames("", "corrupt"),
+            blames("collective", "corrupt"),
             f"corrupt rank={RANK} step={FAULT_STEP}",
         )
     )
     found.append(Case("corrupted shard file", "data", 3.0, _replica_used, tool="shard"))
-    found.append(_chaos("silent network", "collective", 10.0, "partition for=30s", "silent", "hung", said=""))
+    found.append(_chaos("silent network", "collective", 10.0, "partition for=30s", "silent", "hung"))
     found.append(Case("partition of one host", "", 15.0, blames("", "silent", "crash"), tool="network"))
     found.append(Case("lost supervisor", "", 5.0, _second_supervisor, tool="supervisor"))
     found.append(_chaos("preemption (SIGTERM)", "forward", 3.0, "leave", "preempted", said=""))

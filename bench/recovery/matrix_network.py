@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.recovery.matrix_cases import RANK
+from bench.recovery.matrix_run import BIND
 from paceline.core import events, journal
 from paceline.core.control import address
 from paceline.core.events import Event
@@ -33,8 +34,8 @@ def why_not() -> str:
 def run(folder: Path, seconds: float) -> dict[str, Any]:
     """One run: `RANK` workers on the first host, one more on the second, which is then cut off."""
     deadline = time.monotonic() + seconds
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with netns.Hosts(2) as hosts, (folder / "output.log").open("wb") as output:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", BIND: hosts.addresses[0]}
 
         def start(host: int, *command: str) -> subprocess.Popen[bytes]:
             return hosts.start(
@@ -47,9 +48,7 @@ def run(folder: Path, seconds: float) -> dict[str, Any]:
                 stderr=subprocess.STDOUT,
             )
 
-        training = start(
-            0, "bench.recovery.matrix_run", str(folder), "partition of one host", hosts.addresses[0]
-        )
+        training = start(0, "bench.recovery.matrix_run", str(folder), "partition of one host")
         run_folder = folder / "run"
         if _wait(deadline, training, lambda: (run_folder / address.ADDRESS_FILE).exists()):
             found = address.read(run_folder)

@@ -1,10 +1,10 @@
-"""One run of the matrix, in a process of its own:
+"""Runs of the matrix, one after the other:
 
-    python -m bench.recovery.matrix_run FOLDER [CASE [ADDRESS]]
+    python -m bench.recovery.matrix_run FOLDER CASE [FOLDER CASE ...]
 
-Without a case nothing is done to it; the address is where guests from other hosts find it. Trains a small
-model on checked shards with a replica, so that every case reads the same samples; the end of it, or the
-error, is written to `outcome.json`. Must not know how the outcome is judged.
+Without a name of a case nothing is done to the run. Each trains a small model on checked shards with a
+replica, so that all read the same samples; the end of it, or the error, is in its folder's `outcome.json`.
+Must not know how the outcome is judged.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, final
@@ -34,26 +35,32 @@ SAMPLES = 2048
 BATCH = 128
 SHARDS = 8
 EVERY = 10  # steps between two checkpoints, and between two evaluations
+BIND = "PACELINE_MATRIX_BIND"  # the address at which guests from other hosts find the run
 _DISK_BYTES = 8 << 20
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
-    case = None if len(sys.argv) < 3 else next(c for c in matrix_cases.cases() if c.name == sys.argv[2])
+    known = {case.name: case for case in matrix_cases.cases()}
+    for folder, name in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+        _run(Path(folder), known[name] if name else None)
+
+
+def _run(folder: Path, case: Case | None) -> None:
     outcome: dict[str, Any] = {"hash": None, "error": None}
     started = time.perf_counter()
     with ExitStack() as stack:
         try:
-            outcome["hash"] = train(folder, case, stack, *sys.argv[3:])
+            outcome["hash"] = train(folder, case, stack)
         except Exception as error:
+            traceback.print_exc()
             outcome["error"] = f"{type(error).__name__}: {error!s}".splitlines()[0]
-            raise
-        finally:
-            outcome["seconds"] = time.perf_counter() - started
-            (folder / "outcome.json").write_text(json.dumps(outcome))
+    outcome["seconds"] = time.perf_counter() - started
+    file = folder / "outcome.json"
+    file.with_suffix(".part").write_text(json.dumps(outcome))
+    file.with_suffix(".part").rename(file)
 
 
-def train(folder: Path, case: Case | None, stack: ExitStack, bind: str = "127.0.0.1") -> str:
+def train(folder: Path, case: Case | None, stack: ExitStack) -> str:
     """The final hash of the run that lies in `folder / "run"`."""
     data = shards(folder, damaged=case is not None and case.tool == "shard")
     url = str(stack.enter_context(_SmallDisk(folder / "disk")).path) if _has(case, "disk") else None
@@ -62,7 +69,7 @@ def train(folder: Path, case: Case | None, stack: ExitStack, bind: str = "127.0.
     if _has(case, "network"):
         # One seat is left for the guest, who needs seconds to come: all are slow meanwhile.
         workers = RANK
-        care = FaultTolerance(chaos="slow rank=all factor=50", stragglers="wait", bind=bind)
+        care = FaultTolerance(chaos="slow rank=all factor=50", stragglers="wait", bind=os.environ[BIND])
     config = paceline.TrainConfig(
         workers=workers,
         shards=SHARDS,

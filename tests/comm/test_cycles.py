@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from tests.comm.ranks import LARGE, processes
 
 from paceline.comm.context import DistributedContext
 from paceline.comm.transport.threads import run_ranks
+from paceline.core.errors import DisagreementError
 from paceline.testing import leaks
 
 
@@ -58,3 +60,22 @@ def test_a_group_that_broke_leaves_nothing():
     for _ in range(5):
         assert run_ranks(2, one) == ["DisagreementError"] * 2
     assert leaks.since(before) == []
+
+
+def test_a_broken_group_goes_away_without_the_collector():
+    """The error that broke it stays; the group's memory does not."""
+
+    def one(ctx: DistributedContext) -> tuple[weakref.ref[Any], str]:
+        try:
+            ctx.all_reduce(torch.ones(2 + ctx.rank))
+        except DisagreementError as error:
+            ctx.close(error)
+            return weakref.ref(ctx.transport), error.message
+        raise AssertionError("nobody noticed")
+
+    gc.disable()
+    try:
+        found = run_ranks(2, one)
+        assert [transport() for transport, _ in found] == [None, None]
+    finally:
+        gc.enable()

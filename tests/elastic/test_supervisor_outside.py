@@ -38,7 +38,8 @@ CALLER = """
 import sys
 from pathlib import Path
 from tests.elastic.supervised_jobs import running
-with running(Path(sys.argv[1]), steps=10**6, patience=float(sys.argv[2])) as run:
+more = {"hang_at": [0, 15], "machine": {"hang_least": 600.0}} if "hang" in sys.argv else {}
+with running(Path(sys.argv[1]), steps=10**6, patience=float(sys.argv[2]), **more) as run:
     run.until_step(10)
     print(run.supervised.pid, *run.pids().values(), flush=True)
     run.finish(600)
@@ -130,6 +131,18 @@ def test_when_the_caller_dies_the_job_saves_and_ends(tmp_path):
         assert caller.stdout is not None
         pids = [int(pid) for pid in caller.stdout.readline().split()]
         with watch(pids) as watched:
+            caller.kill()
+            assert all_gone(watched, 20.0)
+    assert not (tmp_path / address.ADDRESS_FILE).exists()
+
+
+def test_when_the_caller_dies_and_a_member_hangs_nothing_is_left_behind(tmp_path):
+    """The job is asked to save and end; after `patience` seconds what has not ended is killed."""
+    with script(CALLER, tmp_path, 2.0, "hang") as caller:
+        assert caller.stdout is not None
+        supervisor, *members = [int(pid) for pid in caller.stdout.readline().split()]
+        fork_server = int(Path(f"/proc/{members[0]}/stat").read_text().rpartition(")")[2].split()[1])
+        with watch([supervisor, fork_server, *members]) as watched:
             caller.kill()
             assert all_gone(watched, 20.0)
     assert not (tmp_path / address.ADDRESS_FILE).exists()

@@ -49,7 +49,8 @@ def test_a_finished_run_is_not_trained_again(tmp_path, quiet):
     assert [manifest.version for manifest in CheckpointStore(folder / "checkpoints").manifests()] == versions
     # Nothing was computed: no step, no evaluation, no save.
     new = journal_of(folder)[len(before) :]
-    assert [event.type for event in new] == ["worker_started", "run_resumed", "run_ended"]
+    started = ["supervisor_started", "worker_started", "view_changed"]
+    assert [event.type for event in new] == [*started, "run_resumed", "run_ended"]
     assert again.epochs == first.epochs
     assert again.evaluations == first.evaluations
 

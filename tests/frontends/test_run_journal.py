@@ -27,11 +27,22 @@ def test_the_journal_of_a_run(tmp_path):
     folder = tmp_path / "run"
     history = fit(settings(folder, 3, audit_every=10))
     everything = journal_of(folder)
-    assert [event.type for event in everything[:4]] == ["worker_started"] * 3 + ["run_started"]
+    assert [event.type for event in everything[:6]] == [
+        "supervisor_started",
+        *["worker_started"] * 3,
+        "view_changed",
+        "run_started",
+    ]
+    (supervisor,) = of(events.SupervisorStarted, folder)
+    assert (supervisor.attempt, supervisor.address.rpartition(":")[0]) == (1, "127.0.0.1")
     started = of(events.WorkerStarted, folder)
-    assert [event.rank for event in started] == [0, 1, 2]
-    assert len({event.pid for event in started} | {os.getpid()}) == 4
+    assert sorted(event.rank for event in started) == [0, 1, 2]
+    assert len({event.pid for event in started} | {os.getpid(), supervisor.pid}) == 5
     assert {event.host for event in started} == {socket.gethostname()}
+    (view,) = of(events.ViewChanged, folder)
+    assert (view.generation, view.members, view.step) == (1, [0, 1, 2], 0)
+    assert dict(zip(view.members, view.pids, strict=True)) == small_run.workers_of(folder)
+    assert sorted(sum(view.shards, [])) == [0, 1, 2, 3]
     (run,) = of(events.RunStarted, folder)
     assert (run.workers, run.shards, run.samples) == (3, 4, 54)
     assert run.definition["global_batch"] == 12
@@ -49,11 +60,16 @@ def test_the_journal_of_a_run(tmp_path):
     assert [event.version for event in saved] == list(range(1, len(saved) + 1))
     assert saved[-1].step == STEPS
     assert all(event.bytes > 0 and 0 <= event.stall <= event.seconds for event in saved)
-    last = everything[-1]
+    *_, last = [event for event in everything if not isinstance(event, events.StepsReceived)]
     assert isinstance(last, events.RunEnded)
+    receipts = of(events.StepsReceived, folder)
+    assert [(event.first, event.last) for event in receipts] == [(1, STEPS)] * 3
+    assert {event.rank: event.shards for event in receipts} == dict(enumerate(view.shards))
+    assert [event.epoch for event in of(events.EpochEnded, folder)] == list(range(EPOCHS))
+    assert [event.loss for event in of(events.EpochEnded, folder)] == [one.loss for one in history.epochs]
     assert (last.step, last.epoch, last.reason) == (STEPS, EPOCHS, "finished")
     assert last.hash == history.state_hash
-    assert [event.time for event in everything] == sorted(event.time for event in everything)
+    assert [event.time for event in steps] == sorted(event.time for event in steps)
     # Plain JSON lines with a type and a time, for any program.
     lines = [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
     assert all({"type", "time"} <= line.keys() for line in lines)
@@ -134,13 +150,35 @@ def test_a_failure_is_in_the_journal_and_in_the_log_of_its_worker(tmp_path):
         return model(batch[0]).mean()
 
     with pytest.raises(paceline.RankFailedError, match="ArithmeticError: does not add up"):
-        fit(settings(folder, 2), objective=broken)
-    (failed,) = of(events.WorkerFailed, folder)
+        fit(settings(folder, 2, fault_tolerance=small_run.UNATTENDED), objective=broken)
+    check_failed(folder)
+
+
+def check_failed(folder: Path) -> events.WorkerFailed:
+    failed = of(events.WorkerFailed, folder)[0]
     assert (failed.rank, failed.reason) == (1, "ArithmeticError: does not add up")
-    assert failed.pid == small_run.workers_of(folder)[1]
+    assert failed.pid in {event.pid for event in of(events.WorkerStarted, folder) if event.rank == 1}
     text = (folder / "logs" / "rank-1.log").read_text()
     assert "this rank failed\nTraceback" in text
     assert "in broken" in text
+    return failed
+
+
+def test_the_failure_of_one_worker_is_there_although_the_run_goes_on(tmp_path):
+    folder, mark = tmp_path / "run", tmp_path / "mark"
+
+    def broken(model, batch):
+        if paceline.get_rank() == 1 and not mark.exists():
+            mark.touch()
+            raise ArithmeticError("does not add up")
+        return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    history = fit(settings(folder, 2), objective=broken)
+    assert len(history.steps) == STEPS
+    failed = check_failed(folder)
+    assert (failed.cause, failed.host) == ("raised", socket.gethostname())
+    assert failed.phase in ("data", "forward")
+    assert len(of(events.ViewChanged, folder)) > 1
 
 
 def not_a_number(model, batch):

@@ -13,15 +13,21 @@ from pathlib import Path
 import pytest
 import torch
 from tests.train import small_run
-from tests.train.small_run import EPOCHS, STEPS, Signals, fit, journal_of, settings, steps_of
+from tests.train.small_run import EPOCHS, STEPS, UNATTENDED, Signals, fit, journal_of, settings, steps_of
 
 import paceline
 from paceline.checkpoint import storage
 from paceline.checkpoint.store import CheckpointStore
 from paceline.core import events
 from paceline.core.errors import PeerLostError
-from paceline.train.callbacks import Observer, RunInfo
+from paceline.train.callbacks import Observer
 from paceline.train.signals import Stopped
+
+LOOKED_AFTER = paceline.FaultTolerance()
+
+
+def named(value: object) -> str:
+    return str(value) if not isinstance(value, paceline.FaultTolerance) else f"care={value.enabled}"
 
 
 @pytest.fixture(scope="module")
@@ -42,16 +48,28 @@ def stopped(config, callbacks=(), **parts) -> Stopped:
 
 
 def ended(folder: Path) -> events.RunEnded:
-    last = journal_of(folder)[-1]
+    """The end of the run; only receipts of the workers may stand after it."""
+    *_, last = (event for event in journal_of(folder) if not isinstance(event, events.StepsReceived))
     assert isinstance(last, events.RunEnded)
     return last
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-@pytest.mark.parametrize("to", [("main",), (0,), (1,), ("main", 0, 1)], ids=str)
-def test_the_step_is_finished_and_saved_and_the_run_goes_on(folder, quiet, number, to):
+@pytest.mark.parametrize(
+    ("to", "care"),
+    [
+        (("main",), LOOKED_AFTER),
+        (("main", 0, 1), LOOKED_AFTER),
+        # To one worker of a run that is looked after it means that this one leaves: see test_supervised.py.
+        ((0,), UNATTENDED),
+        ((1,), UNATTENDED),
+        (("main", 0, 1), UNATTENDED),
+    ],
+    ids=named,
+)
+def test_the_step_is_finished_and_saved_and_the_run_goes_on(folder, quiet, number, to, care):
     step = random.Random(f"{number} {to}").randint(1, STEPS - 5)
-    how = stopped(settings(folder, 2), [Signals(folder, step, to, number)])
+    how = stopped(settings(folder, 2, fault_tolerance=care), [Signals(folder, step, to, number)])
     assert how.code == paceline.STOPPED_EXIT_CODE == 75
     expected = {number.name, "a signal to another worker"}
     assert how.reason in expected
@@ -67,19 +85,26 @@ def test_the_step_is_finished_and_saved_and_the_run_goes_on(folder, quiet, numbe
     assert steps_of(folder) == list(range(1, STEPS + 1))
 
 
-class AtStart(Observer):
-    """Signals the main process before the first step."""
+class AtStart(Signals):
+    """Signals the main process before the first step is done."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.main = folder, os.getpid()
+        super().__init__(folder, 1, ("main",))
+        self.sent = False
 
-    def on_start(self, run: RunInfo) -> None:
-        os.kill(self.main, signal.SIGTERM)
-        small_run.wait_for((self.folder / "stop").exists)
+    def change_batch(self, batch):
+        if not self.sent and small_run.first():
+            self.sent = True
+            self.send()
+        return batch
+
+    def stop(self, record) -> None:
+        pass
 
 
-def test_before_the_first_step(folder, quiet):
-    stopped(settings(folder, 2), [AtStart(folder)])
+@pytest.mark.parametrize("care", [LOOKED_AFTER, UNATTENDED], ids=named)
+def test_before_the_first_step(folder, quiet, care):
+    stopped(settings(folder, 2, fault_tolerance=care), [AtStart(folder)])
     assert steps_of(folder) == [1]
     assert fit(settings(folder, 3, resume="auto")).state_hash == quiet
 
@@ -99,7 +124,8 @@ class SignalsWhileEvaluating:
 
 
 def test_while_evaluating(folder, quiet, tmp_path):
-    stopped(settings(folder, 2), objective=SignalsWhileEvaluating(tmp_path / "mark"))
+    config = settings(folder, 2, fault_tolerance=UNATTENDED)
+    stopped(config, objective=SignalsWhileEvaluating(tmp_path / "mark"))
     assert ended(folder).step == small_run.STEPS_OF_EPOCH + 1
     assert fit(settings(folder, 1, resume="auto")).state_hash == quiet
 
@@ -121,7 +147,8 @@ def build_and_signal_while_saving(main: int) -> torch.nn.Module:
 
 
 def test_while_saving(folder, quiet):
-    stopped(settings(folder, 2), model=partial(build_and_signal_while_saving, os.getpid()))
+    config = settings(folder, 2, fault_tolerance=UNATTENDED)
+    stopped(config, model=partial(build_and_signal_while_saving, os.getpid()))
     assert fit(settings(folder, 3, resume="auto")).state_hash == quiet
     assert CheckpointStore(folder / "checkpoints").verify() == []
 
@@ -134,19 +161,22 @@ class AtTheEnd(Observer):
 
     def on_end(self, history) -> None:
         os.kill(self.main, signal.SIGTERM)
-        small_run.wait_for((self.folder / "stop").exists)
+        if os.getpid() != self.main:
+            small_run.wait_for((self.folder / "stop").exists)
 
 
-def test_a_signal_after_the_last_step_is_not_swallowed(folder, quiet):
-    how = stopped(settings(folder, 2), [AtTheEnd(folder)])
+@pytest.mark.parametrize("care", [LOOKED_AFTER, UNATTENDED], ids=named)
+def test_a_signal_after_the_last_step_is_not_swallowed(folder, quiet, care):
+    how = stopped(settings(folder, 2, fault_tolerance=care), [AtTheEnd(folder)])
     assert how.history.state_hash == quiet
     assert how.history.stopped is None
     assert ended(folder).reason == "finished"
     assert fit(settings(folder, 1, resume="auto")).state_hash == quiet
 
 
-def test_with_a_signal_in_the_last_step_the_run_is_complete(folder, quiet):
-    how = stopped(settings(folder, 2), [Signals(folder, STEPS, (1,))])
+@pytest.mark.parametrize(("to", "care"), [((1,), UNATTENDED), (("main",), LOOKED_AFTER)], ids=named)
+def test_with_a_signal_in_the_last_step_the_run_is_complete(folder, quiet, to, care):
+    how = stopped(settings(folder, 2, fault_tolerance=care), [Signals(folder, STEPS, to)])
     assert how.history.state_hash == quiet
     assert fit(settings(folder, 1, resume="auto")).state_hash == quiet
 
@@ -159,7 +189,7 @@ class AtExit(Observer):
 
 
 def test_a_worker_that_has_done_its_work_is_not_killed_by_a_signal(folder, quiet):
-    assert fit(settings(folder, 2), [AtExit()]).state_hash == quiet
+    assert fit(settings(folder, 2, fault_tolerance=UNATTENDED), [AtExit()]).state_hash == quiet
 
 
 def test_handlers_are_as_before(folder):
@@ -186,7 +216,7 @@ def test_in_another_thread(folder, quiet):
 
     def work() -> None:
         try:
-            fit(settings(folder, 2), [Signals(folder, 8, (1,))])
+            fit(settings(folder, 2, fault_tolerance=UNATTENDED), [Signals(folder, 8, (1,))])
         except BaseException as error:
             results.append(error)
         results.append(fit(settings(folder, 3, resume="auto")).state_hash)
@@ -216,7 +246,7 @@ class SignalsTwice(Observer):
 
 def test_the_second_signal_ends_a_worker_that_waits_for_another(folder, quiet):
     with pytest.raises(PeerLostError, match=r"rank 1 \(pid \d+\) exited with code 1(38|43)"):
-        fit(settings(folder, 2), [SignalsTwice(folder, 9)])
+        fit(settings(folder, 2, fault_tolerance=UNATTENDED), [SignalsTwice(folder, 9)])
     assert fit(settings(folder, 1, resume="auto")).state_hash == quiet
 
 
@@ -268,8 +298,11 @@ def test_in_a_session_outside_of_the_loop(tmp_path):
 
 
 def test_a_stop_that_is_left_over_is_not_obeyed(folder, quiet):
-    stopped(settings(folder, 2), [Signals(folder, 3, (0,))])
+    stopped(settings(folder, 2, fault_tolerance=UNATTENDED), [Signals(folder, 3, (0,))])
     (folder / "stop").write_text("SIGTERM")  # by a process that was killed before it could take it away
+    history = fit(settings(folder, 2, resume="auto", epochs=EPOCHS - 2, fault_tolerance=UNATTENDED))
+    assert (history.epochs[-1].epoch, history.stopped) == (EPOCHS - 3, None)
+    (folder / "stop").write_text("SIGTERM")
     history = fit(settings(folder, 2, resume="auto"))
     assert (history.state_hash, history.stopped) == (quiet, None)
     assert history.epochs[-1].epoch == EPOCHS - 1

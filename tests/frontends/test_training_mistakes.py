@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 from pathlib import Path
@@ -157,10 +158,22 @@ class Ends(paceline.Modifier):
         return batch
 
 
+def failed(config) -> list[tuple[int, bool]]:
+    found = [event for event in journal_of(Path(config.run_dir)) if isinstance(event, events.WorkerFailed)]
+    return [(event.rank, "exited with code 3" in event.reason) for event in found]
+
+
 def test_a_worker_that_ends_is_named(config):
+    config = dataclasses.replace(config, fault_tolerance=small_run.UNATTENDED)
     with pytest.raises(PacelineError, match=r"rank 1 \(pid \d+\) exited with code 3"):
         fit(config, [Ends()])
-    failed = [event for event in journal_of(Path(config.run_dir)) if isinstance(event, events.WorkerFailed)]
-    assert [(event.rank, "exited with code 3" in event.reason) for event in failed] == [(1, True)]
+    assert failed(config) == [(1, True)]
     # And nothing is in the way of the next try.
     assert fit(settings(Path(config.run_dir), 3, resume="auto")).stopped is None
+
+
+def test_a_worker_that_always_ends_is_named_every_time_and_done_without(config):
+    care = paceline.FaultTolerance(max_worker_failures=1)
+    history = fit(dataclasses.replace(config, fault_tolerance=care), [Ends()])
+    assert len(history.steps) == small_run.STEPS
+    assert set(failed(config)) == {(1, True)}

@@ -8,26 +8,31 @@ import dataclasses
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import paceline
 from paceline.core import events, journal
-from paceline.train.callbacks import Modifier, Observer, RunInfo
+from paceline.train.callbacks import Modifier, Observer
 from paceline.train.config import CheckpointConfig, TrainConfig
 from paceline.train.history import History, StepRecord
+from paceline.train.signals import StopRequest
 
 SHARDS = 4
 STEPS_OF_EPOCH = 5
 EPOCHS = 6
 STEPS = STEPS_OF_EPOCH * EPOCHS
 PATIENCE = 60.0
+UNATTENDED = paceline.FaultTolerance(enabled=False)
 
 
 def build() -> nn.Module:
@@ -98,10 +103,15 @@ def workers_of(folder: Path) -> dict[int, int]:
     return {event.rank: event.pid for event in journal_of(folder) if isinstance(event, events.WorkerStarted)}
 
 
-class Signals(Observer):
-    """At a step, signals some processes of the job: "main", ranks, or all of them.
+def first() -> bool:
+    """Whether this is the first rank of its group."""
+    return not paceline.is_initialized() or paceline.get_rank() == 0
 
-    Afterwards training waits until the request has arrived, so that it cannot end before.
+
+class Signals(Modifier):
+    """After a step, signals some processes of the job: "main", ranks, or all of them.
+
+    Afterwards training waits until a request to the main process has arrived, so that it cannot end before.
     """
 
     def __init__(
@@ -110,30 +120,54 @@ class Signals(Observer):
         self.folder, self.step, self.to, self.number = folder, step, to, number
         self.main = os.getpid()
 
-    def on_step(self, record: StepRecord) -> None:
-        if record.step != self.step:
-            return
+    def stop(self, record: StepRecord) -> None:
+        if record.step == self.step and first():
+            self.send()
+
+    def send(self) -> None:
         ranks = workers_of(self.folder)
-        for who in self.to:
-            os.kill(self.main if isinstance(who, str) else ranks[who], self.number)
-        if "main" in self.to:
-            wait_for((self.folder / "stop").exists)
+        with asked_to_stop(self.folder) as asked:
+            for who in self.to:
+                os.kill(self.main if isinstance(who, str) else ranks[who], self.number)
+            if "main" in self.to:
+                wait_for(asked)
 
 
-class Holds(Observer):
+@contextmanager
+def asked_to_stop(folder: Path) -> Iterator[Callable[[], bool]]:
+    """Whether this worker has heard since that the run is to stop: from its supervisor, or from a file."""
+    heard = threading.Event()
+    ask = StopRequest.ask
+
+    def listen(request: StopRequest, reason: str) -> None:
+        ask(request, reason)
+        heard.set()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StopRequest, "ask", listen)
+        yield lambda: heard.is_set() or (folder / "stop").exists()
+
+
+class Holds(Modifier):
     """After a step, training waits until somebody makes a file or ends the process.
 
-    With `until=None` it waits for a SIGTERM, which then takes its way.
+    With `until=None` it waits for a request to stop: a SIGTERM, or what the supervisor was told.
     """
 
-    def __init__(self, step: int, until: Path | None) -> None:
-        self.step = step
-        self.until = until
+    def __init__(self, folder: Path, step: int, until: Path | None) -> None:
+        self.folder, self.step, self.until = folder, step, until
         self.arrived = False
 
-    def on_start(self, run: RunInfo) -> None:
-        if self.until is not None:
+    def stop(self, record: StepRecord) -> None:
+        if not first():
             return
+        if record.step == 1:  # long before it can come
+            self.listen()
+        if record.step == self.step:
+            with asked_to_stop(self.folder) as asked:
+                wait_for(lambda: self.arrived or asked() if self.until is None else self.until.exists())
+
+    def listen(self) -> None:
         handler: Any = signal.getsignal(signal.SIGTERM)
 
         def note(number: int, frame: FrameType | None) -> None:
@@ -142,18 +176,15 @@ class Holds(Observer):
 
         signal.signal(signal.SIGTERM, note)
 
-    def on_step(self, record: StepRecord) -> None:
-        if record.step == self.step:
-            wait_for(lambda: self.arrived if self.until is None else self.until.exists())
-
 
 def main(folder: str, workers: str, *rest: str) -> None:
     options = dict(item.split("=", 1) for item in rest)
     path = Path(folder)
     hold = int(options.pop("hold", 0))
-    until = options.pop("until", str(path / "stop"))
-    callbacks = [Holds(hold, Path(until) if until else None)] if hold else []
-    history = fit(settings(path, int(workers), **options), callbacks)
+    until = options.pop("until", "")
+    care = paceline.FaultTolerance(enabled=options.pop("care", "yes") == "yes")
+    callbacks = [Holds(path, hold, Path(until) if until else None)] if hold else []
+    history = fit(settings(path, int(workers), fault_tolerance=care, **options), callbacks)
     print(history.state_hash)
 
 

@@ -48,6 +48,12 @@ def state_of(pid: int) -> str:
     return stat[stat.rfind(")") + 2 :].split()[0]
 
 
+def waits_for_ever(thread: Path) -> bool:
+    """Whether its system call, a wait for a lock, has no timeout: unlike a wait for Python's own lock."""
+    words = (thread / "syscall").read_text().split()
+    return len(words) > 4 and int(words[4], 16) == 0
+
+
 def until(condition) -> None:
     deadline = time.monotonic() + 30.0
     while not condition():
@@ -154,8 +160,8 @@ def test_a_deadlock_for_ever_ends_only_by_a_kill():
         assert any(line == "2 forward\n" for line in child.stdout)
         # It does not even notice a signal that Python would handle.
         child.send_signal(signal.SIGINT)
-        tasks = Path(f"/proc/{child.pid}/task")
-        until(lambda: all("futex" in (task / "wchan").read_text() for task in tasks.iterdir()))
+        main_thread = Path(f"/proc/{child.pid}/task/{child.pid}")
+        until(lambda: "futex" in (main_thread / "wchan").read_text() and waits_for_ever(main_thread))
         child.kill()
         child.communicate(timeout=60)
     assert child.returncode == -signal.SIGKILL
@@ -227,11 +233,12 @@ def test_slow_takes_so_many_times_as_long(monkeypatch):
     slept: list[float] = []
     monkeypatch.setattr("paceline.train.chaos.time.sleep", slept.append)
     injector = Injector(Chaos("slow rank=0 factor=3 step=2 times=2"), slot=0)
+    told = []
     for step in range(1, 6):
         injector.at("data", step)
-        injector.slow(0.5)
-        injector.slow(0.25)
+        told += [injector.slow(0.5), injector.slow(0.25)]
     assert slept == [1.0, 0.5, 1.0, 0.5]
+    assert told == [0.0, 0.0, *slept, 0.0, 0.0, 0.0, 0.0]
 
 
 def test_slow_for_a_time(monkeypatch):

@@ -182,6 +182,7 @@ def test_the_largest_is_a_shard_and_never_more_than_there_is():
 
 
 @pytest.mark.cuda
+@pytest.mark.leaky("CUDA keeps its descriptors until the process ends")
 def test_a_real_gpu_with_little_memory():
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")

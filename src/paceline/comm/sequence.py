@@ -51,6 +51,12 @@ class Handle(Generic[T]):
         return self._future.done()
 
 
+def _repeated(error: PacelineError) -> PacelineError:
+    again = copy.copy(error)
+    again.add_note("the group was already broken by an earlier call; this is the error of that call")
+    return again
+
+
 class Sequence:
     """Makes and runs the calls of one context."""
 
@@ -121,7 +127,9 @@ class Sequence:
 
     def _break(self, error: BaseException) -> None:
         # A collective that ends early leaves ranks at different points: the group cannot go on.
-        self._broken = self._interrupted or error
+        # A copy has no traceback, which would hold this object, and with it the group's memory, in a circle.
+        known = copy.copy(error) if isinstance(error, PacelineError) else error
+        self._broken = self._interrupted or known
         self.transport.close(error)
         if (
             self._interrupted is not None
@@ -138,9 +146,7 @@ class Sequence:
                     f"this group is broken: an earlier call ended with {type(self._broken).__name__}",
                     remedy="make a new group",
                 ) from self._broken
-            again = copy.copy(self._broken)
-            again.add_note("the group was already broken by an earlier call; this is the error of that call")
-            raise again
+            raise _repeated(self._broken)
         if self._closed:
             raise UsageError("this context is closed", remedy="make a new DistributedContext")
 

@@ -1,9 +1,9 @@
 """A machine that joined a job: gets the payload, starts workers when asked, tells how they end.
 
-It ends with the job. The supervisor has proved that it has the job's secret before anything it sends is used,
-and the payload is used only if its digest is right. When the connection is cut, workers train on and the
-agent reconnects; when the supervisor stays away, workers save and leave by themselves, and the agent after
-them. Must not decide anything about the job.
+It ends with the job, and its workers end with it. The supervisor has proved that it has the job's secret
+before anything it sends is used, and the payload is used only if its digest is right. When the connection is
+cut, workers train on and the agent reconnects and offers again; when the supervisor stays away for the job's
+patience, workers leave by themselves, and the agent after them. Must not decide anything about the job.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from paceline.engines.local import client, launch
 from paceline.engines.local.worker import Worker
 
 _CONNECT_SECONDS: Final = 10.0
+_RECONNECT_SECONDS: Final = 3.0
 _AWAY_SECONDS: Final = 60.0
+_SAVE_SECONDS: Final = 600.0  # after which workers that do not end without a supervisor are ended
 _PAUSE_SECONDS: Final = 0.2
 _END_SECONDS: Final = 30.0
 _GIVE_UP_CODE: Final = 76
@@ -36,8 +38,8 @@ _GIVE_UP_CODE: Final = 76
 
 @final
 class Agent:
-    """One machine's part in a job. `run` returns an exit code: 0 it is over or this machine left, 76 the
-    supervisor is gone."""
+    """One machine's part in a job. `run` returns an exit code: 0 it is over or this machine left, 1 this
+    machine is refused, 76 the supervisor is gone."""
 
     def __init__(
         self,
@@ -61,15 +63,15 @@ class Agent:
         self._payload = -1
         self._complete = False
         self._waiting: list[Start] = []
-        self._ended: str | None = None
+        self._ended: End | None = None
         self._going = False
 
     def run(self) -> int:
         """Until the job is over."""
         try:
-            self._connect()
+            self._connect(_CONNECT_SECONDS)
             where = f"{self._address[0]}:{self._address[1]}"
-            self._say(f"joined the job at {where} with {self._offered} workers")
+            self._say(f"joined the job at {where}, with {self._offered} workers")
             while self._ended is None:
                 if self._going and not self._workers:
                     self._tell(self._offer(0))
@@ -79,14 +81,15 @@ class Agent:
                     self._say("the supervisor is gone and the workers have ended")
                     return _GIVE_UP_CODE
                 self._turn(1.0)
-            self._say(f"the job has ended: {self._ended}")
+            what = "this machine is refused" if self._ended.code else "the job has ended"
+            self._say(f"{what}: {self._ended.reason}")
             self._let_end()
-            return 0
+            return self._ended.code
         finally:
             self._close()
 
-    def _connect(self) -> None:
-        opened = open_channel(self._address, self._secret, self._tls, _CONNECT_SECONDS)
+    def _connect(self, seconds: float) -> None:
+        opened = open_channel(self._address, self._secret, self._tls, seconds)
         opened.send(self._offer(self._offered))
         for message in self._unsent:
             opened.send(message)
@@ -109,14 +112,22 @@ class Agent:
     def _reconnect(self) -> bool:
         """Look for the supervisor; False when it stayed away and no worker is left that could need it."""
         gone_at = time.monotonic()
+        self._say("the connection to the supervisor is cut")
+        given = self._granted.options["options"] if self._granted is not None else {}
+        patience = float(given.get("patience", _AWAY_SECONDS))
         while True:
             try:
-                self._connect()
+                self._connect(_RECONNECT_SECONDS)
+                self._say("the supervisor is back")
                 return True
             except RendezvousError:
                 self._turn(_PAUSE_SECONDS)
-            if time.monotonic() - gone_at > _AWAY_SECONDS and not self._workers:
+            away = time.monotonic() - gone_at
+            if not self._workers and (away > patience or self._going):
                 return False
+            if away > patience + _SAVE_SECONDS:
+                for worker in self._workers.values():
+                    worker.kill()
 
     def _turn(self, seconds: float) -> None:
         if not self._selector.get_map():
@@ -151,8 +162,8 @@ class Agent:
                     self._waiting.append(message)
                 elif not self._going:
                     self._start(message)
-            case End(member=-1, reason=reason):
-                self._ended = reason
+            case End(member=-1):
+                self._ended = message
             case End(member=member):
                 if member in self._workers:
                     self._workers[member].kill()
@@ -168,6 +179,7 @@ class Agent:
             os.close(self._payload)
         self._payload = os.memfd_create("paceline-payload")
         self._complete = False
+        self._waiting.clear()  # of an earlier connection
 
     def _piece(self, piece: Piece) -> None:
         granted = self._granted
@@ -190,6 +202,7 @@ class Agent:
             **given["options"],
             "member": start.member,
             "slot": start.slot,
+            "attempt": start.attempt,
             "address": list(self._address),
             "secret": self._secret.hex(),
             "folder": "",

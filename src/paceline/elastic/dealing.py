@@ -10,8 +10,6 @@ from collections.abc import Sequence
 
 Deal = tuple[tuple[int, ...], ...]
 
-_alike = 1.2  # times per shard that differ by less are measured noise
-
 
 def counts(shards: int, speeds: Sequence[float], kept: Sequence[int] | None = None) -> list[int]:
     """How many shards each rank computes, so that the slowest is done as early as can be. `kept` is what each
@@ -55,16 +53,14 @@ def around_held(shards: int, held: Sequence[Sequence[int]], speeds: Sequence[flo
     )
 
 
-def speeds_from(seconds: Sequence[float], weights: Sequence[float]) -> list[float]:
-    """Speeds from times per shard (0: not measured, taken as typical). Times that are nearly the typical one
-    are taken as it, so that noise moves nothing."""
+def speeds_from(seconds: Sequence[float], weights: Sequence[float], slow_from: float) -> list[float]:
+    """Speeds from times per shard (0: not measured, taken as typical). Nobody is taken as faster than the
+    typical, and as slower only from `slow_from` times its time on: noise moves nothing."""
     typical = median([second for second in seconds if second > 0])
     speeds = []
     for second, weight in zip(seconds, weights, strict=True):
         ratio = second / typical if second > 0 and typical > 0 else 1.0
-        if 1 / _alike < ratio < _alike:
-            ratio = 1.0
-        speeds.append(weight / ratio)
+        speeds.append(weight / ratio if ratio >= slow_from else weight)
     return speeds
 
 

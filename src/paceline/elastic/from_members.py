@@ -170,9 +170,9 @@ def has_broken(job: State, event: HasBroken, now: float, out: list[Action]) -> s
         for bad in corrupt:
             what = f"rank {bad.slot} sent data that does not match its checksum"
             done = "it was killed and left out; the step is computed again"
-            phase = phase_of(job, bad)
-            out.append(NoteVerdict(bad.number, bad.slot, phase, what, f"rank {worker.slot} found it", done))
-            lose(job, bad, "corrupt", what, now, out, kill=what)
+            finder = f"rank {worker.slot} found it"
+            out.append(NoteVerdict(bad.number, bad.slot, "collective", what, finder, done, sure=True))
+            lose(job, bad, "corrupt", what, now, out, kill=what, phase="collective")
         return mend(job, corrupt, why, now, out)
     for named in event.unreachable or _waited_for(job, event.member):
         job.suspicion[named] = job.suspicion.get(named, 0) + 1

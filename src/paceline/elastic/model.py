@@ -347,13 +347,14 @@ class Dismiss:
 
 @dataclass(frozen=True)
 class NoteFailure:
-    """For the journal: worker_failed."""
+    """For the journal: worker_failed. `sure`: it failed in this phase, wherever it has come since."""
 
     member: int
     slot: int
     phase: str
     kind: FailureKind
     reason: str
+    sure: bool = False
 
 
 @dataclass(frozen=True)
@@ -368,7 +369,7 @@ class NoteRepair:
 @dataclass(frozen=True)
 class NoteVerdict:
     """For the terminal and the journal. The shell adds host, pid and the Python line of `member`, before it
-    carries out the KillWorker that follows."""
+    carries out the KillWorker that follows. `sure`: as in NoteFailure."""
 
     member: int
     slot: int
@@ -376,6 +377,7 @@ class NoteVerdict:
     what: str  # one sentence: what happened
     waiting: str  # what the others wait for
     done: str  # what was done about it
+    sure: bool = False
 
 
 @dataclass(frozen=True)

@@ -49,11 +49,20 @@ def start_due(job: State, now: float, out: list[Action]) -> list[int]:
 
 
 def lose(
-    job: State, worker: Worker, kind: FailureKind, reason: str, now: float, out: list[Action], kill: str = ""
+    job: State,
+    worker: Worker,
+    kind: FailureKind,
+    reason: str,
+    now: float,
+    out: list[Action],
+    *,
+    kill: str = "",
+    phase: str = "",
 ) -> None:
     """A worker has failed: note it, and give its slot the next start or none any more. `kill` is what was
-    done, for a worker that may still live."""
-    out.append(NoteFailure(worker.number, worker.slot, phase_of(job, worker), kind, reason))
+    done, for a worker that may still live; `phase` is where it failed, if that is known for sure."""
+    where = phase or phase_of(job, worker)
+    out.append(NoteFailure(worker.number, worker.slot, where, kind, reason, sure=bool(phase)))
     if kill:
         out.append(KillWorker(worker.number, kill))
     if worker.standing in IN_VIEW:

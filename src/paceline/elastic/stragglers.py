@@ -28,7 +28,7 @@ def speeds(job: State, order: list[Worker], now: float) -> list[float]:
         else 0.0
         for worker in order
     ]
-    return dealing.speeds_from(seconds, weights)
+    return dealing.speeds_from(seconds, weights, job.settings.straggler_factor)
 
 
 def better_deal(job: State, now: float) -> str | None:

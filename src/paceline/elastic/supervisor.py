@@ -52,7 +52,7 @@ from paceline.elastic.shell.gate import Gate
 from paceline.elastic.shell.guests import Guests
 from paceline.elastic.shell.memory import Memory, Remembered
 from paceline.elastic.shell.places import Places
-from paceline.elastic.shell.staff import Staff
+from paceline.elastic.shell.staff import PATIENCE_SECONDS, Staff
 from paceline.elastic.shell.status import status_of
 from paceline.elastic.shell.verdicts import Verdicts
 from paceline.elastic.shell.views import Views
@@ -83,7 +83,9 @@ class Supervisor:
         self.views = Views(
             backup=spec.settings.stragglers == "backup", exact=bool(spec.options.get("exact", True))
         )
-        self.caller = Caller(caller, self.selector, self)
+        self.caller = Caller(
+            caller, self.selector, self, float(spec.options.get("patience", PATIENCE_SECONDS))
+        )
         self.staff = Staff(self, payload)
         self.chronicle.on_flush = self.staff.confirm
         self.guests = Guests(self.staff.come, lambda *offer: self.places.come(*offer), self._asked)
@@ -127,7 +129,8 @@ class Supervisor:
 
     def complain(self, error: PacelineError) -> None:
         """Tell people about a shortage that training survives."""
-        print(f"paceline: {error}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError, ValueError):  # nobody may read the terminal any more
+            print(f"paceline: {error}", file=sys.stderr, flush=True)
         self.chronicle.write(Note(time=time.time(), text=str(error)))
 
     def kill(self, reason: str) -> None:
@@ -165,7 +168,15 @@ class Supervisor:
         self._decide_all()
 
     def _loop(self) -> None:
-        components = (self.gate, self.guests, self.places, self.staff, self.chronicle, self.verdicts)
+        components = (
+            self.gate,
+            self.guests,
+            self.places,
+            self.staff,
+            self.chronicle,
+            self.verdicts,
+            self.caller,
+        )
         while self.ending is None or not self.ending.over:
             before = time.monotonic()
             due = min(machine.next_deadline(self.state) or float("inf"), *(one.due for one in components))

@@ -6,7 +6,6 @@ Must not know how answers are shown.
 from __future__ import annotations
 
 import select
-import socket
 import time
 from pathlib import Path
 
@@ -44,14 +43,13 @@ def ask(folder: Path, question: Ask, seconds: float = _SECONDS) -> Answer:
 def open_channel(where: tuple[str, int], secret: bytes, tls: Tls | None, seconds: float) -> Channel:
     """A connection to a supervisor, after both sides have proved themselves."""
     try:
-        sock = socket.create_connection(where, timeout=seconds)
+        sock = channel.dial(where, seconds)
     except OSError as error:
         raise RendezvousError(
             f"there is no supervisor at {where[0]}:{where[1]}: {error.strerror or error}",
             remedy="check the address and that the job runs; it listens on loopback unless told otherwise",
         ) from error
     try:
-        channel.tune(sock)
         if tls is not None:
             sock = tls.client().wrap_socket(sock)
         auth.connect(sock, secret, seconds)

@@ -270,7 +270,10 @@ def _look_after(job: TrainJob) -> tuple[Trained, list[str]]:
             progress = Progress()
             stack.callback(progress.close)
             observers = (progress,)
-        running = stack.enter_context(supervised.start(job, observers=observers))
+        try:
+            running = stack.enter_context(supervised.start(job, observers=observers))
+        except UsageError as error:
+            raise _name_part(job, error) from error.__cause__
         stack.enter_context(listening(asked.append))
         told = False
         while not running.wait(_LOOK_SECONDS):
@@ -301,6 +304,9 @@ def _name_part(job: TrainJob, error: UsageError) -> UsageError:
     """The same error; where the job could not be sent, one that names what of it."""
     if not str(error).startswith("argument 1 of "):
         return error
+    if job.config.fault_tolerance.enabled:
+        # Observers stay here.
+        job = dataclasses.replace(job, callbacks=[one for one in job.callbacks if isinstance(one, Modifier)])
     for name, part in [(field.name, getattr(job, field.name)) for field in dataclasses.fields(job)]:
         try:
             os.close(payload.dump(part, reducers=tensor_payload.reducers()))

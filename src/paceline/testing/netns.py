@@ -96,6 +96,19 @@ class Hosts:
     def heal(self, number: int) -> None:
         _ip("-n", self._switch, "link", "set", f"p{number}", "up")
 
+    def drop(self, sender: int, receiver: int) -> None:
+        """One way only: what `sender` sends to `receiver` vanishes, until `undrop`."""
+        # Packets for a station that nobody is: the switch carries them, and no host takes them in.
+        nobody = ("lladdr", "02:00:00:00:00:01", "dev", "eth0", "nud", "permanent")
+        _ip("-n", self.names[sender], "neigh", "replace", self.addresses[receiver], *nobody)
+
+    def undrop(self, sender: int, receiver: int) -> None:
+        _ip("-n", self.names[sender], "neigh", "del", self.addresses[receiver], "dev", "eth0")
+
+    def pids(self, number: int) -> list[int]:
+        """The processes that run on a host."""
+        return [int(pid) for pid in _run("ip", "netns", "pids", self.names[number]).split()]
+
     def sent_bytes(self, number: int) -> int:
         """What the host's interface has put on the wire so far, all headers included."""
         command = (

@@ -71,12 +71,13 @@ class Given:
 @dataclass(frozen=True)
 class LookedAfter:
     """What is different where a supervisor looks after the run: it keeps the journal and the folder, and
-    members come and go. `slot` is this worker's number for people."""
+    members come and go, some of machines that do not see the folder. `slot`: this worker, for people."""
 
     members: Members
     tell: Callable[[events.Event], None]
     slot: int
     tamper: Callable[[Flat], None] | None = None
+    sees_folder: bool = True
 
 
 @final
@@ -112,6 +113,7 @@ class Assembled:
 
     def _build(self, team: Team, given: Given, device: torch.device, stop: StopRequest) -> None:
         config, looked_after = given.config, self._looked_after
+        self._sees_folder = looked_after is None or looked_after.sees_folder
         self._worker_log: WorkerLog | None = None
         self.journal: Journal | None = None
         tell = None if looked_after is None else looked_after.tell
@@ -121,8 +123,9 @@ class Assembled:
             slot, workers = (
                 (team.rank, team.world_size) if looked_after is None else (looked_after.slot, config.workers)
             )
-            self._worker_log = WorkerLog(self.folder.logs, slot, workers)
-            self._closing.callback(self._worker_log.close)
+            if self._sees_folder:
+                self._worker_log = WorkerLog(self.folder.logs, slot, workers)
+                self._closing.callback(self._worker_log.close)
             if looked_after is None:
                 self.journal = Journal(self.folder.journal_file)
                 self._closing.callback(self.journal.close)
@@ -200,8 +203,9 @@ class Assembled:
                 self.team,
                 run=self._mark,
                 patience=self._given.config.timeout,
-                tell=self.recorder.note,
+                tell=self.recorder.note_here,
                 on_saved=self.callbacks.checkpoint,
+                writes=self._sees_folder or not self.store.storage.exclusive,
             )
             self._closing.callback(self.saver.close)
         parts = Parts(
@@ -271,7 +275,7 @@ class Assembled:
         """The team has another group."""
         self.transaction.rebind()
         if self.saver is not None:
-            self.saver.rebind(self._newest() if self.team.is_master else None)
+            self.saver.rebind(self._newest)
 
     def _newest(self) -> tuple[int, int] | None:
         """What the store holds; another rank may have saved it."""
@@ -367,14 +371,14 @@ class Assembled:
     def _resume(self, which: str | int | None, before: int) -> Position:
         if which is None or self.store is None:
             return Position()
-        checkpoint = resuming.choose(self.team.context, self.store, which, before)
-        if checkpoint is None:
+        readers = None if self.saver is None else self.saver.writers
+        found = resuming.fetch(self.team.context, self.store, which, before, readers)
+        if found is None:
             return Position()
-        resuming.check_same_run(checkpoint, self._given.config, self._given.data.size)
-        self._put(checkpoint.state, model_state.from_pairs(checkpoint.tensors(), checkpoint.state["pairs"]))
-        self.parent = checkpoint.version
-        self._mark = checkpoint.manifest.info.run or self._mark
-        return Position(**checkpoint.state["position"])
+        resuming.check_same_run(found, self._given.config, self._given.data.size)
+        self._put(found.state, model_state.from_pairs(found.tensors, found.state["pairs"]))
+        self.parent, self._mark = found.version, found.run or self._mark
+        return Position(**found.state["position"])
 
     def _put(self, saved: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         """A saved state becomes that of model, optimizers and everything else."""

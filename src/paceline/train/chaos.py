@@ -25,6 +25,7 @@ _log = logging.getLogger(__name__)
 _ELSEWHERE = ("slow", "corrupt")  # not done when a phase begins
 _OOM_LIMIT = 64 << 20
 _OOM_PIECE = 1 << 20
+_OOM_SECONDS = 1.5  # in its group before the end, so that whoever looks after the worker has seen it there
 _MUTEX_BYTES = 64  # zeros are an unlocked mutex to Linux's C libraries
 
 
@@ -69,13 +70,14 @@ class Injector:
             if here and fault.kind not in _ELSEWHERE and due.take(step):
                 self._do(fault, phase)
 
-    def slow(self, seconds: float) -> None:
-        """A shard took so long; a straggler takes longer."""
+    def slow(self, seconds: float) -> float:
+        """A shard took so long; a straggler takes longer: by so many seconds."""
         if not self._armed:
-            return
-        extra = sum((due.fault.factor or 1.0) - 1.0 for due in self._due if due.slows(self._step))
+            return 0.0
+        extra = seconds * sum((due.fault.factor or 1.0) - 1.0 for due in self._due if due.slows(self._step))
         if extra > 0.0:
-            time.sleep(extra * seconds)
+            time.sleep(extra)
+        return extra
 
     def corrupt(self, step: int) -> bool:
         """Whether a bit of this worker's gradient is to flip in this step."""
@@ -232,6 +234,7 @@ def run_out_of_memory() -> None:
     )
     try:
         group.enter()
+        time.sleep(_OOM_SECONDS)
         taken = [bytearray(b"x" * _OOM_PIECE) for _ in range(4 * _OOM_LIMIT // _OOM_PIECE)]
     except OSError as error:
         remover.communicate()

@@ -20,13 +20,14 @@ from paceline.comm.context import DistributedContext
 from paceline.comm.cost import Links
 from paceline.comm.rendezvous import alone
 from paceline.core.chaos import Chaos
+from paceline.core.control import address
 from paceline.core.control.auth import Tls
 from paceline.core.control.host import host_identity, host_name
 from paceline.core.control.member_link import Address, MemberLink
 from paceline.core.errors import PacelineError
 from paceline.core.phase_page import PhasePage, page_file
 from paceline.train import run_setup
-from paceline.train.assembly import Assembled, LookedAfter
+from paceline.train.assembly import Assembled, LookedAfter, local_place
 from paceline.train.chaos import Injector
 from paceline.train.ending import conclude, history_of
 from paceline.train.gradients import Flat
@@ -40,6 +41,7 @@ from paceline.train.membership import (
 )
 from paceline.train.phases import Phases
 from paceline.train.run import Run
+from paceline.train.run_folder import RunFolder
 from paceline.train.signals import SUPERVISOR_LOST_EXIT_CODE, StopRequest, listening
 from paceline.train.state import quick_hash
 from paceline.train.worker import Built, Trained, TrainJob, build, new_team, trained, walk
@@ -85,7 +87,7 @@ def train_member(job: TrainJob, place: Place) -> Trained:
             attempt=place.attempt,
             mute=lambda seconds: link.mute(seconds),
         )
-        phases = Phases(injector.at, _page(job, place.member, stack))
+        phases = Phases(injector.at, _page(job, place, stack))
         seat = Seat(
             member=place.member,
             slot=place.slot,
@@ -105,12 +107,16 @@ def train_member(job: TrainJob, place: Place) -> Trained:
             membership.hear,
             tls=place.tls,
             lookup=place.lookup,
+            unheard=membership.unheard,
         )
         stack.enter_context(listening(membership.leave, to_the_end=True))
         stack.enter_context(run_setup.prepared(config))
         started = time.perf_counter()
         built = build(job, stack, place.slot)
-        looked_after = LookedAfter(membership, membership.tell, place.slot, _tamper(injector, phases))
+        sees, tamper = _sees_folder(job, place), _tamper(injector, phases)
+        if not sees:
+            _log.info("this machine does not see %s: others write the checkpoints", job.folder)
+        looked_after = LookedAfter(membership, membership.tell, place.slot, tamper, sees)
         assembled = Assembled(team, built.given, built.device, stop, looked_after=looked_after, phases=phases)
         stack.push(assembled)
         run = assembled.run(built.evaluation(team))
@@ -165,11 +171,26 @@ def _save_alone(membership: Membership, run: Run, assembled: Assembled, why: str
         _log.error("the state could not be saved: %s", error)
 
 
-def _page(job: TrainJob, member: int, stack: ExitStack) -> PhasePage | None:
-    if job.folder is None:
-        return None
+def _sees_folder(job: TrainJob, place: Place) -> bool:
+    """Whether the run's folder is here, and its checkpoints where they are kept elsewhere: on the supervisor's
+    machine always, on others if what supervisor and caller wrote there is."""
+    if place.lookup is not None or job.folder is None:
+        return True
+    folder = RunFolder(job.folder)
+    elsewhere = local_place(folder, job.config)
     try:
-        page = PhasePage(page_file(job.folder, member))
+        if address.read_secret(folder.path) != place.secret:
+            return False
+        return elsewhere is None or (elsewhere / ".run").read_text() == folder.lock_file.read_text()
+    except (OSError, PacelineError):
+        return False
+
+
+def _page(job: TrainJob, place: Place, stack: ExitStack) -> PhasePage | None:
+    if job.folder is None or place.lookup is None:
+        return None  # only the supervisor's own machine shares memory with it
+    try:
+        page = PhasePage(page_file(job.folder, place.member))
     except OSError as error:
         # A full disk: heartbeats say the same, a little later.
         _log.warning("the phase of this worker is not kept: %s", error.strerror)

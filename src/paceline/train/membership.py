@@ -26,7 +26,6 @@ from paceline.comm.waiting import waiting_for
 from paceline.core import events
 from paceline.core.control.messages import (
     Beat,
-    Broken,
     Claimed,
     Dismissed,
     Done,
@@ -42,7 +41,7 @@ from paceline.core.control.messages import (
     Told,
     View,
 )
-from paceline.core.errors import CorruptDataError, GroupInterruptedError, PacelineError
+from paceline.core.errors import GroupInterruptedError, PacelineError, RendezvousError
 from paceline.train import phases as phase_names
 from paceline.train.chaos import Injector
 from paceline.train.claims import Claims
@@ -53,6 +52,7 @@ from paceline.train.run import Run
 from paceline.train.run_parts import GROUP_TROUBLE
 from paceline.train.signals import StopRequest
 from paceline.train.team import Team
+from paceline.train.trouble import broken
 
 if TYPE_CHECKING:
     from paceline.core.control.member_link import MemberLink
@@ -113,6 +113,7 @@ class Membership:
         self._first = True  # no view was installed yet
         self._has_state = False
         self._view: View | None = None
+        self._invited: View | None = None  # the view that was accepted last, installed or not
         self._lock = threading.Lock()
         self._asked: Prepare | None = None  # and not carried out yet
         self._cancelled = threading.Event()
@@ -182,6 +183,15 @@ class Membership:
             with self._lock:
                 self._interrupt(message.reason)
 
+    def unheard(self) -> None:
+        """The supervisor is not there. Who waits for others for as long as it is away is cut off from them
+        too, and nobody else will end that wait."""
+        phase, seconds = self._phases.now
+        link, patience = self.link, self.seat.patience
+        if link is not None and min(link.away, seconds) > patience and self._waits_for(phase):
+            with self._lock:
+                self._interrupt("the supervisor stayed away")
+
     def _interrupt(self, reason: str) -> None:
         self._cancelled.set()
         if not self._opening:
@@ -238,8 +248,7 @@ class Membership:
             yield spare
 
     def shard_done(self, step: int, shard: int, seconds: float) -> None:
-        self._injector.slow(seconds)
-        self._shard_seconds = _mean(self._shard_seconds, seconds)
+        self._shard_seconds = _mean(self._shard_seconds, seconds + self._injector.slow(seconds))
         if self._team.backup:
             self._claims.add(step, shard)
             self._link().send(ShardDone(generation=self._team.generation, step=step, shard=shard))
@@ -257,7 +266,8 @@ class Membership:
             try:
                 self._meet(run, trouble)
                 return
-            except GROUP_TROUBLE as again:
+            except (*GROUP_TROUBLE, RendezvousError) as again:
+                # Also where the view could not be opened: whoever made its memory is gone, say.
                 trouble = again
 
     def finish(self, run: Run, digest: str) -> bool:
@@ -302,6 +312,8 @@ class Membership:
         assembled = self._assembled
         assert assembled is not None
         self._phases.enter(phase_names.WAIT)
+        # While it is still clear who tells them: numbers of steps that were on their way from a device.
+        assembled.recorder.flush()
         old = self._team.context
         old.close(error=trouble if trouble is not None else GroupInterruptedError("the group changes"))
         view = self._next_view(run, trouble)
@@ -329,7 +341,8 @@ class Membership:
         self._has_state, self._first = True, False
         self._committed_at = time.monotonic()
         self._link().send(Installed(generation=view.generation))
-        if had_state and context.is_master and not view.restore:
+        # Told by whoever has the state: the first rank may have just come, and knows nothing of these steps.
+        if had_state and not view.restore and rank == (view.source if view.behind else 0):
             for event in assembled.recorder.events_after(view.journaled):
                 self.tell(event)
 
@@ -345,12 +358,8 @@ class Membership:
     def _next_view(self, run: Run, trouble: BaseException | None) -> View:
         link = self._link()
         self._receipts.send(self.link)
-        if trouble is not None and self._asked is None and self._view is not None:
-            accused: tuple[int, ...] = ()
-            if isinstance(trouble, CorruptDataError) and trouble.rank >= 0:
-                accused = (self._view.members[trouble.rank],)
-            reason = str(trouble).splitlines()[0]
-            link.send(Broken(generation=self._view.generation, reason=reason, accused=accused))
+        if trouble is not None and self._asked is None and self._invited is not None:
+            link.send(broken(self._invited, trouble))
         while True:
             message = link.receive(_LOOK_SECONDS)
             if message is None:
@@ -382,7 +391,7 @@ class Membership:
         with self._lock:
             if self._asked is not None and self._asked.generation > view.generation:
                 return False
-            self._asked, self._opening = None, True
+            self._asked, self._opening, self._invited = None, True, view
             self._cancelled.clear()
         return True
 
@@ -408,11 +417,7 @@ class Membership:
 
     def _waits_for(self, phase: str) -> tuple[int, ...]:
         view = self._view
-        if view is None or phase not in (
-            phase_names.COLLECTIVE,
-            phase_names.EVALUATION,
-            phase_names.CHECKPOINT,
-        ):
+        if view is None or phase not in phase_names.TOGETHER:
             return ()
         with contextlib.suppress(IndexError):  # the view may have changed since
             return tuple(view.members[rank] for rank in waiting_for(self._team.context))

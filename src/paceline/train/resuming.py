@@ -6,15 +6,18 @@ Must not know how state is put back.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.checkpoint.manifest import DamagedCheckpointError
 from paceline.checkpoint.reading import Checkpoint
 from paceline.checkpoint.store import CheckpointStore
 from paceline.comm.context import DistributedContext
+from paceline.comm.handover import receive_state, send_state
 from paceline.core import journal
 from paceline.core.errors import ConfigError, UnavailableError, UsageError
 from paceline.core.events import StepCommitted
@@ -46,22 +49,49 @@ def check_alike(
         )
 
 
-def choose(
-    context: DistributedContext, store: CheckpointStore, which: str | int, before: int = -1
-) -> Checkpoint | None:
-    """The version to go on from: the first rank looks for it, the others open the same one. `before` >= 0:
-    the newest of at most that step."""
-    found: Checkpoint | None = None
-    if context.is_master:
-        if before >= 0:
-            early = [manifest.version for manifest in store.manifests() if manifest.info.step <= before]
-            found = _first_good(store, reversed(early))
-        else:
-            found = store.newest_good() if which == "auto" else store.open(which)
-    version = context.broadcast(None if found is None else found.version)
-    if version is None or found is not None:
-        return found
-    return store.open(int(version))
+@dataclass(frozen=True)
+class Saved:
+    """A version as it goes into a run; `run` is the mark of the run that wrote it."""
+
+    version: int
+    run: str
+    state: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+
+def fetch(
+    context: DistributedContext,
+    store: CheckpointStore,
+    which: str | int,
+    before: int = -1,
+    readers: Sequence[int] | None = None,
+) -> Saved | None:
+    """The version to go on from: the first of `readers` looks for it, the others open the same one, and who
+    does not see the place gets it from the first. `before` >= 0: the newest of at most that step."""
+    readers = range(context.world_size) if readers is None else readers
+    first = readers[0] if readers else 0
+    found = _find(store, which, before) if readers and context.rank == first else None
+    version = context.broadcast(None if found is None else found.version, first)
+    if version is None:
+        return None
+    others = [rank for rank in range(context.world_size) if rank not in readers]
+    if context.rank in others:
+        tensors, state = receive_state(context, first)
+        return Saved(int(version), state["run"], state["state"], tensors)
+    checkpoint = store.open(int(version)) if found is None else found
+    saved = Saved(
+        checkpoint.version, checkpoint.manifest.info.run, checkpoint.state, dict(checkpoint.tensors())
+    )
+    if context.rank == first:
+        send_state(context, others, saved.tensors, {"run": saved.run, "state": saved.state})
+    return saved
+
+
+def _find(store: CheckpointStore, which: str | int, before: int) -> Checkpoint | None:
+    if before < 0:
+        return store.newest_good() if which == "auto" else store.open(which)
+    early = [manifest.version for manifest in store.manifests() if manifest.info.step <= before]
+    return _first_good(store, reversed(early))
 
 
 def _first_good(store: CheckpointStore, versions: Iterable[int]) -> Checkpoint | None:
@@ -73,9 +103,9 @@ def _first_good(store: CheckpointStore, versions: Iterable[int]) -> Checkpoint |
     return None
 
 
-def check_same_run(checkpoint: Checkpoint, config: TrainConfig, samples: int | None) -> None:
+def check_same_run(found: Saved, config: TrainConfig, samples: int | None) -> None:
     """A checkpoint of another format, of other settings or of other data is refused, with the difference."""
-    saved, version = checkpoint.state, checkpoint.version
+    saved, version = found.state, found.version
     if saved.get("format") != FORMAT:
         raise UnavailableError(
             f"version {version} has format {saved.get('format')}, and not {FORMAT}",

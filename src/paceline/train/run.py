@@ -173,6 +173,7 @@ class Run:
                         "and no backward came back",
                         remedy="call run.backward(loss) exactly once for every micro-batch",
                     )
+                phases.enter(DATA)  # the next batch is fetched
             transaction.finish_shard(shard)
             if parts.members is not None:
                 parts.members.shard_done(phases.step, shard, time.perf_counter() - started)

@@ -6,7 +6,8 @@
 
 At most one version is under way. When the next is due before, training waits for it: that is the
 back-pressure. A version that cannot be written is reported and given up; training goes on, older versions
-stay. Must not know what the state is made of.
+stay. Ranks of machines that do not see the place write nothing: the others write all, and the first of them
+commits. Must not know what the state is made of.
 """
 
 from __future__ import annotations
@@ -62,9 +63,12 @@ class Saver:
         patience: float | None,
         tell: Tell,
         on_saved: Callable[[SavedCheckpoint], None],
+        writes: bool = True,
     ) -> None:
         self._config = config
         self._team = team
+        self._writes = writes  # this process sees the place
+        self.writers = tuple(range(team.world_size)) if writes else ()
         self._run = run  # the mark of the run in its versions
         self._patience = patience or _PATIENCE_SECONDS
         self._gave_up = False
@@ -115,7 +119,7 @@ class Saver:
 
     def prepare(self, contents: Contents) -> None:
         """Gets the memory for copies in advance, so that the first save stalls no longer than the others."""
-        if self._version is not None or self._committing is not None:
+        if self._version is not None or self._committing is not None or not self._writes:
             return  # a run that goes on from the end of an epoch begins with a save
         try:
             self._writer.prepare(contents.tensors, own=contents.own)
@@ -129,10 +133,10 @@ class Saver:
         self._check_metric(metrics)
         self.finish()
         self.again = False
-        reserved: list[Any] = [None, ""]
-        if self._team.is_master:
+        reserved: list[Any] = [None, f"no worker is left that sees {self._writer.store.url}"]
+        if self._commits:
             reserved = self._reserve()
-        version, trouble = self._team.context.broadcast(reserved)
+        version, trouble = self._team.context.broadcast(reserved, self._first)
         if version is None:
             self._failed(-1, position.step, trouble)
             return
@@ -146,9 +150,13 @@ class Saver:
             metrics=metrics,
             run=self._run,
         )
-        state = contents.state if self._team.is_master else None
+        state = contents.state if self._commits else None
+        own = self._with_others(contents.own)
         try:
-            self._writer.save(version, contents.tensors, state, own=contents.own)
+            if self._writes:
+                self._writer.save(version, contents.tensors, state, own=own)
+            else:
+                self._mine = Finished(version)
         except PacelineError as error:
             # No memory for the copy, or something that no file can hold: this rank's part has failed.
             self._mine = Finished(version, error=error)
@@ -172,7 +180,8 @@ class Saver:
         assert version is not None
         assert mine is not None
         told = self._team.context.gather(
-            [[record.to_plain() for record in mine.records], None if mine.error is None else str(mine.error)]
+            [[record.to_plain() for record in mine.records], None if mine.error is None else str(mine.error)],
+            self._first,
         )
         self._version, self._mine = None, None
         if told is None:
@@ -197,25 +206,29 @@ class Saver:
             self.settle(sum(done for done, _ in told), sum(bad for _, bad in told))
         self._poll_commit(wait=True)
 
-    def rebind(self, newest: tuple[int, int] | None) -> None:
+    def rebind(self, look: Callable[[], tuple[int, int] | None]) -> None:
         """The team has another group: what was under way is given up and saved again at the next step.
 
-        `newest` is what the store knows on a rank that is the first from now on: version and step. A commit
+        `look` tells what the store knows, version and step, to the rank that commits from now on. A commit
         that is under way needs nobody else and goes on.
         """
         if self._version is not None:
             self.again = True
             self.saved_step = -1
-            if self._team.is_master:
+            if self._commits:
                 _log.info("version %d is given up, because the group changed", self._version)
+        self._version, self._mine = None, None
+        told = self._team.context.all_gather(self._writes)
+        self.writers = tuple(rank for rank, writes in enumerate(told) if writes)
+        newest = look() if self._commits else None
         if newest is not None and (self.newest is None or newest[0] > self.newest):
             self.newest, self.newest_step = newest
-        self._version, self._mine = None, None
         if self._writer.busy and self._committing is None:
             # A part that nobody will ask for: it ends by itself, beside the new writer.
             self._left_behind.append(self._writer)
             self._writer = BackgroundWriter(self._writer.store)
-        self._writer.rank, self._writer.world = self._team.rank, self._team.world_size
+        if self._writes:
+            self._writer.rank, self._writer.world = self.writers.index(self._team.rank), len(self.writers)
         for writer in [writer for writer in self._left_behind if writer.poll() is not None]:
             self._left_behind.remove(writer)
             writer.close()
@@ -242,6 +255,24 @@ class Saver:
         for writer in self._left_behind:
             writer.close(0.0)
         self._writer.close(0.0 if self._gave_up else self._patience)
+
+    @property
+    def _first(self) -> int:
+        """The rank that commits, and speaks for all."""
+        return self.writers[0] if self.writers else 0
+
+    @property
+    def _commits(self) -> bool:
+        return self._writes and self._team.rank == self._first
+
+    def _with_others(self, own: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """What only this rank has; on the first also what only ranks have that do not write."""
+        if len(self.writers) == self._team.world_size:
+            return own
+        told = self._team.context.gather({} if self._writes else dict(own), self._first)
+        if told is None:
+            return own
+        return {**own, **{name: tensor for theirs in told for name, tensor in theirs.items()}}
 
     def _has(self, step: int) -> bool:
         return self.newest is not None and self.newest_step == step
@@ -309,7 +340,7 @@ class Saver:
 
     def _failed(self, version: int, step: int, reason: str) -> None:
         self._failure = (step, reason)
-        if not self._team.is_master:
+        if self._team.rank != self._first:
             return
         _log.error(
             "checkpoint of step %d could not be written, training goes on with the older ones: %s",

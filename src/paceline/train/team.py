@@ -6,7 +6,7 @@ time instead of keeping a context. Must not know why the group changes, nor what
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
 from paceline.comm.context import DistributedContext
@@ -18,10 +18,18 @@ Blocks = tuple[tuple[int, ...], ...]
 
 @final
 class Team:
-    """`shards` is None where each rank is a shard (mode="fast")."""
+    """`shards` is None where each rank is a shard (mode="fast"). `announce` is called with every context."""
 
-    def __init__(self, context: DistributedContext, shards: int | None, *, lasting: bool = True) -> None:
+    def __init__(
+        self,
+        context: DistributedContext,
+        shards: int | None,
+        *,
+        lasting: bool = True,
+        announce: Callable[[DistributedContext], None] | None = None,
+    ) -> None:
         self.context = context
+        self._announce = announce
         self.fixed_shards = shards
         self.lasting = lasting  # False: members come and go, so what they hold must survive a failed exchange
         self.generation = 0
@@ -45,6 +53,8 @@ class Team:
             blocks = deal(self.shards, context.world_size)
         self.blocks = tuple(tuple(block) for block in blocks)
         self.holdings = Holdings(self.shards, self.blocks)
+        if self._announce is not None:
+            self._announce(context)
 
     @property
     def shards(self) -> int:

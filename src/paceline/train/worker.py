@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.aggregate.strategy import Aggregation
+from paceline.comm import default_group
 from paceline.comm.context import DistributedContext
 from paceline.data.sources import as_source
 from paceline.train import evaluation, run_setup
@@ -107,7 +108,9 @@ def build(job: TrainJob, stack: ExitStack, number: int, observers: Sequence[Obse
 
 def new_team(context: DistributedContext, config: TrainConfig, *, lasting: bool = True) -> Team:
     shards = config.shards or config.workers if config.mode == "exact" else None
-    return Team(context, shards, lasting=lasting)
+    # A group that lasts is the process's own already. User code asks for its rank wherever it runs.
+    announce = None if lasting else default_group.offer
+    return Team(context, shards, lasting=lasting, announce=announce)
 
 
 def walk(run: Run, built: Built, assembled: Assembled) -> None:

@@ -89,7 +89,10 @@ class Watch:
         if error is not None and not self._too_early(error, peers, now):
             # A peer may have done its part and left since the caller last checked: it checks once more.
             if self._doubted or now >= self._deadline:
-                raise error
+                try:
+                    raise error
+                finally:
+                    del error  # or it and this frame, with all that it knows, would hold each other
             self._doubted = True
             return False
         self._doubted = False
@@ -119,5 +122,6 @@ class Watch:
         ):
             time.sleep(LOOK_SECONDS)
             peers = self._outlook.peers()
-        error = judge(self._outlook.rank, peers, stable=False)
-        raise error if error is not None else disagreement(self._outlook.rank, peers, headline)
+        raise judge(self._outlook.rank, peers, stable=False) or disagreement(
+            self._outlook.rank, peers, headline
+        )

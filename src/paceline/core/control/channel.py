@@ -161,6 +161,20 @@ def _parse(body: bytes | bytearray) -> tuple[int, Message]:
     raise WireError("not a message of the control connection")
 
 
+def dial(address: tuple[str, int], seconds: float) -> socket.socket:
+    """A connection to somebody else. Where nobody listens at a port of this machine, one that is dialed again
+    and again is at last given to the dialing socket itself, which then holds the port and answers itself."""
+    sock = socket.create_connection(address, timeout=seconds)
+    try:
+        if sock.getsockname() == sock.getpeername():
+            raise ConnectionRefusedError("nobody listens there")
+        tune(sock)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
 def tune(sock: socket.socket) -> None:
     """Small messages at once; a machine that vanished is noticed though it never says so."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -44,6 +44,7 @@ class MemberLink:
     beat     asked at each heartbeat, in the link's thread
     urgent   called in the link's thread with each message as it arrives, before `receive` gives it out
     lookup   asked before each reconnect: where the supervisor is now; None: where it was
+    unheard  called in the link's thread after each attempt that found no supervisor
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class MemberLink:
         *,
         tls: Tls | None = None,
         lookup: Callable[[], Address | None] | None = None,
+        unheard: Callable[[], None] = lambda: None,
     ) -> None:
         self._address = address
         self._secret = secret
@@ -64,6 +66,7 @@ class MemberLink:
         self._urgent = urgent
         self._tls = tls.client() if tls is not None else None
         self._lookup = lookup
+        self._unheard = unheard
         self._lock = threading.Lock()
         self._channel: Channel | None = None
         self._dialing: socket.socket | None = None
@@ -173,6 +176,7 @@ class MemberLink:
                 opened = self._connect()
             except (OSError, PacelineError) as error:
                 self._trouble = str(error) or type(error).__name__
+                self._unheard()
                 self._wait(_PAUSES[min(failures, len(_PAUSES) - 1)])
                 failures += 1
                 self._find_again()
@@ -181,11 +185,10 @@ class MemberLink:
             self._serve(opened)
 
     def _connect(self) -> Channel:
-        sock = socket.create_connection(self._address, timeout=_CONNECT_SECONDS)
+        sock = channel.dial(self._address, _CONNECT_SECONDS)
         with self._lock:
             self._dialing = sock
         try:
-            channel.tune(sock)
             if self._tls is not None:
                 sock = self._tls.wrap_socket(sock)
                 with self._lock:

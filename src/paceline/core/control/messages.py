@@ -361,20 +361,22 @@ class Piece(Message):
 @_register
 @dataclass(frozen=True, kw_only=True)
 class Start(Message):
-    """To an agent: start worker `member` for `slot`."""
+    """To an agent: start worker `member` for `slot`; `attempt` counts the slot's workers from 1."""
 
     member: int
     slot: int
+    attempt: int = 1
 
 
 @final
 @_register
 @dataclass(frozen=True, kw_only=True)
 class End(Message):
-    """To an agent: kill worker `member`; -1: all of them, and leave."""
+    """To an agent: kill worker `member`; -1: all of them, and leave, with this exit code."""
 
     member: int
     reason: str
+    code: int = 0
 
 
 @final

@@ -1,12 +1,14 @@
 """The supervisor's side of its caller: hears what it wants, and leaves with it what a successor needs.
 
-When the caller is gone, the job is asked to save and end. Must not know what the caller is.
+When the caller is gone, the job is asked to save and end; what has not ended after a while is killed: nobody
+would ever miss it. Must not know what the caller is.
 """
 
 from __future__ import annotations
 
 import selectors
 import socket
+import time
 from collections import deque
 from typing import TYPE_CHECKING, final
 
@@ -21,9 +23,16 @@ if TYPE_CHECKING:
 
 @final
 class Caller:
-    """`kept`: pid and descriptors of workers that an earlier supervisor left, by member."""
+    """`kept`: pid and descriptors of workers that an earlier supervisor left, by member. `patience`: seconds
+    that the job has to end by itself once the caller is gone; `due` is when they are over."""
 
-    def __init__(self, sock: socket.socket, selector: selectors.BaseSelector, supervisor: Supervisor) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        selector: selectors.BaseSelector,
+        supervisor: Supervisor,
+        patience: float,
+    ) -> None:
         sock.setblocking(False)
         self._socket = sock
         self._selector = selector
@@ -31,6 +40,8 @@ class Caller:
         self._waiting: deque[tuple[str, tuple[int, ...], dict[str, Plain]]] = deque()
         self.kept: dict[int, tuple[int, tuple[int, ...]]] = {}
         self.gone = False
+        self.due = float("inf")
+        self._patience = patience
         selector.register(sock, selectors.EVENT_READ, self._ready)
 
     def say(self, kind: str, descriptors: tuple[int, ...] = (), **fields: Plain) -> None:
@@ -39,6 +50,12 @@ class Caller:
             return
         self._waiting.append((kind, descriptors, fields))
         self._flush()
+
+    def tick(self, now: float) -> None:
+        """The caller has been gone for long enough."""
+        if now >= self.due:
+            self.due = float("inf")
+            self._supervisor.kill(f"the calling process is gone, and {self._patience:g} s were not enough")
 
     def keep(self, member: int, worker: Worker) -> None:
         """Leave a worker's descriptors with the caller."""
@@ -98,7 +115,10 @@ class Caller:
                 self._supervisor.kill(str(fields["reason"]))
 
     def _lose(self) -> None:
+        if self.gone:
+            return
         self.gone = True
+        self.due = time.monotonic() + self._patience
         self._waiting.clear()
         if self._socket.gettimeout() == 0.0:
             self._selector.unregister(self._socket)

@@ -34,6 +34,7 @@ from paceline.core.journal import Journal
 RECEIPT_SECONDS: Final = 5.0
 RETRY_SECONDS: Final = 1.0
 _TAIL_BYTES: Final = 1 << 20
+_EARLY: Final = 64
 _REMEMBERED: Final = 4096
 
 
@@ -63,6 +64,7 @@ class Chronicle:
         self._receipts: dict[int, _Receipts] = {}
         self._flush_at = float("inf")
         self._received: dict[tuple[int, int], int] = {}
+        self._early: dict[int, dict[str, Any]] = {}  # steps that were told before the ones before them
         self._seen: set[int] = set()
         self._seen_order: deque[int] = deque()
         self._hashed: set[tuple[int, int, int, str]] = set()
@@ -102,9 +104,27 @@ class Chronicle:
                 continue
             self._remember(mark)
             data = _parsed(line)
-            if data is not None and self._is_news(data):
-                # As it is: there is one for each step, and nothing but its name and step matters here.
-                self.write(UnknownEvent(time=data.pop("time"), name=data.pop("type"), data=data))
+            if data is None:
+                continue
+            if data["type"] == StepCommitted.type and data.get("step", 0) > self.journaled + 1:
+                # The member that told the steps before is another one now, and its words are on their way.
+                self._early[data["step"]] = data
+                if len(self._early) > _EARLY:
+                    self._write_early()
+                continue
+            self._write_news(data)
+            while self.journaled + 1 in self._early:
+                self._write_news(self._early.pop(self.journaled + 1))
+
+    def _write_news(self, data: dict[str, Any]) -> None:
+        if self._is_news(data):
+            # As it is: there is one for each step, and nothing but its name and step matters here.
+            self.write(UnknownEvent(time=data.pop("time"), name=data.pop("type"), data=data))
+
+    def _write_early(self) -> None:
+        """Nobody will tell what lies between."""
+        for step in sorted(self._early):
+            self._write_news(self._early.pop(step))
 
     def receive(self, rank: int, pid: int, receipt: Receipt) -> None:
         """A member's receipt: steps it committed and what it computed of them."""
@@ -136,8 +156,10 @@ class Chronicle:
         """Whether receipts of this process are not written yet."""
         return pid in self._receipts
 
-    def flush(self, pid: int | None = None) -> None:
-        """Write receipts that were held back: of one process, or of all."""
+    def flush(self, pid: int | None = None, *, over: bool = False) -> None:
+        """Write receipts that were held back: of one process, or of all; `over`: nobody tells any more."""
+        if over:
+            self._write_early()
         for each in [pid] if pid is not None else list(self._receipts):
             held = self._receipts.pop(each, None)
             if held is not None:

@@ -11,7 +11,8 @@ import time
 from typing import TYPE_CHECKING, Any, Final, final
 
 from paceline.core.control import address
-from paceline.elastic.model import EndJob
+from paceline.elastic.model import HOME, EndJob
+from paceline.elastic.shell.seats import Seat
 
 if TYPE_CHECKING:
     from paceline.elastic.supervisor import Supervisor
@@ -45,7 +46,8 @@ class Ending:
     def tick(self, now: float) -> None:
         """See who is left."""
         staff = self._supervisor.staff
-        if staff.seats and now >= self._limit:
+        waited_for = any(not _is_out_of_reach(seat) for seat in staff.seats.values())
+        if waited_for and now >= self._limit:
             if self._killed:
                 # Not even SIGKILL ends them: they wait for the kernel. The fork server will.
                 self._finish()
@@ -54,14 +56,14 @@ class Ending:
             self._limit = now + _KILL_SECONDS
             for seat in list(staff.seats.values()):
                 staff.kill(seat, "the job is over")
-        if not staff.seats:
+        if not waited_for:
             self._finish()
 
     def _finish(self) -> None:
         supervisor, end = self._supervisor, self._end
         staff = supervisor.staff
         supervisor.places.close(end.reason)
-        supervisor.chronicle.flush()
+        supervisor.chronicle.flush(over=True)
         files: list[int] = []
         result = self._place_result(files) if end.ok else None
         failure = None
@@ -95,3 +97,8 @@ class Ending:
                 files += staff.deaths.results[member][:1]
                 return len(files) - 1
         return None
+
+
+def _is_out_of_reach(seat: Seat) -> bool:
+    """On another machine, and cut off or not there yet: its agent ends it, now or when it hears of the end."""
+    return seat.place != HOME and (seat.expelled or seat.hello is None)

@@ -12,6 +12,7 @@ import resource
 import selectors
 import socket
 import ssl
+import time
 from collections.abc import Callable
 from typing import Final, final
 
@@ -25,19 +26,25 @@ STRANGER_SECONDS: Final = 3.0
 _PAUSE_SECONDS: Final = 0.5
 _ACCEPTS_PER_TURN: Final = 64
 _BACKLOG: Final = 1024
+RETURN_SECONDS: Final = 5.0
+_AGAIN_SECONDS: Final = 0.05
 
 
-def listen(host: str, port: int, preferred: int = 0) -> socket.socket:
-    """A listening socket; `preferred` is the port of a supervisor that was here before, if it is free."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    for wanted in [preferred, port] if preferred else [port]:
+def listen(host: str, port: int, preferred: int = 0, seconds: float = RETURN_SECONDS) -> socket.socket:
+    """A listening socket; `preferred` is the port of a supervisor that was here before: where other machines
+    look for it, so it is tried for so many seconds."""
+    until = time.monotonic() + seconds
+    while preferred:
         try:
-            listener = socket.create_server((host, wanted), family=family, backlog=_BACKLOG)
+            return _listener(host, preferred)
         except OSError as error:
-            trouble = error
-            continue
-        listener.setblocking(False)
-        return listener
+            if error.errno != errno.EADDRINUSE or time.monotonic() >= until:
+                break
+        time.sleep(_AGAIN_SECONDS)
+    try:
+        return _listener(host, port)
+    except OSError as error:
+        trouble = error
     if isinstance(trouble, socket.gaierror) or trouble.errno == errno.EADDRNOTAVAIL:
         raise UsageError(
             f"the control port cannot listen at {host}: {trouble.strerror}",
@@ -49,6 +56,13 @@ def listen(host: str, port: int, preferred: int = 0) -> socket.socket:
         remedy="wait until closed connections are forgotten, choose another port, or widen the range: "
         "sysctl net.ipv4.ip_local_port_range",
     ) from trouble
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    listener.setblocking(False)
+    return listener
 
 
 def too_many_files() -> ResourceError:
@@ -145,6 +159,8 @@ class Gate:
         self._hear(stranger)
 
     def _hear(self, stranger: _Stranger) -> None:
+        if self._strangers.get(stranger.sock.fileno()) is not stranger:
+            return  # dropped in the same turn, to make room for another
         try:
             through = stranger.go_on()
         except (BlockingIOError, InterruptedError, ssl.SSLWantReadError):

@@ -104,17 +104,28 @@ class Places:
         for place in [place for place in self._places.values() if place.gone_at <= now]:
             self._leave(place, f"the agent on {place.offer.hostname} is gone")
 
-    def start(self, place: int, member: int, slot: int) -> bool:
+    def start(self, place: int, member: int, slot: int, attempt: int) -> bool:
         """Ask for a worker there; False where there is no such machine."""
-        return self._say(place, Start(member=member, slot=slot))
+        return self._say(place, Start(member=member, slot=slot, attempt=attempt))
 
     def end(self, place: int, member: int, reason: str) -> None:
-        """Have a worker killed there; -1: all, and the agent leaves."""
+        """Have a worker killed there."""
         self._say(place, End(member=member, reason=reason))
+
+    def is_away(self, place: int) -> bool:
+        """Whether the connection of its agent is closed."""
+        held = self._places.get(place)
+        return held is None or held.connection is None
+
+    def give_up(self, place: int, reason: str) -> None:
+        """Do not wait for this agent any longer; should it come back, it comes as a new one."""
+        held = self._places.get(place)
+        if held is not None and held.connection is None:
+            self._leave(held, reason)
 
     def expel(self, place: int, reason: str) -> None:
         """This machine is not wanted."""
-        self.end(place, -1, reason)
+        self._say(place, End(member=-1, reason=reason, code=1))
         held = self._places.get(place)
         if held is not None:
             if held.connection is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import selectors
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, final
 
@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 # A link tries again after 0.02 s; a process whose connection stays closed for longer is cut off or hangs.
 RECONNECT_SECONDS: Final = 1.0
 _EXIT_SECONDS: Final = 0.5
-_NOTE_SECONDS: Final = 5.0
+# A worker may be moved to another memory group at any time. So many are looked at in one turn, which takes a
+# millisecond; the others follow in the next.
+_NOTE_SECONDS: Final = 1.0
+_NOTED_AT_ONCE: Final = 32
 _FORMER: Final = 512
 PATIENCE_SECONDS: Final = 60.0
 
@@ -46,6 +49,7 @@ class Staff:
         self._payload = payload
         self.deaths = Deaths()
         self._next_note = time.monotonic() + _NOTE_SECONDS
+        self._to_note: deque[int] = deque()
         self.seats: dict[int, Seat] = {}
         self.former: dict[int, Seat] = {}
         recalled = supervisor.recalled
@@ -81,19 +85,25 @@ class Staff:
                 self._stayed_away(seat, now)
         if now >= self._next_note:
             self._next_note = now + _NOTE_SECONDS
-            for seat in self.seats.values():
-                if seat.worker is not None and seat.worker.pid:
-                    self.deaths.note(seat.worker.pid)
+            self._note_memory_groups()
+
+    def _note_memory_groups(self) -> None:
+        if not self._to_note:
+            self._to_note.extend(self.seats)
+        for _ in range(min(_NOTED_AT_ONCE, len(self._to_note))):
+            seat = self.seats.get(self._to_note.popleft())
+            if seat is not None and seat.worker is not None and seat.worker.pid:
+                self.deaths.note(seat.worker.pid)
 
     def start(self, member: int, slot: int, place: int) -> None:
         """Start a worker, here or on another machine."""
         seat = Seat(member, slot, place)
         self.seats[member] = seat
+        self._starts[slot] += 1
         if place != HOME:
-            if not self._supervisor.places.start(place, member, slot):
+            if not self._supervisor.places.start(place, member, slot, self._starts[slot]):
                 self._end(seat, Lost(member, "preempted", "its machine is gone"))
             return
-        self._starts[slot] += 1
         options: dict[str, Any] = {**self._spec.options, **self._worker_options(member, slot)}
         order = dataclasses.replace(
             self._order,
@@ -115,6 +125,7 @@ class Staff:
         for member, (slot, place) in members.items():
             seat = Seat(member, slot, place)
             self.seats[member] = seat
+            self._starts[slot] += 1
             kept = self._supervisor.caller.kept.pop(member, None)
             if kept is not None:
                 seat.worker = Worker.adopt(*kept)
@@ -258,6 +269,9 @@ class Staff:
             return
         seat.cut_at = None
         why = f"its connection closed ({seat.cut_why}) and stayed closed for {RECONNECT_SECONDS:g} s"
+        if seat.place != HOME and self._supervisor.places.is_away(seat.place):
+            self._supervisor.places.give_up(seat.place, "the connections of its agent and workers closed")
+            return
         self._supervisor.feed(Lost(seat.member, "silent", why))
 
     def _cut_limit(self, seat: Seat) -> float:

@@ -59,6 +59,8 @@ class Verdicts:
     def open(self, note: NoteVerdict, seat: Seat, now: float) -> None:
         """Begin a verdict: ask the worker where it is."""
         state = kernel_state(seat.pid) if seat.worker is not None else ""
+        # Now: one that was stopped goes on for a moment, to say where it was.
+        note = dataclasses.replace(note, phase=self._phase(note, seat))
         case = _Open(note, seat, now + STACK_SECONDS, state)
         if seat.worker is None or seat.worker.has_ended:
             case.limit = now
@@ -105,7 +107,7 @@ class Verdicts:
             # It knew better than its last heartbeat.
             note = dataclasses.replace(note, phase=seat.raised.phase)
         else:
-            note = dataclasses.replace(note, phase=self._phase(note.member, seat, note.phase))
+            note = dataclasses.replace(note, phase=self._phase(note, seat))
         self._write(
             WorkerFailed(
                 time=time.time(),
@@ -120,12 +122,11 @@ class Verdicts:
         if not told:
             self._say(self._failure_text(note, seat))
 
-    def _phase(self, member: int, seat: Seat, heard: str) -> str:
-        if self._folder is None or seat.worker is None:
-            return heard
-        seen = phase_page.read(phase_page.page_file(self._folder, member))
-        # A worker that waits for its supervisor was stopped in the phase that it had told before.
-        return heard if seen is None or seen.phase == "wait" else seen.phase
+    def _phase(self, note: NoteFailure | NoteVerdict, seat: Seat) -> str:
+        if note.sure or self._folder is None or seat.worker is None:
+            return note.phase
+        seen = phase_page.read(phase_page.page_file(self._folder, note.member))
+        return note.phase if seen is None else seen.phase
 
     def _failure_text(self, note: NoteFailure, seat: Seat) -> str:
         who = f"rank {note.slot} (pid {seat.pid}{f' on {seat.hostname}' if seat.hostname else ''})"
@@ -146,7 +147,6 @@ class Verdicts:
     def _close(self, case: _Open) -> None:
         del self._open[case.note.member]
         note, seat = case.note, case.seat
-        note = dataclasses.replace(note, phase=self._phase(note.member, seat, note.phase))
         frames = seat.worker.frames() if seat.worker is not None and seat.worker.stack_size() else []
         line = frames[0] if frames else ""
         where = f" on {seat.hostname}" if seat.hostname else ""

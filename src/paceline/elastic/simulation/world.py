@@ -296,6 +296,10 @@ class World:
         self.truth.violation(f"the job has not ended; it is {self.coordinator.state.phase.value}")
 
     def _check_end(self, end: EndJob) -> None:
+        done = {worker.number for worker in self.coordinator.state.workers.values() if worker.digest}
+        if self.truth.bad - self.truth.judged - done:
+            # A wrong member was sent away for something else: nobody can know.
+            self.truth.stays = True
         if end.ok:
             for worker in self.coordinator.state.workers.values():
                 member = self.members.get(worker.number)

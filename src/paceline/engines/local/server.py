@@ -2,7 +2,8 @@
 
 Started by `client` as a child of the user's process, which may lend it to a supervisor of its own. It ends
 when that process closes the control socket or is gone, and takes everything it ever started with it; ranks
-that were ordered to outlive their parent are given an hour to end by themselves. Must not know what ranks do.
+that were ordered to outlive their parent are given an hour to end by themselves while somebody can still
+tell them to, and ten minutes once nobody can. Must not know what ranks do.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from paceline.engines.local import protocol, system
 from paceline.engines.local.fleet import Fleet
 from paceline.engines.local.protocol import Order
 
-_ORPHAN_SECONDS = 3600.0
+_ORPHAN_SECONDS = 3600.0  # the parent is gone, and a supervisor has the control socket
+_ALONE_SECONDS = 600.0  # both are gone: ranks save and end, and those that hang never would
 
 
 def main(control_descriptor: int, parent_pid: int) -> NoReturn:
@@ -71,7 +73,7 @@ def _serve(control: socket.socket, parent_pid: int) -> None:
         }
         if gone:
             masters -= gone
-            limit = time.monotonic() + _ORPHAN_SECONDS
+            limit = time.monotonic() + (_ORPHAN_SECONDS if masters else _ALONE_SECONDS)
             fleet.kill_bound()
         if len(masters) < 2 and (not fleet.outlives_parent or time.monotonic() >= limit):
             break

@@ -1,0 +1,63 @@
+"""A run that other machines can join; a program for one host of a test:
+
+    python -m tests.network.joined_run FOLDER OPEN_FILE [ballast=MB] [key=value of FaultTolerance ...]
+
+Two workers. Its steps are slow until OPEN_FILE is there, so that a test has a minute to do what it does.
+Prints the final hash.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.train import small_run
+from tests.train.small_run import settings, trainer
+
+import paceline
+from paceline.train.callbacks import Modifier
+from paceline.train.config import TrainConfig
+
+EPOCHS = 40
+STEPS = EPOCHS * small_run.STEPS_OF_EPOCH
+_PAUSE_SECONDS = 0.4
+
+
+class Unhurried(Modifier):
+    """Every step takes a while until a file is there. `ballast` makes the job's payload larger."""
+
+    def __init__(self, file: Path, ballast: bytes = b"") -> None:
+        self._file = file
+        self._open = False
+        self._ballast = ballast
+
+    def change_gradients(self, parameters: Any) -> None:
+        limit = time.monotonic() + _PAUSE_SECONDS
+        while not self._open and time.monotonic() < limit:
+            self._open = self._file.exists()
+            time.sleep(0.01)
+
+
+def config_of(folder: Path, workers: int, care: paceline.FaultTolerance) -> TrainConfig:
+    return settings(folder, workers, epochs=EPOCHS, audit_every=10, fault_tolerance=care)
+
+
+def fit(config: TrainConfig, file: Path, ballast: bytes = b"") -> str:
+    return str(trainer(config, [Unhurried(file, ballast)]).fit(small_run.data()).state_hash)
+
+
+def main(folder: str, file: str, *rest: str) -> None:
+    options: dict[str, Any] = dict(item.split("=", 1) for item in rest)
+    ballast = bytes(int(options.pop("ballast", 0)) << 20)
+    for field in dataclasses.fields(paceline.FaultTolerance):
+        if field.name in options and field.type in ("int", "float"):
+            options[field.name] = {"int": int, "float": float}[field.type](options[field.name])
+    care = paceline.FaultTolerance(**{"stragglers": "wait", **options})
+    print(fit(config_of(Path(folder), 2, care), Path(file), ballast))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
