@@ -10,14 +10,14 @@ PYTEST_ARGS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup system demo test check format bench clean
+.PHONY: help setup system demo test check format bench bench-peers clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## create .venv and install Paceline with its development tools
 
-demo: $(STAMP) ## train on real images with 4 workers and with 1, and compare the bits
+demo: $(STAMP) ## train on 4 workers, kill one, repair, add one; train undisturbed; compare the bits
 	$(BIN)/python examples/demo_train.py
 
 test: system check ## everything that must pass: check, then the tests
@@ -35,6 +35,13 @@ format: $(STAMP) ## rewrite the sources the way `make check` wants them
 
 bench: $(STAMP) ## run the benchmarks, write their tables and plots
 	$(BIN)/python -m bench
+
+# Peers of bench/recovery that would change packages of the project's own environment; they see its torch.
+bench-peers: $(STAMP) ## install torchft and Ray Train for bench/recovery into .venv-peers
+	$(PYTHON) -m venv .venv-peers
+	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
+		> $$(.venv-peers/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_project.pth
+	.venv-peers/bin/python -m pip install --quiet torchft==0.2.0 'ray[train]==2.60.*'
 
 # torch comes first and by itself, so that nothing else decides which build of it is installed. A .venv that
 # already has this torch (any local build of it) is kept.
@@ -69,5 +76,5 @@ system: ## install mpirun and ip when they are missing and we may
 	fi
 
 clean: ## remove everything that make creates
-	rm -rf $(VENV) .system.log .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
+	rm -rf $(VENV) .venv-peers .system.log .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -21,13 +21,20 @@ MODULES = (
     "same_bits",
     "train_speed",
     "checkpoint_stall",
+    "recovery.paceline_kills",
+    "recovery.against_peers",
+    "recovery.steady_state",
+    "recovery.many_workers",
+    "recovery.matrix",
+    "recovery.soak",
     "gpu",
     "gpu_bits",
 )
 
 
 def main() -> int:
-    names = sys.argv[1:] or MODULES
+    asked = sys.argv[1:] or MODULES
+    names = [name for one in asked for name in MODULES if name == one or name.startswith(f"{one}.")] or asked
     failed = 0
     for name in names:
         print(f"== {name}", flush=True)

@@ -14,7 +14,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -103,7 +103,7 @@ def disturbed(scratch: Path, cases: Sequence[Case]) -> Iterator[Result]:
             )
 
 
-def _outcomes(scratch: Path, names: Sequence[str]) -> Iterator[tuple[Path, dict[str, Any]]]:
+def _outcomes(scratch: Path, names: Sequence[str]) -> Generator[tuple[Path, dict[str, Any]], None, None]:
     """Runs these cases one after the other in one process, which has imported everything once. What does not
     end in time is ended, and another process goes on with the rest."""
     left = [(scratch / str(number), name) for number, name in enumerate(names)]

@@ -53,7 +53,7 @@ def paceline(*args: object) -> int:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Path:
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of nine steps on two workers; every second one is audited."""
     folder = tmp_path_factory.mktemp("replay")
     (folder / "script.py").write_text(SCRIPT)

@@ -12,13 +12,10 @@ from paceline.cli import join, scale
 from paceline.cli.main import invoke
 
 app = typer.Typer(rich_markup_mode=None)
-for name, command in {
-    "scale": scale.scale,
-    "stop": scale.stop,
-    "status": scale.status,
-    "join": join.join,
-}.items():
-    app.command(name)(command)
+app.command("scale")(scale.scale)
+app.command("stop")(scale.stop)
+app.command("status")(scale.status)
+app.command("join")(join.join)
 
 
 def test_a_run_is_shown_scaled_and_stopped(tmp_path, capsys):

@@ -10,7 +10,15 @@ import pytest
 from paceline.core import events, journal
 from paceline.core.control.messages import Receipt
 from paceline.core.errors import ResourceError
-from paceline.core.events import Note, RunResumed, ShardHashed, StepCommitted, StepsReceived
+from paceline.core.events import (
+    Note,
+    RunResumed,
+    ShardHashed,
+    StepCommitted,
+    StepsReceived,
+    SupervisorStarted,
+    WorkerFailed,
+)
 from paceline.elastic.shell.chronicle import RECEIPT_SECONDS, Chronicle
 
 
@@ -27,7 +35,7 @@ def receipt(first: int, last: int, *, generation: int = 1, shards: tuple[int, ..
 
 
 @pytest.fixture
-def path(tmp_path) -> Path:
+def path(tmp_path: Path) -> Path:
     return tmp_path / "journal.jsonl"
 
 
@@ -123,3 +131,27 @@ def test_while_the_disk_is_full_lines_wait_and_half_a_line_is_taken_back(chronic
     assert chronicle.complete
     assert [event.step for event in written(path, StepCommitted)] == [1, 2, 3]
     assert not journal.read(path).damage
+
+
+def test_a_process_fails_once_also_for_the_next_supervisor(tmp_path):
+    path = tmp_path / "journal.jsonl"
+
+    def failed(pid: int) -> WorkerFailed:
+        return WorkerFailed(time=1.0, rank=1, pid=pid, phase="data", reason="gone", cause="crash")
+
+    first = Chronicle(path)
+    first.write(SupervisorStarted(time=0.0, pid=1, attempt=1, address=""))
+    first.write(failed(7))
+    first.close()
+    second = Chronicle(path)
+    second.write(failed(7))
+    second.write(failed(8))
+    second.close()
+    third = Chronicle(path)  # another run in the same folder, where process numbers begin anew
+    third.write(SupervisorStarted(time=2.0, pid=1, attempt=1, address=""))
+    third.close()
+    fourth = Chronicle(path)
+    fourth.write(failed(7))
+    fourth.close()
+    told = [event.pid for event in journal.read(path).events if isinstance(event, WorkerFailed)]
+    assert told == [7, 8, 7]

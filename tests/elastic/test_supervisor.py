@@ -184,6 +184,13 @@ def test_a_killed_supervisor_is_replaced_while_members_train_on(tmp_path):
     assert len(run.of(ViewChanged)) == 1
 
 
+def test_a_supervisor_is_killed_while_its_first_workers_start(tmp_path):
+    with running(tmp_path, steps=60) as run:
+        os.kill(run.supervised.pid, signal.SIGKILL)
+        assert drop(run.finish()).ok
+    assert run.steps == list(range(1, 61))
+
+
 def test_a_member_that_dies_while_no_supervisor_is_there_is_replaced(tmp_path):
     with running(tmp_path, steps=300) as run:
         run.until_step(20)
@@ -196,6 +203,24 @@ def test_a_member_that_dies_while_no_supervisor_is_there_is_replaced(tmp_path):
     (failure,) = run.of(WorkerFailed)
     assert failure.pid == victim
     assert "SIGKILL" in failure.reason
+    assert run.steps == list(range(1, 301))
+
+
+def test_a_member_whose_end_only_the_dead_supervisor_heard_is_replaced(tmp_path):
+    """It had already told the caller to forget the worker, and nobody else."""
+    with running(tmp_path, steps=300) as run:
+        run.until_step(20)
+        victim = run.pids()[1]
+        os.kill(run.supervised.pid, signal.SIGSTOP)
+        os.kill(victim, signal.SIGKILL)
+        (member,) = [number for number, (pid, _) in run.supervised._kept.items() if pid == victim]
+        run.supervised._drop(member)
+        os.kill(run.supervised.pid, signal.SIGKILL)
+        run.until(lambda: run.of(WorkerFailed))
+        drop(run.finish())
+    (failure,) = run.of(WorkerFailed)
+    assert (failure.rank, failure.cause) == (1, "exit")
+    assert "while no supervisor was there" in failure.reason
     assert run.steps == list(range(1, 301))
 
 

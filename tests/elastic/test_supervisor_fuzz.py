@@ -22,7 +22,7 @@ from paceline.core.control import auth, channel
 from paceline.core.control.auth import CHALLENGE_BYTES, Tls
 from paceline.core.control.channel import MAX_FRAME
 from paceline.core.control.messages import Ask, Beat, Done, Hello, Message, Offer, Raised, Report
-from paceline.core.errors import RendezvousError
+from paceline.core.errors import RendezvousError, ResourceError
 from paceline.core.events import Note, WorkerFailed
 from paceline.elastic import tools
 from paceline.elastic.shell import gate
@@ -173,7 +173,7 @@ def test_when_descriptors_run_out_the_limit_is_named_and_training_goes_on(job):
 def test_no_port_is_a_clear_error():
     with gate.listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(gate.ResourceError, match=f"port {port}"):
+        with pytest.raises(ResourceError, match=f"port {port}"):
             gate.listen("127.0.0.1", port)
 
 
@@ -198,13 +198,14 @@ def test_with_tls_members_and_tools_need_certificates(tmp_path):
 def certificates(folder: Path) -> Tls:
     """An authority and a certificate that it signed."""
     tls = Tls(folder / "job.pem", folder / "job.key", folder / "authority.pem")
-    quiet = {"check": True, "cwd": folder, "capture_output": True}
     new = ["openssl", "req", "-newkey", "rsa:2048", "-nodes"]
-    authority = ["-x509", "-subj", "/CN=authority", "-keyout", "authority.key", "-out", tls.authority]
-    subprocess.run([*new, *authority], **quiet)
-    subprocess.run([*new, "-subj", "/CN=job", "-keyout", tls.key, "-out", "job.csr"], **quiet)
-    sign = ["openssl", "x509", "-req", "-CA", tls.authority, "-CAkey", "authority.key", "-CAcreateserial"]
-    subprocess.run([*sign, "-in", "job.csr", "-out", tls.certificate], **quiet)
+    sign = ["openssl", "x509", "-req", "-CA", str(tls.authority), "-CAkey", "authority.key"]
+    for command in (
+        [*new, "-x509", "-subj", "/CN=authority", "-keyout", "authority.key", "-out", str(tls.authority)],
+        [*new, "-subj", "/CN=job", "-keyout", str(tls.key), "-out", "job.csr"],
+        [*sign, "-CAcreateserial", "-in", "job.csr", "-out", str(tls.certificate)],
+    ):
+        subprocess.run(command, check=True, cwd=folder, capture_output=True)
     return tls
 
 

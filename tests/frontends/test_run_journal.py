@@ -42,7 +42,7 @@ def test_the_journal_of_a_run(tmp_path):
     (view,) = of(events.ViewChanged, folder)
     assert (view.generation, view.members, view.step) == (1, [0, 1, 2], 0)
     assert dict(zip(view.members, view.pids, strict=True)) == small_run.workers_of(folder)
-    assert sorted(sum(view.shards, [])) == [0, 1, 2, 3]
+    assert sorted(shard for block in view.shards for shard in block) == [0, 1, 2, 3]
     (run,) = of(events.RunStarted, folder)
     assert (run.workers, run.shards, run.samples) == (3, 4, 54)
     assert run.definition["global_batch"] == 12
@@ -155,7 +155,7 @@ def test_a_failure_is_in_the_journal_and_in_the_log_of_its_worker(tmp_path):
 
 
 def check_failed(folder: Path) -> events.WorkerFailed:
-    failed = of(events.WorkerFailed, folder)[0]
+    failed: events.WorkerFailed = of(events.WorkerFailed, folder)[0]
     assert (failed.rank, failed.reason) == (1, "ArithmeticError: does not add up")
     assert failed.pid in {event.pid for event in of(events.WorkerStarted, folder) if event.rank == 1}
     text = (folder / "logs" / "rank-1.log").read_text()

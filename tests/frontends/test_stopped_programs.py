@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.engines.local.processes import all_gone, watch
@@ -18,6 +17,7 @@ from tests.train import small_run
 from tests.train.small_run import STEPS, fit, settings, steps_of, wait_for, workers_of
 
 import paceline
+from paceline.core import events
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = [sys.executable, "-m", "tests.train.small_run"]
@@ -143,7 +143,7 @@ def test_inside_torchrun(tmp_path, quiet, to):
     if to == "one rank":
         assert "exitcode  : 75" in err
     assert fit(settings(folder, 3, resume="auto")).state_hash == quiet
-    ended: Any = small_run.journal_of(folder)[-1]
+    *_, ended = (event for event in small_run.journal_of(folder) if isinstance(event, events.RunEnded))
     assert ended.reason == "finished"
 
 

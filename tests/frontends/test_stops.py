@@ -109,6 +109,20 @@ def test_before_the_first_step(folder, quiet, care):
     assert fit(settings(folder, 3, resume="auto")).state_hash == quiet
 
 
+def build_and_signal_while_starting(main: int) -> torch.nn.Module:
+    if os.getpid() != main:
+        os.kill(main, signal.SIGTERM)
+        small_run.wait_for(lambda: False)
+    return small_run.build()
+
+
+def test_before_any_worker_has_begun(folder, quiet):
+    how = stopped(settings(folder, 1), model=partial(build_and_signal_while_starting, os.getpid()))
+    assert (how.code, how.reason, how.history) == (paceline.STOPPED_EXIT_CODE, "SIGTERM", None)
+    assert steps_of(folder) == []
+    assert fit(settings(folder, 3, resume="auto")).state_hash == quiet
+
+
 class SignalsWhileEvaluating:
     """An objective that signals its own process in the second evaluation."""
 

@@ -45,6 +45,11 @@ def config_of(folder: Path, workers: int, care: paceline.FaultTolerance) -> Trai
     return settings(folder, workers, epochs=EPOCHS, audit_every=10, fault_tolerance=care)
 
 
+def resuming(config: TrainConfig, version: int) -> TrainConfig:
+    """The same run, from a version on."""
+    return dataclasses.replace(config, resume=version)
+
+
 def fit(config: TrainConfig, file: Path, ballast: bytes = b"") -> str:
     return str(trainer(config, [Unhurried(file, ballast)]).fit(small_run.data()).state_hash)
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from paceline.train import run_setup, worker
 from paceline.train.config import CheckpointConfig, TrainConfig
 from paceline.train.history import History
 from paceline.train.run_folder import RunFolder
+from paceline.train.signals import STOP_SIGNALS
 from paceline.train.worker import TrainJob
 
 WORKERS = (1, 2, 3, 4, 6)
@@ -90,7 +93,7 @@ def train(given: TrainJob, workers: int = 1, callbacks: Callable[[], Sequence[An
         return module, trained.history
 
     if workers == 1:
-        with DistributedContext(1, 0) as context:
+        with handlers_as_before(), DistributedContext(1, 0) as context:
             ended = [one(context)]
     else:
         # Around the ranks, so that none puts the process back while others still train.
@@ -99,6 +102,17 @@ def train(given: TrainJob, workers: int = 1, callbacks: Callable[[], Sequence[An
     history = ended[0][1]
     assert history is not None
     return Outcome([module for module, _ in ended], history)
+
+
+@contextmanager
+def handlers_as_before() -> Iterator[None]:
+    """A worker that has done its work ignores signals from then on; this process has more to do."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def hashes(given: TrainJob, workers: Sequence[int] = WORKERS) -> list[str]:

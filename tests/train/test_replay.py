@@ -26,13 +26,14 @@ from paceline.train.ending import conclude
 from paceline.train.replay import replay_shard
 from paceline.train.signals import StopRequest
 from paceline.train.state import state_hash
+from paceline.train.step import StepTransaction
 from paceline.train.worker import TrainJob, build, new_team, walk
 
 
 class Keeps(Observer):
     """Writes the hashes of the shards into the journal, as a supervisor does from the workers' receipts."""
 
-    transaction = None
+    transaction: StepTransaction
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -143,6 +144,7 @@ def test_whatever_the_settings(tmp_path, settings):
     folder = tmp_path / "run"
     checkpoint = CheckpointConfig(every_steps=2, every_epochs=None)
     made = trained(folder, checkpoint=checkpoint, callbacks=(), **settings)
+    assert made.config.shards is not None
     assert replay_shard(made, folder, 6, made.config.shards - 1).same is True
 
 

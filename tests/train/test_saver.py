@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import shutil
 import threading
-from pathlib import Path
 
 import pytest
 import torch
 from tests.train import small_run
-from tests.train.small_run import fit, journal_of, settings
+from tests.train.small_run import UNATTENDED, fit, journal_of, settings
 
 import paceline
 from paceline.checkpoint.local import LocalStorage
@@ -18,7 +17,6 @@ from paceline.comm.context import DistributedContext
 from paceline.core import events
 from paceline.core.errors import CommTimeoutError, ConfigError, PlatformError
 from paceline.data.plan import Position
-from paceline.train.callbacks import Observer
 from paceline.train.config import CheckpointConfig
 from paceline.train.saving import Contents, Saver
 from paceline.train.team import Team
@@ -35,26 +33,23 @@ def test_a_metric_that_no_evaluation_gives_is_refused(tmp_path):
             fit(config)
 
 
-class BreaksThenStops(Observer):
+class BreaksThenStops(small_run.Signals):
     """A file takes the place of the folder of checkpoints, and then somebody asks the run to stop."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.stops = small_run.Signals(folder, 3, ["main"])
-
-    def on_step(self, record) -> None:
-        if record.step == 3:
-            shutil.rmtree(self.folder / "checkpoints")
-            (self.folder / "checkpoints").write_text("in the way")
-        self.stops.on_step(record)
+    def send(self) -> None:
+        shutil.rmtree(self.folder / "checkpoints")
+        (self.folder / "checkpoints").write_text("in the way")
+        super().send()
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_stop_whose_save_fails_does_not_claim_to_be_saved(tmp_path, workers, capfd):
+@pytest.mark.parametrize(
+    ("workers", "care"), [(1, paceline.FaultTolerance()), (2, paceline.FaultTolerance()), (2, UNATTENDED)]
+)
+def test_a_stop_whose_save_fails_does_not_claim_to_be_saved(tmp_path, workers, care, capfd):
     folder = tmp_path / "run"
-    config = settings(folder, workers, checkpoint=CheckpointConfig(every_steps=None))
+    config = settings(folder, workers, checkpoint=CheckpointConfig(every_steps=None), fault_tolerance=care)
     with pytest.raises(PlatformError, match=r"stopped by SIGTERM after step 4, and this state could not be"):
-        fit(config, [BreaksThenStops(folder)])
+        fit(config, [BreaksThenStops(folder, 3, ["main"])])
     kinds = [type(event) for event in journal_of(folder)]
     assert events.CheckpointFailed in kinds
     assert events.RunEnded in kinds

@@ -3,6 +3,7 @@ what is there loads, and the run that goes on from it ends with the right hash. 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import shutil
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.train.small_run import build, fit, settings, steps_of
+from tests.train.small_run import UNATTENDED, build, fit, journal_of, settings, steps_of
 from torch import nn
 
 import paceline
@@ -22,6 +23,7 @@ from paceline.checkpoint.manifest import Damage
 from paceline.checkpoint.storage import open_storage
 from paceline.checkpoint.store import CheckpointStore
 from paceline.core.errors import PeerLostError
+from paceline.core.events import WorkerFailed
 from paceline.testing.crash_points import CrashPoint, arm, points, recorder, run_forked
 from paceline.train.config import CheckpointConfig, TrainConfig
 
@@ -118,8 +120,35 @@ def test_with_several_workers_the_death_of_the_writer_ends_the_job(tmp_path, cal
     folder = tmp_path / "run"
     point = CrashPoint(call, "after")
     with pytest.raises(PeerLostError, match=r"rank 0 .* was killed by signal 9"):
-        fit(settings(folder, 3, epochs=2), model=ArmedModel(point))
+        fit(settings(folder, 3, epochs=2, fault_tolerance=UNATTENDED), model=ArmedModel(point))
     assert steps_of(folder)
     history = fit(settings(folder, 2, epochs=2, resume="auto"))
     assert history.state_hash == quiet
     assert open_storage(folder / "checkpoints").names("")
+
+
+class ArmedOnce:
+    """A function that builds the model; the first process that does also sets the crash point."""
+
+    def __init__(self, point: CrashPoint, mark: Path) -> None:
+        self.point, self.mark = point, mark
+
+    def __call__(self) -> nn.Module:
+        with contextlib.suppress(FileExistsError):
+            self.mark.touch(exist_ok=False)
+            arm(self.point)
+        return build()
+
+
+@pytest.mark.parametrize("call", [3, 9, 14])
+def test_where_somebody_looks_after_it_the_death_of_the_writer_leaves_no_trace(tmp_path, call):
+    quiet = fit(settings(tmp_path / "quiet", 1, epochs=2)).state_hash
+    folder = tmp_path / "run"
+    armed = ArmedOnce(CrashPoint(call, "after"), tmp_path / "armed")
+    history = fit(settings(folder, 3, epochs=2), model=armed)
+    assert history.state_hash == quiet
+    (failed,) = [event for event in journal_of(folder) if isinstance(event, WorkerFailed)]
+    assert "signal 9" in failed.reason
+    store = CheckpointStore(folder / "checkpoints")
+    assert store.verify() == []
+    assert store.open().manifest.info.step == steps_of(folder)[-1]

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.train.small_run import STEPS, fit, journal_of, settings, steps_of
+from tests.train.small_run import STEPS, UNATTENDED, first, fit, journal_of, settings, steps_of
 from torch import nn
 
 from paceline.checkpoint.store import CheckpointStore
 from paceline.core import events
-from paceline.train.callbacks import Observer
-from paceline.train.config import CheckpointConfig
+from paceline.train.callbacks import Modifier
+from paceline.train.config import CheckpointConfig, FaultTolerance
 
 ROOM = 640 * 1024
 
@@ -73,13 +73,15 @@ def test_training_goes_on_and_older_checkpoints_stay(small_disk, tmp_path, capfd
     assert fit(dataclasses.replace(again, resume="auto"), model=build_wide).state_hash == quiet
 
 
-class FillsTheDisk(Observer):
+class FillsTheDisk(Modifier):
     """Takes all room at one step and gives it back at another."""
 
     def __init__(self, folder: Path, full: int, free: int) -> None:
         self.file, self.full, self.free = folder / "filling", full, free
 
-    def on_step(self, record) -> None:
+    def stop(self, record) -> None:
+        if not first():
+            return
         if record.step == self.full:
             with open(self.file, "wb", buffering=0) as file:
                 try:
@@ -91,13 +93,16 @@ class FillsTheDisk(Observer):
             self.file.unlink()
 
 
-def test_a_journal_that_has_no_room_is_completed_later(small_disk, tmp_path, capfd):
+@pytest.mark.parametrize("care", [FaultTolerance(), UNATTENDED], ids=["looked after", "unattended"])
+def test_a_journal_that_has_no_room_is_completed_later(small_disk, tmp_path, capfd, care):
     quiet = fit(settings(tmp_path / "quiet", 1)).state_hash
     folder = small_disk / "run"
     # Enough events to fill the page of the file that the journal has already.
-    history = fit(settings(folder, 2, epochs=30), [FillsTheDisk(small_disk, 9, 120)])
+    config = settings(folder, 2, epochs=30, fault_tolerance=care)
+    history = fit(config, [FillsTheDisk(small_disk, 9, 120)])
     assert steps_of(folder) == list(range(1, 151))
     told = capfd.readouterr().err
-    # Once for every time that the room ran out, not for every event.
-    assert 1 <= told.count("the journal is completed when that works again") < 10
+    if not care.enabled:
+        # Once for every time that the room ran out, not for every event.
+        assert 1 <= told.count("the journal is completed when that works again") < 10
     assert fit(settings(tmp_path / "long", 1, epochs=30)).state_hash == history.state_hash != quiet

@@ -16,20 +16,21 @@ def test_its_bytes_are_as_documented():
 
 def test_every_bit_counts_and_memory_does_not():
     torch.manual_seed(0)
-    gradients = [torch.randn(3, 4), None, torch.randn(5, dtype=torch.float64), torch.zeros(0)]
+    first = torch.randn(3, 4)
+    gradients = [first, None, torch.randn(5, dtype=torch.float64), torch.zeros(0)]
     known = shard_hash(gradients)
     assert shard_hash([g if g is None else g.clone() for g in gradients]) == known
-    turned = gradients[0].t().contiguous().t()
+    turned = first.t().contiguous().t()
     assert not turned.is_contiguous()
     assert shard_hash([turned, *gradients[1:]]) == known
     changed = [
         [gradients[0], torch.zeros(0), *gradients[2:]],
-        [gradients[0].reshape(4, 3), *gradients[1:]],
+        [first.reshape(4, 3), *gradients[1:]],
         [gradients[0], gradients[2], None, gradients[3]],
-        [gradients[0].double(), *gradients[1:]],
+        [first.double(), *gradients[1:]],
         gradients[:3],
     ]
-    negative = gradients[0].clone()
+    negative = first.clone()
     negative[1, 1] = torch.nextafter(negative[1, 1], torch.tensor(9.0))
     changed.append([negative, *gradients[1:]])
     assert len({known, *map(shard_hash, changed)}) == len(changed) + 1
@@ -42,7 +43,9 @@ def test_all_kinds_of_gradients():
         assert len(shard_hash([real.to(dtype)])) == 32
     complex_one = torch.randn(3, dtype=torch.complex64)
     assert shard_hash([complex_one.conj()]) == shard_hash([complex_one.conj().resolve_conj()])
-    rows = torch.sparse_coo_tensor([[3, 1, 3]], torch.ones(3, 2), (5, 2), check_invariants=False)
+    rows = torch.sparse_coo_tensor(
+        torch.tensor([[3, 1, 3]]), torch.ones(3, 2), (5, 2), check_invariants=False
+    )
     assert shard_hash([rows]) == shard_hash([rows.coalesce()])
     assert shard_hash([rows]) != shard_hash([rows.to_dense()])
 

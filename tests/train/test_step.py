@@ -96,6 +96,33 @@ def test_a_step_that_was_given_up_leaves_nothing(given: dict[str, Any]) -> None:
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
+def test_a_step_that_goes_on_in_another_group_can_be_handed_over() -> None:
+    """What is held stays, and the model is as it was before the step: for a member that joins meanwhile."""
+    config = settings(shards=SHARDS)
+    module = seeded(Model)
+    before = state_hash(module)
+    with DistributedContext(1, 0) as context:
+        transaction = StepTransaction(Team(context, SHARDS), module, config, torch.device("cpu"))
+        transaction.open(0, 0, COUNTS)
+        for shard in (0, 1):
+            compute(transaction, module, shard)
+        assert state_hash(module) != before  # batch normalisation counts
+        transaction.rebind()
+        assert transaction.held == (0, 1)
+        assert state_hash(module) == before
+        for shard in (2, 3):
+            compute(transaction, module, shard)
+        transaction.reduce()
+        again = copy.deepcopy(seeded(Model))
+        undisturbed = StepTransaction(Team(context, SHARDS), again, config, torch.device("cpu"))
+        undisturbed.open(0, 0, COUNTS)
+        for shard in range(SHARDS):
+            compute(undisturbed, again, shard)
+        undisturbed.reduce()
+        assert state_hash(module) == state_hash(again)
+        assert all(map(torch.equal, gradients(module), gradients(again)))
+
+
 def test_a_run_leaves_nothing_even_without_the_collector(tmp_path: Path) -> None:
     """Memory that gradients were exchanged in goes with the run, not some time later."""
     given = job(mlp(), (X, Y), epochs=1, run_dir=tmp_path / "run", validation=(X, Y))

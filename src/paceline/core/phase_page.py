@@ -42,6 +42,7 @@ class PhasePage:
             # Not ftruncate: on a full disk writing to a page that has no place would be a bus error.
             os.posix_fallocate(descriptor, 0, _LAYOUT.size)
             self._memory = mmap.mmap(descriptor, _LAYOUT.size)
+            self._memory[:] = bytes(_LAYOUT.size)  # an earlier run may have left one of this name
         finally:
             os.close(descriptor)
         self._path = path

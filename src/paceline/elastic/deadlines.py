@@ -34,7 +34,8 @@ class Finding:
 
 
 def silence_limit(job: State) -> float:
-    return max(job.settings.silence_least, job.settings.silence_steps * job.pace)
+    settings = job.settings
+    return max(settings.silence_least, 8 * settings.heartbeat, settings.silence_steps * job.pace)
 
 
 def hang_limit(job: State) -> float:

@@ -38,9 +38,9 @@ def end_with_verdict(job: State, worker: Worker, what: str, out: list[Action]) -
 
 
 def all_done(job: State) -> bool:
-    """Whether whoever is left of the view came to the end of the run."""
+    """Whether whoever is left of the view came to the end of the run, and need not go back."""
     left = in_view(job)
-    return bool(left) and all(worker.standing is Standing.DONE for worker in left)
+    return bool(left) and not job.restore and all(worker.standing is Standing.DONE for worker in left)
 
 
 def finish(job: State, out: list[Action]) -> str:

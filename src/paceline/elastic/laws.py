@@ -10,7 +10,7 @@ from math import inf
 from paceline.elastic.model import Action, EndJob, Phase, Standing, TellView, ViewPlan
 from paceline.elastic.state import IN_VIEW, State, in_view
 
-_WHOLE = frozenset({Phase.INSTALLING, Phase.RUNNING, Phase.STOPPING})
+_WHOLE = (Phase.INSTALLING, Phase.RUNNING, Phase.STOPPING)
 
 
 def validate(state: State) -> list[str]:
@@ -20,6 +20,23 @@ def validate(state: State) -> list[str]:
     _check_seats(state, wrong)
     _check_waiting(state, wrong)
     _check_end(state, wrong)
+    return wrong
+
+
+def validate_change(before: State, after: State) -> list[str]:
+    """As `validate(after)`, where `before` was well: only what a change could have broken is looked at."""
+    wrong: list[str] = []
+    if before.workers != after.workers or before.slots != after.slots or before.stop is not after.stop:
+        return validate(after)
+    moved = before.phase is not after.phase or before.generation != after.generation
+    if moved or before.view is not after.view:
+        _check_view(after, wrong)
+    if moved:
+        _check_seats(after, wrong)
+    if moved or before.waiting is not after.waiting or before.reports != after.reports:
+        _check_waiting(after, wrong)
+    if moved or before.due != after.due or before.heard.keys() != after.heard.keys():
+        _check_end(after, wrong)
     return wrong
 
 

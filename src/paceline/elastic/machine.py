@@ -28,7 +28,7 @@ from math import inf
 from typing import Any, TypeAlias, final
 
 from paceline.elastic import from_members as members, from_outside as outside
-from paceline.elastic.laws import validate, validate_step
+from paceline.elastic.laws import validate, validate_change, validate_step
 from paceline.elastic.model import (
     Action,
     AgentCame,
@@ -62,6 +62,7 @@ __all__ = [
     "remembered",
     "step",
     "validate",
+    "validate_change",
     "validate_step",
 ]
 

@@ -13,7 +13,8 @@ from typing import final
 from paceline.core.control.messages import Progress
 from paceline.elastic.model import HOME, Beaten, EndJob, Phase, Reported, Settings, Standing, ViewPlan
 
-IN_VIEW = frozenset({Standing.MEMBER, Standing.LEAVING, Standing.DONE})
+# A tuple: membership goes by identity, and hashing an enum's members is slow.
+IN_VIEW = (Standing.MEMBER, Standing.LEAVING, Standing.DONE)
 
 
 @final

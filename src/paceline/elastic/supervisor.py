@@ -36,6 +36,7 @@ from paceline.elastic.model import (
     Began,
     EndJob,
     Event,
+    NoteFailure,
     NoteVerdict,
     Phase,
     ScaleAsked,
@@ -163,8 +164,9 @@ class Supervisor:
         for _, place in began.members.values():
             if place != HOME:
                 self.places.resume(place)
-        self.staff.expect(began.members)
+        # In this order: who is missed was known before.
         self.feed(began)
+        self.staff.expect(began.members)
         self._decide_all()
 
     def _loop(self) -> None:
@@ -221,11 +223,16 @@ class Supervisor:
         if self.ending is not None:
             return
         self.state, actions, reason = machine.step(self.state, event, time.monotonic())
-        if actions or not isinstance(event, Beaten | Ticked):
-            self.keep()
         told = {action.member for action in actions if isinstance(action, NoteVerdict)}
         for action in actions:
-            self._carry_out(action, reason, told)
+            # Told before it is kept: after it nobody would find out about this failure again.
+            if isinstance(action, NoteFailure):
+                self._carry_out(action, reason, told)
+        if actions or not isinstance(event, Beaten | Ticked):
+            self.keep()
+        for action in actions:
+            if not isinstance(action, NoteFailure):
+                self._carry_out(action, reason, told)
 
     def _carry_out(self, action: Action, reason: str, told: set[int]) -> None:
         if isinstance(action, EndJob):
@@ -242,6 +249,7 @@ class Supervisor:
                 port=self.gate.address[1],
                 fingerprint=self.staff.likeness.fingerprint,
                 model=self.staff.likeness.model,
+                processes={n: (seat.pid, seat.hostname) for n, seat in self.staff.seats.items() if seat.pid},
             )
         )
 

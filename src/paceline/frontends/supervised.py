@@ -125,6 +125,13 @@ class RunningFit:
         """Ends everything at once."""
         self._supervised.kill()
 
+    @property
+    def stopped_before_it_began(self) -> str | None:
+        """Why the run was asked to stop, where that was so early that there is no result; after `wait`."""
+        outcome = self._outcome
+        assert outcome is not None
+        return outcome.stopped if outcome.ok and outcome.result is None else None
+
     def result(self) -> Trained:
         """What the run gave, after `wait`; raises what ended it."""
         outcome = self._outcome

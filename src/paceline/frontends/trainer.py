@@ -280,6 +280,8 @@ def _look_after(job: TrainJob) -> tuple[Trained, list[str]]:
             if asked and not told:
                 told = True
                 running.stop(asked[0])
+        if running.stopped_before_it_began is not None:
+            raise Stopped(running.stopped_before_it_began, None)
         return running.result(), asked
 
 

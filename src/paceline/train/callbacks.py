@@ -2,7 +2,7 @@
 
 The loop, with its hook points (marked `*`):
 
-    * observers: on_start(run)                                          # main rank
+    * observers: on_start(run)
       for each epoch:
           for each step:
               for each shard of this rank:                              # seeded by (seed, epoch, step, shard)
@@ -13,21 +13,22 @@ The loop, with its hook points (marked `*`):
               unscale (fp16); on overflow no weight changes
     *         modifiers: change_gradients(parameters)                   # every rank, not after an overflow
               clip to clip_norm; optimizer.step(); schedule             # the step is committed
-    *         observers: on_step(record)                                # main rank
+    *         observers: on_step(record)
     *         reason = modifiers: stop(record)                          # every rank; a reason ends the run
-    *         observers: on_checkpoint(saved)                           # main rank, when one became durable
+    *         observers: on_checkpoint(saved)                           # when one became durable
               evaluate, every evaluate_every steps:
-    *             observers: on_evaluation(evaluation)                  # main rank
+    *             observers: on_evaluation(evaluation)
               begin a checkpoint in the background, every checkpoint.every_steps steps
           evaluate, if evaluate_every is not set:
-    *         observers: on_evaluation(evaluation)                      # main rank
-    *     observers: on_epoch(record)                                   # main rank
+    *         observers: on_evaluation(evaluation)
+    *     observers: on_epoch(record)
           begin a checkpoint in the background, every checkpoint.every_epochs epochs
-    * observers: on_end(history)                                        # main rank, also when stopped early
+    * observers: on_end(history)                                        # also when stopped early
 
-An observer is called on the main rank only and is given frozen records, so it has nothing to change. A
-modifier is called on every rank and must do the same on each: it may depend on its arguments, its own state
-and the seeded generators, never on time, rank or files. Its state is saved with every checkpoint.
+An observer is called in one process only and is given frozen records, so it has nothing to change: in that of
+the caller, a little behind, where a supervisor looks after the run; else on the first rank. A modifier is
+called on every rank and must do the same on each: it may depend on its arguments, its own state and the
+seeded generators, never on time, rank or files. Its state is saved with every checkpoint.
 
 Must not know the loop itself, the model or how records are made. Imports no torch.
 """
@@ -80,7 +81,7 @@ class SavedCheckpoint:
 
 
 class Observer:
-    """Watches a run on the main rank. Override what is of interest; nothing given here can be changed."""
+    """Watches a run, in one process. Override what is of interest; nothing given here can be changed."""
 
     def on_start(self, run: RunInfo) -> None:
         """Before the first step."""
@@ -231,8 +232,8 @@ def _check(item: object, index: int) -> None:
     watches, takes_part = isinstance(item, Observer), isinstance(item, Modifier)
     if watches and takes_part:
         raise UsageError(
-            f"callbacks[{index}], {_name(item)}, is both an Observer and a Modifier: one is called on the "
-            "main rank only and the other on every rank",
+            f"callbacks[{index}], {_name(item)}, is both an Observer and a Modifier: one is called in "
+            "one process only and the other on every rank",
             remedy="split it into two classes",
         )
     if not watches and not takes_part:

@@ -271,13 +271,14 @@ def definition(config: TrainConfig) -> dict[str, Any]:
 
 
 def changes_of_definition(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """What makes `after` another run than `before` (both from `definition`), as `name: old -> new`."""
+    """What makes `after` another run than `before` (both from `definition`), as `name: old -> new`.
+
+    A setting that an earlier version did not have yet was what is its default now.
+    """
+    defaults = {one.name: one.default for one in dataclasses.fields(TrainConfig)}
     names = [*before, *(name for name in after if name not in before)]
-    return [
-        f"{name}: {before.get(name)} -> {after.get(name)}"
-        for name in names
-        if before.get(name) != after.get(name)
-    ]
+    pairs = [(name, before.get(name, defaults.get(name)), after.get(name)) for name in names]
+    return [f"{name}: {old} -> {new}" for name, old, new in pairs if old != new]
 
 
 def to_toml(config: TrainConfig) -> str:

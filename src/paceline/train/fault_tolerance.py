@@ -34,7 +34,9 @@ class FaultTolerance:
     patience              seconds that workers train on without a supervisor before they save and exit
     bind, port            where the supervisor listens; port 0 is any free one
     certificate, key, authority   files for TLS on the control connection, all three or none
-    checksums             gradients and states are checked where they arrive
+    checksums             gradients are checked where they arrive: always, never, or (None) where they travel
+                          between machines, not in memory that workers share. States that are handed over
+                          always are
     chaos                 faults to inject: see `paceline.Chaos`
     """
 
@@ -51,7 +53,7 @@ class FaultTolerance:
     certificate: str | None = None
     key: str | None = None
     authority: str | None = None
-    checksums: bool = True
+    checksums: bool | None = None
     chaos: str | None = None
 
     def __post_init__(self) -> None:

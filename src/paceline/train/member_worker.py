@@ -44,12 +44,13 @@ from paceline.train.run import Run
 from paceline.train.run_folder import RunFolder
 from paceline.train.signals import SUPERVISOR_LOST_EXIT_CODE, StopRequest, listening
 from paceline.train.state import quick_hash
+from paceline.train.team import Team
 from paceline.train.worker import Built, Trained, TrainJob, build, new_team, trained, walk
 
 _log = logging.getLogger(__name__)
 
 _DEFAULT_TIMEOUT = 300.0
-_WITH_RESULT = 2  # ranks that send the result: the first may be killed with it in its hands
+_WITH_RESULT = 2  # ranks of a machine that send the result: the first may be killed with it in its hands
 
 
 @dataclass(frozen=True)
@@ -125,10 +126,14 @@ def train_member(job: TrainJob, place: Place) -> Trained:
         membership.attach(link, assembled, run)
         link.start(place.start_seconds)
         stack.callback(link.close)
-        return _train(membership, run, built, assembled, started)
+        # What a worker of another machine returns reaches nobody.
+        sends = _WITH_RESULT if place.lookup is not None else 0
+        return _train(membership, run, built, assembled, started, sends)
 
 
-def _train(membership: Membership, run: Run, built: Built, assembled: Assembled, started: float) -> Trained:
+def _train(
+    membership: Membership, run: Run, built: Built, assembled: Assembled, started: float, sends: int
+) -> Trained:
     history: History | None = None
     try:
         membership.meet_again(run, None)
@@ -151,9 +156,15 @@ def _train(membership: Membership, run: Run, built: Built, assembled: Assembled,
     except Exception as error:
         membership.failed(error, traceback.format_exc())
         raise
-    if assembled.team.rank >= _WITH_RESULT:
+    if _rank_here(assembled.team) >= sends:
         return trained(run, built.module, None)
     return trained(run, built.module, history or history_of(run, assembled, started))
+
+
+def _rank_here(team: Team) -> int:
+    """This rank's number among those of its machine."""
+    topology = team.context.transport.topology
+    return topology.ranks_on(topology.host_of[team.rank]).index(team.rank)
 
 
 def _save_alone(membership: Membership, run: Run, assembled: Assembled, why: str) -> None:

@@ -67,8 +67,8 @@ def leave_request(file: Path, reason: str) -> None:
 class Stopped(SystemExit):
     """Raised by `fit` after a run stopped on request and saved: ends the process with STOPPED_EXIT_CODE.
 
-    `history` is how far it came: to the end, if the signal came too late to change that. Catch it to do
-    something else than exit.
+    `history` is how far it came: to the end, if the signal came too late to change that; None where nothing
+    had begun. Catch it to do something else than exit.
     """
 
     def __init__(self, reason: str, history: Any) -> None:

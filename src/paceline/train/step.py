@@ -171,6 +171,9 @@ class StepTransaction:
             return
         if not self.held or not set(self.held) <= set(self._team.block):
             self.abandon()
+        elif self._buffers.size:
+            # Whoever takes the state over from here starts its shards from the same buffers as we did.
+            self._buffers.restore()
         if self._summation is not None:
             self._summation.rebind()
         self._agreed = self._team.world_size == 1
@@ -343,7 +346,7 @@ class StepTransaction:
             self._summation.load_residuals(residuals, self._team.block)
 
     def share_residuals(self) -> None:
-        """The shards were dealt anew: what each of them owes goes to the rank that computes it from now on."""
+        """The shards were dealt anew: what each of them owes goes to the rank that computes it now."""
         if isinstance(self._summation, CompressedSummation):
             told = self._team.context.all_gather(self.residuals())
             self.load_residuals({name: tensor for theirs in told for name, tensor in theirs.items()})
@@ -450,7 +453,10 @@ def _summation(
         return PlainSummation(team, layout, device, compression, config.algorithm, aggregation)
     if compression is not None:
         return CompressedSummation(team, layout, device, compression)
-    checksums = not team.lasting and config.fault_tolerance.checksums
+    care = config.fault_tolerance
+    checksums: bool | None = False if team.lasting else care.checksums
+    if checksums is None and "corrupt" in (care.chaos or ""):
+        checksums = True  # what is damaged on purpose is to be found
     return CanonicalSummation(team, layout, device, checksums=checksums, tamper=tamper)
 
 

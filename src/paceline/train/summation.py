@@ -6,10 +6,11 @@
                                        shards count, where that is not simply what the team has dealt
     rebind()                           the team has a new group; what was deposited stays
 
-Where members come and go (`team.lasting` is false) a `finish` that fails leaves what was deposited as it was:
-it can be finished with another group. Canonical: the fixed tree over the shards, the same bits for any number
-of ranks. Plain: the fastest all-reduce, one contribution per rank (mode="fast"). Compressed sums are in
-compressed_summation.py. Must not know what gradients are used for.
+Where members come and go, a `finish` that fails because somebody did not come leaves what was deposited as it
+was (`keeps`): it can be finished with another group. Only where somebody is lost in the middle of the
+exchange itself has the sum been written over it. Canonical: the fixed tree over the shards, the same bits for
+any number of ranks. Plain: the fastest all-reduce, one contribution per rank (mode="fast"). Compressed sums
+are in compressed_summation.py. Must not know what gradients are used for.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ import torch
 from torch import Tensor
 
 from paceline.aggregate.strategy import Aggregation
+from paceline.comm.algorithms.work import UNTOUCHED
 from paceline.comm.compression.base import Compression
 from paceline.comm.shards import Holdings
+from paceline.core.errors import PacelineError
 from paceline.train.gradients import Flat, Layout
 from paceline.train.shard_fold import ShardFold
 from paceline.train.team import Team
@@ -80,9 +83,8 @@ class Staging:
 
 @final
 class CanonicalSummation:
-    """`tamper` is called when checksums are taken: fault injection."""
-
-    keeps = True
+    """`checksums` None: where gradients travel between hosts. `tamper` is called when they are taken: fault
+    injection."""
 
     def __init__(
         self,
@@ -90,18 +92,18 @@ class CanonicalSummation:
         layout: Layout,
         device: torch.device,
         *,
-        checksums: bool = False,
+        checksums: bool | None = None,
         tamper: Callable[[Flat], None] | None = None,
     ) -> None:
         self._team = team
-        self._make: Callable[[], Flat] = lambda: flat_maker(team, layout, device)
-        self._fold = ShardFold(self._make)
+        self._fold = ShardFold(lambda: flat_maker(team, layout, device))
         self._staging = Staging(team, layout, device)
-        self._result: Flat | None = None
         self._checksums = checksums
         self._tamper = tamper
+        self.keeps = True
 
     def start(self) -> None:
+        self.keeps = True
         self._fold.start(self._team.shards, apart=self._team.backup)
 
     def deposit(self, shard: int, gradients: Sequence[Tensor | None], tail: Tensor) -> None:
@@ -114,25 +116,33 @@ class CanonicalSummation:
         if self._team.world_size == 1:
             mine[0].ballot.copy_(ballot)
             return mine[0]
-        target = self._target(mine)
+        target = mine[0] if mine else self._fold.spare()
         partials = self._staging.out(mine)
-        if self._staging.needed:
-            result = partials[0] if partials else self._staging.out([target])[0]
-        else:
-            result = target
+        result = partials[0] if partials else self._staging.out([target])[0]
         for position, partial in enumerate(partials):
             partial.ballot.copy_(ballot if position == 0 else torch.zeros_like(ballot))
         context, holdings = self._team.context, holdings or self._team.holdings
-        for dtype, out in result.memory.items():
-            flats = [partial.memory[dtype] for partial in partials]
-            context.fold_partials(
-                flats,
-                holdings,
-                out,
-                checksum=self._checksums,
-                after_checksum=self._tampering(partials, dtype) if self._checksums else None,
-            )
+        sealed = self._seals()
+        for number, (dtype, out) in enumerate(result.memory.items()):
+            try:
+                context.fold_partials(
+                    [partial.memory[dtype] for partial in partials],
+                    holdings,
+                    out,
+                    checksum=sealed,
+                    after_checksum=self._tampering(partials, dtype) if sealed else None,
+                )
+            except PacelineError as error:
+                # Of a GPU's gradients it is the copies in the host's memory that were written over.
+                self.keeps = self._staging.needed or (number == 0 and UNTOUCHED in error.facts)
+                raise
         return self._staging.back(result, target)
+
+    def _seals(self) -> bool:
+        """Checksums of gradients: where they travel, or everywhere where that is asked for."""
+        if self._checksums is None:
+            return self._team.context.transport.topology.hosts > 1
+        return self._checksums
 
     def _tampering(self, partials: Sequence[Flat], dtype: torch.dtype) -> Callable[[], None] | None:
         tamper = self._tamper
@@ -143,15 +153,6 @@ class CanonicalSummation:
     def rebind(self) -> None:
         self._fold.move()
         self._staging.rebind()
-        self._result = None
-
-    def _target(self, mine: Sequence[Flat]) -> Flat:
-        """Where the sum goes: over the first partial, unless that may be needed again."""
-        if self._team.lasting or self._staging.needed:
-            return mine[0] if mine else self._fold.spare()
-        if self._result is None:
-            self._result = self._make()
-        return self._result
 
 
 @final

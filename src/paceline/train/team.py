@@ -18,7 +18,7 @@ Blocks = tuple[tuple[int, ...], ...]
 
 @final
 class Team:
-    """`shards` is None where each rank is a shard (mode="fast"). `announce` is called with every context."""
+    """`shards` is None where each rank is a shard (mode="fast"). `announce` hears of every later context."""
 
     def __init__(
         self,
@@ -29,14 +29,15 @@ class Team:
         announce: Callable[[DistributedContext], None] | None = None,
     ) -> None:
         self.context = context
-        self._announce = announce
         self.fixed_shards = shards
         self.lasting = lasting  # False: members come and go, so what they hold must survive a failed exchange
         self.generation = 0
         self.backup = False  # idle ranks compute shards of slow ones too; who counts is agreed on in the step
         self.blocks: Blocks = ()
         self.holdings = Holdings(1, ((0,),))
+        self._announce: Callable[[DistributedContext], None] | None = None
         self.install(context)
+        self._announce = announce
 
     def install(
         self,

@@ -108,7 +108,7 @@ def build(job: TrainJob, stack: ExitStack, number: int, observers: Sequence[Obse
 
 def new_team(context: DistributedContext, config: TrainConfig, *, lasting: bool = True) -> Team:
     shards = config.shards or config.workers if config.mode == "exact" else None
-    # A group that lasts is the process's own already. User code asks for its rank wherever it runs.
+    # A group that lasts is the process's own already. Elsewhere paceline.get_rank() is to know of each.
     announce = None if lasting else default_group.offer
     return Team(context, shards, lasting=lasting, announce=announce)
 

@@ -42,7 +42,7 @@ class FarEnd:
         sock.sendall(acceptor.proof)
         return Channel(sock)
 
-    def welcome(self, heartbeat: float = 0.02) -> tuple[Channel, Message]:
+    def welcome(self, heartbeat: float = 0.02) -> tuple[Channel, Hello]:
         """Accept, hear the Hello, answer it."""
         channel = self.accept()
         hello = next_of(channel, Hello)
@@ -69,7 +69,7 @@ def hear(channel: Channel, seconds: float = 10.0) -> list[tuple[int, Message]]:
     return []
 
 
-def next_of(channel: Channel, kind: type[Message], seconds: float = 10.0) -> Message:
+def next_of(channel: Channel, kind: type[M], seconds: float = 10.0) -> M:
     """The next message of this kind; others before it are dropped."""
     limit = time.monotonic() + seconds
     while time.monotonic() < limit and not channel.closed:

@@ -10,6 +10,7 @@ import pytest
 from tests.core.control.far_end import SECRET, FarEnd, hear, next_of
 from tests.engines.local.processes import eventually
 
+from paceline.core.control.channel import Channel
 from paceline.core.control.member_link import MemberLink
 from paceline.core.control.messages import (
     Beat,
@@ -52,7 +53,7 @@ def linked(far: FarEnd, worker: Worker, **settings: object) -> Iterator[MemberLi
         far.close()
 
 
-def started(link: MemberLink, far: FarEnd) -> tuple[object, Welcome]:
+def started(link: MemberLink, far: FarEnd) -> tuple[Channel, Welcome]:
     """Start a link while the far end answers in this thread."""
     found: list[Welcome] = []
     thread = threading.Thread(target=lambda: found.append(link.start(10.0)))

@@ -123,6 +123,19 @@ def test_a_worker_can_be_adopted_with_what_was_kept():
         worker.done = True
 
 
+def test_a_worker_can_be_adopted_before_anybody_heard_its_pid():
+    with started(wait_for_a_signal) as worker:
+        heir = Worker.adopt(0, [os.dup(file) for file in worker.keep()])
+        assert heir.pid == 0
+        assert hear(heir, lambda: heir.pid)
+        assert is_waiting(heir)
+        heir.kill()
+        assert hear(heir, lambda: heir.done)
+        assert heir.status == -signal.SIGKILL
+        heir.close()
+        worker.done = True
+
+
 def test_a_module_that_cannot_be_imported_is_a_refusal():
     with started(environment, preload=("no.such.module",)) as worker:
         assert hear(worker, lambda: worker.done)

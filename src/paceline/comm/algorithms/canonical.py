@@ -23,12 +23,13 @@ from paceline.comm.algorithms.hops import cut
 from paceline.comm.algorithms.job import Job
 from paceline.comm.algorithms.seals import Messages, Sealing, sealed_exchange
 from paceline.comm.algorithms.window import reduce_in_window
-from paceline.comm.algorithms.work import Recipe
+from paceline.comm.algorithms.work import Recipe, mark_untouched
 from paceline.comm.calls import Call
 from paceline.comm.cost import Links, Situation
 from paceline.comm.fold import Node, covering_nodes, fold_shards, run_blocks, tree_fold
 from paceline.comm.ops import ReduceOp, accumulator_dtype, finish, kernel_of
 from paceline.comm.transport.base import Transport
+from paceline.core.errors import PacelineError
 
 
 def run(job: Job) -> None:
@@ -110,7 +111,11 @@ def _by_messages(
     arriving = [
         (source, tensor) for (source, _), tensor in zip(recipe.sources, inputs, strict=True) if source != rank
     ]
-    _exchange(transport, sealing, call, sends, arriving, deadline)
+    try:
+        _exchange(transport, sealing, call, sends, arriving, deadline)
+    except PacelineError as error:
+        mark_untouched(error)
+        raise
     total = torch.empty(stop - start, dtype=wide, device="cpu")
     run_blocks(recipe.fold, kernel_of(recipe.op), inputs, total)
     finish(recipe.op, total, recipe.contributions)

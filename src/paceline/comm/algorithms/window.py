@@ -25,11 +25,12 @@ from torch import Tensor
 from paceline.comm.algorithms.seals import Sealing, Seals, corrupt, digest
 from paceline.comm.algorithms.slots import Slots, run
 from paceline.comm.algorithms.spread import ADDRESS, pieces as spread_pieces, spread
-from paceline.comm.algorithms.work import Recipe, Work
+from paceline.comm.algorithms.work import Recipe, Work, mark_untouched
 from paceline.comm.calls import Call
 from paceline.comm.fold import NOTHING
 from paceline.comm.ops import ReduceOp, accumulator_dtype, kernel_of
 from paceline.comm.transport.base import Transport, Window
+from paceline.core.errors import PacelineError
 
 
 def reduce_in_window(
@@ -47,7 +48,11 @@ def reduce_in_window(
     if out.numel() * dtype.itemsize * recipe.most_partials <= window.small.shape[2]:
         small = small_reduce(transport, window, recipe, dtype, out.shape)
         if sealing is None:
-            small.run(call, partials, out, deadline)
+            try:
+                small.run(call, partials, out, deadline)
+            except PacelineError as error:
+                mark_untouched(error)
+                raise
         else:
             small.run_sealed(call, partials, out, deadline, sealing)
         return
@@ -71,8 +76,14 @@ def _reduce_large(work: Work) -> None:
         slots.fill(0)
     tick = window.tick(work.call, source, target)
     try:
-        work.wait(tick)
-        sources, targets = window.locations(work.call, work.deadline)
+        try:
+            work.wait(tick)
+            sources, targets = window.locations(work.call, work.deadline)
+        except PacelineError as error:
+            # A peer that got past this point writes into everybody's result.
+            if window.never_met(tick):
+                mark_untouched(error)
+            raise
         if all(sources) and all(targets):
             spread(work, sources, targets)
             return

@@ -16,9 +16,11 @@ from paceline.comm.calls import Call
 from paceline.comm.fold import Fold
 from paceline.comm.ops import ReduceOp, finish, kernel_of
 from paceline.comm.transport.base import Traffic, Window
+from paceline.core.errors import PacelineError
 
 CACHE_LINE = 64
 LEAST_BLOCK = 128 << 10
+UNTOUCHED = "untouched"
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,11 @@ class Work:
         self.traffic.received += received * item
         self.traffic.messages += rounds * (self.size - 1)
         self.traffic.rounds += rounds
+
+
+def mark_untouched(error: PacelineError) -> None:
+    """The reduction failed before any rank wrote to any result: inputs that are results too are as before."""
+    error.facts[UNTOUCHED] = True
 
 
 def block_size(item: int, tensors: int) -> int:

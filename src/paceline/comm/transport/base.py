@@ -119,6 +119,10 @@ class Window(Protocol):
         """Returns when every rank has reached `tick`."""
         ...
 
+    def never_met(self, tick: int) -> bool:
+        """Whether some rank has not reached `tick` and never will: then nobody gets past it."""
+        ...
+
     def meet(self, call: Call, deadline: float) -> None:
         """The first tick of a call, waited for, with everybody's signature checked."""
         ...

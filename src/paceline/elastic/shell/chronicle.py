@@ -27,7 +27,9 @@ from paceline.core.events import (
     ShardHashed,
     StepCommitted,
     StepsReceived,
+    SupervisorStarted,
     UnknownEvent,
+    WorkerFailed,
 )
 from paceline.core.journal import Journal
 
@@ -68,6 +70,7 @@ class Chronicle:
         self._seen: set[int] = set()
         self._seen_order: deque[int] = deque()
         self._hashed: set[tuple[int, int, int, str]] = set()
+        self._failed: set[int] = set()  # processes of this run
         self._path = path
         if path.exists():
             self._remember_tail(path)
@@ -91,7 +94,12 @@ class Chronicle:
             self.flush()
 
     def write(self, event: Event) -> None:
-        """Append one event, now or as soon as there is room for it."""
+        """Append one event, now or as soon as there is room for it. A process fails once: a supervisor that
+        takes over may find out again what the one before it had written down."""
+        if isinstance(event, WorkerFailed) and event.pid:
+            if event.pid in self._failed:
+                return
+            self._failed.add(event.pid)
         self._waiting.append(event)
         if len(self._waiting) == 1 or self._retry_at == float("inf"):
             self._write_waiting()
@@ -247,6 +255,10 @@ class Chronicle:
 
     def _recall(self, data: dict[str, Any]) -> None:
         match data:
+            case {"type": SupervisorStarted.type, "attempt": 1}:
+                self._failed.clear()  # what is before it belongs to an earlier run in this folder
+            case {"type": WorkerFailed.type, "pid": int(pid)}:
+                self._failed.add(pid)
             case {"type": StepsReceived.type, "pid": int(pid), "generation": int(view), "last": int(last)}:
                 self._received[pid, view] = last
             case {

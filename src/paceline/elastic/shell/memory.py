@@ -20,12 +20,14 @@ STATE_FILE: Final = "supervisor.json"
 
 @dataclass(frozen=True)
 class Remembered:
-    """`fingerprint` and `model` are those of the first member, which others must match in exact mode."""
+    """`fingerprint` and `model` are those of the first member, which others must match in exact mode;
+    `processes` the pid and the machine of each worker, by member."""
 
     began: Began = field(default_factory=Began)
     port: int = 0
     fingerprint: dict[str, str] | None = None
     model: str = ""
+    processes: dict[int, tuple[int, str]] = field(default_factory=dict)
 
 
 @final

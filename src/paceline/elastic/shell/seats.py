@@ -26,6 +26,7 @@ class Seat:
     prepare, view, stop   what it was told last: told again after a reconnect
     dismissed   it was told to end; leave_by: when it must have
     expelled    nothing that it says counts any more
+    process     its pid and machine as an earlier supervisor knew them
     """
 
     member: int
@@ -48,17 +49,18 @@ class Seat:
     dismissed: bool = False
     expelled: bool = False
     done: bool = False
+    process: tuple[int, str] = (0, "")
     leave_by: float = field(default=float("inf"))
 
     @property
     def pid(self) -> int:
         if self.worker is not None and self.worker.pid:
             return self.worker.pid
-        return self.hello.pid if self.hello is not None else 0
+        return self.hello.pid if self.hello is not None else self.process[0]
 
     @property
     def hostname(self) -> str:
-        return self.hello.hostname if self.hello is not None else ""
+        return self.hello.hostname if self.hello is not None else self.process[1]
 
     @property
     def phase(self) -> str:

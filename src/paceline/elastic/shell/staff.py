@@ -123,13 +123,17 @@ class Staff:
     def expect(self, members: Mapping[int, tuple[int, int]]) -> None:
         """Workers that an earlier supervisor started; the caller kept what belongs to them."""
         for member, (slot, place) in members.items():
-            seat = Seat(member, slot, place)
+            known = self._supervisor.recalled.processes.get(member, (0, ""))
+            seat = Seat(member, slot, place, process=known)
             self.seats[member] = seat
             self._starts[slot] += 1
             kept = self._supervisor.caller.kept.pop(member, None)
             if kept is not None:
                 seat.worker = Worker.adopt(*kept)
                 self._attend(seat, seat.worker)
+                if seat.worker.has_ended:
+                    # How it ended may have been told to the supervisor before, and to nobody again.
+                    self.cut(seat, "its process ended")
             elif place == HOME:
                 self._end(seat, Lost(member, "exit", "it ended while no supervisor was there"))
 
@@ -156,6 +160,9 @@ class Staff:
         if seat.connection is not None:
             seat.connection.close()
         seat.hello, seat.connection, seat.cut_at, seat.progress = hello, connection, None, hello.progress
+        if seat.worker is not None:
+            # A supervisor that died may have been the only one who had heard it.
+            seat.worker.is_process(hello.pid)
         connection.owner = Ear(self._supervisor, seat)
         if first_time:
             self._supervisor.chronicle.write(

@@ -19,7 +19,7 @@ from typing import Final, final
 
 from paceline.core import phase_page
 from paceline.core.events import Event, Verdict, WorkerFailed
-from paceline.elastic.model import NoteFailure, NoteVerdict
+from paceline.elastic.model import HOME, NoteFailure, NoteVerdict
 from paceline.elastic.shell.seats import Seat, kernel_state
 
 STACK_SECONDS: Final = 0.4
@@ -103,6 +103,8 @@ class Verdicts:
 
     def failure(self, note: NoteFailure, seat: Seat, *, told: bool) -> None:
         """A worker failed: a line in the journal, and on the terminal unless a verdict tells it."""
+        if note.kind == "preempted" and not seat.pid:
+            return  # it was asked for and never started
         if seat.raised is not None and note.kind == "raised":
             # It knew better than its last heartbeat.
             note = dataclasses.replace(note, phase=seat.raised.phase)
@@ -123,7 +125,7 @@ class Verdicts:
             self._say(self._failure_text(note, seat))
 
     def _phase(self, note: NoteFailure | NoteVerdict, seat: Seat) -> str:
-        if note.sure or self._folder is None or seat.worker is None:
+        if note.sure or self._folder is None or seat.place != HOME:
             return note.phase
         seen = phase_page.read(phase_page.page_file(self._folder, note.member))
         return note.phase if seen is None else seen.phase

@@ -251,7 +251,7 @@ class World:
 
     def _must_be_noticed(self, member: Member) -> None:
         worker = self.coordinator.state.workers.get(member.number)
-        if worker is not None and worker.standing is not Standing.STARTING:
+        if member.stopped and worker is not None and worker.standing is not Standing.STARTING:
             self.truth.violation(f"member {member.number} is stopped, and nobody has noticed")
 
     def crashed(self) -> None:

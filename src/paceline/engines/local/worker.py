@@ -76,12 +76,22 @@ class Worker:
 
     @classmethod
     def adopt(cls, pid: int, files: Sequence[int]) -> Self:
-        """Take up what `keep` gave; `files`: the socket, and the stack file where there was one."""
+        """Take up what `keep` gave; `files`: the socket, and the stack file where there was one. A pid of 0:
+        it was not forked yet, or nobody had heard so."""
         worker = cls(socket.socket(fileno=files[0]))
         if len(files) > 1:
             worker._stack_file = files[1]
-        worker._open(pid)
+        if pid:
+            worker.is_process(pid)
         return worker
+
+    def is_process(self, pid: int) -> None:
+        """It was forked, and this is its pid; once is enough."""
+        if self.pid:
+            return
+        self.pid = pid
+        with contextlib.suppress(ProcessLookupError):
+            self._watch = os.pidfd_open(pid)
 
     def keep(self) -> tuple[int, ...]:
         """Descriptors, still ours, with which another process can adopt this rank."""
@@ -110,7 +120,8 @@ class Worker:
     def has_ended(self) -> bool:
         """Whether the process is gone, also where nobody has said how."""
         if self.status is not None or self._watch < 0:
-            return self.status is not None or self.done
+            # One that could not even be opened was gone before it was adopted.
+            return self.status is not None or self.done or self.pid > 0
         poll = select.poll()
         poll.register(self._watch, select.POLLIN)
         return bool(poll.poll(0))
@@ -161,7 +172,7 @@ class Worker:
     def _hear(self, message: Message) -> None:
         match message.kind:
             case protocol.STARTED:
-                self._open(message.pid)
+                self.is_process(message.pid)
             case protocol.READY:
                 (self._stack_file,) = message.descriptors
             case protocol.EXITED:
@@ -179,11 +190,6 @@ class Worker:
                 self.done = True
             case _:
                 protocol.close_all(message.descriptors)
-
-    def _open(self, pid: int) -> None:
-        self.pid = pid
-        with contextlib.suppress(ProcessLookupError):
-            self._watch = os.pidfd_open(pid)
 
 
 def _duplicate(number: int) -> int:

@@ -162,6 +162,13 @@ class Board:
             return Peer(state, None, {"kind": "", "text": f"its process {pid} is stopped"}, pid)
         return Peer(state, status, None, pid)
 
+    def is_gone(self, rank: int) -> bool:
+        """Whether a rank will never do anything again: it left, failed, or its process has ended."""
+        if RankState(self.words[self.word(rank, STATE)]) in (RankState.LEFT, RankState.FAILED):
+            return True
+        began = self.longs[self.long(rank, START_TIME)]
+        return bool(began) and start_time(self.words[self.word(rank, PID)]) != began
+
     def peers(self) -> dict[int, Peer]:
         self.check_open()
         return {rank: self.peer(rank) for rank in range(self.world_size)}

@@ -109,6 +109,12 @@ class ShmWindow:
                 self._wait_long(index, rank, tick, call, deadline)
         sync.fence()
 
+    def never_met(self, tick: int) -> bool:
+        return any(
+            not sync.reached(self._words[index], tick) and self._board.is_gone(rank)
+            for index, rank in self._others
+        )
+
     def meet(self, call: Call, deadline: float) -> None:
         self.wait(self.tick(call), call, deadline)
         self._check(call, deadline)

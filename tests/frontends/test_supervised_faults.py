@@ -1,0 +1,62 @@
+"""Faults that need the whole machinery: the kernel's memory limit, a replacement that dies while it joins, a
+worker that is stopped, and who is named for them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+import pytest
+from tests.frontends.test_supervised import check_exactly_once, looked_after, of
+from tests.train.small_run import fit, settings
+
+import paceline
+from paceline.core import events
+from paceline.engines.local import memory_group
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    return fit(settings(folder, 1, fault_tolerance=paceline.FaultTolerance(enabled=False))).state_hash
+
+
+def blamed(folder: Path) -> list[tuple[int, str, str]]:
+    return [(event.rank, event.phase, event.cause) for event in of(events.WorkerFailed, folder)]
+
+
+def groups_can_be_made() -> bool:
+    with contextlib.suppress(OSError):
+        memory_group.make_below(f"paceline-test-{os.getpid()}", 64 << 20).remove()
+        return True
+    return False
+
+
+@pytest.mark.skipif(not groups_can_be_made(), reason="this user may not make memory groups")
+def test_a_worker_that_the_kernel_kills_for_memory_is_named_as_such(tmp_path, undisturbed):
+    folder = tmp_path / "run"
+    history = fit(looked_after(folder, chaos="oom rank=1 step=5 phase=forward"))
+    assert history.state_hash == undisturbed
+    assert blamed(folder) == [(1, "forward", "memory")]
+    assert "out of memory (cgroup limit 64 MiB)" in of(events.WorkerFailed, folder)[0].reason
+
+
+def test_a_replacement_that_dies_while_it_joins_is_replaced(tmp_path, undisturbed):
+    folder = tmp_path / "run"
+    chaos = "kill rank=1 step=5 phase=forward; kill rank=1 phase=wait attempt=2; slow rank=all factor=20"
+    history = fit(looked_after(folder, chaos=chaos))
+    assert history.state_hash == undisturbed
+    assert blamed(folder)[0] == (1, "forward", "crash")
+    assert blamed(folder)[1:] in ([], [(1, "wait", "crash")])  # the run may end before it joins
+    check_exactly_once(folder)
+
+
+def test_a_stopped_worker_is_named_in_failure_and_verdict(tmp_path, undisturbed):
+    folder = tmp_path / "run"
+    history = fit(looked_after(folder, chaos="stop rank=2 step=5 phase=data"))
+    assert history.state_hash == undisturbed
+    assert blamed(folder) == [(2, "data", "silent")]
+    (verdict,) = of(events.Verdict, folder)
+    assert (verdict.rank, verdict.phase) == (2, "data")
+    assert "the process is stopped (SIGSTOP)" in verdict.text
