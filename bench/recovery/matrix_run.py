@@ -69,7 +69,7 @@ def train(folder: Path, case: Case | None, stack: ExitStack) -> str:
     if _has(case, "network"):
         # One seat is left for the guest, who needs seconds to come: all are slow meanwhile.
         workers = RANK
-        care = FaultTolerance(chaos="slow rank=all factor=50", stragglers="wait", bind=os.environ[BIND])
+        care = FaultTolerance(chaos="slow rank=all factor=25", stragglers="wait", bind=os.environ[BIND])
     config = paceline.TrainConfig(
         workers=workers,
         shards=SHARDS,

@@ -7,6 +7,7 @@ supervisor's own CPU time, as a share of one core, while 64 workers train a tiny
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 import tempfile
@@ -31,10 +32,12 @@ RUN_SECONDS = 600.0
 
 @dataclass(frozen=True)
 class Round:
-    """Seconds a step of both, next to each other in time."""
+    """Seconds a step of each kind, next to each other in time. `sealed`: gradients in shared memory carry
+    checksums too."""
 
     supervised: float
     spawned: float
+    sealed: float
 
 
 def step_seconds(settings: RunSettings) -> float:
@@ -48,14 +51,19 @@ def step_seconds(settings: RunSettings) -> float:
 
 
 def measure(folder: Path, rounds: int, steps: int) -> list[Round]:
-    """Both kinds in turns, the other first in every second round."""
+    """All kinds in turns, the last first in every second round."""
+    kinds = {
+        "supervised": RunSettings("", steps),
+        "spawned": RunSettings("", steps, supervised=False),
+        "sealed": RunSettings("", steps, checksums=True),
+    }
     found = []
     for number in range(rounds):
-        times: dict[bool, float] = {}
-        for supervised in (True, False) if number % 2 == 0 else (False, True):
-            name = f"{number}-{'supervised' if supervised else 'spawned'}"
-            times[supervised] = step_seconds(RunSettings(str(folder / name), steps, supervised=supervised))
-        found.append(Round(times[True], times[False]))
+        times: dict[str, float] = {}
+        for kind in list(kinds) if number % 2 == 0 else reversed(kinds):
+            settings = dataclasses.replace(kinds[kind], run_dir=str(folder / f"{number}-{kind}"))
+            times[kind] = step_seconds(settings)
+        found.append(Round(**times))
         print(f"round {number}: {found[-1]}", file=sys.stderr, flush=True)
     return found
 
@@ -101,10 +109,11 @@ def _report(found: Sequence[Round], share: Share, steps: int) -> Report:
     supervised = median(one.supervised for one in found) * 1e3
     spawned = median(one.spawned for one in found) * 1e3
     cost = (median(one.supervised / one.spawned for one in found) - 1.0) * 100
+    sealed = (median(one.sealed / one.spawned for one in found) - 1.0) * 100
     report = Report(
         "recovery_steady_state",
         f"What being elastic costs: {workload.WORKERS} workers, MLP of 1 M parameters, ms a step",
-        ("supervised", "fault_tolerance off", "cost"),
+        ("supervised", "fault_tolerance off", "cost", "cost with checksums=True"),
         data={"rounds": [vars(one) for one in found], "supervisor": vars(share)},
         notes=[
             f"medians of {len(found)} rounds of {steps} steps",
@@ -112,7 +121,7 @@ def _report(found: Sequence[Round], share: Share, steps: int) -> Report:
             f"{share.steps / share.seconds:.1f} steps a second",
         ],
     )
-    report.rows.append((f"{supervised:.2f}", f"{spawned:.2f}", f"{cost:+.1f} %"))
+    report.rows.append((f"{supervised:.2f}", f"{spawned:.2f}", f"{cost:+.1f} %", f"{sealed:+.1f} %"))
     report.targets += [
         Target("cost of being elastic", cost, 2.0, at_least=False, unit=" %"),
         Target(

@@ -45,7 +45,7 @@ class RunSettings:
     audit_every: int = 0
     patience: float = 60.0
     backoff: float = 0.5
-    checksums: bool = True
+    checksums: bool | None = None
 
     @property
     def journal(self) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 from paceline.core.control.messages import Progress
@@ -34,19 +35,20 @@ class Driven:
     def __init__(self, workers: int = 4, shards: int = 8, began: Began | None = None, **settings: object):
         self.state: State = machine.initial(Settings(workers=workers, shards=shards, **settings))  # type: ignore[arg-type]
         self.now = 100.0
-        self.actions: tuple[Action, ...] = ()
+        self.actions: list[Action] = []
         self.reason = ""
         self.tell(began if began is not None else Began())
 
-    def tell(self, event: Event, after: float = 0.0) -> tuple[Action, ...]:
+    def tell(self, event: Event, after: float = 0.0) -> list[Action]:
         """One event; the laws hold, the state that was given is as it was, and there is a reason."""
         self.now += after
         before = self.state
         kept = _snapshot(before)
-        self.state, self.actions, self.reason = machine.step(before, event, self.now)
+        self.state, actions, self.reason = machine.step(before, event, self.now)
+        self.actions = list(actions)
         assert _snapshot(before) == kept, f"step changed its argument on {event}"
         broken = machine.validate(self.state)
-        broken += machine.validate_step(before, self.state, self.actions, self.reason)
+        broken += machine.validate_step(before, self.state, actions, self.reason)
         assert broken == [], f"{event}: {broken}"
         assert machine.allowed(before.phase, event, self.state.phase), (
             f"{before.phase} {event} {self.state.phase}"
@@ -134,22 +136,22 @@ def _snapshot(state: State) -> dict[str, object]:
     return fields
 
 
-def only(actions: tuple[Action, ...] | list[Action], kind: type[A]) -> A:
+def only(actions: Sequence[object], kind: type[A]) -> A:
     """The one action of this kind."""
     found = [action for action in actions if isinstance(action, kind)]
     assert len(found) == 1, f"{len(found)} of {kind.__name__} in {actions}"
     return found[0]
 
 
-def some(actions: tuple[Action, ...] | list[Action], kind: type[A]) -> list[A]:
+def some(actions: Sequence[object], kind: type[A]) -> list[A]:
     """All actions of this kind."""
     return [action for action in actions if isinstance(action, kind)]
 
 
-def started(actions: tuple[Action, ...] | list[Action]) -> list[int]:
+def started(actions: Sequence[object]) -> list[int]:
     """The slots that workers were asked for."""
     return [action.slot for action in some(actions, StartWorker)]
 
 
-def asked(actions: tuple[Action, ...] | list[Action]) -> TellPrepare:
+def asked(actions: Sequence[object]) -> TellPrepare:
     return only(actions, TellPrepare)

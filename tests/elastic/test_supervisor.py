@@ -128,6 +128,14 @@ def test_a_member_that_is_asked_to_go_leaves_at_a_boundary(tmp_path):
     assert run.steps == list(range(1, 201))
 
 
+def test_a_worker_that_comes_when_all_is_over_is_not_waited_for(tmp_path):
+    with running(tmp_path, steps=40) as run:
+        run.until_step(25)
+        os.kill(run.pids()[1], signal.SIGKILL)
+        # Its replacement may still be on its way at the end; a good end has a minute for those who pack.
+        assert drop(run.finish(20.0)).ok
+
+
 def test_a_job_can_be_stopped(tmp_path):
     with running(tmp_path, steps=100_000) as run:
         run.until_step(10)
@@ -219,7 +227,7 @@ def test_a_member_whose_end_only_the_dead_supervisor_heard_is_replaced(tmp_path)
         run.until(lambda: run.of(WorkerFailed))
         drop(run.finish())
     (failure,) = run.of(WorkerFailed)
-    assert (failure.rank, failure.cause) == (1, "exit")
+    assert (failure.rank, failure.cause) == (1, "crash")
     assert "while no supervisor was there" in failure.reason
     assert run.steps == list(range(1, 301))
 

@@ -48,8 +48,9 @@ def stopped(config, callbacks=(), **parts) -> Stopped:
 
 
 def ended(folder: Path) -> events.RunEnded:
-    """The end of the run; only receipts of the workers may stand after it."""
-    *_, last = (event for event in journal_of(folder) if not isinstance(event, events.StepsReceived))
+    """The end of the run; only what the workers say about themselves may stand after it."""
+    said = (events.StepsReceived, events.ShardHashed)
+    *_, last = (event for event in journal_of(folder) if not isinstance(event, said))
     assert isinstance(last, events.RunEnded)
     return last
 

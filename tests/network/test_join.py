@@ -264,9 +264,16 @@ def test_checkpoints_while_another_machine_does_not_see_the_folder(tmp_path: Pat
         (tmp_path / "kept").mkdir()
         shutil.copytree(run.folder / "checkpoints", tmp_path / "kept" / "checkpoints")
         shutil.copy(run.folder / "config.toml", tmp_path / "kept")
+        assert not run.of(events.CheckpointFailed)
+        # All who see the folder are lost: the others keep the state for their successors.
+        before = run.view
+        for pid in before.pids[:2]:
+            os.kill(pid, signal.SIGKILL)
+        run.until_view("aabb", before.generation)
+        assert run.view.pids[2:] == before.pids[2:]
         assert run.finish() == undisturbed
         assert ended(agent)[0] == 0
-        assert not run.of(events.CheckpointFailed)
+        assert CheckpointStore(run.folder / "checkpoints").open().manifest.info.step == joined_run.STEPS
         run.check_exactly_once()
     manifest = CheckpointStore(tmp_path / "kept" / "checkpoints").open(saved.version).manifest
     assert (manifest.info.workers, manifest.info.step) == (4, saved.step)

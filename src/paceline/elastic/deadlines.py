@@ -50,6 +50,12 @@ def patience(job: State, worker: Worker) -> float:
     return hang_limit(job)
 
 
+def abort_limit(job: State, worker: Worker) -> float:
+    """How long a member may take to report when it is asked to abort: it finishes at most a shard."""
+    at_once = max(job.settings.hang_least, job.settings.silence_steps * job.pace)
+    return at_once if patience(job, worker) <= hang_limit(job) else patience(job, worker)
+
+
 def install_limit(job: State) -> float:
     restores = job.view is not None and job.view.restore
     return job.settings.slow_phase_seconds if restores else max(job.settings.install_seconds, hang_limit(job))
@@ -111,7 +117,7 @@ def _has_not(job: State, now: float, done: str) -> list[Finding]:
         if worker.standing is Standing.READY:
             limit = hang_limit(job)
         elif job.abort:
-            limit = patience(job, worker)
+            limit = abort_limit(job, worker)
         else:
             limit = max(job.settings.slow_phase_seconds, hang_limit(job))
         since = job.asked_at if job.abort else max(job.asked_at, job.moved_at)
@@ -211,7 +217,7 @@ def next_due(job: State, now: float) -> float:
         times.append(job.stop_at + settings.stop_seconds)
     match job.phase:
         case Phase.PREPARING if job.abort:
-            times += [job.asked_at + patience(job, job.workers[number]) for number in job.waiting]
+            times += [job.asked_at + abort_limit(job, job.workers[number]) for number in job.waiting]
         case Phase.RUNNING | Phase.STOPPING | Phase.PREPARING:
             times.append(job.moved_at + hang_limit(job))
         case Phase.INSTALLING:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from paceline.core.control.messages import Progress
 from paceline.elastic import audit_votes, audits
 from paceline.elastic.deadlines import Finding, phase_of
 from paceline.elastic.ending import all_done, end, finish
@@ -110,21 +111,22 @@ def beaten(job: State, event: Beaten, now: float, out: list[Action]) -> str:
     job.beats[number] = event
     if event.step_seconds > 0 and not job.committed:
         job.committed = True
-    progress = event.progress
-    if (
-        progress is not None
-        and worker.standing in IN_VIEW
-        and (job.furthest is None or progress > job.furthest)
-    ):
-        if job.furthest is not None and progress[0] > job.furthest[0]:
-            job.committed = True
-            job.breaks = 0
-            if job.suspicion:
-                job.suspicion = {}
-        job.furthest = progress
-        job.moved_at = now
+    if worker.standing in IN_VIEW and _has_moved(job, event.progress, now):
         return "a member goes on"
     return "a member lives"
+
+
+def _has_moved(job: State, progress: Progress | None, now: float) -> bool:
+    """Whether a member is further than anybody was known to be."""
+    if progress is None or (job.furthest is not None and progress <= job.furthest):
+        return False
+    if job.furthest is not None and progress[0] > job.furthest[0]:
+        job.committed = True
+        job.breaks = 0
+        job.suspicion = {}
+    job.furthest = progress
+    job.moved_at = now
+    return True
 
 
 def reported(job: State, event: Reported, now: float, out: list[Action]) -> str:
@@ -135,6 +137,7 @@ def reported(job: State, event: Reported, now: float, out: list[Action]) -> str:
         return f"a report of member {event.member}, who was not asked or has reported"
     job.heard[event.member] = now
     job.reports[event.member] = event
+    _has_moved(job, event.progress, now)
     job.waiting = job.waiting - {event.member}
     return go_on_preparing(job, f"rank {job.workers[event.member].slot} reported", now, out)
 

@@ -183,8 +183,8 @@ def _save_alone(membership: Membership, run: Run, assembled: Assembled, why: str
 
 
 def _sees_folder(job: TrainJob, place: Place) -> bool:
-    """Whether the run's folder is here, and its checkpoints where they are kept elsewhere: on the supervisor's
-    machine always, on others if what supervisor and caller wrote there is."""
+    """Whether the run's folder is here, and the place of its checkpoints: on the supervisor's machine always,
+    on others if what supervisor and caller wrote there is."""
     if place.lookup is not None or job.folder is None:
         return True
     folder = RunFolder(job.folder)

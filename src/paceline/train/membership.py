@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from paceline.train.assembly import Assembled
 
 _LOOK_SECONDS = 0.25
+_TELL_SECONDS = 0.1
 _SMOOTH = 0.8  # of the running means: a few steps decide
 
 
@@ -121,6 +122,8 @@ class Membership:
         self._claims = Claims()
         self._leaving: str | None = None  # why, until it was told
         self._receipts = Receipts()
+        self._untold: list[str] = []  # events, as their lines
+        self._told_at = 0.0
         self._shard_seconds = self._step_seconds = 0.0
         self._committed_at = time.monotonic()
         self.fingerprint: dict[str, str] = {}
@@ -150,6 +153,7 @@ class Membership:
         if self._leaving and self.link is not None:
             reason, self._leaving = self._leaving, ""
             self.link.send(Leaving(reason=reason))
+        self._tell_all()
         self._receipts.send(self.link)
         phase, seconds = self._phases.now
         return Beat(
@@ -203,13 +207,26 @@ class Membership:
             self._leaving = reason
 
     def tell(self, event: events.Event) -> None:
-        """An event for the journal."""
-        assert self.link is not None
-        self.link.send(Told(generation=self._team.generation, lines=(events.to_json(event),)))
+        """An event for the journal. Steps that follow each other quickly are told together."""
+        now = time.monotonic()
+        with self._lock:
+            self._untold.append(events.to_json(event))
+            if isinstance(event, events.StepCommitted) and now - self._told_at < _TELL_SECONDS:
+                return
+        self._tell_all()
+
+    def _tell_all(self) -> None:
+        link = self.link
+        with self._lock:
+            lines, self._untold = tuple(self._untold), []
+            self._told_at = time.monotonic()
+        if lines and link is not None:
+            link.send(Told(generation=self._team.generation, lines=lines))
 
     def failed(self, error: BaseException, traceback_text: str) -> None:
         """This worker's own code raised."""
         assert self.link is not None
+        self._tell_all()
         fault = error.fault if isinstance(error, PacelineError) else "code"
         lines = str(error).splitlines() or [""]
         self.link.send(
@@ -275,6 +292,7 @@ class Membership:
         after the job any more."""
         link = self._link()
         while True:
+            self._tell_all()
             self._receipts.send(self.link)
             stopped = run.ended if run.stopped_on_request else None
             link.send(
@@ -335,6 +353,8 @@ class Membership:
             send_state(context, view.behind, {**given.tensors, **given.own}, given.state)
         elif rank in view.behind:
             tensors, state = receive_state(context, view.source)
+            # Before, not after: it puts the buffers back that the open step began with.
+            assembled.transaction.abandon()
             assembled.take_over(run, tensors, state)
         if not view.restore:
             assembled.transaction.share_residuals()
@@ -357,6 +377,7 @@ class Membership:
 
     def _next_view(self, run: Run, trouble: BaseException | None) -> View:
         link = self._link()
+        self._tell_all()
         self._receipts.send(self.link)
         if trouble is not None and self._asked is None and self._invited is not None:
             link.send(broken(self._invited, trouble))

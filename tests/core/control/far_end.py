@@ -7,13 +7,14 @@ import select
 import socket
 import ssl
 import time
-from typing import final
+from typing import TypeVar, final
 
 from paceline.core.control.auth import Acceptor
 from paceline.core.control.channel import Channel
 from paceline.core.control.messages import Beat, Hello, Message, Welcome
 
 SECRET = b"s" * 32
+M = TypeVar("M", bound=Message)
 
 
 @final

@@ -79,10 +79,10 @@ class Actions:
 
     def dismiss(self, seat: Seat, reason: str, code: int, seconds: float) -> None:
         """Let a worker end in peace."""
-        seat.dismissed = True
+        seat.dismissed, seat.goodbye = True, Dismissed(reason=reason, code=code)
         if seat.member in self._staff.seats:
             if seat.connection is not None:
-                seat.connection.send(Dismissed(reason=reason, code=code))
+                seat.connection.send(seat.goodbye)
             self._staff.leave(seat, seconds)
 
     def _kill(self, action: KillWorker) -> None:

@@ -38,6 +38,9 @@ class Ending:
             if not at_once:
                 # Their time is counted here.
                 supervisor.actions.dismiss(seat, end.reason, 0, 2 * GOOD_SECONDS)
+                if seat.hello is None:
+                    # It has not even begun: nothing of it is worth a wait.
+                    supervisor.staff.kill(seat, end.reason)
 
     @property
     def due(self) -> float:
@@ -100,5 +103,5 @@ class Ending:
 
 
 def _is_out_of_reach(seat: Seat) -> bool:
-    """On another machine, and cut off or not there yet: its agent ends it, now or when it hears of the end."""
+    """On another machine, and cut off or not there yet: its agent ends it when it hears of the end."""
     return seat.place != HOME and (seat.expelled or seat.hello is None)

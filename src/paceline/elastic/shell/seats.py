@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
 
-from paceline.core.control.messages import Beat, Hello, Prepare, Progress, Raised, Stop, View
+from paceline.core.control.messages import Beat, Dismissed, Hello, Prepare, Progress, Raised, Stop, View
 from paceline.elastic.model import HOME, FailureKind
 from paceline.elastic.shell.connection import Connection
 from paceline.engines.local.worker import Worker
@@ -24,7 +24,7 @@ class Seat:
     heard       the highest number of its messages that was heard; `confirmed`: that it was told so
     cut_at      since when it has no connection, though it had one
     prepare, view, stop   what it was told last: told again after a reconnect
-    dismissed   it was told to end; leave_by: when it must have
+    dismissed   it was told to end, with `goodbye`; leave_by: when it must have
     expelled    nothing that it says counts any more
     process     its pid and machine as an earlier supervisor knew them
     """
@@ -45,6 +45,7 @@ class Seat:
     prepare: Prepare | None = None
     view: View | None = None
     stop: Stop | None = None
+    goodbye: Dismissed | None = None
     raised: Raised | None = None
     dismissed: bool = False
     expelled: bool = False

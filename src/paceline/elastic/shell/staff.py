@@ -135,7 +135,7 @@ class Staff:
                     # How it ended may have been told to the supervisor before, and to nobody again.
                     self.cut(seat, "its process ended")
             elif place == HOME:
-                self._end(seat, Lost(member, "exit", "it ended while no supervisor was there"))
+                self._end(seat, Lost(member, "crash", "it ended while no supervisor was there to see how"))
 
     def come(self, connection: Connection, hello: Hello) -> None:
         """A worker says hello."""
@@ -175,7 +175,7 @@ class Staff:
         # What it was told last may have been lost with its connection. The machine asks members of a view
         # again; who is in none yet looks to it like one that has just come.
         again = (seat.stop, seat.view, seat.prepare) if hello.generation == 0 else (seat.stop,)
-        for told in again:
+        for told in (*again, seat.goodbye):
             if told is not None:
                 connection.send(told)
         self._supervisor.feed(Joined(hello.member, hello.slot, seat.place, hello.generation, hello.progress))

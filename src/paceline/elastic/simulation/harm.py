@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, final
 from paceline.elastic.model import AgentCame, AgentLost, Event, ScaleAsked, StopAsked
 from paceline.elastic.simulation.faults import Fault
 from paceline.elastic.simulation.member import Member
+from paceline.elastic.simulation.process import Process
 
 if TYPE_CHECKING:
     from paceline.elastic.simulation.world import World
@@ -51,7 +52,7 @@ def apply(world: World, fault: Fault) -> None:
     _harms[fault.kind](world, fault, living)
 
 
-def spring(world: World, member: Member, phase: str) -> None:
+def spring(world: World, member: Process, phase: str) -> None:
     """A member enters a phase: perhaps something was waiting there."""
     for trap in world.traps:
         if trap.member == member.number and trap.phase == phase:

@@ -37,7 +37,7 @@ class Round:
         self.members = members
         self.brought: dict[int, Any] = {}
         self.finished: set[int] = set()
-        self.blocked: set[int] = set()
+        self.blocked: dict[int, tuple[int, ...]] = {}  # who waits for ever, and for whom
         self.damaged: set[int] = set()
         self.result: Any = None
         self._find = find
@@ -60,17 +60,14 @@ class Round:
         """Whom this member waits for."""
         if not self.full:
             return tuple(peer for peer in self.members if peer not in self.brought)
-        if number not in self.blocked:
-            return ()
-        gone = (peer for peer in self.members if peer != number and self._absent(peer))
-        return tuple(gone)
+        return self.blocked.get(number, ())
 
     def upset(self, number: int) -> None:
         """A member died, got stuck or left: who has not its part waits."""
         if self.full:
             for peer in self.members:
                 if peer != number and peer not in self.finished and self._tools.rng.random() < 0.5:
-                    self.blocked.add(peer)
+                    self.blocked[peer] = (*self.blocked.get(peer, ()), number)
 
     def resumed(self) -> None:
         """A member that was stuck goes on, and the others get its part."""
@@ -95,8 +92,9 @@ class Round:
             if liars and number not in liars:
                 tools.time.after(tools.delay(), self._found_damaged, number, liars)
                 continue
-            if any(other != number for other in absent) and tools.rng.random() < 0.5:
-                self.blocked.add(number)
+            others = tuple(other for other in absent if other != number)
+            if others and tools.rng.random() < 0.5:
+                self.blocked[number] = others
                 continue
             tools.time.at(self._reached(number), self._finish, number)
 
@@ -108,8 +106,8 @@ class Round:
             late = {n: tools.weather.reachable_at(n, number, now) for n in self.members if n != number}
             latest = max(late.values(), default=now)
             if latest > now + _break_after:
-                self.blocked.add(number)
                 away = tuple(n for n, at in late.items() if at > now + _break_after)
+                self.blocked[number] = away
                 tools.time.at(now + _break_after, self._gave_up, number, away)
             return latest + tools.delay()
         return now + tools.delay()
@@ -119,8 +117,8 @@ class Round:
         if number in self.blocked or number in self.finished or party.round is not self:
             return
         if party.stuck:
-            # It would get it when it goes on.
-            self.blocked.add(number)
+            # It gets it when it goes on.
+            self.blocked[number] = ()
             return
         self.finished.add(number)
         party.completed(self)

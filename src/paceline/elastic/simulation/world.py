@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import final
 
+from paceline.elastic.deadlines import silence_limit
 from paceline.elastic.model import (
     HOME,
     AgentCame,
@@ -30,6 +31,7 @@ from paceline.elastic.simulation.coordinator import Coordinator
 from paceline.elastic.simulation.faults import Fault
 from paceline.elastic.simulation.member import Member
 from paceline.elastic.simulation.network import MIN_RTO, Line, Weather
+from paceline.elastic.simulation.process import Process
 from paceline.elastic.simulation.rounds import Rounds
 from paceline.elastic.simulation.timeline import Timeline
 from paceline.elastic.simulation.truth import GENESIS, Truth
@@ -135,7 +137,7 @@ class World:
             limits.start_seconds
             + 2 * limits.slow_phase_seconds
             + 2 * limits.install_seconds
-            + 4 * limits.silence_least
+            + 4 * max(limits.silence_least, 8 * limits.heartbeat)
             + limits.backoff_most
             + limits.shards * self.plan.shard_seconds
             + 5.0
@@ -163,7 +165,7 @@ class World:
     def store(self, step: int, state: int) -> None:
         self.checkpoints[step] = state
 
-    def raises(self, member: Member, shards: list[int]) -> bool:
+    def raises(self, member: Process, shards: list[int]) -> bool:
         """Whether its code raises now; then the worker ends."""
         fault = self.raise_next.pop(member.number, "")
         shard = next((s for s in shards if (member.steps, s) in self.raise_always), -1)
@@ -173,7 +175,7 @@ class World:
         self.time.after(0.01, self._raise, member, fault or "code", shard)
         return True
 
-    def _raise(self, member: Member, fault: str, shard: int) -> None:
+    def _raise(self, member: Process, fault: str, shard: int) -> None:
         if member.alive:
             member.send(HasRaised(member.number, "ValueError: simulated", fault, member.steps, shard))
             self.time.after(0.02, self.die, member.number, "exit", "exit code 1")
@@ -181,7 +183,7 @@ class World:
     def reaches_supervisor(self) -> bool:
         return self.coordinator.up
 
-    def entered(self, member: Member, phase: str) -> None:
+    def entered(self, member: Process, phase: str) -> None:
         if phase == "committed":
             self.last_commit = self.time.now
         if self.traps:
@@ -245,11 +247,15 @@ class World:
         """The supervisor has to notice that nothing comes from it, if it is well itself."""
         if any(fault.kind.startswith("coordinator") for fault in self.faults):
             return
-        settings = self.plan.settings
-        limit = max(settings.silence_least, settings.silence_steps * self.coordinator.state.pace)
-        self.time.after(limit + 2 * settings.heartbeat + 0.3, self._must_be_noticed, member)
+        self._must_be_noticed(member, 0.0)
 
-    def _must_be_noticed(self, member: Member) -> None:
+    def _must_be_noticed(self, member: Member, waited: float) -> None:
+        settings = self.plan.settings
+        limit = silence_limit(self.coordinator.state)
+        # What it had sent may have been late itself.
+        if waited < limit + 2 * settings.heartbeat + (2.0 if self.anyone else 0.3):
+            self.time.after(settings.heartbeat, self._must_be_noticed, member, waited + settings.heartbeat)
+            return
         worker = self.coordinator.state.workers.get(member.number)
         if member.stopped and worker is not None and worker.standing is not Standing.STARTING:
             self.truth.violation(f"member {member.number} is stopped, and nobody has noticed")
@@ -284,6 +290,12 @@ class World:
     # what must be true at the end
 
     def _must_have_moved(self, quiet: float) -> None:
+        settings = self.plan.settings
+        # Limits follow the measured steps, and a step in which somebody hung was a long one.
+        more = 3 * settings.hang_steps * self.coordinator.state.pace
+        if self.last_commit <= quiet and self.time.now < quiet + self.patience + more:
+            self.time.after(1.0, self._must_have_moved, quiet)
+            return
         if self.last_commit <= quiet:
             self.truth.violation(
                 f"no step was committed in {self.patience:.0f} s after the last fault; "

@@ -1,0 +1,30 @@
+"""Where a restarted supervisor listens: at the port where other machines look for it."""
+
+from __future__ import annotations
+
+import socket
+
+from paceline.elastic.shell import gate
+
+
+def test_the_old_port_is_waited_for(monkeypatch):
+    taken = socket.create_server(("127.0.0.1", 0))
+    port = taken.getsockname()[1]
+    pauses = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            taken.close()
+
+    monkeypatch.setattr(gate.time, "sleep", pause)
+    with gate.listen("127.0.0.1", 0, port) as listener:
+        assert listener.getsockname()[1] == port
+    assert len(pauses) == 3
+
+
+def test_and_given_up_when_it_stays_taken():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with gate.listen("127.0.0.1", 0, port, seconds=0.1) as listener:
+            assert listener.getsockname()[1] != port

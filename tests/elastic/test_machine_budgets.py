@@ -1,0 +1,225 @@
+"""What a failure costs its slot: back-off, budgets, second chances, the end."""
+
+from __future__ import annotations
+
+import pytest
+from tests.elastic.machine_driver import Driven, asked, only, some, started
+
+from paceline.elastic import budgets
+from paceline.elastic.model import (
+    Action,
+    AgentCame,
+    AgentLost,
+    EndJob,
+    HasBroken,
+    Hashed,
+    HasRaised,
+    Joined,
+    Lost,
+    NoteVerdict,
+    Phase,
+    Settings,
+    StartWorker,
+    TellView,
+    WantsToLeave,
+)
+
+
+def fail(job: Driven, slot: int, kind: str = "crash") -> list[Action]:
+    """The worker of this slot fails, and the others regroup."""
+    told = job.tell(Lost(job.of_slot(slot), kind, "gone"))  # type: ignore[arg-type]
+    if job.state.phase is Phase.PREPARING:
+        job.regroup()
+    return told
+
+
+def come_back(job: Driven, slot: int) -> None:
+    job.tell(Joined(job.of_slot(slot), slot))
+    job.wait(0.5)
+    job.regroup()
+
+
+def test_waits_grow_and_are_the_same_for_the_same_seed():
+    settings = Settings(workers=1, shards=1, backoff=0.5, backoff_most=4.0, jitter=0.5, seed=7)
+    waits = [budgets.wait_before_start(settings, 3, count, count) for count in range(1, 9)]
+    assert waits[0] == 0.0
+    for wait, most in zip(waits[1:], [0.5, 1.0, 2.0, 4.0, 4.0, 4.0, 4.0], strict=True):
+        assert most / 2 <= wait <= most
+    assert waits == [budgets.wait_before_start(settings, 3, count, count) for count in range(1, 9)]
+    assert waits[1:] != [budgets.wait_before_start(settings, 2, count, count) for count in range(2, 9)]
+
+
+def test_the_first_replacement_starts_at_once_and_the_second_waits():
+    job = Driven(3, 6, jitter=0.0).running()
+    job.beat_all()
+    assert started(fail(job, 1)) == [1]
+    come_back(job, 1)
+    assert started(fail(job, 1)) == []
+    job.beat_all()
+    assert started(job.wait(0.4)) == []
+    assert started(job.wait(0.2)) == [1]
+
+
+def test_good_work_is_remembered_instead_of_failures():
+    job = Driven(3, 6, forgive_seconds=20.0).running()
+    job.beat_all()
+    fail(job, 1)
+    come_back(job, 1)
+    for steps in range(6, 60):
+        job.beat_all(steps=steps)
+        job.wait(0.5)
+    assert started(fail(job, 1)) == [1]
+    assert job.state.slots[1].failures == 1
+
+
+def test_a_spent_budget_leaves_the_job_smaller_and_then_ends_it():
+    job = Driven(3, 6, max_worker_failures=1, min_workers=2).running()
+    job.beat_all()
+    fail(job, 2)
+    fail(job, 2)
+    assert job.state.slots[2].given_up
+    assert job.state.phase is Phase.RUNNING
+    fail(job, 1)
+    told = fail(job, 1)
+    assert only(told, NoteVerdict).done == "the job ends"
+    assert only(told, EndJob).ok is False
+
+
+def test_preemptions_have_their_own_budget():
+    job = Driven(2, 4, max_worker_failures=1, max_preemptions=2).running()
+    job.beat_all()
+    for _ in range(2):
+        assert started(fail(job, 1, "preempted")) == [1]
+        come_back(job, 1)
+    assert job.state.slots[1].failures == 0
+    fail(job, 1, "preempted")
+    assert job.state.slots[1].given_up
+
+
+def test_who_was_killed_for_memory_comes_back_with_fewer_shards():
+    job = Driven(4, 8).running()
+    job.beat_all()
+    fail(job, 1, "memory")
+    job.tell(Joined(job.of_slot(1), 1))
+    plan = job.regroup()
+    counts = dict(zip(plan.slots, [len(mine) for mine in plan.shards], strict=True))
+    assert counts[1] < min(counts[slot] for slot in (0, 2, 3))
+
+
+def test_an_error_of_the_user_ends_the_job_at_once():
+    job = Driven(3, 6).running()
+    end = only(job.tell(HasRaised(2, "ConfigError: no such file", "user", 0, -1)), EndJob)
+    assert (end.ok, end.failed) == (False, 2)
+
+
+def test_an_error_gets_a_second_chance_but_not_in_the_same_step():
+    job = Driven(3, 6).running()
+    job.beat_all()
+    assert started(job.tell(HasRaised(2, "OSError: stale handle", "code", 7, 3))) == [1]
+    job.regroup()
+    assert job.tell(Lost(2, "exit", "exit code 1")) == []
+    assert not some(job.tell(HasRaised(1, "OSError: stale handle", "code", 9, 3)), EndJob)
+    job.regroup()
+    end = only(job.tell(HasRaised(3, "OSError: stale handle", "code", 7, 3)), EndJob)
+    assert (end.ok, end.failed) == (False, 3)
+
+
+def test_if_nothing_ever_worked_the_job_ends():
+    job = Driven(2, 4, max_worker_failures=50)
+    told: list[Action] = []
+    for _ in range(2):
+        for slot in (0, 1):
+            if job.state.phase is not Phase.ENDED and job.state.slots[slot].worker is not None:
+                told += job.tell(Lost(job.of_slot(slot), "exit", "exit code 1"))
+    assert only(told, EndJob).ok is False
+
+
+def test_a_worker_that_never_says_hello_is_given_up_on():
+    job = Driven(2, 4, start_seconds=5.0)
+    job.tell(Joined(1, 0))
+    told = job.wait(1.0)
+    assert not some(told, StartWorker)
+
+
+@pytest.mark.parametrize("kind", ["crash", "silent", "hung"])
+def test_what_befell_a_slot_does_not_count_against_another(kind):
+    job = Driven(3, 6).running()
+    job.beat_all()
+    fail(job, 1, kind)
+    assert [job.state.slots[slot].failures for slot in (0, 1, 2)] == [0, 1, 0]
+
+
+def test_a_machine_brings_slots_and_takes_them_away():
+    job = Driven(2, 8).running()
+    job.beat_all()
+    told = job.tell(AgentCame(1, 2, "other"))
+    assert [(start.slot, start.place) for start in some(told, StartWorker)] == [(2, 1), (3, 1)]
+    job.join_all()
+    job.wait(0.5)
+    assert job.regroup().slots == (0, 1, 2, 3)
+    told = job.tell(AgentLost(1, "it left"))
+    assert asked(told).members == (1, 2)
+    assert started(told) == []
+    assert sorted(job.state.slots) == [0, 1]
+    assert job.tell(AgentLost(1, "it left")) == []
+
+
+def test_a_dissenter_is_expelled_and_everybody_goes_back():
+    job = Driven(3, 6).running()
+    job.beat_all(steps=10)
+    for member in (1, 2, 3):
+        job.tell(Hashed(member, 5, "good"))
+    assert job.state.agreed == 5
+    job.tell(Hashed(1, 10, "good"))
+    job.tell(Hashed(2, 10, "bad"))
+    told = job.tell(Hashed(3, 10, "good"))
+    assert only(told, NoteVerdict).slot == 1
+    plan = job.regroup((10, 0, 0))
+    assert (plan.restore, plan.restore_before, plan.members) == (True, 5, (1, 3))
+
+
+def test_a_checkpoint_from_the_wrong_time_is_not_restored_later_either():
+    job = Driven(3, 6).running()
+    job.beat_all(steps=10)
+    for member, digest in ((1, "good"), (2, "bad"), (3, "good")):
+        job.tell(Hashed(member, 10, digest))
+    job.regroup((10, 0, 0))
+    for member in list(job.members):
+        job.tell(Lost(member, "crash", "killed"))
+    plan = only(job.join_all(), TellView).plan
+    assert (plan.restore, plan.restore_before) == (True, 0)
+
+
+def test_a_tie_ends_the_job():
+    job = Driven(2, 4).running()
+    job.tell(Hashed(1, 5, "one"))
+    assert only(job.tell(Hashed(2, 5, "other")), EndJob).ok is False
+
+
+def test_a_vote_of_one_that_is_gone_still_counts():
+    job = Driven(3, 6).running()
+    job.beat_all()
+    job.tell(Hashed(1, 5, "good"))
+    job.tell(Hashed(2, 5, "bad"))
+    told = job.tell(Lost(3, "crash", "killed"))
+    assert only(told, EndJob).ok is False
+    job = Driven(3, 6).running()
+    job.beat_all()
+    job.tell(Hashed(1, 5, "good"))
+    job.tell(Hashed(3, 5, "good"))
+    job.tell(Hashed(2, 5, "bad"))
+    assert job.state.restore
+
+
+def test_to_whom_all_data_looks_damaged_is_the_one_to_go():
+    job = Driven(4, 8).running()
+    job.beat_all()
+    told = job.tell(HasBroken(1, 1, "damaged", accused=(2, 3, 4)))
+    assert only(told, NoteVerdict).slot == 0
+
+
+def test_nobody_left_who_could_come_stops_the_job_instead_of_losing_it():
+    job = Driven(1, 2, max_preemptions=0).running()
+    job.beat_all()
+    job.tell(WantsToLeave(1, "SIGTERM"))
+    assert job.state.phase is Phase.STOPPING

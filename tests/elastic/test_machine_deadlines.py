@@ -1,0 +1,238 @@
+"""Silence, hangs and stragglers: who is named, when, and who never is."""
+
+from __future__ import annotations
+
+import pytest
+from tests.elastic.machine_driver import Driven, asked, only, some, started
+
+from paceline.elastic import machine
+from paceline.elastic.model import (
+    Action,
+    Beaten,
+    Joined,
+    KillWorker,
+    Lost,
+    NoteVerdict,
+    Phase,
+    Reported,
+    TellPrepare,
+    Ticked,
+)
+
+STEP = 0.02
+
+
+def beat(
+    member: int, phase: str, seconds: float = 0.0, waits_for: tuple[int, ...] = (), steps: int = 5
+) -> Beaten:
+    return Beaten(member, phase, seconds, (steps, 0, 0), waits_for, 0.01, STEP)
+
+
+def keep_beating(job: Driven, seconds: float, **beats: Beaten) -> list[Action]:
+    """Time passes; members say the same again, with growing seconds in their phase."""
+    told: list[Action] = []
+    began = job.now
+    while job.now < began + seconds and job.state.phase is Phase.RUNNING:
+        job.now += 0.25
+        for said in beats.values():
+            if said.member in job.state.workers:
+                lasted = job.now - began + said.seconds
+                told += job.tell(beat(said.member, said.phase, lasted, said.waits_for))
+        due = machine.next_deadline(job.state)
+        if due is not None and job.now >= due:
+            told += job.tell(Ticked())
+    return told
+
+
+def test_a_silent_member_is_named_and_killed():
+    job = Driven(3, 6).running()
+    job.beat_all()
+    told: list[Action] = []
+    for _ in range(12):
+        job.now += 0.25
+        for member in (1, 3):
+            told += job.tell(beat(member, "collective", waits_for=(2,)))
+        if job.now >= job.state.due:
+            told += job.tell(Ticked())
+    verdict = only(told, NoteVerdict)
+    assert (verdict.slot, verdict.phase) == (1, "forward")
+    assert "no heartbeat" in verdict.what
+    assert verdict.waiting == "ranks 0 and 2 wait for it"
+    assert told.index(verdict) < told.index(only(told, KillWorker))
+    assert only(told, TellPrepare).members == (1, 3)
+
+
+def test_silence_follows_the_measured_step():
+    job = Driven(2, 2).running()
+    for member in (1, 2):
+        job.tell(Beaten(member, "forward", 0.1, (3, 0, 0), (), 2.0, 2.0))
+    job.tell(Ticked(), after=2.0)
+    assert job.state.pace == 2.0
+    assert not some(job.wait(7.0, beating=False), NoteVerdict)
+    assert some(job.wait(3.0, beating=False), NoteVerdict)
+
+
+def test_a_suspended_machine_blames_nobody():
+    job = Driven(3, 6).running()
+    job.beat_all()
+    job.now += 3600.0
+    assert job.tell(Ticked(stalled=3600.0)) == []
+    job.beat_all()
+    assert not some(job.wait(1.0), NoteVerdict)
+
+
+def test_who_hangs_is_named_not_those_who_wait():
+    job = Driven(4, 8).running()
+    job.beat_all()
+    told = keep_beating(
+        job,
+        10.0,
+        m1=beat(1, "collective", waits_for=(2,)),
+        m2=beat(2, "data"),
+        m3=beat(3, "collective", waits_for=(2,)),
+        m4=beat(4, "collective", waits_for=(2,)),
+    )
+    verdict = only(told, NoteVerdict)
+    assert (verdict.slot, verdict.phase, verdict.waiting) == (1, "data", "ranks 0, 2 and 3 wait for it")
+
+
+def test_a_hang_inside_the_collective_is_found_by_who_waits():
+    job = Driven(3, 6).running()
+    job.beat_all()
+    told = keep_beating(
+        job,
+        10.0,
+        m1=beat(1, "collective", waits_for=(3,)),
+        m2=beat(2, "collective", waits_for=(3,)),
+        m3=beat(3, "collective"),
+    )
+    assert only(told, NoteVerdict).slot == 2
+
+
+def test_of_those_who_wait_for_each_other_the_most_waited_for_goes():
+    job = Driven(3, 6).running()
+    job.beat_all()
+    told = keep_beating(
+        job,
+        10.0,
+        m1=beat(1, "collective", waits_for=(2,)),
+        m2=beat(2, "collective", waits_for=(1,)),
+        m3=beat(3, "collective", waits_for=(2,)),
+    )
+    assert only(told, NoteVerdict).slot == 1
+
+
+def test_two_that_hang_are_both_named():
+    job = Driven(4, 8).running()
+    job.beat_all()
+    told = keep_beating(
+        job,
+        10.0,
+        m1=beat(1, "collective", waits_for=(2, 4)),
+        m2=beat(2, "data"),
+        m3=beat(3, "collective", waits_for=(2, 4)),
+        m4=beat(4, "backward"),
+    )
+    assert {verdict.slot for verdict in some(told, NoteVerdict)} == {1, 3}
+
+
+@pytest.mark.parametrize("phase", ["checkpoint", "evaluation"])
+def test_slow_phases_have_more_time(phase):
+    job = Driven(2, 4, slow_phase_seconds=30.0).running()
+    job.beat_all()
+    slow = {"m1": beat(1, phase), "m2": beat(2, "collective", waits_for=(1,))}
+    assert not some(keep_beating(job, 20.0, **slow), NoteVerdict)
+    assert only(keep_beating(job, 20.0, m1=beat(1, phase, 20.0), m2=slow["m2"]), NoteVerdict).slot == 0
+
+
+def test_the_first_step_has_more_time():
+    job = Driven(2, 4, slow_phase_seconds=30.0).running()
+    for _ in range(40):
+        job.now += 0.25
+        for member in (1, 2):
+            job.tell(Beaten(member, "forward", 10.0, (0, 0, 0)))
+        job.tell(Ticked())
+    assert job.state.phase is Phase.RUNNING
+
+
+def test_one_worker_alone_can_hang_too():
+    job = Driven(1, 2).running()
+    job.beat_all()
+    told = keep_beating(job, 60.0, m1=beat(1, "data"))
+    assert only(told, NoteVerdict).slot == 0
+
+
+def test_who_does_not_report_in_time_is_left_out():
+    job = Driven(3, 6).running()
+    job.beat_all()
+    job.tell(Lost(1, "crash", "killed"))
+    job.tell(Reported(2, 2, (5, 0, 0)))
+    told = job.wait(6.0)
+    assert only(told, NoteVerdict).slot == 2
+    assert job.state.view is not None
+    assert job.state.view.members == (2,)
+
+
+def test_who_does_not_install_in_time_is_left_out():
+    job = Driven(3, 6, install_seconds=4.0).running()
+    job.beat_all()
+    job.tell(Lost(1, "crash", "killed"))
+    job.report_all()
+    job.tell(beat(2, "collective", waits_for=(3,)))
+    told = job.wait(6.0)
+    assert only(told, NoteVerdict).slot == 2
+
+
+def test_a_straggler_gets_fewer_shards_at_a_boundary():
+    job = Driven(4, 8).running()
+    job.beat_all(m2=Beaten(2, "forward", 0.1, (5, 0, 0), (), 0.05, 0.1))
+    told = job.wait(4.5)
+    assert asked(told).abort is False
+    plan = job.regroup()
+    assert [len(mine) for mine in plan.shards] == [3, 0, 3, 2]
+
+
+def test_a_deal_that_would_not_help_stays():
+    job = Driven(4, 4).running()
+    job.beat_all(m2=Beaten(2, "forward", 0.1, (5, 0, 0), (), 0.016, 0.02))
+    assert not some(job.wait(6.0), TellPrepare)
+
+
+def test_the_policy_wait_deals_evenly():
+    job = Driven(4, 8, stragglers="wait").running()
+    job.beat_all(m2=Beaten(2, "forward", 0.1, (5, 0, 0), (), 0.5, 0.1))
+    assert not some(job.wait(6.0), TellPrepare)
+
+
+def test_the_policy_replace_starts_another_one_and_counts_no_failure():
+    job = Driven(3, 6, stragglers="replace").running()
+    job.beat_all(m2=Beaten(2, "forward", 0.1, (5, 0, 0), (), 0.5, 0.1))
+    told = job.wait(2.5)
+    assert started(told) == [1]
+    assert only(told, NoteVerdict).slot == 1
+    new = job.of_slot(1)
+    told = job.tell(Joined(new, 1))
+    assert asked(told).abort is False
+    assert job.regroup().members == (1, new, 3)
+    assert job.state.slots[1].failures == 0
+
+
+def test_blocks_are_made_again_after_a_deal_around_what_was_held():
+    job = Driven(4, 8).running()
+    job.beat_all()
+    job.tell(Lost(4, "crash", "killed"))
+    plan = job.regroup(m1=(0, 1), m2=(2, 3), m3=(4, 5))
+    assert plan.shards == ((0, 1, 6), (2, 3, 7), (4, 5))
+    job.beat_all(steps=6)
+    assert asked(job.wait(5.0)).abort is False
+    assert job.regroup().shards == ((0, 1, 2), (3, 4, 5), (6, 7))
+
+
+def test_a_heartbeat_looks_at_nobody_else():
+    """The cost of a heartbeat does not grow with the job but by copying dictionaries."""
+    job = Driven(200, 200).running()
+    due = job.state.due
+    state, actions, _ = machine.step(job.state, beat(7, "forward"), job.now + 0.1)
+    assert actions == ()
+    assert state.due == due
+    assert {n for n, at in state.heard.items() if at != job.state.heard[n]} == {7}

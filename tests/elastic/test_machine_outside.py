@@ -1,0 +1,189 @@
+"""Scaling, stopping, and a supervisor that begins again."""
+
+from __future__ import annotations
+
+from tests.elastic.machine_driver import Driven, asked, only, some, started
+
+from paceline.elastic import machine
+from paceline.elastic.model import (
+    Action,
+    Began,
+    Dismiss,
+    EndJob,
+    HasBroken,
+    IsDone,
+    Joined,
+    KillWorker,
+    Lost,
+    NoteFailure,
+    Phase,
+    ScaleAsked,
+    StopAsked,
+    TellPrepare,
+    Ticked,
+)
+
+
+def test_growing_starts_workers_for_new_slots():
+    job = Driven(2, 8).running()
+    job.beat_all()
+    assert started(job.tell(ScaleAsked(4))) == [2, 3]
+    job.join_all()
+    job.wait(0.5)
+    plan = job.regroup()
+    assert plan.slots == (0, 1, 2, 3)
+    assert [len(mine) for mine in plan.shards] == [2, 2, 2, 2]
+
+
+def test_shrinking_lets_the_highest_leave_at_a_boundary():
+    job = Driven(4, 8).running()
+    job.beat_all()
+    told = job.tell(ScaleAsked(2))
+    assert asked(told).abort is False
+    told = job.report_all()
+    assert {bye.member for bye in some(told, Dismiss)} == {3, 4}
+    assert not some(told, NoteFailure)
+    job.install_all()
+    assert sorted(job.state.slots) == [0, 1]
+
+
+def test_a_change_of_mind_keeps_who_has_not_left():
+    job = Driven(3, 6).running()
+    job.beat_all()
+    job.tell(ScaleAsked(2))
+    assert started(job.tell(ScaleAsked(3))) == []
+    assert job.regroup().slots == (0, 1, 2)
+
+
+def test_a_size_that_makes_no_sense_is_refused_with_a_reason():
+    job = Driven(3, 6, min_workers=2).running()
+    for wanted in (0, -4, 1):
+        assert job.tell(ScaleAsked(wanted)) == []
+        assert "fewer" in job.reason
+    assert job.tell(ScaleAsked(3)) == []
+
+
+def test_asking_for_more_gives_a_spent_slot_another_chance():
+    job = Driven(2, 4, max_worker_failures=0).running()
+    job.beat_all()
+    job.tell(Lost(2, "crash", "killed"))
+    job.regroup()
+    assert job.state.slots[1].given_up
+    assert started(job.tell(ScaleAsked(2))) == [1]
+
+
+def test_a_stop_before_anybody_came_ends_at_once():
+    job = Driven(2, 4)
+    job.tell(Joined(1, 0))
+    told = job.tell(StopAsked("ctrl-c"))
+    assert only(told, Dismiss).member == 1
+    assert only(told, KillWorker).member == 2
+    end = only(told, EndJob)
+    assert (end.ok, end.stopped) == (True, "ctrl-c")
+
+
+def test_a_stop_that_takes_too_long_ends_with_a_verdict():
+    job = Driven(2, 4, stop_seconds=5.0).running()
+    job.beat_all()
+    job.tell(StopAsked("ctrl-c"))
+    assert only(job.wait(6.0), EndJob).ok is False
+
+
+def test_after_the_end_nothing_is_decided():
+    job = Driven(1, 1).running()
+    job.tell(IsDone(1, (9, 0, 0), "x"))
+    assert job.state.phase is Phase.ENDED
+    assert machine.next_deadline(job.state) is None
+    for event in (Lost(1, "crash", "x"), StopAsked("x"), ScaleAsked(4), Ticked()):
+        assert job.tell(event) == []
+
+
+def again(job: Driven) -> Driven:
+    """The supervisor dies, and another one begins with what it wrote down."""
+    settings = job.state.settings
+    return Driven(settings.workers, settings.shards, machine.remembered(job.state))
+
+
+def test_a_new_supervisor_goes_on_in_the_old_view_when_all_come_back():
+    job = Driven(3, 6).running()
+    job = again(job)
+    assert job.state.phase is Phase.RETURNING
+    assert job.actions == []
+    for member in (3, 1, 2):
+        assert not some(job.tell(Joined(member, member - 1, generation=1, progress=(5, 0, 0))), TellPrepare)
+    assert (job.state.phase, job.state.generation) == (Phase.RUNNING, 1)
+    assert job.state.view is not None
+    assert job.state.view.shards == ((0, 1), (2, 3), (4, 5))
+
+
+def test_with_only_the_numbers_it_goes_on_too():
+    job = Driven(2, 4, began=Began(3, {5: (0, 0), 6: (1, 0)}, 7))
+    for member in (5, 6):
+        job.tell(Joined(member, member - 5, generation=3, progress=(5, 0, 0)))
+    assert (job.state.phase, job.state.generation) == (Phase.RUNNING, 3)
+
+
+def test_who_does_not_come_back_is_lost():
+    job = again(Driven(3, 6).running())
+    for member in (1, 2):
+        job.tell(Joined(member, member - 1, generation=1, progress=(5, 0, 0)))
+        job.beat_all()
+    told = job.wait(9.0)
+    assert only(told, NoteFailure).slot == 2
+    assert asked(told).members == (1, 2)
+    assert asked(told).generation == 2
+
+
+def test_a_regroup_that_was_interrupted_is_done_again_with_another_generation():
+    job = Driven(3, 6).running()
+    job.tell(Lost(3, "crash", "killed"))
+    job = again(job)
+    for member in (1, 2):
+        told = job.tell(Joined(member, member - 1, generation=1, progress=(5, 0, 0)))
+    assert (asked(told).generation, asked(told).abort) == (3, True)
+
+
+def test_what_broke_while_nobody_looked_is_repaired():
+    job = again(Driven(3, 6).running())
+    job.tell(Joined(1, 0, generation=1, progress=(5, 0, 0)))
+    job.tell(HasBroken(1, 1, "a peer is gone"))
+    job.tell(Lost(2, "crash", "killed"))
+    told = job.tell(Joined(3, 2, generation=1, progress=(5, 0, 0)))
+    assert asked(told).members == (1, 3)
+
+
+def test_a_generation_is_never_used_twice():
+    job = Driven(2, 4, began=Began(3, {5: (0, 0), 6: (1, 0)}, 7))
+    job.tell(Joined(5, 0, generation=9, progress=(5, 0, 0)))
+    told = job.tell(Joined(6, 1, generation=9, progress=(5, 0, 0)))
+    assert asked(told).generation == 10
+
+
+def test_workers_that_were_starting_are_still_expected():
+    job = Driven(3, 6).running()
+    job.beat_all()
+    job.tell(Lost(3, "crash", "killed"))
+    job.regroup()
+    job = again(job)
+    assert job.actions == []
+    for member in (1, 2):
+        job.tell(Joined(member, member - 1, generation=2, progress=(5, 0, 0)))
+    assert job.state.phase is Phase.RUNNING
+    assert asked(job.tell(Joined(4, 2))).abort is False
+
+
+def test_a_run_that_ended_while_nobody_looked_ends():
+    job = again(Driven(2, 4).running())
+    told: list[Action] = []
+    for member in (1, 2):
+        told += job.tell(Joined(member, member - 1, generation=1, progress=(9, 0, 0)))
+        told += job.tell(IsDone(member, (9, 0, 0), "same", None, 1))
+    assert only(told, EndJob).ok
+
+
+def test_budgets_are_remembered():
+    job = Driven(2, 4, max_worker_failures=3).running()
+    job.beat_all()
+    job.tell(Lost(2, "memory", "killed"))
+    job = again(job)
+    assert (job.state.slots[1].failures, job.state.slots[1].weight) == (1, 0.5)

@@ -1,0 +1,124 @@
+"""The simulation: schedules hold, equal seeds are equal runs, and a failing seed says how to see it again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from paceline.core.errors import UsageError
+from paceline.elastic.simulation import faults, harm
+from paceline.elastic.simulation.campaign import run_many
+from paceline.elastic.simulation.timeline import Timeline
+from paceline.elastic.simulation.truth import GENESIS, Truth
+from paceline.elastic.simulation.world import Outcome, run
+
+
+def broken(outcomes: list[Outcome]) -> list[str]:
+    return [
+        f"seed {one.seed}, {one.workers} workers: {one.violations[0]}" for one in outcomes if one.violations
+    ]
+
+
+@pytest.mark.parametrize(("workers", "schedules"), [(1, 50), (2, 60), (3, 60), (5, 60), (8, 200), (21, 15)])
+def test_schedules_of_faults_break_no_promise(workers, schedules):
+    assert broken([run(seed, workers) for seed in range(schedules)]) == []
+
+
+def test_many_workers():
+    outcome = run(2, 200)
+    assert broken([outcome]) == []
+
+
+def test_every_kind_of_fault_is_drawn_and_can_be_done():
+    kinds = {fault.kind for seed in range(200) for fault in run_faults(seed)}
+    assert kinds == set(faults.KINDS) == set(harm._harms)
+    assert set(faults.KINDS) >= faults.LASTING
+
+
+def run_faults(seed: int) -> tuple[faults.Fault, ...]:
+    from random import Random
+
+    return faults.drawn(Random(seed), 8)
+
+
+def test_most_jobs_survive_what_befalls_them():
+    outcomes = [run(seed, 8) for seed in range(60)]
+    assert sum(outcome.ok for outcome in outcomes) > 50
+    assert sum(outcome.views for outcome in outcomes) > 100
+
+
+def trace(seed: int) -> list[str]:
+    lines: list[str] = []
+    run(seed, 8, lines.append)
+    return lines
+
+
+def test_the_same_seed_gives_the_same_trace():
+    first = trace(17)
+    assert first == trace(17)
+    assert len(first) > 100
+    assert first != trace(18)
+
+
+def test_a_run_does_not_depend_on_the_process_it_is_in():
+    """Hashes of strings differ from process to process; nothing may depend on them."""
+    code = "from paceline.elastic.simulation.world import run; print([run(s, 8).digest for s in range(12)])"
+    told = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={"PYTHONHASHSEED": hash_seed, "PYTHONPATH": ":".join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        ).stdout
+        for hash_seed in ("1", "2")
+    ]
+    assert told[0] == told[1]
+    assert told[0].strip() == str([run(seed, 8).digest for seed in range(12)])
+
+
+def test_a_campaign_counts_what_happened():
+    seen: list[int] = []
+    campaign = run_many(4, 12, 5, told=lambda so_far: seen.append(so_far.schedules))
+    assert seen == list(range(1, 13))
+    assert (campaign.schedules, campaign.violations, campaign.first_seed) == (12, 0, 5)
+    assert campaign.per_minute > 0
+    assert sum(campaign.faults.values()) == sum(len(run(seed, 4).faults) for seed in range(5, 17))
+
+
+@pytest.mark.parametrize("wrong", [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
+def test_numbers_that_make_no_sense_are_refused(wrong):
+    workers, schedules, processes = wrong
+    with pytest.raises(UsageError, match="cannot simulate"):
+        run_many(workers, schedules, 1, processes)
+
+
+def test_events_of_one_time_happen_in_the_order_they_were_asked_for():
+    time = Timeline()
+    seen: list[str] = []
+    time.at(2.0, seen.append, "second")
+    time.at(2.0, seen.append, "third")
+    time.at(1.0, seen.append, "first")
+    time.suspend(10.0)
+    while time.next():
+        pass
+    assert seen == ["first", "second", "third"]
+    assert time.now == 12.0
+
+
+def test_a_wrong_sum_is_seen():
+    truth = Truth(3)
+    good = truth.summed(1, [(2, GENESIS), (0, GENESIS), (1, GENESIS)], "a")
+    truth.committed(1, 1, good)
+    truth.begins(2, 1, good)
+    assert truth.violations == []
+    for parts in ([(0, good), (1, good)], [(0, good), (1, good), (1, good), (2, good)]):
+        truth.summed(2, parts, "a")
+    truth.summed(2, [(0, good), (1, GENESIS), (2, good)], "a")
+    truth.committed(3, 1, good + 1)
+    truth.begins(4, 1, None)
+    truth.begins(5, 7, good)
+    assert len(truth.violations) == 6
