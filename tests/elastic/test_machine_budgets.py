@@ -223,3 +223,15 @@ def test_nobody_left_who_could_come_stops_the_job_instead_of_losing_it():
     job.beat_all()
     job.tell(WantsToLeave(1, "SIGTERM"))
     assert job.state.phase is Phase.STOPPING
+
+
+def test_a_dissenter_that_is_gone_already_takes_everybody_back_too():
+    job = Driven(3, 6).running()
+    job.beat_all()
+    job.tell(Hashed(2, 5, "bad"))
+    job.tell(WantsToLeave(2, "SIGTERM"))
+    job.regroup()
+    job.tell(Hashed(1, 5, "good"))
+    told = job.tell(Hashed(3, 5, "good"))
+    assert asked(told).abort is True
+    assert job.regroup().restore is True

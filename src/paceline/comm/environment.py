@@ -19,8 +19,6 @@ LOCAL_HOST = "127.0.0.1"
 LOCAL_PORT = 29577
 """Where ranks of one machine meet when nobody says where."""
 
-HOST_VARIABLE = "PACELINE_HOST"
-"""Ranks with different values count as ranks of different hosts; not set, the machine itself is asked."""
 
 # Below the range from which Linux takes ports for outgoing connections.
 _DERIVED_PORTS = range(20000, 29500)

@@ -17,7 +17,7 @@ import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +27,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 import paceline
 from paceline.comm.cost import Links, load_links
-from paceline.comm.environment import HOST_VARIABLE, Address, Place, find_place
+from paceline.comm.environment import Address, Place, find_place
 from paceline.comm.meeting import Meeting, StoreGoneError, connect, connect_to_agent, serve
 from paceline.comm.transport.base import Transport
 from paceline.comm.transport.handshake import listen, source_address
@@ -36,6 +36,7 @@ from paceline.comm.transport.shm import sync
 from paceline.comm.transport.shm.layout import create_segment
 from paceline.comm.transport.shm.transport import ShmTransport
 from paceline.comm.wiring import Group, check_alike, topology_of, wire
+from paceline.core.control.host import host_identity, host_name
 from paceline.core.errors import RendezvousError, UnavailableError, UsageError
 
 _log = logging.getLogger("paceline.comm")
@@ -117,18 +118,6 @@ def check_name(backend: object) -> None:
         raise UnavailableError("backend='shm' needs Linux", remedy="use backend='gloo'")
 
 
-def host_identity(environment: Mapping[str, str] = os.environ) -> str:
-    """Equal for two processes that can share memory: same kernel, same network and same process numbers."""
-    parts = [environment.get(HOST_VARIABLE, "")]
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            parts.append(file.read().strip())
-        parts += [str(os.stat(f"/proc/self/ns/{kind}").st_ino) for kind in ("net", "pid")]
-    except OSError:
-        parts.append(socket.gethostname())
-    return "|".join(parts)
-
-
 def _join_at_agent(place: Place, backend: str, deadline: float) -> tuple[Transport, Links]:
     store = connect_to_agent(place.rank, place.address, deadline)
     apart = PrefixStore(f"paceline/{place.attempt}/{next(_agent_meetings)}", store)
@@ -181,7 +170,7 @@ def met(
     with meeting, listen(source) as listener:
         hello: dict[str, Any] = {
             "host": me.host or host_identity(),
-            "hostname": me.hostname or os.environ.get(HOST_VARIABLE) or socket.gethostname(),
+            "hostname": me.hostname or host_name(),
             "pid": os.getpid(),
             "endpoint": [source, listener.getsockname()[1]],
             "version": paceline.__version__,

@@ -14,20 +14,21 @@ from paceline.elastic.seats import lose
 from paceline.elastic.state import State, Worker, in_view
 
 
-def judge_open(job: State, now: float, out: list[Action]) -> tuple[str, list[Worker]]:
-    """Judge what all who are left have voted on. Who was expelled has to be mended by the caller."""
+def judge_open(job: State, now: float, out: list[Action]) -> tuple[str, list[Worker], bool]:
+    """Judge what all who are left have voted on: what was found, who was expelled, which the caller has to mend,
+    and whether everybody goes back."""
     voters = [worker.number for worker in in_view(job)]
     judged = audit_votes.judge(job.votes, voters)
     if judged is None:
-        return "not all have voted", []
+        return "not all have voted", [], False
     if judged.tie:
         one = job.workers[min(voters)]
         what = f"after step {judged.step} the replicas differ, and no majority says who is right"
-        return end_with_verdict(job, one, what, out), []
+        return end_with_verdict(job, one, what, out), [], False
     if not judged.dissenters:
         job.agreed = max(job.agreed, judged.step)
         job.votes = {step: cast for step, cast in job.votes.items() if step > judged.step}
-        return f"all agree after step {judged.step}", []
+        return f"all agree after step {judged.step}", [], False
     expelled = []
     seen = max(judged.step, job.furthest[0] if job.furthest is not None else 0)
     for number in judged.dissenters:
@@ -43,4 +44,4 @@ def judge_open(job: State, now: float, out: list[Action]) -> tuple[str, list[Wor
     job.restore_before = job.agreed
     job.tainted = max(job.tainted, seen)
     job.votes = {}
-    return f"{len(expelled)} dissented after step {judged.step}", expelled
+    return f"{len(judged.dissenters)} dissented after step {judged.step}", expelled, True

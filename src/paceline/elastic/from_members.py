@@ -265,7 +265,10 @@ def hashed(job: State, event: Hashed, now: float, out: list[Action]) -> str:
     job.votes = audit_votes.with_vote(job.votes, event.step, event.member, event.digest)
     if job.phase in (Phase.PREPARING, Phase.RETURNING):
         return f"the hash of step {event.step} is kept until the view is whole"
-    judged, expelled = audits.judge_open(job, now, out)
+    judged, expelled, all_go_back = audits.judge_open(job, now, out)
+    if all_go_back and not expelled:
+        # Who dissented is gone already, but what it did is in everybody's weights.
+        return prepare(job, True, judged, now, out)
     return mend(job, expelled, judged, now, out)
 
 

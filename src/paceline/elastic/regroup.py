@@ -41,7 +41,7 @@ def mend(job: State, lost: list[Worker], why: str, now: float, out: list[Action]
         return finish(job, out)
     broken = any(worker.standing in IN_VIEW for worker in lost)
     if broken and job.phase not in (Phase.STARTING, Phase.RETURNING):
-        judged, expelled = audits.judge_open(job, now, out)
+        judged, expelled, _ = audits.judge_open(job, now, out)
         if job.ended is not None:
             return judged
         if expelled:

@@ -33,6 +33,7 @@ __all__ = [
     "to_toml",
 ]
 
+_AUDIT_EVERY = 100  # steps, where `audit` is on and nobody says
 _FOLDER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 # The settings that the weights are a function of, besides model, data and the machine's fingerprint.
@@ -161,7 +162,9 @@ class CheckpointConfig:
 class TrainConfig:
     """Everything about a run but the model, the objective, the optimizer and the data.
 
-    `workers` decides how fast, never what comes out. Steps, batches and intervals are global.
+    `workers` decides how fast, never what comes out. Steps, batches and intervals are global. With `audit`
+    all workers hash their weights every `audit_every` steps (100 where that is not said), and who differs is
+    named.
     """
 
     workers: int = 1
@@ -193,6 +196,7 @@ class TrainConfig:
     evaluate_every: int | None = None
     log_every: int = 50
     early_stopping: EarlyStopping | None = None
+    audit: bool = False
     audit_every: int = 0
     progress: bool = True
     timeout: float | None = None
@@ -249,6 +253,7 @@ class TrainConfig:
         return dataclasses.replace(
             self,
             shards=shards,
+            audit_every=_AUDIT_EVERY if self.audit and not self.audit_every else self.audit_every,
             epochs=1 if self.epochs is None and self.max_steps is None else self.epochs,
             threads=max(1, cores // shards) if self.threads is None else self.threads,
         )

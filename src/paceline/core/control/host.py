@@ -7,7 +7,8 @@ import socket
 from collections.abc import Mapping
 from typing import Final
 
-# Tests and containers set it to tell apart, or to join, what the kernel cannot.
+# Ranks with different values count as being on different hosts: containers and tests set it where the kernel
+# cannot tell them apart.
 _VARIABLE: Final = "PACELINE_HOST"
 
 
