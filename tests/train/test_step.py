@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from paceline.comm.context import DistributedContext
 from paceline.comm.transport.threads import run_ranks
+from paceline.core.errors import GroupInterruptedError
 from paceline.data.plan import deal
 from paceline.testing import leaks
 from paceline.train.config import GradientCompression
@@ -121,6 +122,22 @@ def test_a_step_that_goes_on_in_another_group_can_be_handed_over() -> None:
         undisturbed.reduce()
         assert state_hash(module) == state_hash(again)
         assert all(map(torch.equal, gradients(module), gradients(again)))
+
+
+def test_a_shard_that_could_not_be_deposited_is_not_held() -> None:
+    """In a group that is over there is no memory for it: it is computed again."""
+    config = settings(shards=SHARDS)
+
+    def rank(context: DistributedContext) -> tuple[int, ...]:
+        module = seeded(Model)
+        transaction = StepTransaction(Team(context, SHARDS), module, config, torch.device("cpu"))
+        transaction.open(0, 0, COUNTS)
+        context.interrupt("somebody was lost")
+        with pytest.raises(GroupInterruptedError):
+            compute(transaction, module, transaction.missing[0])
+        return transaction.held
+
+    assert run_ranks(2, rank) == [(), ()]
 
 
 def test_a_run_leaves_nothing_even_without_the_collector(tmp_path: Path) -> None:

@@ -241,7 +241,8 @@ def has_raised(job: State, event: HasRaised, now: float, out: list[Action]) -> s
         return f"member {event.member} raised, and was not counted on any more"
     why = f"rank {worker.slot} raised in step {event.step}: {event.summary}"
     final = ""
-    if event.fault == "user":
+    if event.fault == "user" or job.stop is not None:
+        # While the job is stopping there is nobody left to try again with.
         final = why
     elif event.step in job.raised:
         final = f"{why}; it is not the first time for this step, so trying again would not help"

@@ -228,17 +228,18 @@ class StepTransaction:
 
     def finish_shard(self, shard: int) -> None:
         """Deposits the shard's gradients. A shard without samples counts as zeros."""
-        self._computed[shard] = _Computed(
+        computed = _Computed(
             self._shard_applied, tuple(parameter.grad is not None for parameter in self.trained.values())
         )
         audit = self._config.audit_every
         if audit and (self._step + 1) % audit == 0:
             self.shard_hashes[shard] = shard_hash([p.grad for p in self.trained.values()])
         self._sparse.collect(shard)
-        if self._summation is None:
-            return
-        with torch.no_grad():
-            self._summation.deposit(shard, [p.grad for p in self._parameters], self._shard_tail(shard))
+        if self._summation is not None:
+            with torch.no_grad():
+                self._summation.deposit(shard, [p.grad for p in self._parameters], self._shard_tail(shard))
+        # Now that it is there: a group that is over gives no memory to deposit it in.
+        self._computed[shard] = computed
 
     def reduce(self, wishes: Wishes | None = None) -> Reduced:
         """Sums all shards of all ranks; afterwards the parameters' `grad` is the gradient of the step."""
