@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 
 from paceline.elastic.shell import gate
 
@@ -17,7 +18,7 @@ def test_the_old_port_is_waited_for(monkeypatch):
         if len(pauses) == 3:
             taken.close()
 
-    monkeypatch.setattr(gate.time, "sleep", pause)
+    monkeypatch.setattr(time, "sleep", pause)
     with gate.listen("127.0.0.1", 0, port) as listener:
         assert listener.getsockname()[1] == port
     assert len(pauses) == 3

@@ -68,7 +68,9 @@ def test_who_sees_the_place_writes_all(seeing, tmp_path):
 def test_where_nobody_sees_it_the_version_fails_and_training_goes_on(tmp_path):
     told = run_ranks(4, save, tmp_path, ())
     assert [[type(event) for event in one] for one in told] == [[events.CheckpointFailed], [], [], []]
-    assert "no worker is left that sees" in told[0][0].reason
+    (failed,) = told[0]
+    assert isinstance(failed, events.CheckpointFailed)
+    assert "no worker is left that sees" in failed.reason
 
 
 def fetch(context: DistributedContext, place: Path, readers: tuple[int, ...]) -> resuming.Saved | None:

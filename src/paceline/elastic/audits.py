@@ -15,8 +15,8 @@ from paceline.elastic.state import State, Worker, in_view
 
 
 def judge_open(job: State, now: float, out: list[Action]) -> tuple[str, list[Worker], bool]:
-    """Judge what all who are left have voted on: what was found, who was expelled (the caller mends that), and
-    whether everybody goes back."""
+    """Judge what all who are left have voted on: what was found, who was expelled, and whether everybody goes
+    back. The caller mends the view."""
     voters = [worker.number for worker in in_view(job)]
     judged = audit_votes.judge(job.votes, voters)
     if judged is None:

@@ -100,7 +100,8 @@ def overdue(job: State, now: float) -> list[Finding]:
         case Phase.PREPARING:
             return _stuck(job, now) or _has_not(job, now, "reported")
         case Phase.INSTALLING:
-            late = now - job.asked_at >= install_limit(job)
+            # Where one was held up, all were: the last ones have a moment to follow it.
+            late = now - job.asked_at >= install_limit(job) and now - job.moved_at >= silence_limit(job)
             return [
                 _finding(job, job.workers[number], now, "has not taken over the new view")
                 for number in (_culprits_in(job, now) if late else ())

@@ -148,7 +148,7 @@ def has_installed(job: State, event: HasInstalled, now: float, out: list[Action]
         return f"generation {event.generation} is not being installed"
     if event.member not in job.waiting:
         return f"member {event.member} is in the view already, or was never to be"
-    job.heard[event.member] = now
+    job.heard[event.member] = job.moved_at = now
     job.waiting = job.waiting - {event.member}
     if job.waiting:
         return f"{len(job.waiting)} members are not in generation {job.generation} yet"

@@ -32,16 +32,11 @@ from paceline.train.chaos import Injector
 from paceline.train.ending import conclude, history_of
 from paceline.train.gradients import Flat
 from paceline.train.history import History
-from paceline.train.membership import (
-    Membership,
-    ReleasedError,
-    Seat,
-    StartOverError,
-    SupervisorGoneError,
-)
+from paceline.train.membership import Membership
 from paceline.train.phases import Phases
 from paceline.train.run import Run
 from paceline.train.run_folder import RunFolder
+from paceline.train.seat import ReleasedError, Seat, StartOverError, SupervisorGoneError
 from paceline.train.signals import SUPERVISOR_LOST_EXIT_CODE, StopRequest, listening
 from paceline.train.state import quick_hash
 from paceline.train.team import Team

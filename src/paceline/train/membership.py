@@ -14,11 +14,9 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
 from paceline.comm.context import DistributedContext
-from paceline.comm.cost import Links
 from paceline.comm.handover import receive_state, send_state
 from paceline.comm.processes import start_time
 from paceline.comm.regroup import ViewPeer, open_view
@@ -50,6 +48,7 @@ from paceline.train.receipts import Receipts
 from paceline.train.recorder import CommittedStep
 from paceline.train.run import Run
 from paceline.train.run_parts import GROUP_TROUBLE
+from paceline.train.seat import ReleasedError, Seat, StartOverError, SupervisorGoneError
 from paceline.train.signals import StopRequest
 from paceline.train.team import Team
 from paceline.train.trouble import broken
@@ -61,36 +60,6 @@ if TYPE_CHECKING:
 _LOOK_SECONDS = 0.25
 _TELL_SECONDS = 0.1
 _SMOOTH = 0.8  # of the running means: a few steps decide
-
-
-class ReleasedError(Exception):
-    """This worker is no member any more, and ends. `code` is what its process ends with."""
-
-    def __init__(self, reason: str, code: int = 0) -> None:
-        super().__init__(reason)
-        self.code = code
-
-
-class SupervisorGoneError(Exception):
-    """Nobody looks after the job any more."""
-
-
-class StartOverError(Exception):
-    """The state is to be thrown away, and there is no checkpoint: only a new process has the initial one."""
-
-
-@dataclass(frozen=True)
-class Seat:
-    """Who this worker is."""
-
-    member: int
-    slot: int
-    host: str
-    hostname: str
-    secret: bytes
-    links: Links
-    comm_timeout: float
-    patience: float
 
 
 @final

@@ -21,19 +21,17 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from paceline.aggregate.strategy import Aggregation
-from paceline.comm.compression import cast_gradients, quantize_gradients, sparsify_gradients
-from paceline.comm.compression.base import Compression
 from paceline.comm.shards import Holdings
 from paceline.core.errors import PeerLostError, UsageError
 from paceline.data.randomness import seed_everything
 from paceline.train.compressed_summation import CompressedSummation
-from paceline.train.config import GradientCompression, TrainConfig
+from paceline.train.config import TrainConfig
 from paceline.train.gradients import Flat, Layout, expose
 from paceline.train.module_buffers import ModuleBuffers
 from paceline.train.objective import check_metrics
 from paceline.train.shard_hash import shard_hash
 from paceline.train.sparse_gradients import SparseGradients, sparse_parameters
-from paceline.train.summation import CanonicalSummation, PlainSummation, Summation
+from paceline.train.summation_choice import choose_summation
 from paceline.train.team import Team
 from paceline.train.update import total_norm
 
@@ -133,7 +131,7 @@ class StepTransaction:
         self._summation = (
             None
             if self._direct
-            else _summation(team, layout, config, self._device, self._tamper, self._aggregation)
+            else choose_summation(team, layout, config, self._device, self._tamper, self._aggregation)
         )
         self._agreed = team.world_size == 1
 
@@ -439,35 +437,3 @@ def _refuse_loss(loss: Any) -> NoReturn:
         remedy="give the mean loss of the micro-batch's samples as one number that the model computed, "
         "not detached, not under torch.no_grad()",
     )
-
-
-def _summation(
-    team: Team,
-    layout: Layout,
-    config: TrainConfig,
-    device: torch.device,
-    tamper: Callable[[Flat], None] | None,
-    aggregation: Aggregation | None,
-) -> Summation:
-    compression = _compression(config.compression)
-    if config.mode == "fast":
-        return PlainSummation(team, layout, device, compression, config.algorithm, aggregation)
-    if compression is not None:
-        return CompressedSummation(team, layout, device, compression)
-    care = config.fault_tolerance
-    checksums: bool | None = False if team.lasting else care.checksums
-    if checksums is None and "corrupt" in (care.chaos or ""):
-        checksums = True  # what is damaged on purpose is to be found
-    return CanonicalSummation(team, layout, device, checksums=checksums, tamper=tamper)
-
-
-def _compression(settings: GradientCompression | None) -> Compression | None:
-    if settings is None:
-        return None
-    if settings.kind in ("fp16", "bf16"):
-        made = cast_gradients(settings.kind)
-    elif settings.kind == "top-k":
-        made = sparsify_gradients(1.0 - settings.keep)
-    else:
-        made = quantize_gradients(int(settings.kind.removeprefix("int")))
-    return Compression(made.codec, error_feedback=settings.error_feedback)

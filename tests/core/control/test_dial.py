@@ -16,7 +16,7 @@ def test_a_socket_that_reaches_itself_is_nobody(monkeypatch):
         address = free.getsockname()
     connect = socket.create_connection
     monkeypatch.setattr(
-        channel.socket,
+        socket,
         "create_connection",
         lambda where, timeout: connect(where, timeout, source_address=where),
     )

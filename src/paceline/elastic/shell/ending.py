@@ -93,7 +93,8 @@ class Ending:
 
     def _place_result(self, files: list[int]) -> int | None:
         """The first member's result, else that of the next that has one."""
-        staff, view = self._supervisor.staff, self._supervisor.views.latest
+        # The machine's view: it outlives a supervisor, and not every rank sends all of the result.
+        staff, view = self._supervisor.staff, self._supervisor.state.view
         order = list(view.members) if view is not None else []
         for member in [*order, *staff.deaths.results]:
             if member in staff.deaths.results:

@@ -227,6 +227,15 @@ class Coordinator:
                     f"shard {shard}, held by {sorted(held_by)}, is computed again by {owner.get(shard)}"
                 )
 
+    def _check_nobody_is_forgotten(self) -> None:
+        """A tick starts what is to be started."""
+        now = self._shell.time.now
+        for slot in self.state.slots.values():
+            if slot.starts_at is not None and slot.starts_at < now - 1.0 and self.state.stop is None:
+                self._shell.truth.violation(
+                    f"slot {slot.number} waits for a worker since {slot.starts_at:.1f}"
+                )
+
     def _plan_tick(self) -> None:
         due = machine.next_deadline(self.state)
         if due is not None and due < self._tick_at:
@@ -243,5 +252,6 @@ class Coordinator:
             return
         if self._shell.time.now >= self.state.due:
             self.tell(Ticked())
+            self._check_nobody_is_forgotten()
         else:
             self._plan_tick()

@@ -55,14 +55,14 @@ class Line:
         self.up = False
         self.epoch += 1
 
-    def send_up(self, deliver: Callable[..., None], *args: Any) -> None:
-        """From the member to the supervisor."""
+    def send_up(self, repeats: bool, deliver: Callable[..., None], *args: Any) -> None:
+        """From the member to the supervisor. `repeats`: a member that is not sure may say it twice."""
         if not self.up:
             return
         when = max(self._last_up, self.blocked_up + MIN_RTO if self.blocked_up else 0.0, self._arrival())
         self._last_up = when
         self._time.at(when, self._deliver, self.epoch, deliver, args)
-        if self._weather.twice and self._rng.random() < self._weather.twice:
+        if repeats and self._rng.random() < self._weather.twice:
             # Not in order: a repetition is known by its content only.
             self._time.at(when + self._rng.random() * 2, deliver, *args)
 

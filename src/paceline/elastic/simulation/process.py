@@ -162,7 +162,7 @@ class Process(ABC):
 
     def send(self, event: Event) -> None:
         if self.alive:
-            self.line.send_up(self.world.hear, event)
+            self.line.send_up(not isinstance(event, Beaten), self.world.hear, event)
 
     def boot(self) -> None:
         """The process is up: say hello and beat."""

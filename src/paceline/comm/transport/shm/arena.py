@@ -29,6 +29,12 @@ class Arena:
         self._size = size
         self._free: list[tuple[int, int]] = [(start, size)]  # (offset, length), sorted
         self._lock = threading.Lock()
+        self._retired = False
+
+    def retire(self) -> None:
+        """The group broke: a peer may still read what this rank gives back, so pages stay until the segment
+        itself goes."""
+        self._retired = True
 
     def empty(self, nbytes: int) -> Tensor:
         """A uint8 tensor of `nbytes` that lives in the segment; its range is free again when the last view
@@ -70,7 +76,7 @@ class Arena:
     def _return_pages(self, offset: int, length: int) -> None:
         # MADV_REMOVE frees the pages of the file behind the mapping; without it they stay until the group
         # ends.
-        if not self._mapping.closed and hasattr(mmap, "MADV_REMOVE"):
+        if not self._retired and not self._mapping.closed and hasattr(mmap, "MADV_REMOVE"):
             self._mapping.madvise(mmap.MADV_REMOVE, offset, length)
 
 

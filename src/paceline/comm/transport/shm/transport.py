@@ -303,6 +303,7 @@ class ShmTransport:
         return self._arena.empty(nbytes)
 
     def interrupt(self, error: GroupInterruptedError) -> None:
+        self._arena.retire()
         self._board.interrupted = error
         self._board.leave(failure_from(error))
         for lane in self.lanes:
@@ -311,6 +312,8 @@ class ShmTransport:
             self.window.wake_sleeper()
 
     def close(self, error: BaseException | None = None) -> None:
+        if error is not None:
+            self._arena.retire()
         if not self._closed:
             self._closed = True
             if self.window is not None:
