@@ -13,6 +13,7 @@ from paceline.elastic.model import (
     EndJob,
     HasBroken,
     Hashed,
+    HasInstalled,
     HasRaised,
     Joined,
     Lost,
@@ -235,3 +236,20 @@ def test_a_dissenter_that_is_gone_already_takes_everybody_back_too():
     told = job.tell(Hashed(3, 5, "good"))
     assert asked(told).abort is True
     assert job.regroup().restore is True
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_what_was_agreed_on_before_going_back_says_nothing_about_the_steps_done_again(told):
+    job = Driven(3, 6).running()
+    job.beat_all(steps=20)
+    for member in (1, 2, 3):
+        job.tell(Hashed(member, 20, "good", 1))
+    for member, digest in ((1, "good"), (2, "bad"), (3, "good")):
+        job.tell(Hashed(member, 25, digest, 1))
+    job.report_all((25, 3, 0))
+    for member in (1, 3):
+        job.tell(HasInstalled(member, 2, (15, 2, 0) if told else None))
+    job.tell(Hashed(1, 16, "good", 2))
+    job.tell(Joined(job.of_slot(1), 1))
+    assert job.state.agreed == 15
+    assert job.state.votes == {16: {1: "good"}}

@@ -25,7 +25,8 @@ from paceline.engines.local import client, launch, protocol
 from paceline.engines.local.protocol import Message
 
 RESTARTS: Final = 3
-_CALM_SECONDS: Final = 60.0
+# One that lived for longer was well, and its death is the first of a row.
+_CALM_SECONDS: Final = 5.0
 _UP_SECONDS: Final = 60.0
 _KILL_SECONDS: Final = 15.0
 # How long another thread that wants to kill the job may have to wait for the one that waits.

@@ -93,7 +93,7 @@ def _came_back(job: State, worker: Worker, event: Joined, now: float, out: list[
         return f"{said}, an old hello"
     if event.generation == job.generation:
         if job.phase is Phase.INSTALLING:
-            return has_installed(job, HasInstalled(worker.number, event.generation), now, out)
+            return has_installed(job, HasInstalled(worker.number, event.generation, event.progress), now, out)
         if job.phase is Phase.STOPPING:
             out.append(TellStop((worker.number,), job.stop or ""))
         return said
@@ -149,6 +149,8 @@ def has_installed(job: State, event: HasInstalled, now: float, out: list[Action]
     if event.member not in job.waiting:
         return f"member {event.member} is in the view already, or was never to be"
     job.heard[event.member] = job.moved_at = now
+    if event.progress is not None and job.view is not None and job.view.restore:
+        job.agreed = min(job.agreed, event.progress[0])
     job.waiting = job.waiting - {event.member}
     if job.waiting:
         return f"{len(job.waiting)} members are not in generation {job.generation} yet"
@@ -261,6 +263,9 @@ def hashed(job: State, event: Hashed, now: float, out: list[Action]) -> str:
         return f"a hash of member {event.member}, who is in no view"
     if job.restore or (event.generation and job.view and event.generation != job.view.generation):
         return "a hash from a time that everybody goes back from"
+    if event.step <= job.agreed and event.generation and job.view and job.view.restore:
+        # Everybody went back before it: what was agreed on then says nothing about this time.
+        job.agreed = event.step - 1
     if event.step <= job.agreed:
         return f"step {event.step} is agreed on already"
     job.votes = audit_votes.with_vote(job.votes, event.step, event.member, event.digest)

@@ -82,7 +82,11 @@ class Settings:
 
 @dataclass(frozen=True)
 class ViewPlan:
-    """A view as the machine decides it: parallel tuples by rank; see messages.View."""
+    """A view as the machine decides it: parallel tuples by rank; see messages.View.
+
+    `restore_before` >= 0: checkpoints of later steps hold wrong weights. Those who restore remove them, or a
+    later restart could take one.
+    """
 
     generation: int
     members: tuple[int, ...]
@@ -164,10 +168,12 @@ class Reported:
 
 @dataclass(frozen=True)
 class HasInstalled:
-    """A member is in the view of `generation` and has its state."""
+    """A member is in the view of `generation` and has its state. `progress`, where it is told, matters after
+    a restore: nothing later is known to be good."""
 
     member: int
     generation: int
+    progress: Progress | None = None
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,10 @@ class Following:
 
     def read(self) -> None:
         """Tells what is new."""
-        if not self._file.exists():
+        try:
+            if self._file.stat().st_size <= self._offset:
+                return
+        except FileNotFoundError:
             return
         while True:
             chunk = journal.read(self._file, self._offset, max_bytes=_READ_BYTES)

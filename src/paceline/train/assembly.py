@@ -235,10 +235,10 @@ class Assembled:
             self.take_up(run, self._given.config.resume)
         return run
 
-    def take_up(self, run: Run, which: str | int | None, before: int = -1) -> None:
+    def take_up(self, run: Run, which: str | int | None, before: int = -1, *, fresh: bool = True) -> None:
         """All ranks together: the beginning, or the state of a checkpoint; `before` >= 0: of at most that
-        step."""
-        resuming.check_alike(self.team.context, self.config, self.fingerprint, self.module)
+        step. `fresh`: this rank has not trained before."""
+        resuming.check_alike(self.team.context, self.config, self.fingerprint, self.module, fresh=fresh)
         position = self._resume(which, before)
         self._mark = str(self.team.context.broadcast(self._mark))
         self.first_step = position.step

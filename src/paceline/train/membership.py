@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, NoReturn, final
 
 from paceline.comm.context import DistributedContext
 from paceline.comm.handover import receive_state, send_state
@@ -33,6 +33,7 @@ from paceline.core.control.messages import (
     Message,
     Prepare,
     Raised,
+    Receipt,
     Report,
     ShardDone,
     Stop,
@@ -80,8 +81,9 @@ class Membership:
         self.link: MemberLink | None = None
         self._assembled: Assembled | None = None
         self._run: Run | None = None
-        self._first = True  # no view was installed yet
         self._has_state = False
+        self._trained = False  # whether it ever had one of its own
+        self._fresh = True  # whether the weights are those that the model was built with
         self._view: View | None = None
         self._invited: View | None = None  # the view that was accepted last, installed or not
         self._lock = threading.Lock()
@@ -246,6 +248,15 @@ class Membership:
         self._step_seconds = _mean(self._step_seconds, now - self._committed_at)
         self._committed_at = now
         self._receipts.add(self._team.generation, step, shards, shard_hashes)
+        if step.hash is not None:
+            # Who differs spoils every step that follows: the sooner it is found, the fewer are done again.
+            self._receipts.send(self.link)
+
+    def differ(self, step: int, digest: str) -> NoReturn:
+        generation = self._team.generation
+        hashes = {str(step): digest}
+        self._link().send(Receipt(generation=generation, first=1, last=0, shards=(), hashes=hashes))
+        raise GroupInterruptedError(f"the weights after step {step} are not the same on all members")
 
     def meet_again(self, run: Run, trouble: BaseException | None) -> None:
         while True:
@@ -316,6 +327,8 @@ class Membership:
         assembled.rebind()
         if view.restore:
             assembled.transaction.abandon()
+            # If the group breaks in the middle of it, this member has neither the old state nor the new one.
+            self._has_state = False
             self._restore(run, view)
         elif rank == view.source and view.behind:
             given = assembled.hand_over(run)
@@ -327,7 +340,8 @@ class Membership:
             assembled.take_over(run, tensors, state)
         if not view.restore:
             assembled.transaction.share_residuals()
-        self._has_state, self._first = True, False
+        self._has_state = self._trained = True
+        self._fresh = False
         self._committed_at = time.monotonic()
         self._link().send(Installed(generation=view.generation))
         # Told by whoever has the state: the first rank may have just come, and knows nothing of these steps.
@@ -340,8 +354,9 @@ class Membership:
         assert assembled is not None
         config = assembled.config
         which = config.resume if view.generation == 1 else "auto"
-        assembled.take_up(run, which, view.restore_before)
-        if self._has_state and assembled.parent is None:
+        fresh, self._fresh = self._fresh, False
+        assembled.take_up(run, which, view.restore_before, fresh=fresh)
+        if self._trained and assembled.parent is None:
             raise StartOverError("there is no checkpoint to go back to")
 
     def _next_view(self, run: Run, trouble: BaseException | None) -> View:

@@ -32,16 +32,23 @@ FORMAT = 1
 
 
 def check_alike(
-    context: DistributedContext, config: TrainConfig, arithmetic: Mapping[str, str], module: nn.Module
+    context: DistributedContext,
+    config: TrainConfig,
+    arithmetic: Mapping[str, str],
+    module: nn.Module,
+    *,
+    fresh: bool = True,
 ) -> None:
-    """Ranks that would compute other bits than the first are refused before the first step."""
+    """Ranks that would compute other bits than the first are refused before the first step. One that is not
+    `fresh` has trained before and goes back to a checkpoint: its weights say nothing."""
     if context.world_size == 1:
         return
-    told = context.all_gather([dict(arithmetic), quick_hash(module)])
+    told = context.all_gather([dict(arithmetic), quick_hash(module) if fresh else None])
     if config.mode == "exact":
         for rank, (theirs, _) in enumerate(told):
             fingerprint.check(told[0][0], theirs, f"rank {rank}")
-    odd = [rank for rank, (_, digest) in enumerate(told) if digest != told[0][1]]
+    known = [digest for _, digest in told if digest is not None]
+    odd = [rank for rank, (_, digest) in enumerate(told) if digest is not None and digest != known[0]]
     if odd:
         raise UsageError(
             f"the model of rank {', '.join(map(str, odd))} does not start with the weights of rank 0's",

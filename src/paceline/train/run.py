@@ -309,7 +309,10 @@ class Run:
         elif name == "compare":
             parts.phases.enter(COLLECTIVE)
             unsaved = saver.unsaved(self.position.step) if saver is not None else None
-            told = parts.team.context.all_gather([state_hash(parts.module), parts.stop.asked(), unsaved])
+            digest = state_hash(parts.module)
+            told = parts.team.context.all_gather([digest, parts.stop.asked(), unsaved])
+            if parts.members is not None and parts.config.audit_every and len({one[0] for one in told}) > 1:
+                parts.members.differ(self.position.step, digest)
             self.final_hashes = told
 
     def _begin_conclusion(self) -> None:

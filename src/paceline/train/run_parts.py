@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, final
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, final
 
 import torch
 from torch import nn
@@ -55,6 +55,10 @@ class Members(Protocol):
 
     def shard_done(self, step: int, shard: int, seconds: float) -> None:
         """A shard was computed here, in so many seconds."""
+
+    def differ(self, step: int, digest: str) -> NoReturn:
+        """The members' weights after `step` are not the same; this is the hash of this one's. Raises one of
+        GROUP_TROUBLE: who is right is decided elsewhere."""
 
     def committed(
         self, step: CommittedStep, shards: tuple[int, ...], shard_hashes: Mapping[int, str]

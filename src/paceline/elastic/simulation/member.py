@@ -159,7 +159,7 @@ class Member(Process):
     def _installed(self, plan: ViewPlan) -> None:
         self.view = plan
         self.world.truth.begins(self.number, self.steps, self.state)
-        self.send(HasInstalled(self.number, plan.generation))
+        self.send(HasInstalled(self.number, plan.generation, self.progress))
         self.training = True
         self._next()
 

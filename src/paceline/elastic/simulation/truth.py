@@ -74,7 +74,7 @@ class Truth:
     def restores(self, step: int, state: int) -> None:
         """A view goes back to a checkpoint."""
         if state in self.tainted:
-            if self.bad <= self.judged:
+            if self.bad <= self.judged and not self.stays:
                 self.violation(f"a view restores step {step} as a member left it that was found to be wrong")
             self.stays = True
 

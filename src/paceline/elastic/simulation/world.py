@@ -156,6 +156,8 @@ class World:
         """The checkpoint that a view restores: the same for all who ask."""
         if plan.generation not in self._restored:
             most = plan.restore_before if plan.restore_before >= 0 else self.plan.steps
+            # Whoever restores an earlier state removes the later ones: they are wrong.
+            self.checkpoints = {step: state for step, state in self.checkpoints.items() if step <= most}
             step = max((step for step in self.checkpoints if step <= most), default=0)
             state = self.checkpoints.get(step, GENESIS)
             self._restored[plan.generation] = (step, state)
@@ -254,7 +256,8 @@ class World:
         limit = silence_limit(self.coordinator.state)
         # What it had sent may have been late itself.
         if waited < limit + 2 * settings.heartbeat + (2.0 if self.anyone else 0.3):
-            self.time.after(settings.heartbeat, self._must_be_noticed, member, waited + settings.heartbeat)
+            more = settings.heartbeat if self.time.now > member.line.blocked_up + MIN_RTO else 0.0
+            self.time.after(settings.heartbeat, self._must_be_noticed, member, waited + more)
             return
         worker = self.coordinator.state.workers.get(member.number)
         if member.stopped and worker is not None and worker.standing is not Standing.STARTING:
