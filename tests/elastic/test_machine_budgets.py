@@ -253,3 +253,13 @@ def test_what_was_agreed_on_before_going_back_says_nothing_about_the_steps_done_
     job.tell(Joined(job.of_slot(1), 1))
     assert job.state.agreed == 15
     assert job.state.votes == {16: {1: "good"}}
+
+
+def test_one_vote_alone_is_no_agreement():
+    job = Driven(2, 4).running()
+    job.beat_all()
+    job.tell(Hashed(1, 5, "whatever"))
+    job.tell(Lost(2, "crash", "killed"))
+    job.regroup()
+    job.tell(Hashed(1, 10, "whatever"))
+    assert job.state.agreed == 0

@@ -100,8 +100,9 @@ def test_what_was_not_heard_comes_again_after_a_reconnect_in_order():
         channel.send(Stop(reason="marks that the Heard was taken in"))
         while not isinstance(link.receive(10.0), Stop):
             pass
-        channel.close()
+        # Before the cut: the link may be back before this thread runs again.
         worker.generation = 3
+        channel.close()
         link.send(Leaving(reason="said while away"))
         channel, hello = far.welcome()
         assert hello.generation == 3

@@ -242,8 +242,21 @@ class World:
             self.truth.judged.add(verdict.member)
         if verdict.done == "the job ends" or self.anyone or self.truth.corrupted:
             return
+        if "collectives broke" in verdict.what and self._most_cut_off(verdict.member):
+            return
         if verdict.member not in self.touched and member is not None and member.alive:
             self.truth.violation(f"member {verdict.member} is blamed without a fault: {verdict.what}")
+
+    def _most_cut_off(self, number: int) -> bool:
+        """Of two that do not reach each other nobody can say whose line it is."""
+        view = self.coordinator.state.view
+        members = view.members if view is not None else ()
+        cuts = {
+            one: sum((one, other) in self.weather.cut_links for other in members)
+            + sum((other, one) in self.weather.cut_links for other in members)
+            for one in members
+        }
+        return cuts.get(number, 0) == max(cuts.values(), default=0)
 
     def stopped_for_good(self, member: Member) -> None:
         """The supervisor has to notice that nothing comes from it, if it is well itself."""
@@ -312,8 +325,8 @@ class World:
 
     def _check_end(self, end: EndJob) -> None:
         done = {worker.number for worker in self.coordinator.state.workers.values() if worker.digest}
-        if self.truth.bad - self.truth.judged - done:
-            # A wrong member was sent away for something else: nobody can know.
+        if self.truth.bad - self.truth.judged - done or (len(done) == 1 and done <= self.truth.bad):
+            # A wrong member was sent away for something else, or is the only one left: nobody can know.
             self.truth.stays = True
         if end.ok:
             for worker in self.coordinator.state.workers.values():
