@@ -8,6 +8,7 @@ import socket
 import ssl
 import time
 from typing import TypeVar, final
+from weakref import WeakKeyDictionary
 
 from paceline.core.control.auth import Acceptor
 from paceline.core.control.channel import Channel
@@ -57,8 +58,15 @@ class FarEnd:
         self._listener.close()
 
 
+_read_ahead: WeakKeyDictionary[Channel, list[tuple[int, Message]]] = WeakKeyDictionary()
+"""What came together with a message that was waited for, and was not asked for yet."""
+
+
 def hear(channel: Channel, seconds: float = 10.0) -> list[tuple[int, Message]]:
     """What comes next, heartbeats left out."""
+    early = [one for one in _read_ahead.pop(channel, []) if not isinstance(one[1], Beat)]
+    if early:
+        return early
     limit = time.monotonic() + seconds
     while time.monotonic() < limit and not channel.closed:
         poll = select.poll()
@@ -73,11 +81,16 @@ def hear(channel: Channel, seconds: float = 10.0) -> list[tuple[int, Message]]:
 def next_of(channel: Channel, kind: type[M], seconds: float = 10.0) -> M:
     """The next message of this kind; others before it are dropped."""
     limit = time.monotonic() + seconds
-    while time.monotonic() < limit and not channel.closed:
+    came = _read_ahead.pop(channel, [])
+    while True:
+        for place, (_, message) in enumerate(came):
+            if isinstance(message, kind):
+                _read_ahead[channel] = came[place + 1 :]
+                return message
+        if time.monotonic() >= limit or channel.closed:
+            break
         poll = select.poll()
         poll.register(channel, select.POLLIN)
         poll.poll(max(0.0, limit - time.monotonic()) * 1000)
-        for _, message in channel.receive():
-            if isinstance(message, kind):
-                return message
+        came = list(channel.receive())
     raise AssertionError(f"no {kind.__name__} came: {channel.closed}")
