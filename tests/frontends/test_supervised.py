@@ -155,16 +155,20 @@ def behind_gate(config, gate_folder: Path, act) -> paceline.History:
         thread.join()
 
 
-def test_scaled_while_it_trains(tmp_path, undisturbed):
+def test_scaled_while_it_trains(tmp_path):
+    """Long enough for the newcomers to be gathered: they are let in together, at one step."""
     folder = tmp_path / "run"
+    clean = fit(
+        settings(tmp_path / "clean", 1, epochs=80, fault_tolerance=paceline.FaultTolerance(enabled=False))
+    )
 
     def more() -> None:
         done = CliRunner().invoke(app, ["scale", str(folder), "--workers", "4"])
         assert done.exit_code == 0, done.output
         small_run.wait_for(lambda: len(of(events.WorkerStarted, folder)) >= 4)
 
-    history = behind_gate(looked_after(folder, 2), tmp_path / "gate", more)
-    assert history.state_hash == undisturbed
+    history = behind_gate(looked_after(folder, 2, epochs=80), tmp_path / "gate", more)
+    assert history.state_hash == clean.state_hash
     assert max(len(view.members) for view in of(events.ViewChanged, folder)) == 4
     check_exactly_once(folder)
 

@@ -343,7 +343,7 @@ class Membership:
         self._has_state = self._trained = True
         self._fresh = False
         self._committed_at = time.monotonic()
-        self._link().send(Installed(generation=view.generation))
+        self._link().send(Installed(generation=view.generation, progress=run.progress))
         # Told by whoever has the state: the first rank may have just come, and knows nothing of these steps.
         if had_state and not view.restore and rank == (view.source if view.behind else 0):
             for event in assembled.recorder.events_after(view.journaled):

@@ -107,9 +107,10 @@ class Report(Message):
 @_register
 @dataclass(frozen=True, kw_only=True)
 class Installed(Message):
-    """In the view of `generation`, with its state; training goes on."""
+    """In the view of `generation`, with its state, which is so far; training goes on."""
 
     generation: int
+    progress: Progress | None = None
 
 
 @final

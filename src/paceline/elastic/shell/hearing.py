@@ -98,7 +98,7 @@ class Ear:
                 )
             case Installed():
                 supervisor.views.installed(member, message.generation)
-                supervisor.feed(HasInstalled(member, message.generation))
+                supervisor.feed(HasInstalled(member, message.generation, message.progress))
             case Broken():
                 supervisor.feed(
                     HasBroken(
