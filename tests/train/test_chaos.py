@@ -129,8 +129,9 @@ def test_a_hang_leaves_the_other_threads_alone():
     with start("hang rank=1 step=2 phase=forward", program=BEATING) as child:
         assert child.stdout is not None
         lines = iter(child.stdout.readline, "")
-        assert any(line == "2 forward\n" for line in lines)
-        assert [next(lines) for _ in range(20)] == ["beat\n"] * 20
+        # Two threads print: a line may come in the middle of another.
+        assert any("2 forward" in line for line in lines)
+        assert sum("beat" in next(lines) for _ in range(40)) >= 20
         child.kill()
         child.communicate(timeout=60)
 
@@ -145,9 +146,9 @@ def test_a_deadlock_stops_all_threads_of_the_process():
             now = time.monotonic()
             if seen:
                 gaps.append(now - last)
-            seen = seen or line == "2 forward\n"
+            seen = seen or "2 forward" in line
             last = now
-            if line == "done\n":
+            if "done" in line:
                 break
         child.communicate(timeout=60)
     assert child.returncode == 0
@@ -157,7 +158,7 @@ def test_a_deadlock_stops_all_threads_of_the_process():
 def test_a_deadlock_for_ever_ends_only_by_a_kill():
     with start("deadlock rank=1 step=2 phase=forward", program=BEATING) as child:
         assert child.stdout is not None
-        assert any(line == "2 forward\n" for line in child.stdout)
+        assert any("2 forward" in line for line in child.stdout)
         # It does not even notice a signal that Python would handle.
         child.send_signal(signal.SIGINT)
         main_thread = Path(f"/proc/{child.pid}/task/{child.pid}")

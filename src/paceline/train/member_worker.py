@@ -7,6 +7,7 @@ the worker was started, nor what the supervisor decides.
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import time
 import traceback
@@ -147,7 +148,10 @@ def _train(
         raise SystemExit(SUPERVISOR_LOST_EXIT_CODE) from None
     except StartOverError as over:
         _log.warning("this worker starts over: %s", over)
-        raise SystemExit(1) from None
+        if membership.link is not None:
+            membership.link.close()
+        # Not an exception, which would count as a mistake of the program's: the process ends and is replaced.
+        os._exit(1)
     except Exception as error:
         membership.failed(error, traceback.format_exc())
         raise
