@@ -146,9 +146,9 @@ def test_a_deadlock_stops_all_threads_of_the_process():
             now = time.monotonic()
             if seen:
                 gaps.append(now - last)
-            seen = seen or "2 forward" in line
+            seen = seen or line == "2 forward\n"
             last = now
-            if "done" in line:
+            if line == "done\n":
                 break
         child.communicate(timeout=60)
     assert child.returncode == 0
@@ -158,7 +158,7 @@ def test_a_deadlock_stops_all_threads_of_the_process():
 def test_a_deadlock_for_ever_ends_only_by_a_kill():
     with start("deadlock rank=1 step=2 phase=forward", program=BEATING) as child:
         assert child.stdout is not None
-        assert any("2 forward" in line for line in child.stdout)
+        assert any(line == "2 forward\n" for line in child.stdout)
         # It does not even notice a signal that Python would handle.
         child.send_signal(signal.SIGINT)
         main_thread = Path(f"/proc/{child.pid}/task/{child.pid}")
