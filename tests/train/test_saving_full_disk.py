@@ -102,7 +102,6 @@ def test_a_journal_that_has_no_room_is_completed_later(small_disk, tmp_path, cap
     history = fit(config, [FillsTheDisk(small_disk, 9, 120)])
     assert steps_of(folder) == list(range(1, 151))
     told = capfd.readouterr().err
-    if not care.enabled:
-        # Once for every time that the room ran out, not for every event.
-        assert 1 <= told.count("the journal is completed when that works again") < 10
+    # Once for every time that the room ran out, not for every event.
+    assert 1 <= told.count("the journal is completed when that works again") < 10
     assert fit(settings(tmp_path / "long", 1, epochs=30)).state_hash == history.state_hash != quiet

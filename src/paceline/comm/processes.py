@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import mmap
+
 
 def start_time(pid: int) -> int:
     """When the process started, in clock ticks since boot; 0 if it has ended, a zombie included."""
     fields = _stat(pid)
     return 0 if not fields or fields[0] == b"Z" else int(fields[19])
+
+
+def resident_bytes() -> int:
+    """The memory that this process has in use; 0 where the system does not say."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * mmap.PAGESIZE
+    except OSError:
+        return 0
 
 
 def is_stopped(pid: int) -> bool:

@@ -63,6 +63,12 @@ class Chaos:
         """The ranks that are named; somebody may want to know whether there are such."""
         return tuple(sorted({part.rank for part in self.parts if part.rank is not None}))
 
+    @property
+    def kinds(self) -> frozenset[str]:
+        """The kinds of fault that may come."""
+        drawn = (kind for part in self.random for kind in part.kinds)
+        return frozenset([*(fault.kind for fault in self.faults), *drawn])
+
     def __bool__(self) -> bool:
         return bool(self.parts)
 

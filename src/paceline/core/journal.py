@@ -6,9 +6,11 @@ be done); the next writer ends it, and from then on it is reported as damage. Mu
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,6 +99,58 @@ class Journal:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+@final
+class PatientJournal:
+    """A journal whose disk may be full for a while: what could not be written is written, in order, as soon
+    as there is room. Said once each time.
+
+    `alone`: nobody else writes to the file, so that half a line can be taken back instead of staying there as
+    damage.
+    """
+
+    def __init__(self, journal: Journal, *, alone: bool = False) -> None:
+        self._journal = journal
+        self._alone = alone
+        self._waiting: deque[Event] = deque()
+
+    @property
+    def complete(self) -> bool:
+        """Whether all that was appended is in the file."""
+        return not self._waiting
+
+    def append(self, event: Event) -> None:
+        """Write one event, now or as soon as there is room for it."""
+        self._waiting.append(event)
+        self.retry()
+
+    def retry(self) -> None:
+        """Write what waits, as far as there is room."""
+        while self._waiting:
+            size = self._size() if self._alone else 0
+            try:
+                self._journal.append(self._waiting[0])
+            except ResourceError as error:
+                if self._alone:
+                    with contextlib.suppress(OSError):
+                        os.truncate(self._journal.path, size)
+                if len(self._waiting) == 1:
+                    _log.error(
+                        "%s; training goes on, and the journal is completed when that works again", error
+                    )
+                return
+            self._waiting.popleft()
+
+    def close(self) -> None:
+        self.retry()
+        self._journal.close()
+
+    def _size(self) -> int:
+        try:
+            return os.stat(self._journal.path).st_size
+        except OSError:
+            return 0
 
 
 def read(path: str | os.PathLike[str], from_offset: int = 0, *, max_bytes: int | None = None) -> Chunk:

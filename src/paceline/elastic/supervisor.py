@@ -255,7 +255,7 @@ class Supervisor:
 
     def _let_in(self, channel: Channel, host: str) -> None:
         now = time.monotonic()
-        self.guests.add(Connection(channel, host, self.selector, self.guests, now), now)
+        self.guests.add(Connection(channel, host, self.selector, self.guests), now)
 
     def _asked(self, connection: Connection, ask: Ask) -> None:
         """A tool wants something."""

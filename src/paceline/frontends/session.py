@@ -37,7 +37,7 @@ from paceline.train.progress import Progress
 from paceline.train.run import Run
 from paceline.train.run_parts import Micro
 from paceline.train.signals import Stopped, StopRequest, listening
-from paceline.train.team import Team
+from paceline.train.worker import new_team
 
 _USUAL = TrainConfig()
 
@@ -127,8 +127,7 @@ class Session:
         given = Given(
             self._model, self._optimizer, self.config, source, self._callbacks, self._folder.path, observers
         )
-        shards = self.config.shards or self.config.workers if self.config.mode == "exact" else None
-        self._assembled = Assembled(Team(self.context, shards), given, self._device, self._stop)
+        self._assembled = Assembled(new_team(self.context, self.config), given, self._device, self._stop)
         self._run = self._assembled.run()
         if self.context.is_master:
             self._assembled.callbacks.start(self._assembled.info(self._run))

@@ -89,10 +89,6 @@ class RunningFit:
             raise
 
     @property
-    def supervisor_pid(self) -> int:
-        return self._supervised.pid
-
-    @property
     def address(self) -> tuple[str, int]:
         """Where `paceline join` finds the job."""
         return self._supervised.address
@@ -144,7 +140,7 @@ class RunningFit:
         if trained is None or trained.history is None:
             raise PeerLostError(
                 f"the run ended ({outcome.reason}), and the workers with its result were lost after it",
-                remedy=f"its last checkpoint holds the weights: paceline checkpoint list {self.folder.path}",
+                remedy=f"its last checkpoint holds the weights: paceline checkpoint ls {self.folder.path}",
             )
         steps = {record.step: record for record in trained.history.steps} | self._following.steps
         history = dataclasses.replace(

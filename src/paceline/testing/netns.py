@@ -97,13 +97,10 @@ class Hosts:
         _ip("-n", self._switch, "link", "set", f"p{number}", "up")
 
     def drop(self, sender: int, receiver: int) -> None:
-        """One way only: what `sender` sends to `receiver` vanishes, until `undrop`."""
+        """One way only: what `sender` sends to `receiver` vanishes, for good."""
         # Packets for a station that nobody is: the switch carries them, and no host takes them in.
         nobody = ("lladdr", "02:00:00:00:00:01", "dev", "eth0", "nud", "permanent")
         _ip("-n", self.names[sender], "neigh", "replace", self.addresses[receiver], *nobody)
-
-    def undrop(self, sender: int, receiver: int) -> None:
-        _ip("-n", self.names[sender], "neigh", "del", self.addresses[receiver], "dev", "eth0")
 
     def pids(self, number: int) -> list[int]:
         """The processes that run on a host."""

@@ -25,7 +25,7 @@ from paceline.aggregate.strategy import Aggregation
 from paceline.checkpoint.store import CheckpointStore
 from paceline.core import events
 from paceline.core.errors import PacelineError, PeerError, UsageError
-from paceline.core.journal import Journal
+from paceline.core.journal import Journal, PatientJournal
 from paceline.data.plan import Position
 from paceline.data.sources import Source
 from paceline.train import fingerprint, optimizers, resuming, state as model_state
@@ -34,11 +34,10 @@ from paceline.train.config import TrainConfig, definition, to_toml
 from paceline.train.dynamic_batch import GradientNoise
 from paceline.train.early_stop import EarlyStopper
 from paceline.train.feed import open_feed
-from paceline.train.gradients import Flat
 from paceline.train.optimizers import OptimizerFactory
 from paceline.train.phases import Phases
 from paceline.train.precision import LossScaler
-from paceline.train.recorder import JournalWriter, Recorder
+from paceline.train.recorder import Recorder
 from paceline.train.run import Run
 from paceline.train.run_folder import RunFolder
 from paceline.train.run_lock import held
@@ -47,6 +46,7 @@ from paceline.train.saving import Contents, Saver
 from paceline.train.schedule import Schedule, total_steps
 from paceline.train.signals import StopRequest
 from paceline.train.step import StepTransaction
+from paceline.train.summation import Checks
 from paceline.train.team import Team
 from paceline.train.update import Update
 from paceline.train.worker_log import WorkerLog
@@ -76,7 +76,7 @@ class LookedAfter:
     members: Members
     tell: Callable[[events.Event], None]
     slot: int
-    tamper: Callable[[Flat], None] | None = None
+    checks: Checks = field(default_factory=Checks)
     sees_folder: bool = True
 
 
@@ -129,7 +129,7 @@ class Assembled:
             if looked_after is None:
                 self.journal = Journal(self.folder.journal_file)
                 self._closing.callback(self.journal.close)
-                tell = JournalWriter(self.journal)
+                tell = PatientJournal(self.journal).append
         self.store = (
             CheckpointStore(self.folder.checkpoint_url(config))
             if self.folder is not None and config.checkpoint.enabled
@@ -138,9 +138,9 @@ class Assembled:
         self.callbacks = Callbacks([*given.callbacks, *(given.observers if team.is_master else ())])
         self.recorder = Recorder(self.callbacks, tell, device, lambda: team.is_master)
         self.optimizers = optimizers.build(given.optimizer, given.module)
-        tamper = None if looked_after is None else looked_after.tamper
+        checks = None if looked_after is None else looked_after.checks
         self.transaction = StepTransaction(
-            team, given.module, config, device, tamper=tamper, aggregation=given.aggregation
+            team, given.module, config, device, checks=checks, aggregation=given.aggregation
         )
         self._closing.callback(self.transaction.close)
         scaler = LossScaler(config.loss_scaling) if config.precision == "fp16" else None
@@ -247,6 +247,13 @@ class Assembled:
             self.saver.begin_from(self.parent, position.step, self._mark)
         run.begin_at(position)
         run.ended, run.evaluated_step = self._ended, self._evaluated
+
+    def disown_after(self, step: int) -> None:
+        """What was saved after `step` is not to be trusted: whoever reads for all of them removes it."""
+        if self.store is None or self.saver is None:
+            return
+        if self.team.context.rank == next(iter(self.saver.writers), None):
+            resuming.discard_after(self.store, step)
 
     # the state of a member for one that lacks it: a checkpoint that never lies on a disk
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from paceline.comm import default_group
 from paceline.comm.context import DistributedContext
 from paceline.comm.cost import Links
 from paceline.comm.rendezvous import alone
@@ -40,6 +41,7 @@ from paceline.train.run_folder import RunFolder
 from paceline.train.seat import ReleasedError, Seat, StartOverError, SupervisorGoneError
 from paceline.train.signals import SUPERVISOR_LOST_EXIT_CODE, StopRequest, listening
 from paceline.train.state import quick_hash
+from paceline.train.summation import Checks
 from paceline.train.team import Team
 from paceline.train.worker import Built, Trained, TrainJob, build, new_team, trained, walk
 
@@ -76,10 +78,12 @@ def train_member(job: TrainJob, place: Place) -> Trained:
     with ExitStack() as stack:
         listener = stack.enter_context(socket.create_server((place.listen, 0), backlog=1024))
         context = DistributedContext.from_transport(alone(), links=place.links)
-        team = new_team(context, config, lasting=False)
+        # paceline.get_rank() is to know of each group that this worker will be in.
+        team = new_team(context, config, announce=default_group.offer)
         stack.callback(lambda: team.context.close())
+        chaos = Chaos() if place.chaos is None else Chaos(place.chaos)
         injector = Injector(
-            None if place.chaos is None else Chaos(place.chaos),
+            chaos,
             slot=place.slot,
             attempt=place.attempt,
             mute=lambda seconds: link.mute(seconds),
@@ -110,10 +114,13 @@ def train_member(job: TrainJob, place: Place) -> Trained:
         stack.enter_context(run_setup.prepared(config))
         started = time.perf_counter()
         built = build(job, stack, place.slot)
-        sees, tamper = _sees_folder(job, place), _tamper(injector, phases)
+        sees, checksums = _sees_folder(job, place), config.fault_tolerance.checksums
+        if checksums is None and "corrupt" in chaos.kinds:
+            checksums = True  # what is damaged on purpose is to be found
         if not sees:
             _log.info("this machine does not see %s: others write the checkpoints", job.folder)
-        looked_after = LookedAfter(membership, membership.tell, place.slot, tamper, sees)
+        checks = Checks(checksums, _tamper(injector, phases))
+        looked_after = LookedAfter(membership, membership.tell, place.slot, checks, sees)
         assembled = Assembled(team, built.given, built.device, stop, looked_after=looked_after, phases=phases)
         stack.push(assembled)
         run = assembled.run(built.evaluation(team))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn, final
 
 from paceline.comm.context import DistributedContext
 from paceline.comm.handover import receive_state, send_state
-from paceline.comm.processes import start_time
+from paceline.comm.processes import resident_bytes, start_time
 from paceline.comm.regroup import ViewPeer, open_view
 from paceline.comm.waiting import waiting_for
 from paceline.core import events
@@ -134,6 +134,7 @@ class Membership:
             waits_for=self._waits_for(phase),
             shard_seconds=self._shard_seconds,
             step_seconds=self._step_seconds,
+            rss=resident_bytes(),
         )
 
     def hear(self, message: Message) -> None:
@@ -355,6 +356,8 @@ class Membership:
         config = assembled.config
         which = config.resume if view.generation == 1 else "auto"
         fresh, self._fresh = self._fresh, False
+        if view.restore_before >= 0:
+            assembled.disown_after(view.restore_before)
         assembled.take_up(run, which, view.restore_before, fresh=fresh)
         if self._trained and assembled.parent is None:
             raise StartOverError("there is no checkpoint to go back to")

@@ -19,8 +19,6 @@ import torch
 from torch import Tensor
 
 from paceline.core import events
-from paceline.core.errors import ResourceError
-from paceline.core.journal import Journal
 from paceline.train.callbacks import Callbacks
 from paceline.train.history import EpochRecord, Evaluation, StepRecord
 
@@ -84,26 +82,6 @@ class EpochSums:
 
     def state_dict(self) -> dict[str, Any]:
         return dict(vars(self))
-
-
-@final
-class JournalWriter:
-    """Events into a journal that this process writes. When its disk is full the run goes on, and what could
-    not be written is written, in order, as soon as there is room."""
-
-    def __init__(self, journal: Journal) -> None:
-        self._journal = journal
-        self._unwritten: deque[events.Event] = deque()
-
-    def __call__(self, event: events.Event) -> None:
-        self._unwritten.append(event)
-        try:
-            while self._unwritten:
-                self._journal.append(self._unwritten[0])
-                self._unwritten.popleft()
-        except ResourceError as error:
-            if len(self._unwritten) == 1:
-                _log.error("%s; training goes on, and the journal is completed when that works again", error)
 
 
 Tell = Callable[[events.Event], None]

@@ -98,13 +98,16 @@ def _find(store: CheckpointStore, which: str | int, before: int) -> Checkpoint |
     if before < 0:
         return store.newest_good() if which == "auto" else store.open(which)
     early = [manifest.version for manifest in store.manifests() if manifest.info.step <= before]
-    found = _first_good(store, reversed(early))
+    return _first_good(store, reversed(early))
+
+
+def discard_after(store: CheckpointStore, step: int) -> None:
+    """Removes what was saved after `step`: it may hold what a broken worker has spoiled, and nobody may ever
+    go on from it."""
     for manifest in store.manifests():
-        if manifest.info.step > before:
-            # It may hold what a broken worker has spoiled: nobody may ever go on from it.
+        if manifest.info.step > step:
             _log.warning("version %d of step %d is removed", manifest.version, manifest.info.step)
             store.discard(manifest.version)
-    return found
 
 
 def _first_good(store: CheckpointStore, versions: Iterable[int]) -> Checkpoint | None:

@@ -12,7 +12,7 @@ computed. Must not know where batches come from, nor what is done with the gradi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, final
 
@@ -26,11 +26,12 @@ from paceline.core.errors import PeerLostError, UsageError
 from paceline.data.randomness import seed_everything
 from paceline.train.compressed_summation import CompressedSummation
 from paceline.train.config import TrainConfig
-from paceline.train.gradients import Flat, Layout, expose
+from paceline.train.gradients import Layout, expose
 from paceline.train.module_buffers import ModuleBuffers
 from paceline.train.objective import check_metrics
 from paceline.train.shard_hash import shard_hash
 from paceline.train.sparse_gradients import SparseGradients, sparse_parameters
+from paceline.train.summation import Checks
 from paceline.train.summation_choice import choose_summation
 from paceline.train.team import Team
 from paceline.train.update import total_norm
@@ -75,10 +76,7 @@ class _Computed:
 
 @final
 class StepTransaction:
-    """Computes and sums steps of one model on one rank; memory is kept from step to step.
-
-    `tamper` gets this rank's gradients when their checksums are taken: fault injection.
-    """
+    """Computes and sums steps of one model on one rank; memory is kept from step to step."""
 
     def __init__(
         self,
@@ -87,13 +85,13 @@ class StepTransaction:
         config: TrainConfig,
         device: torch.device,
         *,
-        tamper: Callable[[Flat], None] | None = None,
+        checks: Checks | None = None,
         aggregation: Aggregation | None = None,
     ) -> None:
         self._team = team
         self._config = config
         self._device = device
-        self._tamper = tamper
+        self._checks = checks or Checks()
         self._aggregation = aggregation
         named = dict(module.named_parameters())
         self._all_names, self._all_parameters = list(named), list(named.values())
@@ -131,7 +129,7 @@ class StepTransaction:
         self._summation = (
             None
             if self._direct
-            else choose_summation(team, layout, config, self._device, self._tamper, self._aggregation)
+            else choose_summation(team, layout, config, self._device, self._checks, self._aggregation)
         )
         self._agreed = team.world_size == 1
 

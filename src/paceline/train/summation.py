@@ -16,6 +16,7 @@ are in compressed_summation.py. Must not know what gradients are used for.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol, final
 
 import torch
@@ -81,25 +82,28 @@ class Staging:
         self._host = []
 
 
+@dataclass(frozen=True)
+class Checks:
+    """Checksums of gradients: always, never, or (None) where they travel between hosts. `tamper` is called
+    with this rank's gradients when they are taken: fault injection."""
+
+    checksums: bool | None = False
+    tamper: Callable[[Flat], None] | None = None
+
+
 @final
 class CanonicalSummation:
-    """`checksums` None: where gradients travel between hosts. `tamper` is called when they are taken: fault
-    injection."""
-
     def __init__(
         self,
         team: Team,
         layout: Layout,
         device: torch.device,
-        *,
-        checksums: bool | None = None,
-        tamper: Callable[[Flat], None] | None = None,
+        checks: Checks,
     ) -> None:
         self._team = team
         self._fold = ShardFold(lambda: flat_maker(team, layout, device))
         self._staging = Staging(team, layout, device)
-        self._checksums = checksums
-        self._tamper = tamper
+        self._checks = checks
         self.keeps = True
 
     def start(self) -> None:
@@ -140,12 +144,12 @@ class CanonicalSummation:
 
     def _seals(self) -> bool:
         """Checksums of gradients: where they travel, or everywhere where that is asked for."""
-        if self._checksums is None:
+        if self._checks.checksums is None:
             return self._team.context.transport.topology.hosts > 1
-        return self._checksums
+        return self._checks.checksums
 
     def _tampering(self, partials: Sequence[Flat], dtype: torch.dtype) -> Callable[[], None] | None:
-        tamper = self._tamper
+        tamper = self._checks.tamper
         if tamper is None or not partials or dtype != torch.float32:
             return None
         return lambda: tamper(partials[0])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from paceline.aggregate.strategy import Aggregation
@@ -11,8 +9,8 @@ from paceline.comm.compression import cast_gradients, quantize_gradients, sparsi
 from paceline.comm.compression.base import Compression
 from paceline.train.compressed_summation import CompressedSummation
 from paceline.train.config import GradientCompression, TrainConfig
-from paceline.train.gradients import Flat, Layout
-from paceline.train.summation import CanonicalSummation, PlainSummation, Summation
+from paceline.train.gradients import Layout
+from paceline.train.summation import CanonicalSummation, Checks, PlainSummation, Summation
 from paceline.train.team import Team
 
 
@@ -21,7 +19,7 @@ def choose_summation(
     layout: Layout,
     config: TrainConfig,
     device: torch.device,
-    tamper: Callable[[Flat], None] | None,
+    checks: Checks,
     aggregation: Aggregation | None,
 ) -> Summation:
     compression = _compression(config.compression)
@@ -29,11 +27,7 @@ def choose_summation(
         return PlainSummation(team, layout, device, compression, config.algorithm, aggregation)
     if compression is not None:
         return CompressedSummation(team, layout, device, compression)
-    care = config.fault_tolerance
-    checksums: bool | None = False if team.lasting else care.checksums
-    if checksums is None and "corrupt" in (care.chaos or ""):
-        checksums = True  # what is damaged on purpose is to be found
-    return CanonicalSummation(team, layout, device, checksums=checksums, tamper=tamper)
+    return CanonicalSummation(team, layout, device, checks)
 
 
 def _compression(settings: GradientCompression | None) -> Compression | None:

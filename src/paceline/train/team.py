@@ -25,12 +25,10 @@ class Team:
         context: DistributedContext,
         shards: int | None,
         *,
-        lasting: bool = True,
         announce: Callable[[DistributedContext], None] | None = None,
     ) -> None:
         self.context = context
         self.fixed_shards = shards
-        self.lasting = lasting  # False: members come and go, so what they hold must survive a failed exchange
         self.generation = 0
         self.backup = False  # idle ranks compute shards of slow ones too; who counts is agreed on in the step
         self.blocks: Blocks = ()

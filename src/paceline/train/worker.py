@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from paceline.aggregate.strategy import Aggregation
-from paceline.comm import default_group
 from paceline.comm.context import DistributedContext
 from paceline.data.sources import as_source
 from paceline.train import evaluation, run_setup
@@ -106,11 +105,13 @@ def build(job: TrainJob, stack: ExitStack, number: int, observers: Sequence[Obse
     return Built(module, call, objective, device, given, validation)
 
 
-def new_team(context: DistributedContext, config: TrainConfig, *, lasting: bool = True) -> Team:
+def new_team(
+    context: DistributedContext,
+    config: TrainConfig,
+    announce: Callable[[DistributedContext], None] | None = None,
+) -> Team:
     shards = config.shards or config.workers if config.mode == "exact" else None
-    # A group that lasts is the process's own already. Elsewhere paceline.get_rank() is to know of each.
-    announce = None if lasting else default_group.offer
-    return Team(context, shards, lasting=lasting, announce=announce)
+    return Team(context, shards, announce=announce)
 
 
 def walk(run: Run, built: Built, assembled: Assembled) -> None:

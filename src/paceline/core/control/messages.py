@@ -333,7 +333,6 @@ class Claimed(Message):
 
     step: int
     shard: int
-    by: int
 
 
 @final

@@ -8,9 +8,7 @@ memory. Must not know sockets or processes.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -19,7 +17,6 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from paceline.core.control.messages import Receipt
-from paceline.core.errors import ResourceError
 from paceline.core.events import (
     Event,
     RunResumed,
@@ -31,7 +28,7 @@ from paceline.core.events import (
     UnknownEvent,
     WorkerFailed,
 )
-from paceline.core.journal import Journal
+from paceline.core.journal import Journal, PatientJournal
 
 RECEIPT_SECONDS: Final = 5.0
 RETRY_SECONDS: Final = 1.0
@@ -61,7 +58,6 @@ class Chronicle:
     def __init__(self, path: Path) -> None:
         self.journaled = 0
         self.on_flush: Callable[[int], None] = lambda pid: None
-        self._waiting: deque[Event] = deque()
         self._retry_at = float("inf")
         self._receipts: dict[int, _Receipts] = {}
         self._flush_at = float("inf")
@@ -71,15 +67,14 @@ class Chronicle:
         self._seen_order: deque[int] = deque()
         self._hashed: set[tuple[int, int, int, str]] = set()
         self._failed: set[int] = set()  # processes of this run
-        self._path = path
         if path.exists():
             self._remember_tail(path)
-        self._journal = Journal(path)
+        self._journal = PatientJournal(Journal(path), alone=True)
 
     @property
     def complete(self) -> bool:
         """Whether all that was told is in the file."""
-        return not self._waiting
+        return self._journal.complete
 
     @property
     def due(self) -> float:
@@ -89,7 +84,8 @@ class Chronicle:
         """Write what is due."""
         if now >= self._retry_at:
             self._retry_at = float("inf")
-            self._write_waiting()
+            self._journal.retry()
+            self._look_again(now)
         if now >= self._flush_at:
             self.flush()
 
@@ -100,9 +96,12 @@ class Chronicle:
             if event.pid in self._failed:
                 return
             self._failed.add(event.pid)
-        self._waiting.append(event)
-        if len(self._waiting) == 1 or self._retry_at == float("inf"):
-            self._write_waiting()
+        self._journal.append(event)
+        self._look_again(time.monotonic())
+
+    def _look_again(self, now: float) -> None:
+        if not self.complete:
+            self._retry_at = min(self._retry_at, now + RETRY_SECONDS)
 
     def tell(self, lines: Iterable[str]) -> None:
         """Lines that the first member tells."""
@@ -180,7 +179,6 @@ class Chronicle:
     def close(self) -> None:
         """Write what can be written, and end."""
         self.flush()
-        self._write_waiting()
         self._journal.close()
 
     def _write_receipts(self, held: _Receipts) -> None:
@@ -209,25 +207,6 @@ class Chronicle:
             case {"type": RunStarted.type}:
                 self.journaled = 0
         return True
-
-    def _write_waiting(self) -> None:
-        while self._waiting:
-            size = self._size()
-            try:
-                self._journal.append(self._waiting[0])
-            except ResourceError:
-                # Half a line would be damage for ever; we are the only writer, so it can be taken back.
-                with contextlib.suppress(OSError):
-                    os.truncate(self._path, size)
-                self._retry_at = time.monotonic() + RETRY_SECONDS
-                return
-            self._waiting.popleft()
-
-    def _size(self) -> int:
-        try:
-            return os.stat(self._path).st_size
-        except OSError:
-            return 0
 
     def _remember(self, mark: int) -> None:
         self._seen.add(mark)

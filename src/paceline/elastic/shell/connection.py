@@ -29,13 +29,10 @@ class Connection:
     """One channel, registered with the loop. `owner` may change: a guest becomes a member. `refill` is called
     when all that waited was sent: for something long that is sent in pieces."""
 
-    def __init__(
-        self, channel: Channel, host: str, selector: selectors.BaseSelector, owner: Owner, now: float
-    ) -> None:
+    def __init__(self, channel: Channel, host: str, selector: selectors.BaseSelector, owner: Owner) -> None:
         self.channel = channel
         self.host = host
         self.owner = owner
-        self.opened_at = now
         self.is_open = True
         self.refill: Callable[[], None] | None = None
         self._selector = selector

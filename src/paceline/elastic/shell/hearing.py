@@ -127,7 +127,7 @@ class Ear:
         views, staff = self._supervisor.views, self._supervisor.staff
         if views.latest is None or not views.claim(done.generation, done.step, done.shard):
             return
-        data = channel.frame(Claimed(step=done.step, shard=done.shard, by=self._seat.member))
+        data = channel.frame(Claimed(step=done.step, shard=done.shard))
         for member in views.latest.members:
             other = staff.seats.get(member)
             if other is not None and other is not self._seat and other.connection is not None:

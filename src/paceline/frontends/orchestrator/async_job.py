@@ -12,7 +12,6 @@ import os
 import random
 import selectors
 import socket
-import threading
 import time
 from dataclasses import dataclass
 from typing import Any, Final, final
@@ -27,7 +26,7 @@ from paceline.engines.local.verdict import Died, Raised, judge
 from paceline.engines.local.worker import Worker
 from paceline.frontends import tensor_payload
 from paceline.frontends.orchestrator.async_entry import AsyncWork
-from paceline.frontends.orchestrator.job import PRELOAD, Outcome
+from paceline.frontends.orchestrator.job import PRELOAD, InThread, Outcome
 from paceline.train.history import EpochRecord, History, StepRecord
 from paceline.train.resuming import earlier_steps
 from paceline.train.run_folder import RunFolder
@@ -52,10 +51,11 @@ class _Seat:
 
 
 @final
-class AsyncJob:
+class AsyncJob(InThread):
     """One asynchronous training."""
 
     def __init__(self, work: AsyncWork, *, replace_lost: bool, budget: int) -> None:
+        super().__init__("paceline-async-job")
         self.folder = RunFolder(work.folder)
         self._work = work
         self._replace, self._budget = replace_lost, budget
@@ -69,23 +69,6 @@ class AsyncJob:
         self._learned = False  # somebody handed in a gradient
         self._failure: BaseException | None = None
         self._fatal: BaseException | None = None  # why the job is given up, once its state is saved
-        self._outcome: Outcome | None = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="paceline-async-job", daemon=True)
-
-    def start(self) -> AsyncJob:
-        self._thread.start()
-        return self
-
-    def wait(self, timeout: float | None = None) -> bool:
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
-
-    def result(self) -> Outcome:
-        if self._error is not None:
-            raise self._error
-        assert self._outcome is not None
-        return self._outcome
 
     def stop(self, reason: str) -> None:
         """Finish what is under way, save, end."""

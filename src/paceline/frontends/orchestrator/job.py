@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, Protocol, final
+from typing import Any, Protocol, Self, final
 
 from torch import Tensor
 
@@ -55,21 +56,19 @@ class Job(Protocol):
     def close(self) -> None: ...
 
 
-@final
-class SyncJob:
-    """The workers of one synchronous training."""
+class InThread(ABC):
+    """A training whose caller's side runs in a thread of its own, to one outcome or one error."""
 
-    def __init__(self, job: TrainJob) -> None:
-        assert job.folder is not None
-        self.folder = RunFolder(job.folder)
-        self._job = dataclasses.replace(job, stop_file=self.folder.stop_file)
+    def __init__(self, name: str) -> None:
         self._outcome: Outcome | None = None
         self._error: BaseException | None = None
-        self._stop: str | None = None
-        self._closing = False
-        self._thread = threading.Thread(target=self._run, name="paceline-job", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
-    def start(self) -> SyncJob:
+    @abstractmethod
+    def _run(self) -> None:
+        """Sets the outcome or the error; never raises."""
+
+    def start(self) -> Self:
         self._thread.start()
         return self
 
@@ -82,6 +81,19 @@ class SyncJob:
             raise self._error
         assert self._outcome is not None
         return self._outcome
+
+
+@final
+class SyncJob(InThread):
+    """The workers of one synchronous training."""
+
+    def __init__(self, job: TrainJob) -> None:
+        super().__init__("paceline-job")
+        assert job.folder is not None
+        self.folder = RunFolder(job.folder)
+        self._job = dataclasses.replace(job, stop_file=self.folder.stop_file)
+        self._stop: str | None = None
+        self._closing = False
 
     def stop(self, reason: str) -> None:
         """Finish the step, save, end."""
