@@ -129,6 +129,7 @@ def cases() -> list[Case]:
     found.append(_chaos("hang in data loading", "data", 15.0, "hang", "hung"))
     found.append(_chaos("hang in a collective", "collective", 15.0, "hang", "hung"))
     found += [_chaos("hang", phase, 15.0, "hang", "hung") for phase in ("forward", "backward", "optimizer")]
+    found += [_chaos("hang", phase, 15.0, "hang", "hung") for phase in ("checkpoint", "evaluation")]
     found += [
         _chaos("deadlock", phase, 10.0, "deadlock", "silent", "hung") for phase in ("forward", "collective")
     ]

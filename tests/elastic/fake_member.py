@@ -37,6 +37,7 @@ from paceline.core.control.messages import (
 from paceline.core.events import StepCommitted
 from paceline.engines.local import payload
 from paceline.engines.local.child import Task
+from paceline.train.chaos import run_out_of_memory
 
 ENTRY = "tests.elastic.fake_member:main"
 
@@ -50,7 +51,7 @@ def main(task: Task) -> int:
 
 class FakeMember:
     """One worker. Options: steps, step_seconds, patience, raise_at, fault, hang_at=[slot, step],
-    fingerprints by slot, follow_seconds."""
+    fingerprints by slot, follow_seconds, oom=slot."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = options
@@ -224,6 +225,9 @@ class FakeMember:
         if self.options.get("hang_at") == [self.slot, self.step] and self.options["attempt"] == 1:
             self.enter("data")
             _hang_here()
+
+        if self.options.get("oom") == self.slot and self.options["attempt"] == 1:
+            run_out_of_memory()
 
     def _on_term(self, *_: object) -> None:
         self.asked_to_go = True

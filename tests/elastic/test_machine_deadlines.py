@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from tests.elastic.machine_driver import Driven, asked, only, some, started
 
@@ -37,7 +39,7 @@ def keep_beating(job: Driven, seconds: float, **beats: Beaten) -> list[Action]:
         for said in beats.values():
             if said.member in job.state.workers:
                 lasted = job.now - began + said.seconds
-                told += job.tell(beat(said.member, said.phase, lasted, said.waits_for))
+                told += job.tell(dataclasses.replace(said, seconds=lasted))
         due = machine.next_deadline(job.state)
         if due is not None and job.now >= due:
             told += job.tell(Ticked())
@@ -143,6 +145,18 @@ def test_slow_phases_have_more_time(phase):
     slow = {"m1": beat(1, phase), "m2": beat(2, "collective", waits_for=(1,))}
     assert not some(keep_beating(job, 20.0, **slow), NoteVerdict)
     assert only(keep_beating(job, 20.0, m1=beat(1, phase, 20.0), m2=slow["m2"]), NoteVerdict).slot == 0
+
+
+@pytest.mark.parametrize("phase", ["checkpoint", "evaluation"])
+def test_slow_phases_have_the_time_that_they_took_before(phase):
+    job = Driven(2, 4, slow_phase_seconds=600.0, hang_steps=20.0).running()
+    job.beat_all()
+    others = beat(2, "collective", waits_for=(1,))
+    slow = dataclasses.replace(beat(1, phase), longest=1.0)
+    assert not some(keep_beating(job, 19.0, m1=slow, m2=others), NoteVerdict)
+    later = dataclasses.replace(slow, seconds=19.0)
+    verdict = only(keep_beating(job, 2.0, m1=later, m2=others), NoteVerdict)
+    assert (verdict.slot, verdict.phase) == (0, phase)
 
 
 def test_the_first_step_has_more_time():

@@ -18,8 +18,9 @@ from tests.engines.local.processes import all_gone, eventually, watch
 from paceline.core.control import address
 from paceline.core.control.messages import Ask
 from paceline.core.errors import RendezvousError, UsageError
-from paceline.core.events import ViewChanged, WorkerFailed, WorkerStarted
+from paceline.core.events import Verdict, ViewChanged, WorkerFailed, WorkerStarted
 from paceline.elastic import tools
+from paceline.engines.local import memory_group
 
 ROOT = Path(__file__).parents[2]
 
@@ -107,6 +108,43 @@ def test_another_machine_joins_works_and_leaves(tmp_path):
         run.supervised.stop("seen")
         assert drop(run.finish()).ok
     assert run.steps == list(range(1, len(run.steps) + 1))
+
+
+def test_where_a_worker_of_another_machine_stands_is_asked_there(tmp_path):
+    with running(tmp_path, workers=2, steps=10**6, shared=str(tmp_path)) as run:
+        run.until_step(5)
+        host, port = run.supervised.address
+        with script(JOIN, host, port, tmp_path / "control.secret", 1, PACELINE_HOST="far") as agent:
+            run.until(lambda: run.of(ViewChanged)[-1].members == [0, 1, 2])
+            os.kill(run.of(ViewChanged)[-1].pids[2], signal.SIGSTOP)
+            run.until(lambda: run.of(Verdict))
+            run.supervised.stop("seen")
+            assert drop(run.finish()).ok
+            assert agent.wait(20) == 0
+    (verdict,) = run.of(Verdict)
+    assert (verdict.rank, verdict.host) == (2, "far")
+    assert "the process is stopped (SIGSTOP)" in verdict.text
+    # It is let run for a moment, to say where it was.
+    assert "fake_member.py" in verdict.text
+    assert verdict.line
+
+
+def test_a_kill_for_memory_on_another_machine_is_named(tmp_path):
+    try:
+        memory_group.make_below(f"paceline-test-{os.getpid()}", 64 << 20).remove()
+    except OSError as error:
+        pytest.skip(f"no memory cgroup can be made here: {error}; run as root with cgroups mounted")
+    with running(tmp_path, workers=2, steps=10**6, shared=str(tmp_path), oom=2) as run:
+        run.until_step(5)
+        host, port = run.supervised.address
+        with script(JOIN, host, port, tmp_path / "control.secret", 1, PACELINE_HOST="far") as agent:
+            run.until(lambda: run.of(WorkerFailed))
+            run.supervised.stop("seen")
+            assert drop(run.finish()).ok
+            assert agent.wait(20) == 0
+    (failed,) = run.of(WorkerFailed)
+    assert (failed.rank, failed.host, failed.cause) == (2, "far", "memory")
+    assert "killed by the kernel" in failed.reason
 
 
 def test_a_machine_that_vanishes_is_left_out_and_the_job_ends_with_the_other(tmp_path):

@@ -20,11 +20,23 @@ from typing import Any, Final, final
 from paceline.core.control.auth import Tls
 from paceline.core.control.channel import Channel
 from paceline.core.control.host import host_identity, host_name
-from paceline.core.control.messages import End, Exited, Granted, Message, Offer, Piece, Start
+from paceline.core.control.messages import (
+    End,
+    Exited,
+    Granted,
+    LookAt,
+    Message,
+    Offer,
+    Piece,
+    Seen,
+    Start,
+)
 from paceline.core.errors import PacelineError, RendezvousError, WireError
-from paceline.elastic.shell.seats import how_it_ended
+from paceline.elastic.shell.deaths import how_it_died
+from paceline.elastic.shell.look import LOOK_SECONDS, Look
 from paceline.elastic.tools import open_channel
 from paceline.engines.local import client, launch
+from paceline.engines.local.memory_kill import MemoryWatch
 from paceline.engines.local.worker import Worker
 
 _CONNECT_SECONDS: Final = 10.0
@@ -57,6 +69,8 @@ class Agent:
         self._channel: Channel | None = None
         self._selector = selectors.DefaultSelector()
         self._workers: dict[int, Worker] = {}
+        self._looks: dict[int, Look] = {}
+        self._memory = MemoryWatch()
         self._unsent: list[Message] = []
         self._number = 0
         self._granted: Granted | None = None
@@ -133,11 +147,17 @@ class Agent:
         if not self._selector.get_map():
             time.sleep(seconds)
             return
-        for key, _ in self._selector.select(seconds):
+        for key, _ in self._selector.select(LOOK_SECONDS if self._looks else seconds):
             if key.data is None:
                 self._listen()
             else:
                 self._attend(key.data)
+        for worker in self._workers.values():
+            if worker.pid:
+                self._memory.note(worker.pid)
+        for member, look in list(self._looks.items()):
+            if look.is_over(time.monotonic()):
+                self._tell_seen(member)
 
     def _listen(self) -> None:
         opened = self._channel
@@ -162,6 +182,10 @@ class Agent:
                     self._waiting.append(message)
                 elif not self._going:
                     self._start(message)
+            case LookAt(member=member):
+                if member in self._workers:
+                    self._looks[member] = Look(self._workers[member], time.monotonic())
+                    self._looks[member].wake()
             case End(member=-1):
                 self._ended = message
             case End(member=member):
@@ -224,15 +248,22 @@ class Agent:
         worker.take()
         if worker.status is None and not worker.done:
             return
+        memory = False
+        if member in self._looks:
+            self._tell_seen(member)
         if worker.refusal is not None:
             reason, status = f"it could not be started: {worker.refusal.message}", 1
         else:
             status = worker.status if worker.status is not None else -9
-            reason = how_it_ended(status)[1]
+            memory, reason = how_it_died(worker, status, self._memory)
         self._selector.unregister(worker)
         worker.close()
         del self._workers[member]
-        self._tell(Exited(member=member, status=status, reason=reason))
+        self._tell(Exited(member=member, status=status, reason=reason, memory=memory))
+
+    def _tell_seen(self, member: int) -> None:
+        look = self._looks.pop(member)
+        self._tell(Seen(member=member, state=look.state, frames=tuple(look.frames())))
 
     def _tell(self, message: Message) -> None:
         if self._channel is None or self._channel.closed:

@@ -43,10 +43,13 @@ def hang_limit(job: State) -> float:
 
 
 def patience(job: State, worker: Worker) -> float:
-    """How long this member may be in one phase. A first step may compile; saving and evaluating are slow."""
+    """How long this member may be in one phase. A first step may compile; saving and evaluating take as long
+    as they took before, and nobody knows how long the first time."""
     beat = job.beats.get(worker.number)
-    if beat is None or beat.step_seconds <= 0 or beat.phase in SLOW_PHASES:
+    if beat is None or beat.step_seconds <= 0 or (beat.phase in SLOW_PHASES and beat.longest <= 0):
         return max(job.settings.slow_phase_seconds, hang_limit(job))
+    if beat.phase in SLOW_PHASES:
+        return max(hang_limit(job), job.settings.hang_steps * beat.longest)
     return hang_limit(job)
 
 

@@ -67,7 +67,7 @@ class Settings:
     silence_steps: float = 5.0  # ... and for longer than so many steps is
     hang_least: float = 5.0  # a member that does not go on for longer may hang ...
     hang_steps: float = 20.0  # ... and for longer than so many steps does
-    slow_phase_seconds: float = 600.0  # what the first step, an evaluation and a save may take
+    slow_phase_seconds: float = 600.0  # what the first step, the first evaluation and the first save may take
     start_seconds: float = 300.0  # from asking for a worker to its hello
     stop_seconds: float = 600.0  # from asking to stop to the end
     stragglers: Literal["wait", "rebalance", "replace", "backup"] = "rebalance"
@@ -153,6 +153,7 @@ class Beaten:
     waits_for: tuple[int, ...] = ()
     shard_seconds: float = 0.0
     step_seconds: float = 0.0
+    longest: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,9 @@ class Supervisor:
         self.recalled = self.memory.recall() or Remembered()
         self.secret = self._secret()
         self.chronicle = Chronicle(self.folder / JOURNAL_FILE)
-        self.verdicts = Verdicts(self.chronicle.write, self.folder)
+        self.verdicts = Verdicts(
+            self.chronicle.write, self.folder, lambda seat: self.places.look_at(seat.place, seat.member)
+        )
         self.views = Views(
             backup=spec.settings.stragglers == "backup", exact=bool(spec.options.get("exact", True))
         )
@@ -100,6 +102,7 @@ class Supervisor:
             spec.settings.agent_seconds,
             self.feed,
             self.staff.remote_exit,
+            lambda seen: self.verdicts.seen(seen.member, seen.state, seen.frames),
             self.staff.place_gone,
         )
         self.gate = Gate(

@@ -134,8 +134,13 @@ class Membership:
             waits_for=self._waits_for(phase),
             shard_seconds=self._shard_seconds,
             step_seconds=self._step_seconds,
+            longest=self._longest(phase),
             rss=resident_bytes(),
         )
+
+    def _longest(self, phase: str) -> float:
+        saver = None if self._assembled is None else self._assembled.saver
+        return 0.0 if saver is not None and saver.waits_for_storage else self._phases.longest(phase)
 
     def hear(self, message: Message) -> None:
         """Each message as it arrives; the main thread reads them later."""

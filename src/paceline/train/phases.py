@@ -21,6 +21,7 @@ COLLECTIVE, OPTIMIZER, CHECKPOINT, EVALUATION, WAIT = (
     "wait",
 )
 
+UNEVEN = (CHECKPOINT, EVALUATION)  # phases that not every step has, and that have nothing to do with its time
 TOGETHER = (COLLECTIVE, EVALUATION, CHECKPOINT)  # phases in which a worker may wait for others
 
 Inject = Callable[[str, int], None]
@@ -34,9 +35,14 @@ class Phases:
         self._page = page
         self.step = 0  # being computed: committed steps + 1
         self._now: tuple[str, float] = (START, time.monotonic())
+        self._longest: dict[str, float] = {}
 
     def enter(self, phase: str) -> None:
-        self._now = (phase, time.monotonic())
+        (before, since), now = self._now, time.monotonic()
+        # One that the group's trouble ended was not gone through to its end.
+        if before in UNEVEN and phase != WAIT:
+            self._longest[before] = max(self._longest.get(before, 0.0), now - since)
+        self._now = (phase, now)
         if self._page is not None:
             self._page.write(phase, self.step)
         if self._inject is not None:
@@ -47,6 +53,10 @@ class Phases:
         """The phase, and for how many seconds already."""
         phase, since = self._now
         return phase, time.monotonic() - since
+
+    def longest(self, phase: str) -> float:
+        """The most seconds that such a phase has taken, of those that not every step has; 0: none yet."""
+        return self._longest.get(phase, 0.0)
 
     @property
     def name(self) -> str:

@@ -30,16 +30,15 @@ from paceline.data.plan import Position, slices_of_step
 from paceline.data.randomness import seed_everything
 from paceline.data.sources import Batch
 from paceline.train import modifier_states
+from paceline.train.agenda import Agenda, Duty
 from paceline.train.feed import to_device
 from paceline.train.history import Evaluation
 from paceline.train.phases import BACKWARD, CHECKPOINT, COLLECTIVE, DATA, EVALUATION, FORWARD, OPTIMIZER
 from paceline.train.recorder import CommittedStep
-from paceline.train.run_parts import GROUP_TROUBLE, Duty, Micro, Parts
+from paceline.train.run_parts import GROUP_TROUBLE, Micro, Parts
 from paceline.train.state import state_hash
 from paceline.train.step import Reduced, Wishes
 from paceline.train.update import Applied
-
-_log = logging.getLogger(__name__)
 
 _log = logging.getLogger(__name__)
 
@@ -62,12 +61,9 @@ class Run:
         self._counts: list[int] = []
         self._named_unused = self.position.step > 0
         self._pause = False  # after the step that was just committed
-        self._agenda: list[Duty] = []  # since the last commit
-        self._done = 0  # of the agenda
-        self._concluding = False
-        self.final_hashes: list[
-            list[Any]
-        ] = []  # of all ranks: hash, whether it was asked to stop, what is unsaved
+        self._agenda = Agenda()  # since the last commit
+        # Of all ranks: the hash, whether it was asked to stop, what is unsaved.
+        self.final_hashes: list[list[Any]] = []
 
     @property
     def batch(self) -> int:
@@ -87,7 +83,7 @@ class Run:
     @property
     def progress(self) -> Progress:
         """How far this rank is; ranks that trained together differ by what one collective decides."""
-        return self.position.step, self.position.epoch, self._done
+        return self.position.step, self.position.epoch, self._agenda.done
 
     def microbatches(self) -> Generator[Micro, None, None]:
         """Every micro-batch of this rank, to the end of the run; after each one `backward` is due."""
@@ -106,24 +102,24 @@ class Run:
     def conclude(self) -> None:
         """The last evaluation and checkpoint, and the agreement of all ranks on the result."""
         while not self.concluded:
-            if not self._concluding:
+            if not self._agenda.concluding:
                 self._begin_conclusion()
             try:
-                self._work_off()
+                self._agenda.work_off(self._do)
             except GROUP_TROUBLE as trouble:
                 self._meet_again(trouble)
 
     @property
     def concluded(self) -> bool:
-        return self._concluding and self._done >= len(self._agenda)
+        return self._agenda.concluded
 
     def _steps(self) -> Iterator[Micro]:
         while True:
             try:
                 if self._pause:
                     self._meet_again(None)
-                self._work_off()
-                if self.finished or self._concluding:
+                self._agenda.work_off(self._do)
+                if self.finished or self._agenda.concluding:
                     return
                 yield from self._step()
             except GROUP_TROUBLE as trouble:
@@ -254,7 +250,7 @@ class Run:
             self._observe_noise(reduced, applied)
         self.position = position.after(self._planned, reduced.applied)
         self._pause = reduced.pauses > 0
-        self._agenda, self._done = self._due_after(reduced), 0
+        self._agenda.begin(self._due_after(reduced))
         self._record(reduced, applied, position)
         if parts.saver is not None:
             if not self._prepared and parts.contents is not None:
@@ -277,12 +273,6 @@ class Run:
         if parts.saver is not None and parts.saver.due_after_step(step):
             due.append(["save"])
         return due
-
-    def _work_off(self) -> None:
-        while self._done < len(self._agenda):
-            name, *numbers = self._agenda[self._done]
-            self._do(name, numbers)
-            self._done += 1
 
     def _do(self, name: str, numbers: list[int]) -> None:
         parts, saver = self._parts, self._parts.saver
@@ -318,20 +308,20 @@ class Run:
     def _begin_conclusion(self) -> None:
         parts = self._parts
         parts.recorder.flush()
-        self._concluding = True
+        self._agenda.concluding = True
         if not self._left:
-            self._agenda.append(["compare-modifiers"])
+            self._agenda.add("compare-modifiers")
         known = parts.recorder.evaluations[-1:]
         if not self.stopped_on_request and not (known and known[0].step == self.position.step):
-            self._agenda.append(["evaluate-extra"])
+            self._agenda.add("evaluate-extra")
         if parts.saver is not None:
             if self.stopped_on_request or parts.config.checkpoint.at_end:
-                self._agenda.append(["save-last"])
-            self._agenda.append(["finish-saving"])
+                self._agenda.add("save-last")
+            self._agenda.add("finish-saving")
         # After the save: a longer run that goes on from it is still in the middle of this epoch.
         if parts.recorder.sums.steps and not self.stopped_on_request:
-            self._agenda.append(["close-last-epoch"])
-        self._agenda.append(["compare"])
+            self._agenda.add("close-last-epoch")
+        self._agenda.add("compare")
 
     def _last_validation(self) -> dict[str, float]:
         known = self._parts.recorder.evaluations[-1:]
@@ -341,9 +331,7 @@ class Run:
 
     def agenda_dict(self) -> dict[str, Any]:
         return {
-            "agenda": self._agenda,
-            "done": self._done,
-            "concluding": self._concluding,
+            **self._agenda.state_dict(),
             "ended": self.ended,
             "stopped_on_request": self.stopped_on_request,
             "left": self._left,
@@ -351,8 +339,8 @@ class Run:
         }
 
     def load_agenda_dict(self, state: Mapping[str, Any]) -> None:
-        self._agenda, self._done = [list(duty) for duty in state["agenda"]], state["done"]
-        self._concluding, self.ended = state["concluding"], state["ended"]
+        self._agenda.load_state_dict(state)
+        self.ended = state["ended"]
         self.stopped_on_request, self._left = state["stopped_on_request"], state["left"]
         self.final_hashes = list(state["final_hashes"])
 
@@ -361,7 +349,8 @@ class Run:
         self._parts.transaction.abandon()
         self._parts.update.watch()
         self.position = position
-        self._agenda, self._done, self._concluding, self._pause = [], 0, False, False
+        self._agenda.clear()
+        self._pause = False
         self._named_unused = position.step > 0
         self._first = self._first and position.step == 0
 
@@ -421,10 +410,10 @@ class Run:
             )
         parts.recorder.flush()
         if parts.config.evaluate_every is None:
-            self._agenda.append(["evaluate"])
-        self._agenda.append(["close-epoch"])
+            self._agenda.add("evaluate")
+        self._agenda.add("close-epoch")
         if parts.saver is not None and parts.saver.due_after_epoch(position.epoch + 1):
-            self._agenda.append(["save"])
+            self._agenda.add("save")
 
     def _close_epoch(self) -> None:
         parts, position = self._parts, self.position

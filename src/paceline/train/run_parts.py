@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from paceline.train.run import Run
 
 Evaluate = Callable[[], tuple[dict[str, float], int]]
-Duty = list[Any]
-"""What is due after a step: a name, and numbers. Plain data: it travels to members that join."""
 
 GROUP_TROUBLE = (PeerError, CommTimeoutError)
 """What a collective raises when the reason is not here."""

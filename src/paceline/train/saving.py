@@ -86,6 +86,7 @@ class Saver:
         self._begun = 0.0
         self._stall = 0.0
         self.saved_step = -1
+        self.waits_for_storage = False
         self._failure: tuple[int, str] | None = None  # of the last save: its step, and why; on the first rank
         self._retention = Retention(
             keep_last=config.keep_last,
@@ -198,6 +199,13 @@ class Saver:
 
     def finish(self) -> None:
         """Waits until nothing is under way on any rank."""
+        self.waits_for_storage = True
+        try:
+            self._finish()
+        finally:
+            self.waits_for_storage = False
+
+    def _finish(self) -> None:
         if self._version is not None:
             if self._mine is None:
                 self._mine = self._waited()

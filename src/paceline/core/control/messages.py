@@ -79,6 +79,8 @@ class Beat(Message):
     phase          start, data, forward, backward, collective, optimizer, checkpoint, evaluation, wait
     waits_for      members, by number, that this one waits for in a collective
     shard_seconds  a running mean of this member's time per shard; step_seconds of its time per step
+    longest        seconds that its phase has taken at most before, of those that not every step has; 0: it
+                   is the first, or waits for storage, and nobody knows
     """
 
     phase: str
@@ -87,6 +89,7 @@ class Beat(Message):
     waits_for: tuple[int, ...] = ()
     shard_seconds: float = 0.0
     step_seconds: float = 0.0
+    longest: float = 0.0
     rss: int = 0
 
 
@@ -221,11 +224,25 @@ class Offer(Message):
 @_register
 @dataclass(frozen=True, kw_only=True)
 class Exited(Message):
-    """A worker that the agent had started ended; `status` is an exit code, or a signal's number negated."""
+    """A worker that the agent had started ended; `status` is an exit code, or a signal's number negated.
+    `memory`: the kernel killed it because memory ran out."""
 
     member: int
     status: int
     reason: str
+    memory: bool = False
+
+
+@final
+@_register
+@dataclass(frozen=True, kw_only=True)
+class Seen(Message):
+    """An agent's answer to LookAt: what the kernel says of the worker, and its Python frames, innermost
+    first."""
+
+    member: int
+    state: str
+    frames: tuple[str, ...]
 
 
 @final
@@ -366,6 +383,15 @@ class Start(Message):
     member: int
     slot: int
     attempt: int = 1
+
+
+@final
+@_register
+@dataclass(frozen=True, kw_only=True)
+class LookAt(Message):
+    """To an agent: where is worker `member`? It is to end: one that is stopped may be let run to say so."""
+
+    member: int
 
 
 @final

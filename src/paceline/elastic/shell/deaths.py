@@ -14,6 +14,7 @@ from paceline.elastic.model import HasRaised, Lost
 from paceline.elastic.shell.seats import Seat, how_it_ended
 from paceline.engines.local import payload, report
 from paceline.engines.local.memory_kill import MemoryWatch
+from paceline.engines.local.worker import Worker
 
 _KEPT: Final = 16
 
@@ -38,8 +39,11 @@ class Deaths:
             return HasRaised(seat.member, str(error), "user", 0, -1)
         return Lost(seat.member, "exit", f"it could not be started: {error.message}")
 
-    def ended(self, seat: Seat, status: int | None, told: str) -> HasRaised | Lost | None:
-        """What to say about a process that is gone; None where it was to end, or has said why itself."""
+    def ended(
+        self, seat: Seat, status: int | None, told: str, *, memory: bool = False
+    ) -> HasRaised | Lost | None:
+        """What to say about a process that is gone; None where it was to end, or has said why itself.
+        `told`, and whether `memory` ran out, is what its own machine knows, where that is another."""
         failed = self._take_files(seat)
         if seat.dismissed or seat.raised is not None or (seat.done and status == 0):
             self._memory.forget(seat.pid)
@@ -50,7 +54,7 @@ class Deaths:
                 return HasRaised(seat.member, said.summary, said.fault, 0, -1)
         if status is None:
             return Lost(seat.member, "crash", told or "the process is gone; nobody saw how it ended")
-        return self._lost(seat, status, told)
+        return Lost(seat.member, "memory", told) if memory else self._lost(seat, status, told)
 
     def drop_result(self, member: int) -> None:
         """Nobody wants what this worker returned."""
@@ -67,14 +71,10 @@ class Deaths:
 
     def _lost(self, seat: Seat, status: int, told: str) -> Lost:
         kind, reason = how_it_ended(status)
-        here = seat.worker is not None
-        memory = self._memory.verdict(seat.pid) if status == -signal.SIGKILL and here else None
-        if memory is not None:
-            return Lost(seat.member, "memory", memory)
-        self._memory.forget(seat.pid)
-        reason = told or reason
-        frames = seat.worker.frames() if seat.worker is not None and status < 0 else []
-        return Lost(seat.member, kind, f"{reason}; it was at {frames[0]}" if frames else reason)
+        if seat.worker is None:
+            return Lost(seat.member, kind, told or reason)
+        memory, reason = how_it_died(seat.worker, status, self._memory)
+        return Lost(seat.member, "memory" if memory else kind, told or reason)
 
     def _take_files(self, seat: Seat) -> tuple[int, ...]:
         if seat.worker is None:
@@ -88,3 +88,15 @@ class Deaths:
             for file in self.failures.pop(next(iter(self.failures))):
                 os.close(file)
         return failed
+
+
+def how_it_died(worker: Worker, status: int, watch: MemoryWatch) -> tuple[bool, str]:
+    """Of a process of this machine: whether the kernel killed it for memory, and a sentence. Ask once."""
+    if status == -signal.SIGKILL:
+        memory = watch.verdict(worker.pid)
+        if memory is not None:
+            return True, memory
+    watch.forget(worker.pid)
+    reason = how_it_ended(status)[1]
+    frames = worker.frames() if status < 0 else []
+    return False, f"{reason}; it was at {frames[0]}" if frames else reason

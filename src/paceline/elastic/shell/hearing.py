@@ -78,6 +78,7 @@ class Ear:
                 beat.waits_for,
                 beat.shard_seconds,
                 beat.step_seconds,
+                beat.longest,
             )
         )
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, final
 
-from paceline.core.control.messages import End, Exited, Granted, Message, Offer, Piece, Start
+from paceline.core.control.messages import End, Exited, Granted, LookAt, Message, Offer, Piece, Seen, Start
 from paceline.elastic.model import AgentCame, AgentLost, Event
 from paceline.elastic.shell.connection import Connection
 
@@ -31,8 +31,8 @@ class _Place:
 
 @final
 class Places:
-    """`granted` is what an agent needs to start workers; `exited` hears of workers that ended there, `gone`
-    of machines that left with all their workers."""
+    """`granted` is what an agent needs to start workers; `exited` hears of workers that ended there, `seen`
+    where one was found, `gone` of machines that left with all their workers."""
 
     def __init__(
         self,
@@ -41,6 +41,7 @@ class Places:
         patience: float,
         feed: Callable[[Event], None],
         exited: Callable[[Exited], None],
+        seen: Callable[[Seen], None],
         gone: Callable[[int], None],
     ) -> None:
         self._payload = payload
@@ -48,6 +49,7 @@ class Places:
         self._patience = patience
         self._feed = feed
         self._exited = exited
+        self._seen = seen
         self._gone = gone
         self._places: dict[int, _Place] = {}
         self._digest = ""
@@ -85,6 +87,8 @@ class Places:
         match message:
             case Exited():
                 self._exited(message)
+            case Seen():
+                self._seen(message)
             case Offer(workers=0):
                 place = self._of(connection)
                 if place is not None:
@@ -111,6 +115,10 @@ class Places:
     def end(self, place: int, member: int, reason: str) -> None:
         """Have a worker killed there."""
         self._say(place, End(member=member, reason=reason))
+
+    def look_at(self, place: int, member: int) -> bool:
+        """Ask where a worker is; False where nobody can be asked now."""
+        return not self.is_away(place) and self._say(place, LookAt(member=member))
 
     def is_away(self, place: int) -> bool:
         """Whether the connection of its agent is closed."""

@@ -217,7 +217,7 @@ class Staff:
         """An agent tells how one of its workers ended."""
         seat = self.seats.get(message.member)
         if seat is not None and seat.place != HOME:
-            self._ended(seat, message.status, message.reason)
+            self._ended(seat, message.status, message.reason, memory=message.memory)
 
     def place_gone(self, place: int) -> None:
         """A machine left, and nobody will tell how its workers ended."""
@@ -287,12 +287,12 @@ class Staff:
         ended = seat.worker is not None and seat.worker.has_ended
         return seat.cut_at + (_EXIT_SECONDS if ended else RECONNECT_SECONDS)
 
-    def _ended(self, seat: Seat, status: int | None, told: str) -> None:
+    def _ended(self, seat: Seat, status: int | None, told: str, *, memory: bool = False) -> None:
         """The process is gone: hear its last words, then say how it went."""
         if seat.connection is not None:
             seat.connection.drain()
         self._supervisor.verdicts.settle(seat.member)
-        event = self.deaths.ended(seat, status, told)
+        event = self.deaths.ended(seat, status, told, memory=memory)
         if self._supervisor.ending is None:
             # Only what is returned at the end of the job is its result.
             self.deaths.drop_result(seat.member)

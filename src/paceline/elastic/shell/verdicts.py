@@ -1,18 +1,17 @@
 """Verdicts and failures for people: one block on the terminal, one line in the journal.
 
-The Python line comes from the worker's stack file, which the worker fills when it gets a signal, also while
-it holds the interpreter's lock. That takes a moment, so a verdict is opened, looked after by the loop, and
-told when the stack is complete or cannot be had. Errors that several workers raise are told once. Must not
-know how workers are started or ended.
+The Python line is what the worker itself writes when it is asked, or what the agent of its machine sends.
+That takes a moment, so a verdict is opened, looked after by the loop, and told when the stack is complete or
+cannot be had. Errors that several workers raise are told once. Must not know how workers are started or
+ended.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
@@ -20,10 +19,10 @@ from typing import Final, final
 from paceline.core import phase_page
 from paceline.core.events import Event, Verdict, WorkerFailed
 from paceline.elastic.model import HOME, NoteFailure, NoteVerdict
-from paceline.elastic.shell.seats import Seat, kernel_state
+from paceline.elastic.shell.look import LOOK_SECONDS, STACK_SECONDS, Look
+from paceline.elastic.shell.seats import Seat
 
-STACK_SECONDS: Final = 0.4
-_LOOK_SECONDS: Final = 0.02
+_THERE_AND_BACK_SECONDS: Final = 0.6  # for the question to another machine and for its answer
 _FOLD_SECONDS: Final = 10.0
 _FOLDED: Final = 64
 
@@ -31,21 +30,31 @@ _FOLDED: Final = 64
 @final
 @dataclass
 class _Open:
+    """`look` is ours at a worker of this machine; `limit`: until when another machine may answer."""
+
     note: NoteVerdict
     seat: Seat
+    look: Look | None
     limit: float
-    state: str
-    size: int = 0
+    state: str = ""
+    frames: Sequence[str] = ()
     then: Callable[[], None] | None = None
 
 
 @final
 class Verdicts:
     """`write` puts an event into the journal. In the run's `folder` workers of this machine keep a page with
-    their phase, which knows better than their last heartbeat."""
+    their phase, which knows better than their last heartbeat. `ask` has another machine look at a worker of
+    its own, and is False where it cannot be asked; its answer is `seen`."""
 
-    def __init__(self, write: Callable[[Event], None], folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        write: Callable[[Event], None],
+        folder: Path | None = None,
+        ask: Callable[[Seat], bool] = lambda seat: False,
+    ) -> None:
         self._write = write
+        self._ask = ask
         self._folder = folder
         self._open: dict[int, _Open] = {}
         self._next_look = float("inf")
@@ -58,16 +67,21 @@ class Verdicts:
 
     def open(self, note: NoteVerdict, seat: Seat, now: float) -> None:
         """Begin a verdict: ask the worker where it is."""
-        state = kernel_state(seat.pid) if seat.worker is not None else ""
-        # Now: one that was stopped goes on for a moment, to say where it was.
+        # Before the look: one that was stopped goes on for a moment, to say where it was.
         note = dataclasses.replace(note, phase=self._phase(note, seat))
-        case = _Open(note, seat, now + STACK_SECONDS, state)
-        if seat.worker is None or seat.worker.has_ended:
-            case.limit = now
-        else:
-            seat.worker.ask_where()
+        look = Look(seat.worker, now) if seat.worker is not None else None
+        asked = look is None and seat.place != HOME and self._ask(seat)
+        case = _Open(note, seat, look, now + STACK_SECONDS + _THERE_AND_BACK_SECONDS if asked else now)
         self._open[note.member] = case
-        self._next_look = now if case.limit <= now else min(self._next_look, now + _LOOK_SECONDS)
+        at_once = not asked and (look is None or seat.worker is None or seat.worker.has_ended)
+        self._next_look = now if at_once else min(self._next_look, now + LOOK_SECONDS)
+
+    def seen(self, member: int, state: str, frames: Sequence[str]) -> None:
+        """What its machine found when it was asked to look."""
+        case = self._open.get(member)
+        if case is not None:
+            case.state, case.frames = state, frames
+            self._close(case)
 
     def after(self, member: int, then: Callable[[], None]) -> bool:
         """Do this when the verdict about `member` was told; False: there is none, do it now."""
@@ -75,9 +89,8 @@ class Verdicts:
         if case is None:
             return False
         case.then = then
-        if case.seat.worker is not None and case.state:
-            # It is to end anyway: let it run for the moment that it needs to say where it was.
-            case.seat.worker.signal(signal.SIGCONT)
+        if case.look is not None:
+            case.look.wake()
         return True
 
     def tick(self, now: float) -> None:
@@ -85,11 +98,9 @@ class Verdicts:
         if now < self._next_look:
             return
         for case in list(self._open.values()):
-            size = case.seat.worker.stack_size() if case.seat.worker is not None else 0
-            if (size and size == case.size) or now >= case.limit:
+            if case.look.is_over(now) if case.look is not None else now >= case.limit:
                 self._close(case)
-            case.size = size
-        self._next_look = now + _LOOK_SECONDS if self._open else float("inf")
+        self._next_look = now + LOOK_SECONDS if self._open else float("inf")
 
     def settle(self, member: int) -> None:
         """The process is gone: tell what is known."""
@@ -149,14 +160,16 @@ class Verdicts:
     def _close(self, case: _Open) -> None:
         del self._open[case.note.member]
         note, seat = case.note, case.seat
-        frames = seat.worker.frames() if seat.worker is not None and seat.worker.stack_size() else []
+        state, frames = case.state, case.frames
+        if case.look is not None:
+            state, frames = case.look.state, case.look.frames()
         line = frames[0] if frames else ""
         where = f" on {seat.hostname}" if seat.hostname else ""
         parts = [
             f"paceline: verdict: rank {note.slot} (pid {seat.pid}{where}), phase {note.phase}: {note.what}"
         ]
-        if case.state:
-            parts.append(f"  the kernel says: {case.state}")
+        if state:
+            parts.append(f"  the kernel says: {state}")
         if frames:
             parts.append("  it was at " + "\n    called from ".join(frames))
         else:

@@ -1,0 +1,41 @@
+"""Phases that not every step has: how long they took, for deadlines."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.train import phases as names
+from paceline.train.phases import Phases
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds that pass only when told to."""
+    now = [100.0]
+    monkeypatch.setattr("paceline.train.phases.time.monotonic", lambda: now[0])
+    return now
+
+
+def passing(phases: Phases, clock: list[float], *walk: tuple[str, float]) -> None:
+    for phase, seconds in walk:
+        phases.enter(phase)
+        clock[0] += seconds
+
+
+def test_the_longest_of_those_that_not_every_step_has(clock):
+    phases = Phases()
+    assert phases.longest(names.EVALUATION) == 0.0
+    passing(
+        phases, clock, (names.EVALUATION, 3.0), (names.DATA, 9.0), (names.EVALUATION, 2.0), (names.DATA, 0)
+    )
+    assert phases.longest(names.EVALUATION) == 3.0
+    assert phases.longest(names.DATA) == 0.0
+    assert phases.longest(names.CHECKPOINT) == 0.0
+
+
+def test_one_that_was_broken_off_says_nothing(clock):
+    phases = Phases()
+    passing(phases, clock, (names.EVALUATION, 0.1), (names.WAIT, 1.0), (names.EVALUATION, 0.2))
+    assert phases.longest(names.EVALUATION) == 0.0
+    passing(phases, clock, (names.COLLECTIVE, 1.0))
+    assert phases.longest(names.EVALUATION) == pytest.approx(0.2)
