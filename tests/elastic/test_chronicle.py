@@ -113,20 +113,23 @@ def test_a_hash_of_a_shard_is_written_once(chronicle, path):
     assert [one.hash for one in written(path, ShardHashed)] == ["abc"]
 
 
-def test_while_the_disk_is_full_lines_wait_and_half_a_line_is_taken_back(chronicle, path, monkeypatch):
+def test_while_the_disk_is_full_lines_wait_and_half_a_line_is_taken_back(
+    chronicle, path, monkeypatch, caplog
+):
     chronicle.tell([step(1)])
-    real = chronicle._journal._write
 
-    def full(data: bytes) -> None:
+    def full(self: journal.Journal, data: bytes) -> None:
         with open(path, "ab") as file:
             file.write(data[: len(data) // 2])
         raise ResourceError("the disk is full")
 
-    monkeypatch.setattr(chronicle._journal, "_write", full)
-    chronicle.tell([step(2), step(3)])
-    assert not chronicle.complete
-    assert chronicle.journaled == 3
-    monkeypatch.setattr(chronicle._journal, "_write", real)
+    with monkeypatch.context() as patched:
+        patched.setattr(journal.Journal, "_write", full)
+        chronicle.tell([step(2), step(3)])
+        chronicle.tick(chronicle.due)
+        assert not chronicle.complete
+        assert chronicle.journaled == 3
+        assert caplog.text.count("the disk is full") == 1
     chronicle.tick(chronicle.due)
     assert chronicle.complete
     assert [event.step for event in written(path, StepCommitted)] == [1, 2, 3]

@@ -114,6 +114,7 @@ class PatientJournal:
         self._journal = journal
         self._alone = alone
         self._waiting: deque[Event] = deque()
+        self._said = False
 
     @property
     def complete(self) -> bool:
@@ -135,12 +136,14 @@ class PatientJournal:
                 if self._alone:
                     with contextlib.suppress(OSError):
                         os.truncate(self._journal.path, size)
-                if len(self._waiting) == 1:
+                if not self._said:
+                    self._said = True
                     _log.error(
                         "%s; training goes on, and the journal is completed when that works again", error
                     )
                 return
             self._waiting.popleft()
+        self._said = False
 
     def close(self) -> None:
         self.retry()
