@@ -137,8 +137,13 @@ def test_a_kill_for_memory_on_another_machine_is_named(tmp_path):
     with running(tmp_path, workers=2, steps=10**6, shared=str(tmp_path), oom=2) as run:
         run.until_step(5)
         host, port = run.supervised.address
-        with script(JOIN, host, port, tmp_path / "control.secret", 1, PACELINE_HOST="far") as agent:
+        with script(JOIN, host, port, tmp_path / "control.secret", 2, PACELINE_HOST="far") as agent:
             run.until(lambda: run.of(WorkerFailed))
+            # The group goes with the process; with the last worker there, who removes it would go first.
+            name = f"paceline-oom-{run.of(WorkerFailed)[0].pid}"
+            present = memory_group.group_of(os.getpid())
+            assert present is not None
+            assert eventually(lambda: not (present.path / name).exists())
             run.supervised.stop("seen")
             assert drop(run.finish()).ok
             assert agent.wait(20) == 0

@@ -232,7 +232,7 @@ def test_out_of_memory_is_a_kill_by_the_kernel():
     assert child.returncode == -signal.SIGKILL
     assert out.splitlines()[-1] == "2 forward"
     # The group goes with the process.
-    until(lambda: not list(present.path.glob("paceline-oom-*")))
+    until(lambda: not (present.path / f"paceline-oom-{child.pid}").exists())
 
 
 def test_out_of_memory_where_no_group_can_be_made(monkeypatch):

@@ -224,7 +224,7 @@ def run_out_of_memory() -> None:
         [
             "sh",
             "-c",
-            'read _; for _ in 1 2 3 4 5 6 7 8 9; do rmdir "$0" 2>&- && exit; sleep 0.2; done',
+            'read _; for s in 0.01 0.02 0.05 0.1 0.2 0.5 1; do rmdir "$0" 2>&- && exit; sleep $s; done',
             group.path,
         ],
         stdin=subprocess.PIPE,
