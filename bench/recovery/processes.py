@@ -81,6 +81,19 @@ class Family:
         self._known = {pid: child for pid, child in self._known.items() if child.is_running()}
         return list(self._known.values())
 
+    def suspend(self) -> None:
+        """Stops all of them, parents first: nobody sees another stand still."""
+        for process in self._all():
+            process.suspend()
+
+    def resume(self) -> None:
+        """Lets all of them go on."""
+        for process in reversed(self._all()):
+            process.resume()
+
+    def _all(self) -> list[psutil.Process]:
+        return [*(psutil.Process(process.pid) for process in self._started), *self.descendants()]
+
     def tail(self, size: int = 3000) -> str:
         """The end of what they printed."""
         if not self.log.exists():

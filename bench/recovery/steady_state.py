@@ -1,22 +1,26 @@
 """What being looked after costs while nothing happens: heartbeats, journal, the transaction of a step.
 
 The same training with a supervisor and without (`fault_tolerance` off: spawned ranks, the first failure ends
-them), in turns; of each run the median over its steps, and a ratio is the median over the rounds. And the
-supervisor's own CPU time, as a share of one core, while 64 workers train a tiny model.
+them). Two things hide a cost of a few per cent. Machines drift: so all kinds are started together, and each
+in turn is let run for a moment while the others are suspended. And where its memory lies makes a process
+faster or slower by several per cent for as long as it lives: so they are started anew many times. Of each run
+the median over its steps counts, and of each kind the median over its runs. And the supervisor's own CPU
+time, as a share of one core, while 64 workers train a tiny model.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from typing import final
 
 from bench.recovery import command, workload
 from bench.recovery.processes import Family
@@ -26,46 +30,57 @@ from bench.report import Report, Target
 
 MANY = 64
 WARMUP_STEPS = 20
+SETTLING = 6  # steps after a turn began that do not count
+ENDLESS = 10_000_000
 START_SECONDS = 180.0
-RUN_SECONDS = 600.0
+RUN_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
-class Round:
-    """Seconds a step of each kind, next to each other in time. `sealed`: gradients in shared memory carry
-    checksums too."""
+class Fleet:
+    """Seconds a step of one run of each kind. `sealed`: gradients in shared memory carry checksums too."""
 
     supervised: float
     spawned: float
     sealed: float
 
 
-def step_seconds(settings: RunSettings) -> float:
-    """The median over the steps of one run, from one commit to the next."""
-    journal = RunJournal(settings.journal)
-    with Family(Path(settings.run_dir).with_suffix(".log")) as family:
-        family.start(settings.command())
-        family.finish(RUN_SECONDS)
-    times = [commit.time for commit in journal.read().commits][WARMUP_STEPS:]
-    return median(later - earlier for earlier, later in pairwise(times))
+@final
+class Contestant:
+    """A run that makes a few steps when it is its turn."""
+
+    def __init__(self, settings: RunSettings, stack: ExitStack) -> None:
+        self._journal = RunJournal(settings.journal)
+        Path(settings.run_dir).parent.mkdir(parents=True, exist_ok=True)
+        self._family = stack.enter_context(Family(Path(settings.run_dir).with_suffix(".log")))
+        self._family.start(settings.command())
+        self._journal.wait_until(lambda now: now.step >= WARMUP_STEPS, self._family, START_SECONDS)
+        self._family.suspend()
+
+    def make(self, steps: int) -> list[float]:
+        """Seconds of so many steps, from one commit to the next; the first ones find cold caches."""
+        first, resumed = self._journal.read().step, time.time()
+        self._family.resume()
+        self._journal.wait_until(lambda now: now.step >= first + SETTLING + steps, self._family, RUN_SECONDS)
+        self._family.suspend()
+        times = [commit.time for commit in self._journal.commits if commit.time > resumed]
+        return [later - earlier for earlier, later in pairwise(times[SETTLING:])]
 
 
-def measure(folder: Path, rounds: int, steps: int) -> list[Round]:
-    """All kinds in turns, the last first in every second round."""
+def measure(folder: Path, turns: int, steps: int) -> Fleet:
+    """All kinds in turns, the last first in every second turn."""
     kinds = {
-        "supervised": RunSettings("", steps),
-        "spawned": RunSettings("", steps, supervised=False),
-        "sealed": RunSettings("", steps, checksums=True),
+        "supervised": RunSettings(str(folder / "supervised"), ENDLESS),
+        "spawned": RunSettings(str(folder / "spawned"), ENDLESS, supervised=False),
+        "sealed": RunSettings(str(folder / "sealed"), ENDLESS, checksums=True),
     }
-    found = []
-    for number in range(rounds):
-        times: dict[str, float] = {}
-        for kind in list(kinds) if number % 2 == 0 else reversed(kinds):
-            settings = dataclasses.replace(kinds[kind], run_dir=str(folder / f"{number}-{kind}"))
-            times[kind] = step_seconds(settings)
-        found.append(Round(**times))
-        print(f"round {number}: {found[-1]}", file=sys.stderr, flush=True)
-    return found
+    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+    with ExitStack() as stack:
+        running = {kind: Contestant(settings, stack) for kind, settings in kinds.items()}
+        for turn in range(turns):
+            for kind in list(running) if turn % 2 == 0 else reversed(running):
+                seconds[kind] += running[kind].make(steps)
+    return Fleet(**{kind: median(times) for kind, times in seconds.items()})
 
 
 def cpu_seconds(pid: int) -> float:
@@ -84,7 +99,7 @@ class Share:
 
 
 def supervisor_share(folder: Path, workers: int, seconds: float) -> Share:
-    settings = RunSettings(str(folder / "many"), 10_000_000, workers=workers, tiny=True)
+    settings = RunSettings(str(folder / "many"), ENDLESS, workers=workers, tiny=True)
     journal = RunJournal(settings.journal)
     with Family(folder / "many.log") as family:
         family.start(settings.command())
@@ -98,25 +113,30 @@ def supervisor_share(folder: Path, workers: int, seconds: float) -> Share:
 
 def run(quick: bool = False) -> Report:
     """Step time with and without a supervisor, and the supervisor's CPU time with 64 workers."""
-    rounds, steps, seconds = (2, 150, 5.0) if quick else (6, 500, 20.0)
+    fleets, turns, steps, seconds = (3, 4, 30, 5.0) if quick else (16, 5, 40, 20.0)
+    found = []
     with tempfile.TemporaryDirectory(prefix="paceline-steady-") as folder:
-        found = measure(Path(folder), rounds, steps)
+        for number in range(fleets):
+            found.append(measure(Path(folder, str(number)), turns, steps))
+            print(f"fleet {number}: {found[-1]}", file=sys.stderr, flush=True)
         share = supervisor_share(Path(folder), MANY, seconds)
-    return _report(found, share, steps)
+    return _report(found, share, turns * steps)
 
 
-def _report(found: Sequence[Round], share: Share, steps: int) -> Report:
+def _report(found: Sequence[Fleet], share: Share, steps: int) -> Report:
     supervised = median(one.supervised for one in found) * 1e3
     spawned = median(one.spawned for one in found) * 1e3
-    cost = (median(one.supervised / one.spawned for one in found) - 1.0) * 100
-    sealed = (median(one.sealed / one.spawned for one in found) - 1.0) * 100
+    cost = (supervised / spawned - 1.0) * 100
+    sealed = (median(one.sealed for one in found) * 1e3 / spawned - 1.0) * 100
     report = Report(
         "recovery_steady_state",
         f"What being elastic costs: {workload.WORKERS} workers, MLP of 1 M parameters, ms a step",
         ("supervised", "fault_tolerance off", "cost", "cost with checksums=True"),
-        data={"rounds": [vars(one) for one in found], "supervisor": vars(share)},
+        data={"fleets": [vars(one) for one in found], "supervisor": vars(share)},
         notes=[
-            f"medians of {len(found)} rounds of {steps} steps",
+            f"medians of {len(found)} runs of each kind, of {steps} steps each; without a supervisor they take "
+            f"between {min(one.spawned for one in found) * 1e3:.1f} and "
+            f"{max(one.spawned for one in found) * 1e3:.1f} ms",
             f"supervisor of {MANY} workers: {share.share:.1%} of one core over {share.seconds:.0f} s, "
             f"{share.steps / share.seconds:.1f} steps a second",
         ],

@@ -1,6 +1,6 @@
 """The training that is disturbed: model, optimizer, data and the order of samples. One for every contender.
 
-An MLP of 1 M parameters over images of 28 x 28, 64 samples a worker, SGD with momentum: steps of about 20 ms
+An MLP of 1 M parameters over images of 28 x 28, 80 samples a worker, SGD with momentum: steps of about 20 ms
 with 4 workers on 2 cores. Everything is a function of the step's number, so that a run which goes back to an
 earlier step sees the same samples again. Must not know who trains.
 """
@@ -18,7 +18,7 @@ from bench.train import models
 
 SEED = 23
 WORKERS = 4
-BATCH = 64
+BATCH = 80
 GLOBAL_BATCH = WORKERS * BATCH
 CHECKPOINT_EVERY = 20
 STEPS_AN_EPOCH = 40

@@ -42,7 +42,7 @@ _PRELOAD = (
     # Optimizers and deterministic kernels import torch's compiler, hundreds of modules: once for all workers.
     "torch._inductor.config",
 )
-_LOOK_SECONDS = 0.1
+_LOOK_SECONDS = 0.25
 
 
 def start(job: TrainJob, *, observers: tuple[Observer, ...] = ()) -> RunningFit:

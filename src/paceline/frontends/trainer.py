@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 # Optimizers and deterministic kernels import torch's compiler, hundreds of modules: once for all workers.
 _PRELOAD = ("paceline.train.worker", "torch._inductor.config")
-_LOOK_SECONDS = 0.1
+_LOOK_SECONDS = 0.25
 
 
 @final

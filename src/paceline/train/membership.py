@@ -59,7 +59,8 @@ if TYPE_CHECKING:
     from paceline.train.assembly import Assembled
 
 _LOOK_SECONDS = 0.25
-_TELL_SECONDS = 0.1
+# Longer than the time between two heartbeats: steps travel with them, and wake nobody of their own.
+_TELL_SECONDS = 0.3
 _SMOOTH = 0.8  # of the running means: a few steps decide
 
 

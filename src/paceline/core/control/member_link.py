@@ -230,8 +230,9 @@ class MemberLink:
             self._wait(self._muted_until - now)
             return
         if now >= self._next_beat:
-            # Counted from now: after a pause there is one beat, not all that were missed.
-            self._next_beat = now + self._heartbeat
+            # At multiples of it: the members of a machine beat together, and who hears them wakes once. After
+            # a pause there is one beat, not all that were missed.
+            self._next_beat = (now // self._heartbeat + 1) * self._heartbeat
             beat = channel.frame(self._beat())
             with self._lock:
                 opened.send_frame(beat)
