@@ -134,7 +134,7 @@ def _report(found: Sequence[Fleet], share: Share, steps: int) -> Report:
         ("supervised", "fault_tolerance off", "cost", "cost with checksums=True"),
         data={"fleets": [vars(one) for one in found], "supervisor": vars(share)},
         notes=[
-            f"medians of {len(found)} runs of each kind, of {steps} steps each; without a supervisor they take "
+            f"medians of {len(found)} runs of each kind, of {steps} steps each; without a supervisor "
             f"between {min(one.spawned for one in found) * 1e3:.1f} and "
             f"{max(one.spawned for one in found) * 1e3:.1f} ms",
             f"supervisor of {MANY} workers: {share.share:.1%} of one core over {share.seconds:.0f} s, "

@@ -171,21 +171,19 @@ def _result_in_out(fold: Fold) -> Fold:
 
 def covering_nodes(shards_held: Iterable[int], shards: int) -> list[Node]:
     """The maximal nodes of the canonical tree over `shards` leaves whose every existing leaf is held."""
-    held = set(shards_held)
-
-    def cover(node: Node) -> list[Node]:
-        first = node.first
-        last = min(first + (1 << node.level), shards)
-        leaves = range(first, last)
-        if all(leaf in held for leaf in leaves):
-            return [node] if last > first else []
-        if node.level == 0:
-            return []
-        below = node.level - 1
-        return cover(Node(2 * node.index, below)) + cover(Node(2 * node.index + 1, below))
-
-    top = max(shards - 1, 0).bit_length()
-    return [_trim(node, shards) for node in cover(Node(0, top))]
+    found: list[Node] = []
+    # From the leaves up, so that it costs what is held, and not the whole tree.
+    row, width, level = sorted({shard for shard in shards_held if 0 <= shard < shards}), shards, 0
+    while row:
+        full = set(row)
+        above = []
+        for index in row:
+            if width == 1 or not (index ^ 1 in full or index ^ 1 >= width):
+                found.append(Node(index, level))
+            elif index % 2 == 0:
+                above.append(index >> 1)
+        row, width, level = above, (width + 1) >> 1, level + 1
+    return [_trim(node, shards) for node in sorted(found, key=lambda node: node.first)]
 
 
 def _trim(node: Node, shards: int) -> Node:
