@@ -8,6 +8,7 @@ training never stood still for longer than stated. Must not know how a fault is 
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -224,10 +225,17 @@ def _plain(result: Result) -> dict[str, object]:
 
 
 def main() -> None:
-    """`python -m bench.recovery.matrix [KIND ...]`"""
-    report = run(sys.argv[1:])
+    """`python -m bench.recovery.matrix [--save] [KIND ...]`"""
+    parser = argparse.ArgumentParser(description=run.__doc__)
+    kinds = sorted({case.kind for case in matrix_cases.cases()})
+    parser.add_argument("kinds", nargs="*", metavar="KIND", help=f"some of: {', '.join(kinds)}")
+    parser.add_argument("--save", action="store_true", help="write table, data and plot to bench/results/")
+    options = parser.parse_args()
+    if unknown := set(options.kinds) - set(kinds):
+        parser.error(f"there is no {', '.join(sorted(unknown))}; there are {', '.join(kinds)}")
+    report = run(options.kinds)
     report.show()
-    if not sys.argv[1:]:
+    if options.save:
         report.save()
 
 

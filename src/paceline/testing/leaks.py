@@ -7,6 +7,7 @@ being tested.
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import sys
@@ -21,6 +22,7 @@ TOKEN = "PACELINE_LEAK_TOKEN"
 
 _SHM = Path("/dev/shm")
 _PAUSE = 0.01
+_KERNEL = 2  # the process that is the parent of the kernel's threads
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,8 @@ def _descendants() -> frozenset[Process]:
         if not entry.isdigit():
             continue
         try:
-            stat = Path(f"/proc/{entry}/stat").read_bytes()
+            with open(f"/proc/{entry}/stat", "rb", buffering=0) as file:
+                stat = file.read()
         except OSError:
             continue
         # The command in parentheses may itself hold spaces and parentheses.
@@ -120,13 +123,18 @@ def _descendants() -> frozenset[Process]:
     token = os.environ.get(TOKEN)
     if token is not None:
         needle = f"{TOKEN}={token}".encode()
-        ours |= {pid for pid in parents.keys() - ours if _carries(pid, needle)}
+        # The kernel's own threads have no environment.
+        others = [pid for pid in parents.keys() - ours if parents[pid] != _KERNEL and pid != _KERNEL]
+        ours |= {pid for pid in others if _carries(Process(pid, started[pid]), needle)}
     return frozenset(Process(pid, started[pid]) for pid in ours - {me} if pid in started)
 
 
-def _carries(pid: int, needle: bytes) -> bool:
+@functools.lru_cache(maxsize=1024)
+def _carries(process: Process, needle: bytes) -> bool:
+    """Remembered: a stranger does not become ours later."""
     try:
-        return needle in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        with open(f"/proc/{process.pid}/environ", "rb", buffering=0) as file:
+            return needle in file.read().split(b"\0")
     except OSError:
         return False
 
