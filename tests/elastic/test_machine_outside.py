@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import pytest
 from tests.elastic.machine_driver import Driven, asked, only, some, started
 
 from paceline.elastic import machine
@@ -179,6 +182,19 @@ def test_a_run_that_ended_while_nobody_looked_ends():
         told += job.tell(Joined(member, member - 1, generation=1, progress=(9, 0, 0)))
         told += job.tell(IsDone(member, (9, 0, 0), "same", None, 1))
     assert only(told, EndJob).ok
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_that_steps_were_committed_is_remembered(committed):
+    """Else a job that has lost each worker twice by now would count as one that never worked."""
+    job = Driven(2, 4, max_worker_failures=9).running()
+    if committed:
+        job.beat_all()
+    known = machine.remembered(job.state)
+    failing = {number: (place, 2, weight, False) for number, (place, _, weight, _) in known.slots.items()}
+    job = Driven(2, 4, dataclasses.replace(known, slots=failing), max_worker_failures=9)
+    # Nobody has said yet how far it is.
+    assert bool(some(job.tell(Lost(2, "crash", "killed")), EndJob)) is not committed
 
 
 def test_budgets_are_remembered():

@@ -11,6 +11,8 @@ from paceline.elastic.deadlines import phase_of
 from paceline.elastic.model import Action, Dismiss, EndJob, KillWorker, NoteVerdict, Phase, Standing
 from paceline.elastic.state import State, Worker, in_view, ranks, usable_slots
 
+BEFORE_THE_FIRST_STEP = "all workers failed twice before the first step"
+
 
 def end(
     job: State,
@@ -66,7 +68,7 @@ def hopeless(job: State, last: Worker, why: str, out: list[Action]) -> str | Non
         what = f"{left} workers are left of at least {max(1, job.settings.min_workers)}: {why}"
         return end_with_verdict(job, last, what, out)
     if not job.committed and job.slots and all(slot.failures >= 2 for slot in job.slots.values()):
-        what = f"all workers failed twice before the first step: {why}"
+        what = f"{BEFORE_THE_FIRST_STEP}: {why}"
         return end_with_verdict(job, last, what, out)
     return None
 

@@ -48,6 +48,7 @@ def began(job: State, event: Began, now: float, out: list[Action]) -> str:
     job.generation = event.generation
     job.next_member = max([event.next_member, 1, *(number + 1 for number in event.members)])
     job.preemptions = event.preemptions
+    job.committed = event.committed
     job.agreed = max(job.agreed, event.agreed)
     job.restore, job.restore_before, job.tainted = event.restore, event.restore_before, event.tainted
     job.stop, job.stop_at = event.stop, now

@@ -203,6 +203,7 @@ def remembered(state: State) -> Began:
             if slot.wanted
         },
         preemptions=state.preemptions,
+        committed=state.committed,
         agreed=state.agreed,
         restore=state.restore,
         restore_before=state.restore_before,

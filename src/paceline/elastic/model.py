@@ -112,6 +112,7 @@ class Began:
     starting   of `members`, those that were in no view
     view       the last view that was sent
     slots      slot -> (place, failures in a row, weight in the deal, given up)
+    committed  whether any step was ever committed
     restore    a restore was decided and not carried out; `restore_before` as in ViewPlan
     tainted    checkpoints after `restore_before` up to this step are not to be trusted; -1: none
     """
@@ -123,6 +124,7 @@ class Began:
     view: ViewPlan | None = None
     slots: Mapping[int, tuple[int, int, float, bool]] = field(default_factory=dict)
     preemptions: int = 0
+    committed: bool = False
     agreed: int = 0
     restore: bool = False
     restore_before: int = -1

@@ -225,13 +225,14 @@ class Supervisor:
     def _decide(self, event: Event) -> None:
         if self.ending is not None:
             return
+        before = self.state.committed
         self.state, actions, reason = machine.step(self.state, event, time.monotonic())
         told = {action.member for action in actions if isinstance(action, NoteVerdict)}
         for action in actions:
             # Told before it is kept: after it nobody would find out about this failure again.
             if isinstance(action, NoteFailure):
                 self._carry_out(action, reason, told)
-        if actions or not isinstance(event, Beaten | Ticked):
+        if actions or not isinstance(event, Beaten | Ticked) or self.state.committed is not before:
             self.keep()
         for action in actions:
             if not isinstance(action, NoteFailure):

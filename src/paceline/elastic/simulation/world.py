@@ -12,6 +12,7 @@ from random import Random
 from typing import final
 
 from paceline.elastic.deadlines import silence_limit
+from paceline.elastic.ending import BEFORE_THE_FIRST_STEP
 from paceline.elastic.model import (
     HOME,
     AgentCame,
@@ -302,6 +303,8 @@ class World:
 
     def ended(self, end: EndJob) -> None:
         self.end = end
+        if BEFORE_THE_FIRST_STEP in end.reason and self.truth.steps:
+            self.truth.violation(f"after {self.truth.steps} steps the job ends because {end.reason}")
 
     # what must be true at the end
 
