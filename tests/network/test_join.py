@@ -151,6 +151,8 @@ def test_a_machine_is_cut_off_comes_back_and_is_cut_off_for_good(tmp_path: Path,
         before = run.view
         run.hosts.cut(1)
         assert run.until_view("aa", before.generation) < 15.0
+        # The machine is asked where they are; it does not answer.
+        until(lambda: len(run.of(events.Verdict)) == 2, "two verdicts")
         verdicts = run.of(events.Verdict)
         assert sorted(verdict.rank for verdict in verdicts) == [2, 3]
         assert {verdict.host for verdict in verdicts} == {"b"}

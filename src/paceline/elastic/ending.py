@@ -11,7 +11,7 @@ from paceline.elastic.deadlines import phase_of
 from paceline.elastic.model import Action, Dismiss, EndJob, KillWorker, NoteVerdict, Phase, Standing
 from paceline.elastic.state import State, Worker, in_view, ranks, usable_slots
 
-BEFORE_THE_FIRST_STEP = "all workers failed twice before the first step"
+BEFORE_THE_FIRST_STEP = "all workers failed twice before anybody told of a first step"
 
 
 def end(

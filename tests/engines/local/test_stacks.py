@@ -20,6 +20,16 @@ def test_the_current_threads_frames_without_the_entry_and_below():
     assert stacks.frames(DUMP) == ["/home/user/train.py:12 in step", "/home/user/train.py:30 in train"]
 
 
+def test_the_main_thread_whichever_got_the_signal():
+    other = DUMP.replace("Current thread", "Thread").replace(
+        "Thread 0x00007f0000000001", "Current thread 0x01"
+    )
+    assert stacks.frames(other) == stacks.frames(DUMP)
+    # Of a crash the thread that crashed.
+    crash = "Fatal Python error: Segmentation fault\n\n" + other
+    assert stacks.frames(crash) == ["/lib/threading.py:320 in wait"]
+
+
 def test_deep_stacks_keep_both_ends():
     deep = "".join(f'  File "f.py", line {number} in f\n' for number in range(20))
     found = stacks.frames("Current thread 0x01 (most recent call first):\n" + deep)

@@ -65,6 +65,7 @@ class Coordinator:
         self.up = False
         self.events = 0
         self.decisions = 0
+        self.heard_of_steps = False  # by any of the coordinators so far
         self.digest = 0
         self.actions: Counter[str] = Counter()
         self.crash_after: int | None = None
@@ -130,6 +131,7 @@ class Coordinator:
             self._shell.truth.violation(f"the machine raised {type(error).__name__}: {error} on {event}")
             return
         self.state = after
+        self.heard_of_steps = self.heard_of_steps or after.committed
         self.digest = crc32(
             f"{now:.6f}{type(event).__name__}{len(actions)}{after.phase.value}".encode(), self.digest
         )

@@ -303,7 +303,7 @@ class World:
 
     def ended(self, end: EndJob) -> None:
         self.end = end
-        if BEFORE_THE_FIRST_STEP in end.reason and self.truth.steps:
+        if BEFORE_THE_FIRST_STEP in end.reason and self.coordinator.heard_of_steps:
             self.truth.violation(f"after {self.truth.steps} steps the job ends because {end.reason}")
 
     # what must be true at the end

@@ -10,6 +10,8 @@ import re
 from collections.abc import Mapping, Sequence
 
 _FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)$')
+_ENTRY = "engines/local/child.py"  # only the main thread comes from there
+_CRASH = "Fatal Python error"
 _INNERMOST = 3
 _OUTERMOST = 5
 
@@ -20,13 +22,13 @@ def read(descriptor: int) -> str:
 
 
 def frames(dump: str) -> list[str]:
-    """The innermost frames of the interrupted thread, innermost first, without the process's own start."""
+    """The innermost frames of the thread that matters, innermost first, without the process's own start."""
     found: list[str] = []
-    for line in _current_thread(dump):
+    for line in _thread(dump):
         match = _FRAME.match(line)
         if match is None:
             continue
-        if match["file"].endswith("engines/local/child.py"):
+        if match["file"].endswith(_ENTRY):
             # Below are the process's own beginnings, and the last frame before them is the entry.
             return _shorten(found[: max(1, len(found) - 1)])
         found.append(f"{match['file']}:{match['line']} in {match['name']}")
@@ -59,7 +61,12 @@ def _shorten(found: list[str]) -> list[str]:
     return [*found[:_INNERMOST], f"{left_out} more", *found[-_OUTERMOST:]]
 
 
-def _current_thread(dump: str) -> list[str]:
+def _thread(dump: str) -> list[str]:
+    """Of a crash the thread that crashed. Of a process that was asked, its main thread: the signal goes to
+    any, and of one that was stopped to whichever goes on first."""
     blocks = re.split(r"^(?=(?:Current thread|Thread) 0x)", dump, flags=re.MULTILINE)
     current = [block for block in blocks if block.startswith("Current thread")]
-    return (current or blocks)[-1].splitlines()
+    main = [block for block in blocks if f'{_ENTRY}"' in block]
+    if _CRASH in dump:
+        return (current or blocks)[-1].splitlines()
+    return (main or current or blocks)[-1].splitlines()
