@@ -37,7 +37,6 @@ from paceline.core.control.messages import (
 from paceline.core.events import StepCommitted
 from paceline.engines.local import payload
 from paceline.engines.local.child import Task
-from paceline.train.chaos import run_out_of_memory
 
 ENTRY = "tests.elastic.fake_member:main"
 
@@ -227,6 +226,9 @@ class FakeMember:
             _hang_here()
 
         if self.options.get("oom") == self.slot and self.options["attempt"] == 1:
+            # Not at the top: it imports torch, and no other member needs that.
+            from paceline.train.chaos import run_out_of_memory
+
             run_out_of_memory()
 
     def _on_term(self, *_: object) -> None:

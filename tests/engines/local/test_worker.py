@@ -206,3 +206,15 @@ def test_who_is_to_outlive_its_parent_does_and_the_server_ends_after_it():
         assert not all_gone(watched, 0.3)
         os.kill(outliving, signal.SIGUSR2)
         assert all_gone(watched, 10.0)
+
+
+def wait_for_ever(task: Task) -> None:
+    signal.pause()
+
+
+def test_a_rank_that_is_killed_before_it_is_forked_is_killed_then():
+    with started(wait_for_ever) as worker:
+        assert worker.pid == 0
+        worker.kill()
+        assert hear(worker, lambda: worker.status is not None)
+        assert worker.status == -signal.SIGKILL

@@ -38,6 +38,7 @@ class Worker:
         self._watch = -1
         self._stack_file = -1
         self._stack_seen = 0
+        self._doomed = False
         self.pid = 0
         self.status: int | None = None
         self.returned: tuple[int, ...] = ()
@@ -92,6 +93,8 @@ class Worker:
         self.pid = pid
         with contextlib.suppress(ProcessLookupError):
             self._watch = os.pidfd_open(pid)
+        if self._doomed:
+            self.signal(signal.SIGKILL)
 
     def keep(self) -> tuple[int, ...]:
         """Descriptors, still ours, with which another process can adopt this rank."""
@@ -127,7 +130,8 @@ class Worker:
         return bool(poll.poll(0))
 
     def kill(self) -> None:
-        """End the process now. The server takes all that it started along."""
+        """End the process now, or as soon as it is forked. The server takes all that it started along."""
+        self._doomed = True
         # Not by way of the server, which may be busy importing something for others.
         self.signal(signal.SIGKILL)
 
