@@ -11,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -140,6 +142,11 @@ def run(quick: bool = False, minutes: float = 0.0, seed: int = SEED) -> Report:
             family.finish(60.0 + journal.step * 0.3)
         final = settings.final_hash()
         equal = final is not None and final == calm.final_hash()
+        if not equal:
+            # For `paceline audit` and `replay`: what went wrong does not come again for the asking.
+            kept = tempfile.mkdtemp(prefix="paceline-soak-wrong-")
+            shutil.copytree(folder, kept, dirs_exist_ok=True)
+            print(f"the hash is wrong; both runs are kept in {kept}", file=sys.stderr, flush=True)
     return _report(samples, outside, journal, equal, length)
 
 
