@@ -75,7 +75,10 @@ def test_nothing_happens(tmp_path, undisturbed):
         ("kill rank=0 step=6; kill rank=1 step=6; kill rank=2 step=6", [0, 1, 2]),
         ("kill rank=0 step=1", [0]),
         ("kill rank=1 step=30 phase=optimizer", [1]),
+        ("corrupt rank=0 step=9", [0]),
         ("corrupt rank=1 step=9", [1]),
+        ("corrupt rank=2 step=9", [2]),
+        ("corrupt rank=1 step=9; kill rank=2 step=9 phase=backward", [2]),
     ],
 )
 def test_lost_workers_leave_no_trace(chaos, ranks, tmp_path, undisturbed):

@@ -173,10 +173,9 @@ def has_broken(job: State, event: HasBroken, now: float, out: list[Action]) -> s
     corrupt = _who_is_corrupt(job, worker, event)
     if corrupt:
         for bad in corrupt:
-            what = f"rank {bad.slot} sent data that does not match its checksum"
+            what = f"data of rank {bad.slot} does not match its checksum"
             done = "it was killed and left out; the step is computed again"
-            finder = f"rank {worker.slot} found it"
-            out.append(NoteVerdict(bad.number, bad.slot, "collective", what, finder, done, sure=True))
+            out.append(NoteVerdict(bad.number, bad.slot, "collective", what, event.reason, done, sure=True))
             lose(job, bad, "corrupt", what, now, out, kill=what, phase="collective")
         return mend(job, corrupt, why, now, out)
     for named in event.unreachable or _waited_for(job, event.member):
@@ -198,10 +197,11 @@ def _who_is_corrupt(job: State, accuser: Worker, event: HasBroken) -> list[Worke
     accused = [
         job.workers[number]
         for number in sorted(set(event.accused))
-        if number != accuser.number and number in job.workers and job.workers[number].standing in IN_VIEW
+        if number in job.workers and job.workers[number].standing in IN_VIEW
     ]
+    peers = [worker for worker in accused if worker is not accuser]
     others = sum(worker.standing in IN_VIEW for worker in job.workers.values()) - 1
-    if len(accused) > 1 and len(accused) == others:
+    if len(peers) > 1 and len(peers) == others:
         # To whom everybody's data looks damaged, is the one that damages it.
         return [accuser]
     return accused

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,11 +14,12 @@ from tests.comm.ranks import LARGE, canonical_reference, outcomes, raised, sha, 
 from tests.comm.transport.ranks import run_contexts, values
 from torch import Tensor
 
+from paceline.comm.algorithms.work import UNTOUCHED
 from paceline.comm.context import DistributedContext
 from paceline.comm.fold import fold_shards
 from paceline.comm.ops import ReduceOp, kernel_of
 from paceline.comm.shards import Holdings
-from paceline.core.errors import CorruptDataError, PeerError, UsageError
+from paceline.core.errors import CorruptDataError, GroupInterruptedError, PeerError, UsageError
 
 WAYS = ("small", "shared", "reached", "slots", "messages")
 RANKS = 3
@@ -181,19 +183,43 @@ def corrupted(
 @pytest.mark.parametrize("way", WAYS)
 def test_a_flipped_bit_is_found_by_all_and_its_rank_named(way: str, name: str) -> None:
     holdings = HOLDINGS[name]
-    for culprit, at in enumerate(flips(torch.empty(size_of(way)))):
-        # In its own slice nobody reads it: another rank's then.
-        at = (at + size_of(way) // RANKS) % size_of(way)
+    for culprit, at in product(range(2), flips(torch.empty(size_of(way)))):
+        # Also in its own slice, which nobody else reads.
         found = outcomes(RANKS, corrupted, way, holdings, culprit, at)
         assert found == [("CorruptDataError", culprit)] * RANKS
 
 
 @pytest.mark.parametrize("transport", [{"backend": "gloo"}, {"hosts": 2}], ids=["gloo", "hybrid"])
 def test_a_flipped_bit_is_found_between_hosts(transport: dict[str, Any]) -> None:
-    for size, at in (("small", 900), ("large", LARGE - 5)):
+    # The end of the data belongs to rank 2, its beginning to the culprit itself.
+    for size, at in (("small", 900), ("large", LARGE - 5), ("large", 5)):
         found = values(run_contexts(RANKS, corrupted, size, ONE_EACH, 0, at, **transport))
-        # Rank 2 owns the end of the data.
         assert found == [("CorruptDataError", 0)] * RANKS
+
+
+def _damaged_and_then_broken(ctx: DistributedContext, way: str, checksum: bool) -> bool:
+    """Rank 1 never comes, rank 0 holds damaged data when it learns that: is it fit to be kept?"""
+    take_way(ctx, way)
+    partials, out = partials_of(ctx, way, ONE_EACH)
+    if ctx.rank == 1:
+        ctx.close(GroupInterruptedError("a test"))
+        return False
+    fault = flip(partials[0], 5) if ctx.rank == 0 else None
+    error = raised(
+        PeerError,
+        lambda: ctx.fold_partials(partials, ONE_EACH, out, checksum=checksum, after_checksum=fault),
+    )
+    ctx.close(error)
+    return UNTOUCHED in error.facts
+
+
+@pytest.mark.parametrize("way", ["shared", "slots", "messages"])
+def test_damaged_data_is_not_kept_for_the_next_group(way: str) -> None:
+    """Its next checksum would fit it."""
+    found = outcomes(RANKS, _damaged_and_then_broken, way, True)
+    assert (found[0], found[2]) == (False, True)
+    found = outcomes(RANKS, _damaged_and_then_broken, way, False)
+    assert (found[0], found[2]) == (True, True)  # nothing was checked, so nothing was damaged
 
 
 @pytest.mark.parametrize("transport", [{"backend": "gloo"}, {"hosts": 2}], ids=["gloo", "hybrid"])

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from paceline.comm.algorithms.hops import cut
 from paceline.comm.algorithms.job import Job
-from paceline.comm.algorithms.seals import Messages, Sealing, sealed_exchange
+from paceline.comm.algorithms.seals import Messages, MessageSeals, Sealing
 from paceline.comm.algorithms.window import reduce_in_window
 from paceline.comm.algorithms.work import Recipe, mark_untouched
 from paceline.comm.calls import Call
@@ -111,38 +111,37 @@ def _by_messages(
     arriving = [
         (source, tensor) for (source, _), tensor in zip(recipe.sources, inputs, strict=True) if source != rank
     ]
+    own = [partial[start:stop] for partial in partials]
+    seals = None if sealing is None else MessageSeals(sealing, sends, own)
     try:
-        _exchange(transport, sealing, call, sends, arriving, deadline)
+        _exchange(transport, seals, call, sends, arriving, deadline)
     except PacelineError as error:
-        mark_untouched(error)
+        if seals is None or seals.intact():
+            mark_untouched(error)
         raise
     total = torch.empty(stop - start, dtype=wide, device="cpu")
     run_blocks(recipe.fold, kernel_of(recipe.op), inputs, total)
     finish(recipe.op, total, recipe.contributions)
     out[start:stop].copy_(total)
     # Who finds a result damaged on its way fails alone: the others' results are right, and they know it.
-    _exchange(
-        transport,
-        None if sealing is None else Sealing(),
-        call,
-        [(peer, out[start:stop]) for peer in peers],
-        [(peer, out[slice(*slices[peer])]) for peer in peers],
-        deadline,
-    )
+    results = [(peer, out[start:stop]) for peer in peers]
+    seals = None if sealing is None else MessageSeals(Sealing(), results)
+    arriving = [(peer, out[slice(*slices[peer])]) for peer in peers]
+    _exchange(transport, seals, call, results, arriving, deadline)
 
 
 def _exchange(
     transport: Transport,
-    sealing: Sealing | None,
+    seals: MessageSeals | None,
     call: Call,
     sends: Messages,
     receives: Messages,
     deadline: float,
 ) -> None:
-    if sealing is None:
+    if seals is None:
         transport.exchange(call, sends, receives, deadline)
     else:
-        sealed_exchange(transport, sealing, call, sends, receives, deadline)
+        seals.exchange(transport, call, receives, deadline)
 
 
 def cost(situation: Situation, links: Links) -> float:

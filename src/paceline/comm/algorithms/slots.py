@@ -67,11 +67,11 @@ class Slots:
         grain = CACHE_LINE * work.size
         self.chunk = room // grain * grain or room
 
-    def pieces(self, peer: int) -> Iterator[Tensor]:
-        """What `peer` reads of this rank, in its order."""
+    def pieces(self, reader: int) -> Iterator[Tensor]:
+        """What rank `reader` reads of this rank, in its order."""
         for chunk in range(-(-self._work.out.numel() // self.chunk)):
             low, high = chunk * self.chunk, min((chunk + 1) * self.chunk, self._work.out.numel())
-            start, stop = cut(high - low, self._work.size, CACHE_LINE)[peer]
+            start, stop = cut(high - low, self._work.size, CACHE_LINE)[reader]
             for partial in self._work.partials:
                 yield partial[low + start : low + stop]
 
@@ -94,8 +94,8 @@ class Slots:
         for rank, position in work.recipe.sources:
             if rank == work.rank:
                 inputs.append(work.partials[position][start:stop])
-                continue
-            inputs.append(self._slot(chunk, rank, position)[start - low : stop - low])
+            else:
+                inputs.append(self._slot(chunk, rank, position)[start - low : stop - low])
             if work.seals is not None:
                 work.seals.read(rank, inputs[-1])
         result = self._result(chunk)[start - low : stop - low]

@@ -61,9 +61,9 @@ class Place:
         return self._work.window.at(self._offset + low * item, (high - low) * item).view(dtype)
 
 
-def pieces(work: Work, peer: int) -> list[Tensor]:
-    """What `peer` reads of this rank."""
-    return [work.partials[0][slice(*cut(work.out.numel(), work.size, CACHE_LINE)[peer])]]
+def pieces(work: Work, reader: int) -> list[Tensor]:
+    """What rank `reader` reads of this rank."""
+    return [work.partials[0][slice(*cut(work.out.numel(), work.size, CACHE_LINE)[reader])]]
 
 
 def spread(work: Work, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -93,8 +93,7 @@ def _in_place(work: Work, locations: Sequence[int]) -> None:
     for views in zip(*slices, strict=True):
         if work.seals is not None:
             for rank, view in zip(ranks, views, strict=True):
-                if rank != work.rank:
-                    work.seals.read(rank, view)
+                work.seals.read(rank, view)
         for left, right in pairs:
             kernel(views[left], views[right], out=views[left])
         finish(recipe.op, views[0], recipe.contributions)
@@ -124,9 +123,7 @@ def _by_blocks(work: Work, sources: Sequence[int], targets: Sequence[int]) -> No
 
         def fetch(index: int, room: Tensor, low: int = low, high: int = high, mine: Tensor = mine) -> Tensor:
             peer = work.recipe.sources[index][0]
-            if peer == rank:
-                return mine
-            fetched = inputs[peer].get(low, high, room)
+            fetched = mine if peer == rank else inputs[peer].get(low, high, room)
             if work.seals is not None:
                 work.seals.read(peer, fetched)
             return fetched
