@@ -53,6 +53,8 @@ class Run:
     def __init__(self, hosts: Hosts, tmp_path: Path, *options: str) -> None:
         self.hosts, self.folder, self._open = hosts, tmp_path / "runs" / "run", tmp_path / "open"
         self.token = tmp_path / "token"
+        self._told: list[events.Event] = []
+        self._offset = 0
         program = [sys.executable, "-m", "tests.network.joined_run", str(self.folder), str(self._open)]
         self.process = self._start(0, [*program, "bind=0.0.0.0", *options], stdout=subprocess.PIPE)
         until(lambda: len(self.of(events.StepCommitted)) > 2, "the run begins")
@@ -80,7 +82,11 @@ class Run:
 
     def of(self, kind: type[E]) -> list[E]:
         file = self.folder / "journal.jsonl"
-        return [event for event in journal.iterate(file) if isinstance(event, kind)] if file.exists() else []
+        if file.exists():
+            chunk = journal.read(file, self._offset)  # only what is new: it is asked for all the time
+            self._told += chunk.events
+            self._offset = chunk.offset
+        return [event for event in self._told if isinstance(event, kind)]
 
     @property
     def view(self) -> events.ViewChanged:

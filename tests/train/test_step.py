@@ -5,23 +5,26 @@ from __future__ import annotations
 
 import copy
 import gc
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.comm.ranks import sha
 from tests.train.running import job, mlp, regression, seeded, settings, train
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline.comm.context import DistributedContext
 from paceline.comm.transport.threads import run_ranks
-from paceline.core.errors import GroupInterruptedError
+from paceline.core.errors import GroupInterruptedError, InternalError
 from paceline.data.plan import deal
 from paceline.testing import leaks
 from paceline.train.config import GradientCompression
 from paceline.train.state import state_hash
 from paceline.train.step import StepTransaction, Wishes
+from paceline.train.summation import Checks
 from paceline.train.team import Team
 
 X, Y = regression(12)
@@ -186,6 +189,8 @@ def test_sparse_gradients_and_samples_that_were_left_out() -> None:
             transaction.start_shard(shard)
             if shard == 0:
                 transaction.backward(F.mse_loss(module(X[:6]), Y[:6]), 6)
+            else:
+                transaction.leave_out(6)
             transaction.finish_shard(shard)
         reduced = transaction.reduce()
     F.mse_loss(plain(X[:6]), Y[:6]).backward()
@@ -193,3 +198,74 @@ def test_sparse_gradients_and_samples_that_were_left_out() -> None:
     for mine, theirs in zip(gradients(module), gradients(plain), strict=True):
         torch.testing.assert_close(mine, theirs)
     torch.testing.assert_close(module.inner[1].running_mean, plain.inner[1].running_mean)
+
+
+class Wide(nn.Module):
+    """Too large for the slots of small messages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(5, 100_000)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x)[:, :2]
+
+
+@pytest.mark.parametrize("checksums", [False, True], ids=["plain", "checksums"])
+def test_any_deal_of_the_shards_gives_the_same_bits(checksums: bool) -> None:
+    """Also where some compute nothing, and where the shards do not follow the ranks, as after a repair."""
+    config = settings(shards=SHARDS)
+    model = seeded(Wide)
+
+    def step(team: Team, module: nn.Module) -> str:
+        transaction = StepTransaction(
+            team, module, config, torch.device("cpu"), checks=Checks(checksums=checksums)
+        )
+        transaction.open(0, 0, COUNTS)
+        for shard in transaction.missing:
+            compute(transaction, module, shard)
+        transaction.reduce()
+        return sha(torch.cat([gradient.flatten() for gradient in gradients(module)]))
+
+    def one(context: DistributedContext) -> list[str]:
+        module, team = copy.deepcopy(model), Team(context, SHARDS)
+        found = []
+        for owners in product(range(3), repeat=SHARDS):
+            team.install(context, [[s for s in range(SHARDS) if owners[s] == rank] for rank in range(3)])
+            found.append(step(team, module))
+        return found
+
+    with DistributedContext(1, 0) as context:
+        alone = step(Team(context, SHARDS), copy.deepcopy(model))
+    assert run_ranks(3, one) == [[alone] * 3**SHARDS] * 3
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_sum_that_lacks_samples_is_not_applied(ranks: int) -> None:
+    """Whatever lost them: no rank goes on with it, and the step can be done again."""
+    model = seeded(Model)
+
+    def one(context: DistributedContext) -> tuple[str, bool]:
+        module = copy.deepcopy(model)
+        team = Team(context, SHARDS)
+        transaction = StepTransaction(team, module, settings(shards=SHARDS), torch.device("cpu"))
+        transaction.open(0, 0, COUNTS)
+        for shard in transaction.missing:
+            if shard == 1:
+                transaction.start_shard(shard)
+                transaction.finish_shard(shard)
+            else:
+                compute(transaction, module, shard)
+        with pytest.raises(
+            InternalError, match="has 12 samples, and in the sum of all shards are 9"
+        ) as found:
+            transaction.reduce()
+        transaction.abandon()
+        transaction.open(0, 0, COUNTS)
+        for shard in transaction.missing:
+            compute(transaction, module, shard)
+        return found.value.remedy, transaction.reduce().applied == 12
+
+    for remedy, done_again in run_ranks(ranks, one):
+        assert "journal" in remedy
+        assert done_again

@@ -55,7 +55,8 @@ class Fold:
 
     @property
     def in_place(self) -> tuple[tuple[int, int], ...]:
-        """The steps as (left, right) over inputs alone: each adds into its left operand, the last into 0.
+        """The steps as (left, right) over inputs alone: each adds into its left operand, so the result is in
+        the last one's (`home`).
 
         For inputs that may be overwritten: needs no temporaries and touches no other memory.
         """
@@ -66,6 +67,12 @@ class Fold:
             pairs.append((a, b))
             home[target] = a
         return tuple(pairs)
+
+    @property
+    def home(self) -> int:
+        """The input that has the result after `in_place`: the first of the tree, whoever holds that."""
+        pairs = self.in_place
+        return pairs[-1][0] if pairs else 0
 
     def run(self, kernel: Kernel, inputs: Sequence[Tensor], out: Tensor, scratch: Sequence[Tensor]) -> None:
         """Folds the inputs into `out`; `scratch` holds `temporaries` tensors of at least out's size and of

@@ -9,7 +9,7 @@ from math import inf
 
 from paceline.elastic.deadlines import phase_of
 from paceline.elastic.model import Action, Dismiss, EndJob, KillWorker, NoteVerdict, Phase, Standing
-from paceline.elastic.state import State, Worker, in_view, ranks, usable_slots
+from paceline.elastic.state import IN_VIEW, State, Worker, in_view, ranks, usable_slots
 
 BEFORE_THE_FIRST_STEP = "all workers failed twice before anybody told of a first step"
 
@@ -41,8 +41,15 @@ def end_with_verdict(job: State, worker: Worker, what: str, out: list[Action]) -
 
 def all_done(job: State) -> bool:
     """Whether whoever is left of the view came to the end of the run, and need not go back."""
-    left = in_view(job)
-    return bool(left) and not job.restore and all(worker.standing is Standing.DONE for worker in left)
+    if job.restore:
+        return False
+    done = False
+    for worker in job.workers.values():
+        if worker.standing is Standing.DONE:
+            done = True
+        elif worker.standing in IN_VIEW:
+            return False  # mostly the first one
+    return done
 
 
 def finish(job: State, out: list[Action]) -> str:

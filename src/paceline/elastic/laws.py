@@ -5,10 +5,16 @@ For tests and for the simulation, which ask after every event. Must not be neede
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Mapping
+from itertools import compress
 from math import inf
+from operator import is_not
+from typing import TypeVar
 
 from paceline.elastic.model import Action, EndJob, Phase, Standing, TellView, ViewPlan
 from paceline.elastic.state import IN_VIEW, State, in_view
+
+T = TypeVar("T")
 
 _WHOLE = (Phase.INSTALLING, Phase.RUNNING, Phase.STOPPING)
 
@@ -17,27 +23,53 @@ def validate(state: State) -> list[str]:
     """The broken laws, each as a sentence; empty: all is well."""
     wrong: list[str] = []
     _check_view(state, wrong)
-    _check_seats(state, wrong)
+    if state.view is not None:
+        wrong += wrong_plan(state.view, state.settings.shards)
+    _check_workers(state, state.workers, wrong)
+    _check_slots(state, state.slots, wrong)
     _check_waiting(state, wrong)
     _check_end(state, wrong)
+    _check_back(state, state.workers, wrong)
     return wrong
 
 
 def validate_change(before: State, after: State) -> list[str]:
-    """As `validate(after)`, where `before` was well: only what a change could have broken is looked at."""
-    wrong: list[str] = []
-    if before.workers != after.workers or before.slots != after.slots or before.stop is not after.stop:
+    """As `validate(after)`, where `before` was well: only what the change could have broken is looked at, so
+    that a heartbeat among a thousand workers costs little."""
+    if before.phase is not after.phase or before.generation != after.generation or before.stop != after.stop:
         return validate(after)
-    moved = before.phase is not after.phase or before.generation != after.generation
-    if moved or before.view is not after.view:
+    wrong: list[str] = []
+    workers = _changed(before.workers, after.workers)
+    slots = _changed(before.slots, after.slots)
+    switched = any(_is_in_view(before, number) != _is_in_view(after, number) for number in workers)
+    if before.view is not after.view or switched:
         _check_view(after, wrong)
-    if moved:
-        _check_seats(after, wrong)
-    if moved or before.waiting is not after.waiting or before.reports != after.reports:
+    if before.view is not after.view and after.view is not None:
+        wrong += wrong_plan(after.view, after.settings.shards)
+    forgot = bool(workers) or len(after.heard) < len(before.heard)
+    unheard = before.heard.keys() - after.heard.keys() if forgot else set()
+    _check_workers(after, {*workers, *unheard}, wrong)
+    left = {before.workers[number].slot for number in workers if number in before.workers}
+    _check_slots(after, {*slots, *left}, wrong)
+    if workers or before.waiting is not after.waiting or before.reports != after.reports:
         _check_waiting(after, wrong)
-    if moved or before.due != after.due or before.heard.keys() != after.heard.keys():
+    if workers or slots or before.due != after.due or before.ended is not after.ended:
         _check_end(after, wrong)
+    _check_back(after, workers, wrong)
     return wrong
+
+
+def _changed(before: Mapping[int, T], after: Mapping[int, T]) -> list[int]:
+    """Whose value came, went or is another one."""
+    if before == after:
+        return []
+    replaced = map(is_not, map(before.get, after), after.values())
+    return [*(before.keys() - after.keys()), *compress(after, replaced)]
+
+
+def _is_in_view(state: State, number: int) -> bool:
+    worker = state.workers.get(number)
+    return worker is not None and worker.standing in IN_VIEW
 
 
 def validate_step(before: State, after: State, actions: tuple[Action, ...], reason: str) -> list[str]:
@@ -77,7 +109,6 @@ def _check_view(state: State, wrong: list[str]) -> None:
         return
     if state.phase is Phase.STARTING:
         wrong.append("law 1: a view while nobody is left of it")
-    wrong += wrong_plan(view, state.settings.shards)
     if view.generation > state.generation:
         wrong.append(f"law 3: the view is of generation {view.generation}, the job of {state.generation}")
     here = {worker.number for worker in in_view(state)}
@@ -108,48 +139,57 @@ def wrong_plan(view: ViewPlan, shards: int) -> list[str]:
     return wrong
 
 
-def _check_seats(state: State, wrong: list[str]) -> None:
-    seated: dict[int, int] = {}
-    for worker in state.workers.values():
-        if worker.number >= state.next_member:
-            wrong.append(f"law 2: member {worker.number} was not numbered by the machine")
-        if worker.standing is not Standing.STARTING and worker.number not in state.heard:
-            wrong.append(f"law 7: nobody listens to member {worker.number}")
-        if worker.leaves and worker.standing is Standing.MEMBER:
-            wrong.append(f"law 2: member {worker.number} is to leave and does not know")
+def _check_workers(state: State, numbers: Collection[int], wrong: list[str]) -> None:
+    """The laws of each of these workers; those that are gone have none."""
+    found = [state.workers[number] for number in numbers if number in state.workers]
+    if not found:
+        return
+    slots = {worker.slot for worker in found}
+    holders: dict[int, list[int]] = {slot: [] for slot in slots}
+    for worker in [one for one in state.workers.values() if one.slot in slots]:
         if not worker.leaves:
-            if worker.slot in seated:
-                wrong.append(
-                    f"law 2: slot {worker.slot} has members {seated[worker.slot]} and {worker.number}"
-                )
-            seated[worker.slot] = worker.number
-    for slot in state.slots.values():
+            holders[worker.slot].append(worker.number)
+    for worker in found:
+        number = worker.number
+        if number >= state.next_member:
+            wrong.append(f"law 2: member {number} was not numbered by the machine")
+        if worker.standing is not Standing.STARTING and number not in state.heard:
+            wrong.append(f"law 7: nobody listens to member {number}")
+        if worker.leaves and worker.standing is Standing.MEMBER:
+            wrong.append(f"law 2: member {number} is to leave and does not know")
+        if not worker.leaves and holders[worker.slot] != [number]:
+            wrong.append(f"law 2: slot {worker.slot} has members {holders[worker.slot]}")
+
+
+def _check_slots(state: State, numbers: Iterable[int], wrong: list[str]) -> None:
+    """The laws of each of these slots; those that are gone have none."""
+    for number in numbers:
+        slot = state.slots.get(number)
+        if slot is None:
+            continue
         if slot.worker is not None and slot.worker not in state.workers:
-            wrong.append(f"law 2: slot {slot.number} has member {slot.worker}, who is gone")
+            wrong.append(f"law 2: slot {number} has member {slot.worker}, who is gone")
         waits = slot.worker is None and slot.starts_at is None
         if slot.usable and waits and state.stop is None and state.phase is not Phase.ENDED:
-            wrong.append(f"law 6: slot {slot.number} is forgotten")
+            wrong.append(f"law 6: slot {number} is forgotten")
         if slot.failures > state.settings.max_worker_failures and not slot.given_up:
-            wrong.append(f"law 6: slot {slot.number} failed {slot.failures} times and goes on")
+            wrong.append(f"law 6: slot {number} failed {slot.failures} times and goes on")
         if slot.given_up and slot.worker is not None:
-            wrong.append(f"law 6: slot {slot.number} is given up and has a worker")
+            wrong.append(f"law 6: slot {number} is given up and has a worker")
 
 
 def _check_waiting(state: State, wrong: list[str]) -> None:
     waits = state.phase in (Phase.PREPARING, Phase.INSTALLING)
     if waits != bool(state.waiting):
         wrong.append(f"law 7: {state.phase.value} waits for {sorted(state.waiting)}")
-    strangers = [number for number in state.waiting if number not in state.workers]
+    strangers = state.waiting.difference(state.workers)
     if strangers:
-        wrong.append(f"law 7: waits for {strangers}, who are gone")
-    if any(number not in state.workers or number in state.waiting for number in state.reports):
+        wrong.append(f"law 7: waits for {sorted(strangers)}, who are gone")
+    if state.reports.keys() - state.workers.keys() or state.reports.keys() & state.waiting:
         wrong.append("law 7: a report of somebody who is gone or has not reported")
     if state.phase is Phase.PREPARING:
-        missing = [
-            worker.number
-            for worker in in_view(state)
-            if worker.number not in state.waiting and worker.number not in state.reports
-        ]
+        silent = state.workers.keys() - state.waiting - state.reports.keys()
+        missing = sorted(number for number in silent if _is_in_view(state, number))
         if missing:
             wrong.append(f"law 7: members {missing} were not asked")
 
@@ -160,7 +200,11 @@ def _check_end(state: State, wrong: list[str]) -> None:
         wrong.append("law 8: the end is not noted")
     if over == (state.due < inf) and (state.workers or state.slots):
         wrong.append(f"law 7: {state.phase.value} and the next look is at {state.due}")
-    if any(worker.standing in IN_VIEW and not worker.back for worker in state.workers.values()) and (
-        state.phase not in (Phase.RETURNING, Phase.ENDED)
-    ):
+
+
+def _check_back(state: State, numbers: Iterable[int], wrong: list[str]) -> None:
+    """Of these workers nobody is counted on that did not come back to a supervisor that began again."""
+    if state.phase in (Phase.RETURNING, Phase.ENDED):
+        return
+    if any(_is_in_view(state, number) and not state.workers[number].back for number in numbers):
         wrong.append("law 7: a member that did not come back is counted on")

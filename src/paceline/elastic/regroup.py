@@ -27,7 +27,7 @@ from paceline.elastic.model import (
     ViewPlan,
 )
 from paceline.elastic.seats import depart
-from paceline.elastic.state import IN_VIEW, State, Worker, be_due, in_view, ranks, ready
+from paceline.elastic.state import IN_VIEW, State, Worker, be_due, in_view, nobody_in_view, ranks, ready
 
 
 def mend(job: State, lost: list[Worker], why: str, now: float, out: list[Action]) -> str:
@@ -64,7 +64,7 @@ def prepare(job: State, abort: bool, why: str, now: float, out: list[Action]) ->
     """Ask everybody who is in the view, or ready to be, to stop and report."""
     if all_done(job):
         return finish(job, out)
-    if not in_view(job):
+    if nobody_in_view(job):
         return start_over(job, why, now, out)
     asked = []
     for worker in job.workers.values():
@@ -94,7 +94,7 @@ def _undone(worker: Worker) -> Worker:
 
 def go_on_preparing(job: State, why: str, now: float, out: list[Action]) -> str:
     """Somebody reported, is done, or is gone: perhaps nobody is missing now."""
-    if not in_view(job):
+    if nobody_in_view(job):
         return start_over(job, why, now, out)
     if not job.waiting:
         return install(job, why, now, out)
@@ -112,7 +112,8 @@ def install(job: State, why: str, now: float, out: list[Action]) -> str:
     if not stay or (not knows and any(report.progress is not None for report in told.values())):
         # Those who leave have the only state there is: they hand it over first.
         stay = reporters
-    going = [worker for worker in reporters if worker not in stay]
+    staying = {worker.number for worker in stay}
+    going = [worker for worker in reporters if worker.number not in staying]
     _remember_alone(job, told, going)
     for worker in going:
         depart(job, worker, now, out)
@@ -276,7 +277,7 @@ def try_start(job: State, why: str, now: float, out: list[Action]) -> str:
     enough = len(here) >= max(1, job.settings.min_workers)
     soon = now + job.settings.silence_least
     missing = sum(worker.standing is Standing.STARTING for worker in job.workers.values()) + sum(
-        slot.usable and slot.starts_at is not None and slot.starts_at <= soon for slot in job.slots.values()
+        slot.starts_at is not None and slot.starts_at <= soon and slot.usable for slot in job.slots.values()
     )
     if enough and (missing == 0 or now - job.started_at >= job.settings.start_seconds):
         job.generation += 1
@@ -286,14 +287,15 @@ def try_start(job: State, why: str, now: float, out: list[Action]) -> str:
 
 def settle_return(job: State, why: str, now: float, out: list[Action]) -> str:
     """After the supervisor's restart: go on in the old view if all are in it, else regroup."""
-    missing = [worker for worker in in_view(job) if not worker.back]
+    members = in_view(job)
+    missing = [worker for worker in members if not worker.back]
     if missing:
         return f"{why}; {len(missing)} members have not come back"
     if all_done(job):
         return finish(job, out)
-    if not in_view(job):
+    if not members:
         return start_over(job, why, now, out)
-    here = {worker.number for worker in in_view(job)}
+    here = {worker.number for worker in members}
     view = job.view
     whole = view is not None and view.generation == job.generation and here == set(view.members)
     if job.abort or job.restore or not whole:

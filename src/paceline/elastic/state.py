@@ -162,6 +162,10 @@ def in_view(state: State) -> list[Worker]:
     return [worker for worker in state.workers.values() if worker.standing in IN_VIEW]
 
 
+def nobody_in_view(state: State) -> bool:
+    return not any(worker.standing in IN_VIEW for worker in state.workers.values())
+
+
 def ready(state: State) -> list[Worker]:
     return [worker for worker in state.workers.values() if worker.standing is Standing.READY]
 

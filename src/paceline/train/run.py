@@ -156,6 +156,7 @@ class Run:
             transaction.start_shard(shard)
             for batch in feed.batches(shard):
                 if batch.skipped:
+                    transaction.leave_out(len(batch.skipped))
                     self._say_skipped(batch)
                 if not batch.count:
                     continue

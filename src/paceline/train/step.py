@@ -22,7 +22,7 @@ from torch.nn import Parameter
 
 from paceline.aggregate.strategy import Aggregation
 from paceline.comm.shards import Holdings
-from paceline.core.errors import PeerLostError, UsageError
+from paceline.core.errors import InternalError, PeerLostError, UsageError
 from paceline.data.randomness import seed_everything
 from paceline.train.compressed_summation import CompressedSummation
 from paceline.train.config import TrainConfig
@@ -38,7 +38,7 @@ from paceline.train.update import total_norm
 
 MOST_METRICS = 16
 _LOSS, _FIRST_METRIC = 0, 1
-_WISHES = 5  # numbers of a ballot before the parameters' marks
+_WISHES = 6  # numbers of a ballot before the parameters' marks
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,11 @@ class Reduced:
 
 @dataclass(frozen=True)
 class _Computed:
-    """What the ballot says of a shard: samples that were really in it, and which parameters it used."""
+    """What the ballot says of a shard: samples that were really in it, samples that were left out for being
+    damaged, and which parameters it used."""
 
     applied: int
+    left_out: int
     used: tuple[bool, ...]
 
 
@@ -106,7 +108,7 @@ class StepTransaction:
         self._noise = config.dynamic_batch is not None
         self._norms_start = _FIRST_METRIC + MOST_METRICS + self._buffers.size
         self._metric_names: list[str] | None = None
-        self._epoch = self._step = self._planned = self._shard_applied = 0
+        self._epoch = self._step = self._planned = self._shard_applied = self._shard_left_out = 0
         self._scale = 1.0
         self._loss: Tensor | None = None
         self._metrics: list[Tensor] = []
@@ -201,7 +203,8 @@ class StepTransaction:
         self._touched = True
         for parameter in self.trained.values():
             parameter.grad = None
-        self._loss, self._metrics, self._shard_applied = None, [], 0
+        self._loss, self._metrics = None, []
+        self._shard_applied = self._shard_left_out = 0
         seed_everything(self._config.seed, self._epoch, self._step, shard)
 
     def backward(self, loss: Tensor, count: int, metrics: Mapping[str, Any] | None = None) -> None:
@@ -222,10 +225,16 @@ class StepTransaction:
             elif self._metric_names is None:
                 self._metric_names = []
 
+    def leave_out(self, samples: int) -> None:
+        """So many samples of the current shard cannot be read and count as not there."""
+        self._shard_left_out += samples
+
     def finish_shard(self, shard: int) -> None:
         """Deposits the shard's gradients. A shard without samples counts as zeros."""
         computed = _Computed(
-            self._shard_applied, tuple(parameter.grad is not None for parameter in self.trained.values())
+            self._shard_applied,
+            self._shard_left_out,
+            tuple(parameter.grad is not None for parameter in self.trained.values()),
         )
         audit = self._config.audit_every
         if audit and (self._step + 1) % audit == 0:
@@ -248,6 +257,7 @@ class StepTransaction:
         used = [any(marks) for marks in zip(*(one.used for one in computed), strict=True)]
         ballot = [
             sum(one.applied for one in computed),
+            sum(one.left_out for one in computed),
             wishes.stop,
             wishes.saved,
             wishes.save_failed,
@@ -268,9 +278,11 @@ class StepTransaction:
             expose(self._parameters, flat, [counts[name] > 0 for name in self._names])
             tail = flat.tail
         self._sparse.reduce(self._team.context)
+        applied, left_out, stops, saved, failed, pauses, *marks = ballot
+        if applied + left_out != self._planned:
+            self._refuse_sum(applied, left_out)
         # From here on nothing can fail because of another rank: the step is decided.
         self._open = None
-        applied, stops, saved, failed, pauses, *marks = ballot
         if self._buffers.size and self._summation is not None and applied:
             movement = tail[_FIRST_METRIC + MOST_METRICS : self._norms_start]
             self._buffers.move(movement, applied / self._planned)
@@ -356,6 +368,14 @@ class StepTransaction:
             f"the run, before step {self._step + 1}: which parameters are trained is fixed when it starts",
             remedy="end the run, change it, and begin another run with these weights; or train them from "
             "the start, with a learning rate of their own",
+        )
+
+    def _refuse_sum(self, applied: int, left_out: int) -> NoReturn:
+        """The last line of defence of "every sample once": what the sum says of itself must add up."""
+        raise InternalError(
+            f"step {self._step + 1} has {self._planned} samples, and in the sum of all shards are {applied}, "
+            f"with {left_out} left out: it was not applied",
+            remedy="report this with the run's journal; the run can be resumed from its last checkpoint",
         )
 
     # the shard's numbers

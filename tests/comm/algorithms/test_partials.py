@@ -26,6 +26,8 @@ RANKS = 3
 ONE_EACH = Holdings(RANKS, ((0,), (1,), (2,)))
 HOLDINGS = {
     "one each": ONE_EACH,
+    "one each, not in order": Holdings(4, ((2,), (0, 1), (3,))),
+    "one each, in reverse": Holdings(RANKS, ((2,), (1,), (0,))),
     "blocks": Holdings(7, ((0, 1, 2), (3, 4), (5, 6))),
     "none": Holdings(5, ((), (0, 1, 2, 3), (4,))),
     "scattered": Holdings(9, ((0, 3, 8), (1, 2, 7), (4, 5, 6))),
@@ -79,6 +81,23 @@ def test_the_bits_of_the_tree_for_any_holdings(way: str, name: str, checksum: bo
         return sha(out), [sha(partial) for partial in partials] == before
 
     assert outcomes(RANKS, one) == [(expected(way, holdings), True)] * RANKS
+
+
+@pytest.mark.parametrize("checksum", [False, True], ids=["plain", "checksum"])
+@pytest.mark.parametrize("name", HOLDINGS)
+@pytest.mark.parametrize("way", WAYS)
+def test_the_result_may_be_the_first_partial(way: str, name: str, checksum: bool) -> None:
+    """As in training, where it saves memory; whoever holds the tree's first node."""
+    holdings = HOLDINGS[name]
+
+    def one(ctx: DistributedContext) -> str:
+        take_way(ctx, way)
+        partials, spare = partials_of(ctx, way, holdings)
+        out = partials[0] if partials else spare
+        ctx.fold_partials(partials, holdings, out, checksum=checksum)
+        return sha(out)
+
+    assert outcomes(RANKS, one) == [expected(way, holdings)] * RANKS
 
 
 class StopAt:

@@ -83,7 +83,7 @@ def _in_place(work: Work, locations: Sequence[int]) -> None:
     out, recipe = work.out, work.recipe
     item = out.element_size()
     start, stop = cut(out.numel(), work.size, CACHE_LINE)[work.rank]
-    kernel, pairs = kernel_of(recipe.op), recipe.fold.in_place
+    kernel, pairs, home = kernel_of(recipe.op), recipe.fold.in_place, recipe.fold.home
     block = block_size(item, work.size)
     slices = [
         torch.split(work.window.at(location - 1 + start * item, (stop - start) * item).view(out.dtype), block)
@@ -96,9 +96,11 @@ def _in_place(work: Work, locations: Sequence[int]) -> None:
                 work.seals.read(rank, view)
         for left, right in pairs:
             kernel(views[left], views[right], out=views[left])
-        finish(recipe.op, views[0], recipe.contributions)
-        for view in views[1:]:
-            view.copy_(views[0])
+        result = views[home]
+        finish(recipe.op, result, recipe.contributions)
+        for view in views:
+            if view is not result:
+                view.copy_(result)
     work.end()
 
 

@@ -249,6 +249,7 @@ class Member(Process):
         if round.result is None:
             parts = [part for brought in round.brought.values() for part in brought[0]]
             round.result = truth.summed(step, parts, f"generation {self.generation}")
+            round.votes = frozenset(brought[1] for brought in round.brought.values())
         self.steps = step
         self.duties = 0
         self.computed = {}
@@ -269,10 +270,9 @@ class Member(Process):
             self.send(Hashed(self.number, step, f"{self.state:x}", self.generation))
         if all(brought[2] for brought in round.brought.values()):
             self.stopping = self.told_stop or "asked"
-        votes = {brought[1] for brought in round.brought.values()}
-        if 0 not in votes and not self.stopping:
+        if 0 not in round.votes and not self.stopping:
             # All were asked before this step: all stop after it. Whoever was asked to abort since does too.
-            self.asked = max(self.asked, *votes)
+            self.asked = max(self.asked, *round.votes)
             self._report()
             return
         self._next()

@@ -8,7 +8,7 @@ both; what was sent meanwhile comes when it is free again. Must not know the pro
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any, final
@@ -28,9 +28,13 @@ class Weather:
     twice: float = 0.01
     cut_links: dict[tuple[int, int], float] = field(default_factory=dict)
 
-    def reachable_at(self, sender: int, receiver: int, now: float) -> float:
-        """When data from one member gets to another."""
-        return max(now, self.cut_links.get((sender, receiver), now)) if self.cut_links else now
+    def unreachable(self, receiver: int, senders: Collection[int], now: float) -> dict[int, float]:
+        """Whose data does not get to a member now, and when it does."""
+        return {
+            sender: until
+            for (sender, to), until in self.cut_links.items()
+            if to == receiver and until > now and sender in senders
+        }
 
 
 @final

@@ -40,6 +40,7 @@ class Round:
         self.blocked: dict[int, tuple[int, ...]] = {}  # who waits for ever, and for whom
         self.damaged: set[int] = set()
         self.result: Any = None
+        self.votes: frozenset[int] = frozenset()  # told by those who brought something, once all have
         self._find = find
         self._tools = tools
 
@@ -103,7 +104,7 @@ class Round:
         tools = self._tools
         now = tools.time.now
         if tools.weather.cut_links:
-            late = {n: tools.weather.reachable_at(n, number, now) for n in self.members if n != number}
+            late = tools.weather.unreachable(number, self.members, now)
             latest = max(late.values(), default=now)
             if latest > now + _break_after:
                 away = tuple(n for n, at in late.items() if at > now + _break_after)
