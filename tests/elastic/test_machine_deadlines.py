@@ -169,6 +169,20 @@ def test_the_first_step_has_more_time():
     assert job.state.phase is Phase.RUNNING
 
 
+def test_who_has_the_shards_of_many_has_the_time_of_many():
+    """Steps of 0.5 s with 40 workers; then one has it all to do, and is not hung for taking 20 s."""
+    job = Driven(40, 40, max_worker_failures=0).running()
+    for member in job.members:
+        job.tell(Beaten(member, "forward", 0.1, (5, 0, 0), (), 0.5, 0.5))
+    job.tell(Ticked(), after=2.0)
+    for member in job.members[1:]:
+        job.tell(Lost(member, "crash", "a test"))
+    assert job.regroup().shards == (tuple(range(40)),)
+    alone = Beaten(1, "forward", 0.0, (5, 0, 0), (), 0.5, 0.5)
+    assert not some(keep_beating(job, 300.0, m1=alone), NoteVerdict)
+    assert some(keep_beating(job, 1800.0, m1=dataclasses.replace(alone, seconds=300.0)), NoteVerdict)
+
+
 def test_one_worker_alone_can_hang_too():
     job = Driven(1, 2).running()
     job.beat_all()

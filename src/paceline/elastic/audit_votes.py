@@ -26,10 +26,9 @@ class Judgement:
 
 def with_vote(
     votes: Mapping[int, Mapping[int, str]], step: int, member: int, digest: str
-) -> dict[int, dict[int, str]]:
+) -> dict[int, Mapping[int, str]]:
     """The votes with one more; a second vote of a member counts instead of its first."""
-    added = {open_step: dict(cast) for open_step, cast in votes.items()}
-    added.setdefault(step, {})[member] = digest
+    added = {**votes, step: {**votes.get(step, {}), member: digest}}
     for oldest in sorted(added)[:-MOST_OPEN]:
         del added[oldest]
     return added

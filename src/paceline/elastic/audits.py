@@ -6,17 +6,21 @@ Must not know how views are made.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from paceline.elastic import audit_votes
 from paceline.elastic.deadlines import phase_of
 from paceline.elastic.ending import end_with_verdict
 from paceline.elastic.model import Action, NoteVerdict
 from paceline.elastic.seats import lose
-from paceline.elastic.state import State, Worker, in_view
+from paceline.elastic.state import IN_VIEW, State, Worker, in_view
 
 
 def judge_open(job: State, now: float, out: list[Action]) -> tuple[str, list[Worker], bool]:
     """Judge what all who are left have voted on: what was found, who was expelled, and whether everybody goes
     back. The caller mends the view."""
+    if not any(_all_are_in(job, cast) for cast in job.votes.values()):
+        return "not all have voted", [], False
     voters = [worker.number for worker in in_view(job)]
     judged = audit_votes.judge(job.votes, voters)
     if judged is None:
@@ -45,3 +49,8 @@ def judge_open(job: State, now: float, out: list[Action]) -> tuple[str, list[Wor
     job.tainted = max(job.tainted, seen)
     job.votes = {}
     return f"{len(judged.dissenters)} dissented after step {judged.step}", expelled, True
+
+
+def _all_are_in(job: State, cast: Mapping[int, str]) -> bool:
+    """Whether everybody in the view has voted; mostly one of the first has not."""
+    return all(number in cast for number, worker in job.workers.items() if worker.standing in IN_VIEW)

@@ -38,8 +38,14 @@ def silence_limit(job: State) -> float:
     return max(settings.silence_least, 8 * settings.heartbeat, settings.silence_steps * job.pace)
 
 
+def step_seconds(job: State) -> float:
+    """What a step takes: as it did, or longer where fewer members have more shards each than it was with."""
+    most = job.view.most_shards if job.view is not None else 0
+    return max(job.pace, most * job.shard_seconds)
+
+
 def hang_limit(job: State) -> float:
-    return max(job.settings.hang_least, job.settings.hang_steps * job.pace)
+    return max(job.settings.hang_least, job.settings.hang_steps * step_seconds(job))
 
 
 def patience(job: State, worker: Worker) -> float:

@@ -49,6 +49,7 @@ def began(job: State, event: Began, now: float, out: list[Action]) -> str:
     job.next_member = max([event.next_member, 1, *(number + 1 for number in event.members)])
     job.preemptions = event.preemptions
     job.committed = event.committed
+    job.shard_seconds = event.shard_seconds
     job.agreed = max(job.agreed, event.agreed)
     job.restore, job.restore_before, job.tainted = event.restore, event.restore_before, event.tainted
     job.stop, job.stop_at = event.stop, now
@@ -250,8 +251,11 @@ def _look(job: State, now: float, out: list[Action]) -> list[str]:
         what = f"{ranks([w.slot for w in late])} did not stop in {job.settings.stop_seconds:g} s"
         return [end_with_verdict(job, late[0], what, out)]
     view = job.view.members if job.view is not None else ()
-    beats = [job.beats[number].step_seconds for number in view if number in job.beats]
-    job.pace = dealing.median([seconds for seconds in beats if seconds > 0])
+    beats = [job.beats[number] for number in view if number in job.beats]
+    job.pace = dealing.median([beat.step_seconds for beat in beats if beat.step_seconds > 0])
+    shard = dealing.median([beat.shard_seconds for beat in beats if beat.shard_seconds > 0])
+    if shard > 0 and not 0.8 < job.shard_seconds / shard < 1.25:
+        job.shard_seconds = shard  # it is remembered on disk, so it does not follow every breath
     if job.tainted >= 0 and not job.restore and job.furthest and job.furthest[0] > job.tainted:
         job.tainted = job.restore_before = -1
     found = silent(job, now) or overdue(job, now)

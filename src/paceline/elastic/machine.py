@@ -204,6 +204,7 @@ def remembered(state: State) -> Began:
         },
         preemptions=state.preemptions,
         committed=state.committed,
+        shard_seconds=state.shard_seconds,
         agreed=state.agreed,
         restore=state.restore,
         restore_before=state.restore_before,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, TypeAlias
 
 from paceline.core.control.messages import Progress
@@ -97,6 +98,11 @@ class ViewPlan:
     restore: bool = False
     restore_before: int = -1
 
+    @cached_property
+    def most_shards(self) -> int:
+        """Of one member; 0 where the deal is not known."""
+        return max(map(len, self.shards), default=0)
+
 
 # events
 
@@ -113,6 +119,7 @@ class Began:
     view       the last view that was sent
     slots      slot -> (place, failures in a row, weight in the deal, given up)
     committed  whether any step was ever committed
+    shard_seconds  as in State
     restore    a restore was decided and not carried out; `restore_before` as in ViewPlan
     tainted    checkpoints after `restore_before` up to this step are not to be trusted; -1: none
     """
@@ -125,6 +132,7 @@ class Began:
     slots: Mapping[int, tuple[int, int, float, bool]] = field(default_factory=dict)
     preemptions: int = 0
     committed: bool = False
+    shard_seconds: float = 0.0
     agreed: int = 0
     restore: bool = False
     restore_before: int = -1

@@ -6,6 +6,7 @@ leaves the one it was given as it was. Must not decide anything.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
 from typing import final
@@ -84,7 +85,8 @@ class State:
     abort       whether they were asked to abort, or to stop at a boundary
     lost        slots whose worker failed since `failed_at`, before the view was whole again
     orphaned    a worker was lost that may have had state nobody else has
-    furthest    the furthest progress anybody told, at `moved_at`; `pace` is a typical time per step
+    furthest    the furthest progress anybody told, at `moved_at`; `pace` is a typical time per step of those
+                who are in the view, `shard_seconds` per shard, also of those who were before them
     committed   whether any step was ever committed
     breaks      how often in a row collectives broke with nobody gone; `suspicion`: who was named then
     raised      steps in which somebody's code raised
@@ -108,6 +110,7 @@ class State:
     furthest: Progress | None = None
     moved_at: float = 0.0
     pace: float = 0.0
+    shard_seconds: float = 0.0
     committed: bool = False
 
     waiting: frozenset[int] = frozenset()
@@ -126,7 +129,7 @@ class State:
     breaks: int = 0
     suspicion: dict[int, int] = field(default_factory=dict)
     raised: frozenset[int] = frozenset()
-    votes: dict[int, dict[int, str]] = field(default_factory=dict)
+    votes: dict[int, Mapping[int, str]] = field(default_factory=dict)
     agreed: int = 0
 
     started_at: float = 0.0

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import final
 
-from paceline.elastic.deadlines import silence_limit
+from paceline.elastic.deadlines import silence_limit, step_seconds
 from paceline.elastic.ending import BEFORE_THE_FIRST_STEP
 from paceline.elastic.model import (
     HOME,
@@ -311,7 +311,7 @@ class World:
     def _must_have_moved(self, quiet: float) -> None:
         settings = self.plan.settings
         # Limits follow the measured steps, and a step in which somebody hung was a long one.
-        more = 3 * settings.hang_steps * self.coordinator.state.pace
+        more = 3 * settings.hang_steps * step_seconds(self.coordinator.state)
         if self.last_commit <= quiet and self.time.now < quiet + self.patience + more:
             self.time.after(1.0, self._must_have_moved, quiet)
             return
