@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from paceline.cli import simulate
 from paceline.core.errors import UsageError
 from paceline.elastic.simulation import faults, harm
 from paceline.elastic.simulation.campaign import run_many
@@ -87,6 +88,18 @@ def test_a_campaign_counts_what_happened():
     assert (campaign.schedules, campaign.violations, campaign.first_seed) == (12, 0, 5)
     assert campaign.per_minute > 0
     assert sum(campaign.faults.values()) == sum(len(run(seed, 4).faults) for seed in range(5, 17))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_ctrl_c_ends_a_campaign_with_what_there_is(processes):
+    def press(so_far):
+        if so_far.schedules == 3:
+            raise KeyboardInterrupt
+
+    campaign = run_many(4, 5_000, 1, processes, told=press)
+    assert campaign.interrupted
+    assert campaign.schedules == 3
+    assert simulate.text(campaign).startswith("interrupted")
 
 
 @pytest.mark.parametrize("wrong", [(0, 1, 1), (1, 0, 1), (1, 1, 0)])

@@ -27,7 +27,8 @@ def simulate(
     """Run the supervisor's machine under a virtual clock and a simulated network, and check its promises.
 
     Workers crash, hang, slow down and come back, lines are cut, machines come and go, the supervisor
-    restarts. Exit code 1 when a promise is broken; the seed that broke it replays to the same trace.
+    restarts. Exit code 1 when a promise is broken; the seed that broke it replays to the same trace. Ctrl-C
+    ends it with the figures so far.
 
     Example: paceline simulate --workers 8 --schedules 1000 --seed 1
     """
@@ -35,7 +36,7 @@ def simulate(
         raise typer.Exit(_replay(seed if replay is None else replay, workers, trace, as_json))
     from paceline.elastic.simulation.campaign import run_many
 
-    shown = _progress if not as_json and sys.stderr.isatty() else None
+    shown = Progress(schedules) if not as_json and sys.stderr.isatty() else None
     campaign = run_many(workers, schedules, seed, processes, told=shown)
     if shown is not None:
         typer.echo("\r\033[K", nl=False, err=True)
@@ -53,6 +54,7 @@ def facts(campaign: Campaign) -> dict[str, Any]:
     return {
         "workers": campaign.workers,
         "schedules": campaign.schedules,
+        "interrupted": campaign.interrupted,
         "first_seed": campaign.first_seed,
         "processes": campaign.processes,
         "seconds": round(campaign.seconds, 3),
@@ -75,6 +77,7 @@ def facts(campaign: Campaign) -> dict[str, Any]:
 def text(campaign: Campaign) -> str:
     """What is printed for people."""
     lines = [
+        *(["interrupted: these are the figures so far"] if campaign.interrupted else []),
         f"{campaign.schedules} schedules of {campaign.workers} workers in {campaign.seconds:.1f} s: "
         f"{campaign.per_minute:.0f} a minute, {campaign.per_core_minute:.0f} a minute of one core",
         f"{campaign.events} events, {campaign.decisions} decisions, {campaign.views} views, "
@@ -118,6 +121,15 @@ def _again(outcome: Outcome) -> str:
     return f"paceline simulate --workers {outcome.workers} --replay {outcome.seed} --trace"
 
 
-def _progress(campaign: Campaign) -> None:
-    if campaign.schedules % 50 == 0:
-        typer.echo(f"\r{campaign.schedules} schedules, {campaign.violations} violations", nl=False, err=True)
+class Progress:
+    """A line that is written over, a few times a second."""
+
+    def __init__(self, schedules: int) -> None:
+        self._schedules = schedules
+        self._next = 0.0
+
+    def __call__(self, campaign: Campaign) -> None:
+        if campaign.seconds >= self._next:
+            self._next = campaign.seconds + 0.2
+            done = f"{campaign.schedules} of {self._schedules} schedules, {campaign.per_minute:.0f} a minute"
+            typer.echo(f"\r\033[K{done}, {campaign.violations} violations", nl=False, err=True)

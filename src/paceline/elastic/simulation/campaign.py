@@ -6,6 +6,7 @@ is shown.
 
 from __future__ import annotations
 
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -38,6 +39,7 @@ class Campaign:
     virtual_seconds: float = 0.0
     finished: int = 0
     violations: int = 0
+    interrupted: bool = False  # by ctrl-C, before all schedules were run
     faults: Counter[str] = field(default_factory=Counter)
     failing: list[Outcome] = field(default_factory=list)
 
@@ -73,7 +75,7 @@ def run_many(
     processes: int = 1,
     told: Callable[[Campaign], None] | None = None,
 ) -> Campaign:
-    """Run so many schedules; `told` hears how far it is after each."""
+    """Run so many schedules; `told` hears how far it is after each. Ctrl-C ends it with what there is."""
     if workers < 1 or schedules < 1 or processes < 1:
         raise UsageError(
             f"cannot simulate {schedules} schedules of {workers} workers in {processes} processes",
@@ -81,12 +83,15 @@ def run_many(
         )
     campaign = Campaign(workers, seed, processes)
     began = time.perf_counter()
-    for outcome, cpu in _outcomes(workers, schedules, seed, processes):
-        campaign.add(outcome)
-        campaign.cpu_seconds += cpu
-        campaign.seconds = time.perf_counter() - began
-        if told is not None:
-            told(campaign)
+    try:
+        for outcome, cpu in _outcomes(workers, schedules, seed, processes):
+            campaign.add(outcome)
+            campaign.cpu_seconds += cpu
+            campaign.seconds = time.perf_counter() - began
+            if told is not None:
+                told(campaign)
+    except KeyboardInterrupt:
+        campaign.interrupted = True
     return campaign
 
 
@@ -97,9 +102,17 @@ def _outcomes(workers: int, schedules: int, seed: int, processes: int) -> Iterat
             yield _timed(one, workers)
         return
     # Spawned, not forked: the caller may have threads.
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        chunk = max(1, min(50, schedules // (4 * processes)))
-        yield from pool.map(_timed, seeds, [workers] * schedules, chunksize=chunk)
+    with ProcessPoolExecutor(processes, get_context("spawn"), _leave_ctrl_c_to_the_caller) as pool:
+        chunk = max(1, min(50, schedules // (4 * processes), 400 // workers))
+        try:
+            yield from pool.map(_timed, seeds, [workers] * schedules, chunksize=chunk)
+        finally:
+            # What was not begun is not needed, whatever ended this.
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _leave_ctrl_c_to_the_caller() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _timed(seed: int, workers: int) -> tuple[Outcome, float]:
