@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -66,11 +66,14 @@ class Journal:
 
     def append(self, event: Event) -> None:
         """Write one event."""
-        line = events.to_json(event).encode() + b"\n"
+        self.append_lines(encoded(event))
+
+    def append_lines(self, lines: bytes) -> None:
+        """Write what `encoded` made of one event or, joined, of several."""
         with self._lock:
             if self._fd < 0:
                 raise UsageError(f"the journal {self.path} is closed", remedy="append before closing it")
-            self._write(b"\n" + line if self._torn else line)
+            self._write(b"\n" + lines if self._torn else lines)
             if self._fsync:
                 os.fsync(self._fd)
 
@@ -113,7 +116,7 @@ class PatientJournal:
     def __init__(self, journal: Journal, *, alone: bool = False) -> None:
         self._journal = journal
         self._alone = alone
-        self._waiting: deque[Event] = deque()
+        self._waiting: deque[bytes] = deque()
         self._said = False
 
     @property
@@ -123,15 +126,24 @@ class PatientJournal:
 
     def append(self, event: Event) -> None:
         """Write one event, now or as soon as there is room for it."""
-        self._waiting.append(event)
+        self.append_lines([encoded(event)])
+
+    def append_lines(self, lines: Iterable[bytes]) -> None:
+        """Write events that are encoded already."""
+        self._waiting.extend(lines)
         self.retry()
 
     def retry(self) -> None:
         """Write what waits, as far as there is room."""
+        if self._alone and len(self._waiting) > 1:
+            # All or nothing: what is written of it can be taken back.
+            together = b"".join(self._waiting)
+            self._waiting.clear()
+            self._waiting.append(together)
         while self._waiting:
             size = self._size() if self._alone else 0
             try:
-                self._journal.append(self._waiting[0])
+                self._journal.append_lines(self._waiting[0])
             except ResourceError as error:
                 if self._alone:
                     with contextlib.suppress(OSError):
@@ -154,6 +166,11 @@ class PatientJournal:
             return os.stat(self._journal.path).st_size
         except OSError:
             return 0
+
+
+def encoded(event: Event) -> bytes:
+    """The line of an event."""
+    return events.to_json(event).encode() + b"\n"
 
 
 def read(path: str | os.PathLike[str], from_offset: int = 0, *, max_bytes: int | None = None) -> Chunk:

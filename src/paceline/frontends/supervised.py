@@ -43,6 +43,7 @@ _PRELOAD = (
     "torch._inductor.config",
 )
 _LOOK_SECONDS = 0.25
+_UNWATCHED_SECONDS = 1.0  # between two looks at the journal where nobody is told what is in it
 
 
 def start(job: TrainJob, *, observers: tuple[Observer, ...] = ()) -> RunningFit:
@@ -63,6 +64,7 @@ class RunningFit:
         self.folder = RunFolder(job.folder)
         self._closing = ExitStack()
         self._outcome: Outcome | None = None
+        self._read_at = 0.0
         self._started = time.perf_counter()
         modifiers = tuple(item for item in job.callbacks if isinstance(item, Modifier))
         watching = [*(item for item in job.callbacks if isinstance(item, Observer)), *observers]
@@ -104,7 +106,10 @@ class RunningFit:
                 self._closing.callback(
                     protocol.close_all, [descriptor for descriptor in files if descriptor is not None]
                 )
-            self._following.read()
+            now = time.monotonic()
+            if self._callbacks.observers or self._outcome is not None or now >= self._read_at:
+                self._following.read()
+                self._read_at = now + _UNWATCHED_SECONDS
             if until is not None and time.monotonic() >= until:
                 break
         return self._outcome is not None

@@ -25,7 +25,6 @@ from paceline.core.events import (
     StepCommitted,
     StepsReceived,
     SupervisorStarted,
-    UnknownEvent,
     WorkerFailed,
 )
 from paceline.core.journal import Journal, PatientJournal
@@ -51,6 +50,15 @@ class _Receipts:
 
 
 @final
+@dataclass(frozen=True)
+class _Told:
+    """A line of a member, and what it says."""
+
+    line: str
+    data: dict[str, Any]
+
+
+@final
 class Chronicle:
     """`journaled` is the last step that is written (or waits to be). `on_flush` hears of each process whose
     receipts were written."""
@@ -62,7 +70,7 @@ class Chronicle:
         self._receipts: dict[int, _Receipts] = {}
         self._flush_at = float("inf")
         self._received: dict[tuple[int, int], int] = {}
-        self._early: dict[int, dict[str, Any]] = {}  # steps that were told before the ones before them
+        self._early: dict[int, _Told] = {}  # steps that were told before the ones before them
         self._seen: set[int] = set()
         self._seen_order: deque[int] = deque()
         self._hashed: set[tuple[int, int, int, str]] = set()
@@ -105,6 +113,7 @@ class Chronicle:
 
     def tell(self, lines: Iterable[str]) -> None:
         """Lines that the first member tells."""
+        news: list[str] = []
         for line in lines:
             mark = hash(line)
             if mark in self._seen:
@@ -113,25 +122,32 @@ class Chronicle:
             data = _parsed(line)
             if data is None:
                 continue
+            told = _Told(line, data)
             if data["type"] == StepCommitted.type and data.get("step", 0) > self.journaled + 1:
                 # The member that told the steps before is another one now, and its words are on their way.
-                self._early[data["step"]] = data
+                self._early[data["step"]] = told
                 if len(self._early) > _EARLY:
-                    self._write_early()
+                    self._add_early(news)
                 continue
-            self._write_news(data)
+            self._add(told, news)
             while self.journaled + 1 in self._early:
-                self._write_news(self._early.pop(self.journaled + 1))
+                self._add(self._early.pop(self.journaled + 1), news)
+        self._write_news(news)
 
-    def _write_news(self, data: dict[str, Any]) -> None:
-        if self._is_news(data):
-            # As it is: there is one for each step, and nothing but its name and step matters here.
-            self.write(UnknownEvent(time=data.pop("time"), name=data.pop("type"), data=data))
+    def _add(self, told: _Told, news: list[str]) -> None:
+        if self._is_news(told.data):
+            news.append(told.line)
 
-    def _write_early(self) -> None:
+    def _add_early(self, news: list[str]) -> None:
         """Nobody will tell what lies between."""
         for step in sorted(self._early):
-            self._write_news(self._early.pop(step))
+            self._add(self._early.pop(step), news)
+
+    def _write_news(self, news: Iterable[str]) -> None:
+        """As they are, and at once: there is one for each step, and nothing but its name and step matters
+        here."""
+        self._journal.append_lines(line.encode() + b"\n" for line in news)
+        self._look_again(time.monotonic())
 
     def receive(self, rank: int, pid: int, receipt: Receipt) -> None:
         """A member's receipt: steps it committed and what it computed of them."""
@@ -166,7 +182,9 @@ class Chronicle:
     def flush(self, pid: int | None = None, *, over: bool = False) -> None:
         """Write receipts that were held back: of one process, or of all; `over`: nobody tells any more."""
         if over:
-            self._write_early()
+            news: list[str] = []
+            self._add_early(news)
+            self._write_news(news)
         for each in [pid] if pid is not None else list(self._receipts):
             held = self._receipts.pop(each, None)
             if held is not None:
@@ -251,7 +269,9 @@ class Chronicle:
 
 
 def _parsed(line: str) -> dict[str, Any] | None:
-    """The fields of a journal line; None for what is not one."""
+    """The fields of a journal line; None for what is not one line of JSON."""
+    if "\n" in line:
+        return None
     try:
         data = json.loads(line)
     except (ValueError, RecursionError):
