@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import paceline
 from paceline.core import events, journal
+from paceline.elastic.shell.memory import Memory
 from paceline.train.callbacks import Modifier, Observer
 from paceline.train.config import CheckpointConfig, TrainConfig
 from paceline.train.history import History, StepRecord
@@ -135,7 +136,8 @@ class Signals(Modifier):
 
 @contextmanager
 def asked_to_stop(folder: Path) -> Iterator[Callable[[], bool]]:
-    """Whether this worker has heard since that the run is to stop: from its supervisor, or from a file."""
+    """Whether this worker has heard since that the run is to stop, from its supervisor or from a file; or the
+    supervisor has, and tells it when the members that are asked to regroup have done so."""
     heard = threading.Event()
     ask = StopRequest.ask
 
@@ -145,7 +147,12 @@ def asked_to_stop(folder: Path) -> Iterator[Callable[[], bool]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StopRequest, "ask", listen)
-        yield lambda: heard.is_set() or (folder / "stop").exists()
+        yield lambda: heard.is_set() or (folder / "stop").exists() or _supervisor_knows(folder)
+
+
+def _supervisor_knows(folder: Path) -> bool:
+    known = Memory(folder).recall()
+    return known is not None and known.began.stop is not None
 
 
 class Holds(Modifier):
