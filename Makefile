@@ -20,8 +20,9 @@ setup: $(STAMP) ## create .venv and install Paceline with its development tools
 demo: $(STAMP) ## train on 4 workers, kill one, repair, add one; train undisturbed; compare the bits
 	$(BIN)/python examples/demo_train.py
 
+# Two at a time: most tests wait for processes that they started. More would be too many for their deadlines.
 test: system check ## everything that must pass: check, then the tests
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 check: $(STAMP) ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check .

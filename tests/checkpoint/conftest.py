@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.folder_in_memory import folder_in_memory
 from tests.one_thread import one_thread as one_thread
 
 
 @pytest.fixture
 def quick_path() -> Iterator[Path]:
-    """A folder in memory where there is one, for tests with thousands of flushes that no disk need see."""
-    folder = tempfile.mkdtemp(prefix="paceline-test-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
-    yield Path(folder)
-    shutil.rmtree(folder)
+    with folder_in_memory() as folder:
+        yield folder

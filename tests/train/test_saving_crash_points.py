@@ -8,12 +8,12 @@ import functools
 import gc
 import shutil
 import signal
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from tests.folder_in_memory import folder_in_memory
 from tests.train.small_run import UNATTENDED, build, fit, journal_of, settings, steps_of
 from torch import nn
 
@@ -69,10 +69,10 @@ def die(folder: Path, point: CrashPoint) -> None:
 @pytest.fixture
 def in_memory() -> Iterator[Path]:
     """A folder where making things durable costs nothing, with a collected heap that forks do not copy."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+    with folder_in_memory() as folder:
         gc.collect()
         gc.freeze()
-        yield Path(folder)
+        yield folder
         gc.unfreeze()
 
 

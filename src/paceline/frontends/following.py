@@ -13,6 +13,7 @@ from typing import final
 from paceline.core import events, journal
 from paceline.train.callbacks import Callbacks, RunInfo, SavedCheckpoint
 from paceline.train.history import EpochRecord, Evaluation, StepRecord
+from paceline.train.step_log import StepLog
 
 _READ_BYTES = 1 << 20
 
@@ -29,7 +30,7 @@ class Following:
         self._started = False
         # What stands there is of earlier parts of the run; observers are told what happens from now on.
         self._offset = file.stat().st_size if file.exists() else 0
-        self.steps: dict[int, StepRecord] = {}
+        self.steps = StepLog()
         self.failures: list[events.WorkerFailed] = []
         self.workers = info.workers
 
@@ -62,9 +63,7 @@ class Following:
         if isinstance(event, events.StepCommitted):
             record = StepRecord.of(event)
             # After a job that lost all its workers, steps come again from a checkpoint on.
-            again = event.step in self.steps
-            self.steps[event.step] = record
-            if not again:
+            if self.steps.put(record):
                 callbacks.step(record)
         elif isinstance(event, events.RunStarted | events.RunResumed):
             self._start(event)

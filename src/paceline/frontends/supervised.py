@@ -147,7 +147,8 @@ class RunningFit:
                 f"the run ended ({outcome.reason}), and the workers with its result were lost after it",
                 remedy=f"its last checkpoint holds the weights: paceline checkpoint ls {self.folder.path}",
             )
-        steps = {record.step: record for record in trained.history.steps} | self._following.steps
+        told = (*trained.history.steps, *self._following.steps)
+        steps = {record.step: record for record in told}
         history = dataclasses.replace(
             trained.history,
             steps=tuple(steps[step] for step in sorted(steps)),

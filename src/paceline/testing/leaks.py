@@ -13,7 +13,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -172,13 +171,17 @@ def _uses(pid: int, path: str) -> bool:
     try:
         if any(path in line for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()):
             return True
-        return any(os.readlink(link) == path for link in _links(pid))
+        return any(_target(f"/proc/{pid}/fd/{name}") == path for name in os.listdir(f"/proc/{pid}/fd"))
     except OSError:
         return False
 
 
-def _links(pid: int) -> Iterable[str]:
-    return [f"/proc/{pid}/fd/{name}" for name in os.listdir(f"/proc/{pid}/fd")]
+def _target(link: str) -> str | None:
+    """Where a descriptor of another process leads; None if it was closed meanwhile."""
+    try:
+        return os.readlink(link)
+    except OSError:
+        return None
 
 
 def _command(pid: int) -> str:

@@ -21,6 +21,7 @@ from torch import Tensor
 from paceline.core import events
 from paceline.train.callbacks import Callbacks
 from paceline.train.history import EpochRecord, Evaluation, StepRecord
+from paceline.train.step_log import StepLog
 
 _log = logging.getLogger(__name__)
 
@@ -109,7 +110,7 @@ class Recorder:
         self._behind = _BEHIND if device.type == "cuda" else 0
         self._waiting: deque[tuple[CommittedStep, Tensor, torch.cuda.Event | None, float]] = deque()
         self._last = time.perf_counter()
-        self.steps: list[StepRecord] = []
+        self.steps = StepLog()
         self.epochs: list[EpochRecord] = []
         self.evaluations: list[Evaluation] = []
         self.sums = EpochSums()
@@ -212,7 +213,8 @@ class Recorder:
             skipped=step.skipped,
             metrics=dict(zip(step.names, rest, strict=True)),
         )
-        self.steps.append(record)
+        self.steps.forget_from(record.step)  # all went back to a checkpoint: what follows is done again
+        self.steps.put(record)
         self.sums.add(record)
         self._places[step.step] = (step.offset, step.taken, step.generation, step.hash)
         self._places.pop(step.step - _REMEMBERED, None)
