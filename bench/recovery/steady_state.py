@@ -6,8 +6,9 @@ in turn is let run for a moment while the others are suspended. And where its me
 faster or slower by several per cent for as long as it lives: so they are started anew many times. Of each run
 the median over its steps counts. A cost is the ratio of two runs that were started together and took turns,
 and the median of these ratios is the figure: from one fleet to the next the machine itself changes by ten per
-cent, which is in both. And the supervisor's own CPU time, as a share of one core, while 64 workers train a
-tiny model.
+cent, which is in both. What cannot be hidden by that is CPU time: how much of it goes, in one supervised run,
+to anything but the workers' main threads. And the supervisor's own, as a share of one core, while 64 workers
+train a tiny model.
 """
 
 from __future__ import annotations
@@ -85,6 +86,35 @@ def measure(folder: Path, turns: int, steps: int) -> Fleet:
     return Fleet(**{kind: median(times) for kind, times in seconds.items()})
 
 
+def thread_seconds(pid: int) -> dict[int, float]:
+    """CPU time of each thread of a process so far."""
+    found = {}
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        found[int(task.name)] = int((task / "schedstat").read_text().split()[0]) / 1e9
+    return found
+
+
+def beside_training(folder: Path, seconds: float) -> float:
+    """CPU time of all but the workers' main threads, as a share of theirs: supervisor, caller, heartbeats."""
+    settings = RunSettings(str(folder / "beside"), ENDLESS)
+    journal = RunJournal(settings.journal)
+    with Family(folder / "beside.log") as family:
+        caller = family.start(settings.command())
+        journal.wait_until(lambda now: now.step >= WARMUP_STEPS, family, START_SECONDS)
+        pids = {caller, *(process.pid for process in family.descendants())}
+        before = {pid: thread_seconds(pid) for pid in pids}
+        time.sleep(seconds)
+        training = beside = 0.0
+        for pid in pids:
+            for thread, used in thread_seconds(pid).items():
+                used -= before[pid].get(thread, 0.0)
+                if pid in journal.views[-1].pids and thread == pid:
+                    training += used
+                else:
+                    beside += used
+        return beside / training
+
+
 def cpu_seconds(pid: int) -> float:
     """User and system time of a process so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -115,17 +145,18 @@ def supervisor_share(folder: Path, workers: int, seconds: float) -> Share:
 
 def run(quick: bool = False) -> Report:
     """Step time with and without a supervisor, and the supervisor's CPU time with 64 workers."""
-    fleets, turns, steps, seconds = (3, 4, 30, 5.0) if quick else (24, 5, 40, 20.0)
+    fleets, turns, steps, seconds = (3, 4, 30, 5.0) if quick else (16, 5, 40, 20.0)
     found = []
     with tempfile.TemporaryDirectory(prefix="paceline-steady-") as folder:
         for number in range(fleets):
             found.append(measure(Path(folder, str(number)), turns, steps))
             print(f"fleet {number}: {found[-1]}", file=sys.stderr, flush=True)
+        beside = beside_training(Path(folder), seconds)
         share = supervisor_share(Path(folder), MANY, seconds)
-    return _report(found, share, turns * steps)
+    return _report(found, beside, share, turns * steps)
 
 
-def _report(found: Sequence[Fleet], share: Share, steps: int) -> Report:
+def _report(found: Sequence[Fleet], beside: float, share: Share, steps: int) -> Report:
     supervised = median(one.supervised for one in found) * 1e3
     spawned = median(one.spawned for one in found) * 1e3
     costs = [(one.supervised / one.spawned - 1.0) * 100 for one in found]
@@ -135,12 +166,13 @@ def _report(found: Sequence[Fleet], share: Share, steps: int) -> Report:
         "recovery_steady_state",
         f"What being elastic costs: {workload.WORKERS} workers, MLP of 1 M parameters, ms a step",
         ("supervised", "fault_tolerance off", "cost", "cost with checksums=True"),
-        data={"fleets": [vars(one) for one in found], "supervisor": vars(share)},
+        data={"fleets": [vars(one) for one in found], "beside": beside, "supervisor": vars(share)},
         notes=[
             f"medians of {len(found)} fleets, of {steps} steps of each kind; without a supervisor "
             f"between {min(one.spawned for one in found) * 1e3:.1f} and "
             f"{max(one.spawned for one in found) * 1e3:.1f} ms",
             f"half of the fleets say between {low:+.1f} and {high:+.1f} %",
+            f"CPU time beside the workers' main threads (supervisor, caller, heartbeats): {beside:.2%}",
             f"supervisor of {MANY} workers: {share.share:.1%} of one core over {share.seconds:.0f} s, "
             f"{share.steps / share.seconds:.1f} steps a second",
         ],

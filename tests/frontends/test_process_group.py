@@ -188,11 +188,13 @@ def _over_torch(ctx: Any, path: str) -> Any:
         local = ddp.module.weight.grad.clone()
         ddp.zero_grad()
         ddp(torch.full((1, 2), 1.0 + ctx.rank)).sum().backward()
-        averaged = ddp.module.weight.grad.clone()
+        averaged, keys = ddp.module.weight.grad.clone(), list(ddp.state_dict())
+        # torch's reducer is not to outlive its group: taking it down afterwards can hang in torch.
+        del ddp
         group.destroy_process_group()
         theirs = torch.ones(1)
         torch.distributed.all_reduce(theirs)  # torch's group is left alone
-        return context is ctx, mine, theirs.item(), local, averaged, list(ddp.state_dict())
+        return context is ctx, mine, theirs.item(), local, averaged, keys
     finally:
         torch.distributed.destroy_process_group()
 

@@ -130,14 +130,15 @@ class Signals(Modifier):
         with asked_to_stop(self.folder) as asked:
             for who in self.to:
                 os.kill(self.main if isinstance(who, str) else ranks[who], self.number)
+            # Members that were signalled too leave: only when they have regrouped are they told to stop.
+            leaves = any(isinstance(who, int) for who in self.to)
             if "main" in self.to:
-                wait_for(asked)
+                wait_for(lambda: asked() or (leaves and _supervisor_knows(self.folder)))
 
 
 @contextmanager
 def asked_to_stop(folder: Path) -> Iterator[Callable[[], bool]]:
-    """Whether this worker has heard since that the run is to stop, from its supervisor or from a file; or the
-    supervisor has, and tells it when the members that are asked to regroup have done so."""
+    """Whether this worker has heard since that the run is to stop: from its supervisor, or from a file."""
     heard = threading.Event()
     ask = StopRequest.ask
 
@@ -147,7 +148,7 @@ def asked_to_stop(folder: Path) -> Iterator[Callable[[], bool]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StopRequest, "ask", listen)
-        yield lambda: heard.is_set() or (folder / "stop").exists() or _supervisor_knows(folder)
+        yield lambda: heard.is_set() or (folder / "stop").exists()
 
 
 def _supervisor_knows(folder: Path) -> bool:
