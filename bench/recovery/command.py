@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,8 @@ def main(run: Callable[..., Report], arguments: dict[str, Any] | None = None) ->
         parser.add_argument(f"--{name}", type=type(default), default=default)
     options = vars(parser.parse_args())
     as_json, save = options.pop("json"), options.pop("save")
+    # Unwinds: what was started would train on, and spoil the next measurement.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         report: Report = run(**options)
     except PacelineError as error:
