@@ -21,8 +21,10 @@ demo: $(STAMP) ## train on 4 workers, kill one, repair, add one; train undisturb
 	$(BIN)/python examples/demo_train.py
 
 # Two at a time: most tests wait for processes that they started. More would be too many for their deadlines.
+# How fast an import is can only be seen alone.
 test: system check ## everything that must pass: check, then the tests
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+	$(if $(PYTEST_ARGS),,$(BIN)/python -m pytest -q tests/test_imports.py)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(or $(PYTEST_ARGS),--ignore=tests/test_imports.py)
 
 check: $(STAMP) ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check .
