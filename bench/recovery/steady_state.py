@@ -13,7 +13,6 @@ train a tiny model.
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 import time
@@ -115,12 +114,6 @@ def beside_training(folder: Path, seconds: float) -> float:
         return beside / training
 
 
-def cpu_seconds(pid: int) -> float:
-    """User and system time of a process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 @dataclass(frozen=True)
 class Share:
     """The supervisor's part of one core, over so many seconds in which so many steps were committed."""
@@ -137,9 +130,9 @@ def supervisor_share(folder: Path, workers: int, seconds: float) -> Share:
         family.start(settings.command())
         journal.wait_until(lambda now: now.step >= WARMUP_STEPS, family, START_SECONDS)
         pid = journal.supervisors[-1].pid
-        began, used, first = time.monotonic(), cpu_seconds(pid), journal.step
+        began, used, first = time.monotonic(), sum(thread_seconds(pid).values()), journal.step
         time.sleep(seconds)
-        passed, used = time.monotonic() - began, cpu_seconds(pid) - used
+        passed, used = time.monotonic() - began, sum(thread_seconds(pid).values()) - used
         return Share(used / passed, passed, journal.read().step - first)
 
 

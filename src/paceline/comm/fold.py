@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -53,7 +54,7 @@ class Fold:
     temporaries: int
     steps: tuple[tuple[int, int, int], ...]
 
-    @property
+    @cached_property
     def in_place(self) -> tuple[tuple[int, int], ...]:
         """The steps as (left, right) over inputs alone: each adds into its left operand, so the result is in
         the last one's (`home`).
@@ -68,7 +69,7 @@ class Fold:
             home[target] = a
         return tuple(pairs)
 
-    @property
+    @cached_property
     def home(self) -> int:
         """The input that has the result after `in_place`: the first of the tree, whoever holds that."""
         pairs = self.in_place

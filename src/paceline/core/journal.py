@@ -23,6 +23,8 @@ from paceline.core.events import Event
 
 _log = logging.getLogger(__name__)
 
+_MOST_AT_ONCE = 64 << 10  # bytes: on a full disk, what waits for hours is not tried again as a whole
+
 
 @dataclass(frozen=True)
 class Damage:
@@ -135,15 +137,11 @@ class PatientJournal:
 
     def retry(self) -> None:
         """Write what waits, as far as there is room."""
-        if self._alone and len(self._waiting) > 1:
-            # All or nothing: what is written of it can be taken back.
-            together = b"".join(self._waiting)
-            self._waiting.clear()
-            self._waiting.append(together)
         while self._waiting:
             size = self._size() if self._alone else 0
+            lines = self._next()
             try:
-                self._journal.append_lines(self._waiting[0])
+                self._journal.append_lines(b"".join(lines))
             except ResourceError as error:
                 if self._alone:
                     with contextlib.suppress(OSError):
@@ -154,8 +152,20 @@ class PatientJournal:
                         "%s; training goes on, and the journal is completed when that works again", error
                     )
                 return
-            self._waiting.popleft()
+            for _ in lines:
+                self._waiting.popleft()
         self._said = False
+
+    def _next(self) -> list[bytes]:
+        """What is written at once: several lines only where all of them can be taken back."""
+        lines: list[bytes] = []
+        size = 0
+        for line in self._waiting:
+            size += len(line)
+            if lines and (size > _MOST_AT_ONCE or not self._alone):
+                break
+            lines.append(line)
+        return lines
 
     def close(self) -> None:
         self.retry()
