@@ -150,6 +150,9 @@ def test_a_job_can_grow_and_shrink(tmp_path):
         run.until_step(10)
         run.supervised.scale(4)
         run.until(lambda: run.of(ViewChanged)[-1].members == [0, 1, 2, 3])
+        first, *grown = run.of(ViewChanged)
+        assert first.behind == []
+        assert {rank for view in grown for rank in view.behind} >= {2, 3}
         run.supervised.scale(1)
         run.until(lambda: run.of(ViewChanged)[-1].members == [0])
         run.supervised.stop("seen")

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import paceline
 from paceline.cli.main import app
 from paceline.core import events
+from paceline.elastic.shell.memory import Memory
 from paceline.train.callbacks import Modifier, Observer
 from paceline.train.config import CheckpointConfig, GradientCompression
 
@@ -98,6 +99,8 @@ def test_who_is_well_is_not_restarted(tmp_path, undisturbed):
     assert history.state_hash == undisturbed
     first, *_, last = of(events.ViewChanged, folder)
     assert first.pids[:3] == last.pids[:3]
+    assert first.behind == []
+    assert last.behind == [3]
     assert of(events.Repaired, folder)[0].lost == [3]
 
 
@@ -158,6 +161,12 @@ def behind_gate(config, gate_folder: Path, act) -> paceline.History:
         thread.join()
 
 
+def generation_of(folder: Path) -> int:
+    """The newest one that the supervisor has decided on; its members may not have heard of it yet."""
+    known = Memory(folder).recall()
+    return 0 if known is None else known.began.generation
+
+
 def test_scaled_while_it_trains(tmp_path):
     """Long enough for the newcomers to be gathered: they are let in together, at one step."""
     folder = tmp_path / "run"
@@ -180,7 +189,10 @@ def test_a_worker_that_is_asked_to_go_hands_over_at_a_step(tmp_path, undisturbed
     folder = tmp_path / "run"
 
     def leave() -> None:
+        before = generation_of(folder)
         os.kill(small_run.workers_of(folder)[1], signal.SIGTERM)
+        # It says so with its next heartbeat, and the run must not be over by then.
+        small_run.wait_for(lambda: generation_of(folder) > before)
 
     history = behind_gate(looked_after(folder, 3), tmp_path / "gate", leave)
     assert history.state_hash == undisturbed

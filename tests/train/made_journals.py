@@ -20,6 +20,7 @@ class Worker:
     pid: int
     pending: tuple[int, int] | None = None  # committed steps without a receipt yet
     shards: tuple[int, ...] = ()
+    step: int = -1  # what it has committed, or was given
 
 
 @dataclass
@@ -59,7 +60,8 @@ class MadeRun:
             if self.supervised and self.random.random() < self.trouble:
                 self.random.choice(
                     [self.kill, self.kill, self.kill_inside, self.kill_alone, self.join, self.leave,
-                     self.restart_supervisor, self.all_die, self.everything_dies]
+                     self.join_inside, self.leave_inside, self.restart_supervisor, self.all_die,
+                     self.everything_dies]
                 )()  # fmt: skip
             else:
                 self.commit()
@@ -119,6 +121,7 @@ class MadeRun:
         for worker in self.members if committers is None else committers:
             if not self.supervised:
                 break
+            worker.step = step
             first = step if worker.pending is None else worker.pending[0]
             worker.pending = (first, step)
             if step % self.audit_every == 0:
@@ -175,6 +178,20 @@ class MadeRun:
         self.commit(told=False)
         self.skips = skips
 
+    def join_inside(self) -> None:
+        """All stop for a joiner before the last result has come to every one of them."""
+        if len(self.members) < self.workers + 2:
+            self.commit_to_some()
+            self.join()
+
+    def leave_inside(self) -> None:
+        if len(self.members) > 1:
+            self.commit_to_some()
+            self.leave()
+
+    def commit_to_some(self) -> None:
+        self.commit(self.random.sample(self.members, self.random.randint(1, len(self.members))))
+
     def join(self) -> None:
         free = sorted(set(range(self.workers + 2)) - {worker.rank for worker in self.members})
         if free:
@@ -183,7 +200,10 @@ class MadeRun:
 
     def leave(self) -> None:
         if len(self.members) > 1:
-            gone = self.random.choice(self.members)
+            # Somebody who has the last step stays.
+            furthest = max(worker.step for worker in self.members)
+            have = [worker for worker in self.members if worker.step == furthest]
+            gone = self.random.choice([one for one in self.members if have != [one]])
             self.receipt(gone)
             self.members.remove(gone)
             self.view(f"worker {gone.rank} leaves")
@@ -210,6 +230,8 @@ class MadeRun:
 
     def go_back(self) -> None:
         self.step, self.epoch, self.offset = self.saved
+        for worker in self.members:
+            worker.step = self.step
         self.tell(
             events.RunResumed, version=self.version, step=self.step, epoch=self.epoch, workers=self.workers
         )
@@ -267,6 +289,10 @@ class MadeRun:
         for position, shard in enumerate(shuffled):
             worker = self.members[position % len(self.members)]
             worker.shards = tuple(sorted((*worker.shards, shard)))
+        furthest = max(worker.step for worker in self.members)
+        behind = [worker.rank for worker in self.members if worker.step < furthest]
+        for worker in self.members:
+            worker.step = self.step
         self.tell(
             events.ViewChanged,
             generation=self.generation,
@@ -276,6 +302,7 @@ class MadeRun:
             pids=[worker.pid for worker in self.members],
             hosts=["here"] * len(self.members),
             step=self.step,
+            behind=behind,
         )
 
     def receipt(self, worker: Worker, generation: int | None = None) -> None:

@@ -118,6 +118,29 @@ def test_a_receipt_that_is_taken_away_is_missed_or_no_longer_counted(seed):
             pytest.fail(f"{receipt} was not missed")
 
 
+def test_the_next_view_says_who_had_not_got_the_last_result():
+    """All stop for a joiner, one of them before the result has reached it: nothing failed, nobody is
+    lost, and its receipt will never come."""
+    run = MadeRun(7, trouble=0.0)
+    run.start()
+    run.commit()
+    run.commit(run.members[:3])
+    run.join()
+    told = len(run.journal) - 1
+    for _ in range(8):
+        run.commit()
+    for worker in run.members:
+        run.receipt(worker)
+    view = run.journal[told]
+    assert isinstance(view, events.ViewChanged)
+    assert view.behind == [3, 4]
+    found = audit(run.journal)
+    assert found.wrong == ()
+    assert found.receipts.by_commit > 0
+    (wrong,) = audit(with_changed(run.journal, told, behind=[4])).wrong
+    assert "at step 2 in generation 1: rank 3 (pid 105) has no receipt" in wrong
+
+
 @pytest.mark.parametrize("seed", MUTATED)
 def test_other_shards_than_the_view_says_are_found(seed):
     journal = made(seed)

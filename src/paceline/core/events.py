@@ -87,7 +87,8 @@ class SupervisorStarted(Event):
 @dataclass(frozen=True, kw_only=True)
 class ViewChanged(Event):
     """Who trains from now on, and who computes which shards: parallel lists, in the order of the group.
-    `step` is the last one committed before."""
+    `step` is the last one committed before; `behind` are the ranks that get the state after it from another,
+    because they come anew or because the view before ended when they had not yet got its last result."""
 
     generation: int
     reason: str
@@ -96,6 +97,7 @@ class ViewChanged(Event):
     pids: list[int]
     hosts: list[str]
     step: int
+    behind: list[int] = field(default_factory=list)
 
 
 @final

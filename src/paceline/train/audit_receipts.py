@@ -5,14 +5,16 @@ The rule, for a step that counts and the view that it was committed in:
 - The view deals every shard to exactly one member.
 - **Confirmed by receipt**: that member's receipt names the step, the view and the shard.
 - **Confirmed by commit**: there is no such receipt, and none can be expected, because the member was lost in
-  this view (its last receipts with it), or the view broke in this very step (the member was given the result
-  by one that had it), or the supervisor ended in this view, without the end of the run. Somebody committed
-  the step, and the sum of a step cannot complete without every shard of it.
+  this view (its last receipts with it), or the view ended in this very step, and in the next one the
+  member was behind (it was given the result by one that had it) or is no member any more, or the supervisor
+  ended in this view, without the end of the run. Somebody committed the step, and the sum of a step cannot
+  complete without every shard of it.
 - Anything else is wrong: a hole before a later receipt, a shard that is another member's, two receipts of one
   process for one step.
 
-A step that only lost members had committed is done again in the next view; the members of that one confirm
-it. No process may have committed it in both. Must not know positions or samples.
+A step that only lost members had committed is done again in the next view, which says that it begins before
+it; the members of that one confirm it. No process may have committed it in both. Must not know positions or
+samples.
 """
 
 from __future__ import annotations
@@ -64,6 +66,8 @@ def check(record: Record, *, backup: bool, wrong: list[str], notes: list[str]) -
         checked.run()
         by_receipt += checked.by_receipt
         by_commit += checked.by_commit
+    for view in sorted(set(supervised.values()) - set(steps_of) - set(record.views)):
+        _say_unknown(view, sorted(step for step in supervised if supervised[step] == view), wrong)
     for view in sorted(record.views):
         _check_deal(record, view, wrong)
     for view in record.view_doubled:
@@ -174,27 +178,16 @@ class _ViewCheck:
         later = sorted(other for other in record.views if other[0] == session and other > view)
         self._later: set[Member] = set().union(*(record.views[other].shards for other in later))
         self._open = session not in record.ended_sessions and following is None
-        self._broke = self._has_broken(following or (later[-1] if later else None))
+        # Views that broke before their first step are between this one and the next that has steps.
+        next_ones = [record.views[other] for other in later if following is None or other <= following]
+        self._next = next_ones[0] if next_ones else None
+        self._given: set[Member] = set().union(*(members.given for members in next_ones))
         self.by_receipt = self.by_commit = 0
-
-    def _has_broken(self, following: View | None) -> bool:
-        """Whether the next view came because something failed, and not because somebody came or left."""
-        if following is None or following[0] != self._view[0]:
-            return False
-        repaired = any(
-            session == self._view[0] and self._generation < repair.generation <= following[1]
-            for session, repair in self._record.repairs
-        )
-        here, there = self._record.views.get(self._view), self._record.views.get(following)
-        gone = set(here.shards if here else ()) - set(there.shards if there else ())
-        return repaired or bool(gone & self._lost)
 
     def run(self) -> None:
         members = self._record.views.get(self._view)
         if members is None:
-            first, last = self._steps[0], self._steps[-1]
-            what = f"step {first} was" if first == last else f"steps {first} to {last} were"
-            self._wrong.append(f"{what} committed {self._where}, which has no view_changed")
+            _say_unknown(self._view, self._steps, self._wrong)
             return
         for stranger in sorted(set(self._receipts) - set(members.shards)):
             first = self._receipts[stranger][0].first
@@ -233,10 +226,17 @@ class _ViewCheck:
             expected = max(expected, end + 1)
         if expected <= last:
             was_lost = member in self._lost and member not in self._later
-            if was_lost or self._open or (expected == last and self._broke):
+            if was_lost or self._open or (expected == last and self._had_no_result(member)):
                 self.by_commit += (last - expected + 1) * len(shards) if count else 0
             else:
                 self._say_missing(who, expected, last, shards)
+
+    def _had_no_result(self, member: Member) -> bool:
+        """Whether a member may have ended this view without the result of its last step."""
+        if self._next is None:
+            return False
+        only_lost_ones_had_it = self._next.step < self._steps[-1]
+        return member in self._given or member not in self._next.shards or only_lost_ones_had_it
 
     def _say_missing(self, who: str, first: int, last: int, shards: tuple[int, ...]) -> None:
         steps = f"step {first}" if first == last else f"steps {first} to {last}"
@@ -277,6 +277,12 @@ class _ViewCheck:
                 self.by_commit += len(missing)
                 found += missing
             _say_shards(step, self._generation, found, every, "in the receipts", self._wrong)
+
+
+def _say_unknown(view: View, steps: list[int], wrong: list[str]) -> None:
+    first, last = steps[0], steps[-1]
+    what = f"step {first} was" if first == last else f"steps {first} to {last} were"
+    wrong.append(f"{what} committed in generation {view[1]}, which has no view_changed")
 
 
 def _check_deal(record: Record, view: View, wrong: list[str]) -> None:

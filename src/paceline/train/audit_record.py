@@ -59,10 +59,11 @@ class Receipt:
 
 @dataclass(frozen=True)
 class Members:
-    """The processes of a view, and the shards of each."""
+    """The processes of a view, and the shards of each. `given` are those that got the state from another."""
 
     shards: dict[Member, tuple[int, ...]]
     step: int
+    given: frozenset[Member] = frozenset()
 
 
 @dataclass
@@ -186,4 +187,5 @@ def _take_view(record: Record, event: events.ViewChanged, session: int) -> None:
     for position, rank in enumerate(event.members):
         pid = event.pids[position] if position < len(event.pids) else 0
         shards[rank, pid] = tuple(sorted(event.shards[position])) if position < len(event.shards) else ()
-    record.views[view] = Members(shards, event.step)
+    given = frozenset(member for member in shards if member[0] in event.behind)
+    record.views[view] = Members(shards, event.step, given)

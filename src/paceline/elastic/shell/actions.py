@@ -114,6 +114,7 @@ class Actions:
                 pids=list(view.pids),
                 hosts=list(view.hostnames),
                 step=_committed(view, seats),
+                behind=[plan.slots[rank] for rank in plan.behind],
             )
         )
 
