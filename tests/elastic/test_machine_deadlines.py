@@ -19,6 +19,7 @@ from paceline.elastic.model import (
     Reported,
     TellPrepare,
     Ticked,
+    WantsToLeave,
 )
 
 STEP = 0.02
@@ -199,6 +200,28 @@ def test_who_does_not_report_in_time_is_left_out():
     assert only(told, NoteVerdict).slot == 2
     assert job.state.view is not None
     assert job.state.view.members == (2,)
+
+
+def test_on_the_way_to_a_boundary_who_goes_from_shard_to_shard_is_not_late():
+    """A few compute the first step of many, others want to join: it takes longer than any limit."""
+    job = Driven(2, 40, slow_phase_seconds=20.0).running()
+    began = job.now
+
+    def passes(seconds: float, hangs: bool) -> list[Action]:
+        told: list[Action] = []
+        until, since = job.now + seconds, job.now
+        while job.now < until and job.state.phase is Phase.PREPARING:
+            job.now += 0.25
+            job.tell(Beaten(1, "forward", job.now - since if hangs else 0.1, (0, 0, 0)))
+            job.tell(Beaten(2, "collective", job.now - began, (0, 0, 0), (1,)))
+            told += job.tell(Ticked())
+        return told
+
+    job.tell(Beaten(1, "forward", 0.1, (0, 0, 0)))
+    assert not only(job.tell(WantsToLeave(2, "a test")), TellPrepare).abort
+    assert not some(passes(120.0, hangs=False), NoteVerdict)
+    assert job.state.phase is Phase.PREPARING
+    assert only(passes(25.0, hangs=True), NoteVerdict).slot == 0
 
 
 def test_who_does_not_install_in_time_is_left_out():

@@ -119,9 +119,10 @@ def overdue(job: State, now: float) -> list[Finding]:
 
 
 def _has_not(job: State, now: float, done: str) -> list[Finding]:
-    """Those who did not report in time. At a boundary the others may still be computing towards it: only
-    what nothing else explains is late then."""
+    """Those who did not report in time. Towards a boundary they still compute, and who goes from shard to
+    shard, or waits for one that does, is not late: only what nothing else explains is."""
     found = []
+    waits = {} if job.abort else _waits(job)
     for number in sorted(job.waiting):
         worker = job.workers[number]
         if worker.standing is Standing.READY:
@@ -130,9 +131,14 @@ def _has_not(job: State, now: float, done: str) -> list[Finding]:
             limit = abort_limit(job, worker)
         else:
             limit = max(job.settings.slow_phase_seconds, hang_limit(job))
-        since = job.asked_at if job.abort else max(job.asked_at, job.moved_at)
-        if now - since >= limit:
-            found.append(_finding(job, worker, now, f"has not {done} after {now - since:.1f} s"))
+        late = now - job.asked_at
+        if not job.abort:
+            late = min(late, now - job.moved_at)
+            if worker.standing is not Standing.READY:
+                explained = any(peer in job.waiting for peer in waits.get(number, ()))
+                late = 0.0 if explained else min(late, _lasted(job, number, now))
+        if late >= limit:
+            found.append(_finding(job, worker, now, f"has not {done} after {late:.1f} s"))
     return found
 
 

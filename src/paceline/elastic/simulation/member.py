@@ -62,7 +62,7 @@ class Member(Process):
         if not self.abort or self.phase == "optimizer":
             return
         if self.phase in ("forward", "data"):
-            ready = self._computed_so_far()
+            ready = self.computed_so_far()
             self._keep(ready)
             rest = self.per_shard * (ready + 1) - (self.time.now - self.compute_began)
             more = ready < len(self.computing) and rest < self.per_shard
@@ -71,11 +71,6 @@ class Member(Process):
         self._leave_round()
         self.main(0.002, self._report)
 
-    def _computed_so_far(self) -> int:
-        if self.per_shard <= 0:
-            return len(self.computing)
-        return min(int((self.time.now - self.compute_began) / self.per_shard), len(self.computing))
-
     def _keep(self, count: int) -> None:
         if self.state is not None:
             for shard in self.computing[:count]:
@@ -83,7 +78,7 @@ class Member(Process):
 
     def _report_computed(self, one_more: bool) -> None:
         if one_more:
-            self._keep(self._computed_so_far())
+            self._keep(self.computed_so_far())
         self._report()
 
     def _leave_round(self) -> None:

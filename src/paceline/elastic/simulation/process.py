@@ -124,8 +124,20 @@ class Process(ABC):
         self.phase_since = self.time.now
         self.world.entered(self, phase)
 
+    def computed_so_far(self) -> int:
+        if self.per_shard <= 0:
+            return len(self.computing)
+        return min(int((self.time.now - self.compute_began) / self.per_shard), len(self.computing))
+
+    def phase_began(self) -> float:
+        """Since when it is in its phase, which begins anew with each shard; who hangs, hangs in one."""
+        if self.phase != "forward" or self.stuck:
+            return self.phase_since
+        return max(self.phase_since, self.compute_began + self.computed_so_far() * self.per_shard)
+
     def stall(self, stopped: bool) -> None:
         """The process is stopped, or its main thread hangs."""
+        self.phase_since = self.phase_began()
         if stopped:
             self.stopped = True
         else:
@@ -184,7 +196,7 @@ class Process(ABC):
         if self.stopped or not self.line.up:
             return
         waits = self.round.waits_for(self.number) if self.round is not None else ()
-        lasted = self.time.now - self.phase_since
+        lasted = self.time.now - self.phase_began()
         self.send(
             Beaten(self.number, self.phase, lasted, self.progress, waits, self.shard_mean, self.step_mean)
         )

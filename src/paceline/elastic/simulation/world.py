@@ -134,13 +134,15 @@ class World:
     def patience(self) -> float:
         """Virtual seconds after the last fault within which a step must be committed."""
         limits = self.plan.settings
+        # Whoever was slow when it began a step is so until its end, and may be the only one.
+        shard = max([self.plan.shard_seconds, *(one.per_shard for one in self.members.values() if one.alive)])
         return (
             limits.start_seconds
             + 2 * limits.slow_phase_seconds
             + 2 * limits.install_seconds
             + 4 * max(limits.silence_least, 8 * limits.heartbeat)
             + limits.backoff_most
-            + limits.shards * self.plan.shard_seconds
+            + limits.shards * shard
             + 5.0
         )
 
