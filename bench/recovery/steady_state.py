@@ -1,14 +1,15 @@
 """What being looked after costs while nothing happens: heartbeats, journal, the transaction of a step.
 
 The same training with a supervisor and without (`fault_tolerance` off: spawned ranks, the first failure ends
-them). Two things hide a cost of a few per cent. Machines drift: so all kinds are started together, and each
-in turn is let run for a moment while the others are suspended. And where its memory lies makes a process
-faster or slower by several per cent for as long as it lives: so they are started anew many times. Of each run
-the median over its steps counts. A cost is the ratio of two runs that were started together and took turns,
-and the median of these ratios is the figure: from one fleet to the next the machine itself changes by ten per
-cent, which is in both. What cannot be hidden by that is CPU time: how much of it goes, in one supervised run,
-to anything but the workers' main threads. And the supervisor's own, as a share of one core, while 64 workers
-train a tiny model.
+them). Three things hide a cost of a few per cent. Machines drift: so all kinds are started together, and each
+in turn is let run for a moment while the others are suspended. Where its memory lies makes a process faster or
+slower by several per cent for as long as it lives: so they are started anew many times. And of two runs of the
+same kind, the one that was started first is two per cent slower: so every other fleet is started the other way
+round, and two such fleets are one measurement. Of each run the median over its steps counts. A cost is the
+ratio of two runs that were started together and took turns, and the median of these ratios is the figure: from
+one fleet to the next the machine itself changes by ten per cent, which is in both. What cannot be hidden by
+that is CPU time: how much of it goes, in one supervised run, to anything but the workers' main threads. And the
+supervisor's own, as a share of one core, while 64 workers train a tiny model.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
+from math import sqrt
 from pathlib import Path
 from statistics import median, quantiles
 from typing import final
@@ -69,8 +71,8 @@ class Contestant:
         return [later - earlier for earlier, later in pairwise(times[SETTLING:])]
 
 
-def measure(folder: Path, turns: int, steps: int) -> Fleet:
-    """All kinds in turns, the last first in every second turn."""
+def measure(folder: Path, turns: int, steps: int, *, reverse: bool) -> Fleet:
+    """All kinds in turns, the last first in every second turn. `reverse`: the last is started first."""
     kinds = {
         "supervised": RunSettings(str(folder / "supervised"), ENDLESS),
         "spawned": RunSettings(str(folder / "spawned"), ENDLESS, supervised=False),
@@ -78,7 +80,8 @@ def measure(folder: Path, turns: int, steps: int) -> Fleet:
     }
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
     with ExitStack() as stack:
-        running = {kind: Contestant(settings, stack) for kind, settings in kinds.items()}
+        order = list(reversed(kinds)) if reverse else list(kinds)
+        running = {kind: Contestant(kinds[kind], stack) for kind in order}
         for turn in range(turns):
             for kind in list(running) if turn % 2 == 0 else reversed(running):
                 seconds[kind] += running[kind].make(steps)
@@ -138,22 +141,28 @@ def supervisor_share(folder: Path, workers: int, seconds: float) -> Share:
 
 def run(quick: bool = False) -> Report:
     """Step time with and without a supervisor, and the supervisor's CPU time with 64 workers."""
-    fleets, turns, steps, seconds = (3, 4, 30, 5.0) if quick else (16, 5, 40, 20.0)
+    fleets, turns, steps, seconds = (4, 4, 30, 5.0) if quick else (16, 6, 34, 20.0)
     found = []
     with tempfile.TemporaryDirectory(prefix="paceline-steady-") as folder:
         for number in range(fleets):
-            found.append(measure(Path(folder, str(number)), turns, steps))
+            found.append(measure(Path(folder, str(number)), turns, steps, reverse=number % 2 == 1))
             print(f"fleet {number}: {found[-1]}", file=sys.stderr, flush=True)
         beside = beside_training(Path(folder), seconds)
         share = supervisor_share(Path(folder), MANY, seconds)
     return _report(found, beside, share, turns * steps)
 
 
+def _costs(ratios: Sequence[float]) -> list[float]:
+    """In per cent, of each two fleets: what who is started first loses is in one of them, and its inverse in
+    the other."""
+    return [(sqrt(one * other) - 1.0) * 100 for one, other in zip(ratios[::2], ratios[1::2], strict=True)]
+
+
 def _report(found: Sequence[Fleet], beside: float, share: Share, steps: int) -> Report:
     supervised = median(one.supervised for one in found) * 1e3
     spawned = median(one.spawned for one in found) * 1e3
-    costs = [(one.supervised / one.spawned - 1.0) * 100 for one in found]
-    cost, sealed = median(costs), median((one.sealed / one.spawned - 1.0) * 100 for one in found)
+    costs = _costs([one.supervised / one.spawned for one in found])
+    cost, sealed = median(costs), median(_costs([one.sealed / one.spawned for one in found]))
     low, _, high = quantiles(costs, n=4)
     report = Report(
         "recovery_steady_state",
@@ -164,7 +173,8 @@ def _report(found: Sequence[Fleet], beside: float, share: Share, steps: int) -> 
             f"medians of {len(found)} fleets, of {steps} steps of each kind; without a supervisor "
             f"between {min(one.spawned for one in found) * 1e3:.1f} and "
             f"{max(one.spawned for one in found) * 1e3:.1f} ms",
-            f"half of the fleets say between {low:+.1f} and {high:+.1f} %",
+            f"half of the {len(costs)} pairs of fleets, one started in each order, say between {low:+.1f} and "
+            f"{high:+.1f} %",
             f"CPU time beside the workers' main threads (supervisor, caller, heartbeats): {beside:.2%}",
             f"supervisor of {MANY} workers: {share.share:.1%} of one core over {share.seconds:.0f} s, "
             f"{share.steps / share.seconds:.1f} steps a second",
