@@ -1,15 +1,15 @@
 """What being looked after costs while nothing happens: heartbeats, journal, the transaction of a step.
 
 The same training with a supervisor and without (`fault_tolerance` off: spawned ranks, the first failure ends
-them). Three things hide a cost of a few per cent. Machines drift: so all kinds are started together, and each
-in turn is let run for a moment while the others are suspended. Where its memory lies makes a process faster or
-slower by several per cent for as long as it lives: so they are started anew many times. And of two runs of the
-same kind, the one that was started first is two per cent slower: so every other fleet is started the other way
-round, and two such fleets are one measurement. Of each run the median over its steps counts. A cost is the
-ratio of two runs that were started together and took turns, and the median of these ratios is the figure: from
-one fleet to the next the machine itself changes by ten per cent, which is in both. What cannot be hidden by
-that is CPU time: how much of it goes, in one supervised run, to anything but the workers' main threads. And the
-supervisor's own, as a share of one core, while 64 workers train a tiny model.
+them). Three things hide a cost of a few per cent. Machines drift: so all kinds are started together, and
+each in turn is let run for a moment while the others are suspended. Where its memory lies makes a process
+faster or slower by several per cent for as long as it lives: so they are started anew many times. And of two
+runs of the same kind, the one that was started first is two per cent slower: so every other fleet is started
+the other way round, and two such fleets are one measurement. Of each run the median over its steps counts. A
+cost is the ratio of two runs that were started together and took turns, and the median of these ratios is
+the figure: from one fleet to the next the machine itself changes by ten per cent, which is in both. What
+cannot be hidden by that is CPU time: how much of it goes, in one supervised run, to anything but the
+workers' main threads. And the supervisor's own, as a share of one core, while 64 workers train a tiny model.
 """
 
 from __future__ import annotations
@@ -173,8 +173,8 @@ def _report(found: Sequence[Fleet], beside: float, share: Share, steps: int) -> 
             f"medians of {len(found)} fleets, of {steps} steps of each kind; without a supervisor "
             f"between {min(one.spawned for one in found) * 1e3:.1f} and "
             f"{max(one.spawned for one in found) * 1e3:.1f} ms",
-            f"half of the {len(costs)} pairs of fleets, one started in each order, say between {low:+.1f} and "
-            f"{high:+.1f} %",
+            f"half of the {len(costs)} pairs of fleets, one started in each order, say between "
+            f"{low:+.1f} and {high:+.1f} %",
             f"CPU time beside the workers' main threads (supervisor, caller, heartbeats): {beside:.2%}",
             f"supervisor of {MANY} workers: {share.share:.1%} of one core over {share.seconds:.0f} s, "
             f"{share.steps / share.seconds:.1f} steps a second",
