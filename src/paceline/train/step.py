@@ -28,15 +28,14 @@ from paceline.train.compressed_summation import CompressedSummation
 from paceline.train.config import TrainConfig
 from paceline.train.gradients import Layout, expose
 from paceline.train.module_buffers import ModuleBuffers
-from paceline.train.objective import check_metrics
 from paceline.train.shard_hash import shard_hash
+from paceline.train.shard_metrics import MOST_METRICS, ShardMetrics
 from paceline.train.sparse_gradients import SparseGradients, sparse_parameters
 from paceline.train.summation import Checks
 from paceline.train.summation_choice import choose_summation
 from paceline.train.team import Team
 from paceline.train.update import total_norm
 
-MOST_METRICS = 16
 _LOSS, _FIRST_METRIC = 0, 1
 _WISHES = 6  # numbers of a ballot before the parameters' marks
 
@@ -107,11 +106,10 @@ class StepTransaction:
         self._buffers = ModuleBuffers(module)
         self._noise = config.dynamic_batch is not None
         self._norms_start = _FIRST_METRIC + MOST_METRICS + self._buffers.size
-        self._metric_names: list[str] | None = None
         self._epoch = self._step = self._planned = self._shard_applied = self._shard_left_out = 0
         self._scale = 1.0
         self._loss: Tensor | None = None
-        self._metrics: list[Tensor] = []
+        self._metrics = ShardMetrics(device)
         self._computed: dict[int, _Computed] = {}
         self.counted: tuple[int, ...] = ()  # the shards of this rank in the step that was reduced last
         self.shard_hashes: dict[int, str] = {}  # of this rank's shards, in steps that are audited
@@ -203,7 +201,8 @@ class StepTransaction:
         self._touched = True
         for parameter in self.trained.values():
             parameter.grad = None
-        self._loss, self._metrics = None, []
+        self._loss = None
+        self._metrics.start()
         self._shard_applied = self._shard_left_out = 0
         seed_everything(self._config.seed, self._epoch, self._step, shard)
 
@@ -220,10 +219,7 @@ class StepTransaction:
             if weight != 1.0:
                 weighted = weighted * weight
             self._loss = weighted if self._loss is None else self._loss + weighted
-            if metrics or self._metric_names:
-                self._add_metrics(metrics or {}, weight)
-            elif self._metric_names is None:
-                self._metric_names = []
+            self._metrics.add(metrics or {}, weight)
 
     def leave_out(self, samples: int) -> None:
         """So many samples of the current shard cannot be read and count as not there."""
@@ -250,7 +246,8 @@ class StepTransaction:
         """Sums all shards of all ranks; afterwards the parameters' `grad` is the gradient of the step."""
         wishes = wishes or Wishes()
         if not self._agreed:
-            self._agree_on_metrics()
+            applied = sum(one.applied for one in self._computed.values())
+            self._agreed = self._metrics.agree(self._team.context, applied)
         holdings = self._choose() if self._team.backup else None
         self.counted = tuple(sorted(self._computed) if holdings is None else holdings.blocks[self._team.rank])
         computed = [self._computed[shard] for shard in self.counted]
@@ -264,12 +261,12 @@ class StepTransaction:
             wishes.pause,
             *(used or [False] * len(self.trained)),
         ]
-        names = self._metric_names or ()
+        names = self._metrics.names
         if self._summation is None:
             # A step whose samples were all left out has no numbers.
             nothing = self._tail[_LOSS]
             loss = nothing if self._loss is None else self._loss
-            tail = torch.stack([loss, *(self._metrics or [nothing] * len(names))])
+            tail = torch.stack([loss, *(self._metrics.values or [nothing] * len(names))])
         else:
             flat = self._summation.finish(torch.tensor(ballot, dtype=torch.float32), holdings)
             if self._team.world_size > 1:
@@ -294,7 +291,7 @@ class StepTransaction:
         return Reduced(
             # A copy: the next step writes over what was exchanged.
             tail[: _FIRST_METRIC + len(names)] * short,
-            tuple(names),
+            names,
             applied,
             () if all(marks) else tuple(n for n, mark in zip(self.trained, marks, strict=True) if not mark),
             stops,
@@ -380,45 +377,6 @@ class StepTransaction:
 
     # the shard's numbers
 
-    def _add_metrics(self, metrics: Mapping[str, Any], weight: float) -> None:
-        check_metrics(metrics)
-        names = sorted(metrics)
-        if self._metric_names is None:
-            if len(names) > MOST_METRICS:
-                raise UsageError(
-                    f"the objective returned {len(names)} metrics, and {MOST_METRICS} travel with a step",
-                    remedy="return the most important ones, and compute the others in evaluation",
-                )
-            self._metric_names = names
-        if names != self._metric_names:
-            raise UsageError(
-                f"the objective returned metrics {names}, and earlier {self._metric_names or 'none'}",
-                remedy="return the same metrics for every batch, from the first on",
-            )
-        values = [
-            torch.as_tensor(metrics[name], device=self._device).detach().reshape(()).float() * weight
-            for name in names
-        ]
-        self._metrics = (
-            [a + b for a, b in zip(self._metrics, values, strict=True)] if self._metrics else values
-        )
-
-    def _agree_on_metrics(self) -> None:
-        """Once, after the first samples: ranks whose first shards were empty learn the names, and different
-        names are found out."""
-        mine = sum(one.applied for one in self._computed.values())
-        told = self._team.context.all_gather([self._metric_names or [], mine])
-        if not any(applied for _, applied in told):
-            return
-        named = {tuple(names) for names, applied in told if applied}
-        if len(named) > 1:
-            raise UsageError(
-                f"the objective returned different metrics on different workers: {sorted(named)}",
-                remedy="return the same metrics for every batch",
-            )
-        self._metric_names = list(named.pop())
-        self._agreed = True
-
     def _shard_tail(self, shard: int) -> Tensor:
         tail = self._tail.zero_()
         if self._buffers.size:
@@ -426,7 +384,7 @@ class StepTransaction:
             tail[_FIRST_METRIC + MOST_METRICS : self._norms_start] = -0.0
         if self._shard_applied and self._loss is not None:
             tail[_LOSS] = self._loss
-            for position, value in enumerate(self._metrics):
+            for position, value in enumerate(self._metrics.values):
                 tail[_FIRST_METRIC + position] = value
             if self._buffers.size:
                 self._buffers.movement(
