@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 import fsspec
 import pytest
 from tests.checkpoint.saving import assert_is, finished, save, state_at, tensors_at
+from tests.waiting import wait_for
 
 from paceline.checkpoint.manifest import DamagedCheckpointError, Info
 from paceline.checkpoint.retention import Retention
@@ -64,15 +64,12 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def _wait_for(port: int, server: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 20
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
-            return
-        except OSError:
-            assert server.poll() is None, "the server ended"
-            assert time.monotonic() < deadline, "the server does not answer"
-            time.sleep(0.02)
+    def answers() -> bool:
+        assert server.poll() is None, "the server ended"
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
+    wait_for(answers, "the server does not answer")
 
 
 @pytest.fixture(params=["memory", pytest.param("s3", marks=KEEPS_CONNECTIONS)])

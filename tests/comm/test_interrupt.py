@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.comm.ranks import LARGE, raised
 from tests.comm.transport.ranks import run_contexts, values
+from tests.waiting import wait_for
 
 from paceline.comm.context import DistributedContext
 from paceline.comm.transport.threads import run_ranks
@@ -41,10 +42,7 @@ def until_it_waits(ctx: DistributedContext) -> None:
     """A wait that has lasted for a moment shows a status."""
     transport: Any = ctx.transport
     mesh = getattr(transport, "mesh", None) or getattr(transport, "_mesh", None)
-    deadline = time.monotonic() + 20
-    while not (transport._board.peer(ctx.rank).status if mesh is None else mesh._mine):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    wait_for(lambda: transport._board.peer(ctx.rank).status if mesh is None else mesh._mine)
 
 
 def interrupted_while(ctx: DistributedContext, name: str) -> tuple[float, list[str]]:

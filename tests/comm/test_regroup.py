@@ -17,6 +17,7 @@ import pytest
 import torch
 from tests.comm.ranks import LARGE, raised
 from tests.comm.transport.ranks import run_processes, values
+from tests.waiting import wait_for
 
 from paceline.comm.context import DistributedContext
 from paceline.comm.regroup import ViewPeer, open_view
@@ -158,9 +159,9 @@ def test_forming_is_called_off_at_once(hosts: tuple[str, ...], missing: int) -> 
         waiting = [
             job.pool.submit(job.open, rank, (0, 1, 2), hosts, 1, off) for rank in range(3) if rank != missing
         ]
-        while sum("paceline-store" in thread.name for thread in threading.enumerate()) < (missing != 0):
-            assert not any(future.done() for future in waiting)
-            time.sleep(0.001)
+        stores = int(missing != 0)
+        wait_for(lambda: sum("paceline-store" in one.name for one in threading.enumerate()) >= stores)
+        assert not any(future.done() for future in waiting)
         start = time.monotonic()
         off.set()
         assert all(isinstance(future.exception(20), GroupInterruptedError) for future in waiting)

@@ -13,6 +13,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from tests.waiting import wait_for
 from torch.utils.data import DataLoader, Dataset
 
 import paceline
@@ -110,7 +111,7 @@ def one_by_one() -> list[Request]:
 def test_closing_ends_workers_that_are_inside_a_sample(tmp_path: Path) -> None:
     batches = read(as_source(loader(2, Waits(tmp_path))), one_by_one())
     assert next(batches).count == 1
-    until(lambda: len(list(tmp_path.iterdir())) == 2)
+    wait_for(lambda: len(list(tmp_path.iterdir())) == 2)
     pids = [int(path.name) for path in tmp_path.iterdir()]
     began = time.monotonic()
     batches.close()
@@ -121,7 +122,7 @@ def test_closing_ends_workers_that_are_inside_a_sample(tmp_path: Path) -> None:
 def test_a_worker_that_dies_is_said(tmp_path: Path) -> None:
     batches = read(as_source(loader(1, Waits(tmp_path))), one_by_one())
     next(batches)
-    until(lambda: list(tmp_path.iterdir()))
+    wait_for(lambda: list(tmp_path.iterdir()))
     os.kill(int(next(tmp_path.iterdir()).name), 9)
     with pytest.raises(PlatformError, match="worker process of the loader of Waits failed") as caught:
         next(batches)
@@ -187,13 +188,6 @@ def test_pinning_keeps_what_is_no_tensor() -> None:
     data = {"a": ["text", (1, 2)], "b": None}
     assert pinned(data) == data
     assert Batch(data, 2).pin_memory().data == data
-
-
-def until(condition: Any, seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 class TellsItsProcess(Dataset[Any]):

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from tests.engines.local.processes import all_gone, watch
 from tests.train import small_run
-from tests.train.small_run import STEPS, fit, settings, steps_of, wait_for, workers_of
+from tests.train.small_run import STEPS, fit, settings, steps_of, workers_of
+from tests.waiting import wait_for
 
 import paceline
 from paceline.core import events

@@ -14,6 +14,7 @@ import pytest
 import torch
 from tests.train import small_run
 from tests.train.small_run import EPOCHS, STEPS, UNATTENDED, Signals, fit, journal_of, settings, steps_of
+from tests.waiting import PATIENCE, wait_for
 
 import paceline
 from paceline.checkpoint import storage
@@ -113,7 +114,7 @@ def test_before_the_first_step(folder, quiet, care):
 def build_and_signal_while_starting(main: int) -> torch.nn.Module:
     if os.getpid() != main:
         os.kill(main, signal.SIGTERM)
-        small_run.wait_for(lambda: False)
+        wait_for(lambda: False)
     return small_run.build()
 
 
@@ -177,7 +178,7 @@ class AtTheEnd(Observer):
     def on_end(self, history) -> None:
         os.kill(self.main, signal.SIGTERM)
         if os.getpid() != self.main:
-            small_run.wait_for((self.folder / "stop").exists)
+            wait_for((self.folder / "stop").exists)
 
 
 @pytest.mark.parametrize("care", [LOOKED_AFTER, UNATTENDED], ids=named)
@@ -239,7 +240,7 @@ def test_in_another_thread(folder, quiet):
     before = signal.getsignal(signal.SIGTERM)
     thread = threading.Thread(target=work)
     thread.start()
-    thread.join(small_run.PATIENCE)
+    thread.join(PATIENCE)
     assert signal.getsignal(signal.SIGTERM) is before
     error, digest = results
     assert isinstance(error, Stopped)
@@ -256,7 +257,7 @@ class SignalsTwice(Observer):
         if record.step == self.step:
             for number in (signal.SIGTERM, signal.SIGUSR1):
                 os.kill(small_run.workers_of(self.folder)[1], number)
-            small_run.wait_for(lambda: False)
+            wait_for(lambda: False)
 
 
 def test_the_second_signal_ends_a_worker_that_waits_for_another(folder, quiet):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.train import small_run
 from tests.train.small_run import STEPS, fit, journal_of, settings
+from tests.waiting import wait_for
 from typer.testing import CliRunner
 
 import paceline
@@ -134,7 +135,7 @@ class Gate(Modifier):
         if self._seen == self._step:
             self._folder.mkdir(parents=True, exist_ok=True)
             (self._folder / f"at-{os.getpid()}").touch()
-            small_run.wait_for(lambda: (self._folder / "open").exists())
+            wait_for(lambda: (self._folder / "open").exists())
 
     def state_dict(self):
         return {"seen": self._seen}
@@ -147,7 +148,7 @@ def behind_gate(config, gate_folder: Path, act) -> paceline.History:
     """Trains; `act` is called while the first worker waits at the gate, which then opens."""
 
     def watch() -> None:
-        small_run.wait_for(lambda: gate_folder.exists() and any(gate_folder.glob("at-*")))
+        wait_for(lambda: gate_folder.exists() and any(gate_folder.glob("at-*")))
         try:
             act()
         finally:
@@ -177,7 +178,7 @@ def test_scaled_while_it_trains(tmp_path):
     def more() -> None:
         done = CliRunner().invoke(app, ["scale", str(folder), "--workers", "4"])
         assert done.exit_code == 0, done.output
-        small_run.wait_for(lambda: len(of(events.WorkerStarted, folder)) >= 4)
+        wait_for(lambda: len(of(events.WorkerStarted, folder)) >= 4)
 
     history = behind_gate(looked_after(folder, 2, epochs=80), tmp_path / "gate", more)
     assert history.state_hash == clean.state_hash
@@ -192,7 +193,7 @@ def test_a_worker_that_is_asked_to_go_hands_over_at_a_step(tmp_path, undisturbed
         before = generation_of(folder)
         os.kill(small_run.workers_of(folder)[1], signal.SIGTERM)
         # It says so with its next heartbeat, and the run must not be over by then.
-        small_run.wait_for(lambda: generation_of(folder) > before)
+        wait_for(lambda: generation_of(folder) > before)
 
     history = behind_gate(looked_after(folder, 3), tmp_path / "gate", leave)
     assert history.state_hash == undisturbed
@@ -207,7 +208,7 @@ def test_the_supervisor_is_killed(tmp_path, undisturbed):
     def kill() -> None:
         pid = json.loads((folder / "control.json").read_text())["pid"]
         os.kill(pid, signal.SIGKILL)
-        small_run.wait_for(lambda: len(of(events.SupervisorStarted, folder)) >= 2)
+        wait_for(lambda: len(of(events.SupervisorStarted, folder)) >= 2)
 
     before = small_run.workers_of
     history = behind_gate(looked_after(folder, 3), tmp_path / "gate", kill)

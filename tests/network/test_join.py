@@ -11,14 +11,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 from tests.network import joined_run
+from tests.waiting import PATIENCE, wait_for
 from typer.testing import CliRunner
 
 import paceline
@@ -33,18 +33,7 @@ _WHY_NOT = netns.why_not()
 pytestmark = [pytest.mark.netns, pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT or "namespaces work")]
 
 ROOT = Path(__file__).parents[2]
-PATIENCE = 120.0
 E = TypeVar("E", bound=events.Event)
-
-
-def until(condition: Callable[[], bool], what: str) -> float:
-    """Waits for what other processes do; the seconds it took."""
-    begun = time.monotonic()
-    while not condition():
-        if time.monotonic() - begun > PATIENCE:
-            raise TimeoutError(what)
-        time.sleep(0.01)
-    return time.monotonic() - begun
 
 
 class Run:
@@ -57,7 +46,7 @@ class Run:
         self._offset = 0
         program = [sys.executable, "-m", "tests.network.joined_run", str(self.folder), str(self._open)]
         self.process = self._start(0, [*program, "bind=0.0.0.0", *options], stdout=subprocess.PIPE)
-        until(lambda: len(self.of(events.StepCommitted)) > 2, "the run begins")
+        wait_for(lambda: len(self.of(events.StepCommitted)) > 2, "the run begins")
         shutil.copy(self.folder / "control.secret", self.token)
 
     def _start(self, host: int, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
@@ -99,7 +88,7 @@ class Run:
             view = self.view
             return view.generation > after and "".join(view.hosts) == hosts and self._last_step > view.step
 
-        return until(there, f"a view of {hosts}: {self.of(events.ViewChanged)[-3:]}")
+        return wait_for(there, f"a view of {hosts}: {self.of(events.ViewChanged)[-3:]}")
 
     @property
     def _last_step(self) -> int:
@@ -158,7 +147,7 @@ def test_a_machine_is_cut_off_comes_back_and_is_cut_off_for_good(tmp_path: Path,
         run.hosts.cut(1)
         assert run.until_view("aa", before.generation) < 15.0
         # The machine is asked where they are; it does not answer.
-        until(lambda: len(run.of(events.Verdict)) == 2, "two verdicts")
+        wait_for(lambda: len(run.of(events.Verdict)) == 2, "two verdicts")
         verdicts = run.of(events.Verdict)
         assert sorted(verdict.rank for verdict in verdicts) == [2, 3]
         assert {verdict.host for verdict in verdicts} == {"b"}
@@ -186,7 +175,7 @@ def test_an_agent_is_killed_and_another_is_told_to_leave(tmp_path: Path, undistu
         run.until_view("aa", before)
         failed = run.of(events.WorkerFailed)
         assert [(event.rank, event.cause) for event in failed] == [(2, "preempted"), (3, "preempted")]
-        until(lambda: not run.hosts.pids(1), "workers end with their agent")
+        wait_for(lambda: not run.hosts.pids(1), "workers end with their agent")
 
         agent = run.join()
         run.until_view("aabb", run.view.generation)
@@ -209,7 +198,7 @@ def test_the_supervisor_is_killed_while_another_machine_is_in(tmp_path: Path, un
         run.until_view("aabb")
         port, before = run.port, run.view
         os.kill(int(json.loads((run.folder / "control.json").read_text())["pid"]), signal.SIGKILL)
-        until(lambda: len(run.of(events.SupervisorStarted)) == 2, "another supervisor")
+        wait_for(lambda: len(run.of(events.SupervisorStarted)) == 2, "another supervisor")
         assert run.port == port
         # It looks after the other machine as before.
         os.kill(before.pids[3], signal.SIGKILL)
@@ -264,7 +253,7 @@ def test_checkpoints_while_another_machine_does_not_see_the_folder(tmp_path: Pat
         agent = run.join(before=f"mount -t tmpfs none {run.folder.parent}")
         run.until_view("aabb")
         since = run.view.step
-        until(
+        wait_for(
             lambda: any(saved.step > since + 3 for saved in run.of(events.CheckpointSaved)),
             "a checkpoint of four workers",
         )

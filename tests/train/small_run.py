@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.waiting import wait_for
 from torch import Tensor, nn
 
 import paceline
@@ -32,7 +32,6 @@ SHARDS = 4
 STEPS_OF_EPOCH = 5
 EPOCHS = 6
 STEPS = STEPS_OF_EPOCH * EPOCHS
-PATIENCE = 60.0
 UNATTENDED = paceline.FaultTolerance(enabled=False)
 
 
@@ -79,15 +78,6 @@ def trainer(
 
 def fit(config: TrainConfig, callbacks: Sequence[Observer | Modifier] = (), **parts: Any) -> History:
     return trainer(config, callbacks, **parts).fit(data(), data())
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    """Waits for what another process does; there is no other way to hear of it."""
-    limit = time.monotonic() + PATIENCE
-    while not condition():
-        if time.monotonic() > limit:
-            raise TimeoutError("the other process did not do it")
-        time.sleep(0.002)
 
 
 def journal_of(folder: Path) -> list[events.Event]:

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.waiting import wait_for
 
 from paceline.core.chaos import Chaos
 from paceline.engines.local import memory_group
@@ -63,13 +64,6 @@ def pending_signals(pid: int) -> int:
     return int(next(line.split()[1] for line in status if line.startswith("ShdPnd:")), 16)
 
 
-def until(condition) -> None:
-    deadline = time.monotonic() + 30.0
-    while not condition():
-        assert time.monotonic() < deadline
-        os.sched_yield()
-
-
 @pytest.mark.parametrize(
     ("text", "status"),
     [
@@ -108,7 +102,7 @@ def test_a_replacement_does_not_die_the_same_death_unless_told_to():
 
 def test_a_stopped_process_stands_until_it_is_continued():
     with start("stop rank=1 step=2") as child:
-        until(lambda: state_of(child.pid) == "T")
+        wait_for(lambda: state_of(child.pid) == "T")
         child.send_signal(signal.SIGCONT)
         assert child.communicate(timeout=60)[0].splitlines()[-1] == "done"
     assert child.returncode == 0
@@ -172,11 +166,11 @@ def test_a_deadlock_for_ever_ends_only_by_a_kill():
         def stands() -> bool:
             return "futex" in (main_thread / "wchan").read_text() and waits_for_ever(main_thread)
 
-        until(stands)
+        wait_for(stands)
         # It does not even notice a signal that Python would handle.
         child.send_signal(signal.SIGINT)
-        until(lambda: not pending_signals(child.pid))
-        until(stands)
+        wait_for(lambda: not pending_signals(child.pid))
+        wait_for(stands)
         child.kill()
         child.communicate(timeout=60)
     assert child.returncode == -signal.SIGKILL
@@ -232,7 +226,7 @@ def test_out_of_memory_is_a_kill_by_the_kernel():
     assert child.returncode == -signal.SIGKILL
     assert out.splitlines()[-1] == "2 forward"
     # The group goes with the process.
-    until(lambda: not (present.path / f"paceline-oom-{child.pid}").exists())
+    wait_for(lambda: not (present.path / f"paceline-oom-{child.pid}").exists())
 
 
 def test_out_of_memory_where_no_group_can_be_made(monkeypatch):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.train import small_run
 from tests.train.small_run import UNATTENDED, fit, journal_of, settings
+from tests.waiting import wait_for
 
 import paceline
 from paceline.checkpoint.local import LocalStorage
@@ -79,9 +80,7 @@ def test_a_storage_that_does_not_answer_is_not_waited_for_for_ever(tmp_path):
             saver.finish()
         saver.close()
         gate.set()
-        small_run.wait_for(
-            lambda: all(not t.name.startswith("paceline-checkpoint") for t in threading.enumerate())
-        )
+        wait_for(lambda: all(not t.name.startswith("paceline-checkpoint") for t in threading.enumerate()))
 
 
 def test_stopped_means_saved(tmp_path):
