@@ -125,11 +125,12 @@ def run(quick: bool = False, kills: int = 0, seed: int = SEED) -> Report:
             family.start(calm.command())
             family.finish(60.0 + journal.step * 0.2)
         hashes = settings.final_hash(), calm.final_hash()
+        unproved = settings.unproved()
     costs = [cost(journal, kill) for kill in done]
-    return _report(costs, journal, hashes[0] is not None and hashes[0] == hashes[1])
+    return _report(costs, journal, hashes[0] is not None and hashes[0] == hashes[1], unproved)
 
 
-def _report(costs: Sequence[Cost], journal: RunJournal, equal: bool) -> Report:
+def _report(costs: Sequence[Cost], journal: RunJournal, equal: bool, unproved: Sequence[str]) -> Report:
     next_step, back = [one.next_step for one in costs], [one.back for one in costs]
     seconds = journal.commits[-1].time - journal.commits[0].time
     report = Report(
@@ -140,6 +141,7 @@ def _report(costs: Sequence[Cost], journal: RunJournal, equal: bool) -> Report:
         notes=[
             f"{seconds:.0f} s, a kill every {seconds / len(costs):.2f} s; "
             f"{len(journal.views)} views, {len(journal.failures)} worker_failed",
+            *unproved,
         ],
     )
     for name, times in (("to the next step", next_step), ("until the replacement contributes", back)):
@@ -152,6 +154,7 @@ def _report(costs: Sequence[Cost], journal: RunJournal, equal: bool) -> Report:
         Target("replacement contributes, p50", quantile(back, 0.5), 1.0, at_least=False, unit=" s"),
         Target("pids of others that changed", changed, 0, at_least=False, unit=""),
         Target("steps lost or committed twice", wrong, 0, at_least=False, unit=""),
+        Target("what paceline audit finds wrong", len(unproved), 0, at_least=False, unit=""),
         Target("final hash equal to the undisturbed run's", float(equal), 1, unit=""),
     ]
     return report

@@ -142,16 +142,22 @@ def run(quick: bool = False, minutes: float = 0.0, seed: int = SEED) -> Report:
             family.finish(60.0 + journal.step * 0.3)
         final = settings.final_hash()
         equal = final is not None and final == calm.final_hash()
-        if not equal:
+        unproved = settings.unproved()
+        if not equal or unproved:
             # For `paceline audit` and `replay`: what went wrong does not come again for the asking.
             kept = tempfile.mkdtemp(prefix="paceline-soak-wrong-")
             shutil.copytree(folder, kept, dirs_exist_ok=True)
-            print(f"the hash is wrong; both runs are kept in {kept}", file=sys.stderr, flush=True)
-    return _report(samples, outside, journal, equal, length)
+            print(f"this went wrong; both runs are kept in {kept}", file=sys.stderr, flush=True)
+    return _report(samples, outside, journal, equal, unproved, length)
 
 
 def _report(
-    samples: Sequence[Sample], outside: Counter[str], journal: RunJournal, equal: bool, minutes: float
+    samples: Sequence[Sample],
+    outside: Counter[str],
+    journal: RunJournal,
+    equal: bool,
+    unproved: Sequence[str],
+    minutes: float,
 ) -> Report:
     kept = [sample for sample in samples if sample.seconds > WARMUP_SHARE * 60.0 * minutes]
     inside = Counter(failure.cause or failure.reason for failure in journal.failures)
@@ -165,6 +171,7 @@ def _report(
             "workers lost: " + ", ".join(f"{count} {name}" for name, count in sorted(inside.items())),
             f"{len(journal.views)} views, {len(journal.verdicts)} verdicts, "
             f"{len(journal.supervisors)} supervisors",
+            *unproved,
         ],
     )
     for who, of in _WHO.items():
@@ -183,6 +190,7 @@ def _report(
     report.notes.append(f"journal: {grown / max(1, steps):.0f} bytes a step, faults included")
     report.targets += [
         Target("journal, of its stated rate", grown / max(1, stated), 1.0, at_least=False, unit=""),
+        Target("what paceline audit finds wrong", len(unproved), 0, at_least=False, unit=""),
         Target("final hash equal to the undisturbed run's", float(equal), 1, unit=""),
     ]
     return report

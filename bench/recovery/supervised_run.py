@@ -19,6 +19,8 @@ from torch import Tensor, nn
 import paceline
 from bench.recovery import workload
 from bench.train import models
+from paceline.core import journal
+from paceline.train.audit import audit
 from paceline.train.config import CheckpointConfig, TrainConfig
 from paceline.train.fault_tolerance import FaultTolerance
 from paceline.train.signals import STOPPED_EXIT_CODE, Stopped
@@ -66,6 +68,10 @@ class RunSettings:
 
     def final_hash(self) -> str | None:
         return str(json.loads(self.final.read_text())["hash"]) if self.final.exists() else None
+
+    def unproved(self) -> tuple[str, ...]:
+        """What `paceline audit` finds wrong: nothing where each step and each sample counted once."""
+        return audit(journal.iterate(self.journal)).wrong
 
 
 def build_tiny() -> nn.Module:
