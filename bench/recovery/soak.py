@@ -24,7 +24,7 @@ from bench.recovery import command, workload
 from bench.recovery.processes import Family
 from bench.recovery.run_journal import RunJournal
 from bench.recovery.supervised_run import NO_BACKOFF, RunSettings
-from bench.recovery.vitals import Sample, Vital, mean, slope, vital
+from bench.recovery.vitals import Sample, Vital, slope, typical, vital
 from bench.report import Report, Target
 from paceline.core.errors import UsageError
 from paceline.train.signals import STOPPED_EXIT_CODE
@@ -87,7 +87,7 @@ def _look(seconds: float, caller: int, journal: RunJournal, family: Family, sett
         step=journal.step,
         caller=vital(caller),
         supervisor=vital(journal.supervisors[-1].pid),
-        workers=mean([vital(pid) for pid in journal.views[-1].pids]),
+        workers=typical([vital(pid) for pid in journal.views[-1].pids]),
         processes=len(family.descendants()),
         journal=journal.bytes,
         events=journal.count,

@@ -1,20 +1,21 @@
 """What the processes of a run hold, sampled while it goes on: memory, descriptors, threads, bytes on disk.
 
-Read from /proc, from outside. Workers come and go, so theirs is the mean over those that live. Must not know
-what disturbs the run.
+Read from /proc, from outside. Workers come and go, and one that a fault lets fill its memory is no growth of
+the others: theirs is the median over those that live. Must not know what disturbs the run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import psutil
 
 
 @dataclass(frozen=True)
 class Vital:
-    """One process, or the mean over several."""
+    """One process, or the median over several."""
 
     rss: float
     descriptors: float
@@ -47,15 +48,14 @@ def vital(pid: int) -> Vital | None:
         return None
 
 
-def mean(vitals: Sequence[Vital | None]) -> Vital | None:
+def typical(vitals: Sequence[Vital | None]) -> Vital | None:
     there = [one for one in vitals if one is not None]
     if not there:
         return None
-    count = len(there)
     return Vital(
-        sum(one.rss for one in there) / count,
-        sum(one.descriptors for one in there) / count,
-        sum(one.threads for one in there) / count,
+        median(one.rss for one in there),
+        median(one.descriptors for one in there),
+        median(one.threads for one in there),
     )
 
 

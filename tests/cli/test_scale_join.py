@@ -19,7 +19,7 @@ app.command("join")(join.join)
 
 
 def test_a_run_is_shown_scaled_and_stopped(tmp_path, capsys):
-    with running(tmp_path, workers=2, steps=10**6) as run:
+    with running(tmp_path, workers=2, steps=10**6, machine={"min_workers": 2, "most_workers": 6}) as run:
         run.until_step(5)
         assert invoke(app, ["status", str(tmp_path)]) == 0
         shown = capsys.readouterr().out
@@ -27,6 +27,9 @@ def test_a_run_is_shown_scaled_and_stopped(tmp_path, capsys):
         assert "rank 1" in shown
         assert invoke(app, ["status", str(tmp_path), "--json"]) == 0
         assert len(json.loads(capsys.readouterr().out)["workers"]) == 2
+        for wrong, said in (("1", "fewer than the 2"), ("600", "more than the 6 shards")):
+            assert invoke(app, ["scale", str(tmp_path), "--workers", wrong]) == 2
+            assert said in capsys.readouterr().err
         assert invoke(app, ["scale", str(tmp_path), "--workers", "3"]) == 0
         run.until(lambda: len(run.pids()) == 3)
         assert invoke(app, ["stop", str(tmp_path), "--reason", "enough"]) == 0

@@ -117,6 +117,7 @@ def test_values_are_checked_like_text():
 
 
 whole = st.none() | st.integers(1, 10**9)
+lives = whole | st.just("all")
 length = st.none() | st.floats(1e-9, 1e9)
 
 
@@ -133,7 +134,7 @@ def faults(draw):
     }
     allowed = {"seconds" if name == "for" else name for name in KINDS[kind]}
     given_fields = {name: value for name, value in fields.items() if name in allowed}
-    return Fault(kind=kind, rank=draw(st.none() | st.integers(0, 10**6)), attempt=draw(whole), **given_fields)
+    return Fault(kind=kind, rank=draw(st.none() | st.integers(0, 10**6)), attempt=draw(lives), **given_fields)
 
 
 @st.composite
@@ -167,13 +168,15 @@ def test_any_text_is_read_or_refused(text):
 @pytest.mark.parametrize(
     ("text", "lives"),
     [
-        ("kill rank=2", [1]),
+        ("kill rank=2", [1, 2, 3, 4]),  # once, in whichever comes first
+        ("kill rank=2 times=3", [1, 2, 3, 4]),
+        ("kill rank=2 attempt=1", [1]),
         ("kill rank=2 attempt=2", [2]),
         ("kill rank=2 attempt=all", [1, 2, 3, 4]),
-        ("kill rank=2 times=3", [1, 2, 3]),
+        ("kill rank=2 times=3 attempt=1", [1, 2, 3]),
         ("kill rank=2 times=2 attempt=all", [1, 2]),
-        ("hang rank=2 for=1s times=3", [1]),
-        ("hang rank=2 times=3", [1, 2, 3]),
+        ("hang rank=2 for=1s times=3 attempt=1", [1]),
+        ("hang rank=2 times=3 attempt=1", [1, 2, 3]),
     ],
 )
 def test_which_lives_of_a_rank_are_met(text, lives):
@@ -199,6 +202,22 @@ def test_random_faults_are_a_function_of_seed_step_rank_and_life():
     assert chaos.draw(401, 0) is None
     other = RandomFaults(kinds=("kill", "hang", "slow"), rate=0.25, seed=4, until=400, seconds=1.0)
     assert [other.draw(*place) for place in places] != list(drawn.values())
+
+
+def test_what_never_came_is_named_with_why():
+    chaos = Chaos(
+        "kill rank=9; kill rank=1 step=40; kill rank=1 step=4; hang rank=0 phase=evaluation",
+        "corrupt rank=all; random kinds=kill rate=0.1 rank=0; random kinds=kill rate=0.1 rank=7",
+    )
+    assert chaos.unmet({2}, {0, 1}, last_step=30) == [
+        "kill rank=9 (there was no rank 9)",
+        "kill rank=1 step=40 (the run ended after step 30)",
+        "hang rank=0 phase=evaluation (no worker that it is for was in phase evaluation in time)",
+        "corrupt rank=all (no worker that it is for was there in time)",
+        "random kinds=kill rate=0.1 seed=0 rank=7 (there was no rank 7)",
+    ]
+    assert chaos.unmet(range(7), {0}, last_step=1) == []
+    assert Chaos().unmet((), (), last_step=0) == []
 
 
 def test_it_needs_no_torch():

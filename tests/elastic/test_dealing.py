@@ -41,3 +41,8 @@ def test_of_two_the_faster_is_typical():
 
 def test_a_slot_that_ran_out_of_memory_gets_fewer():
     assert deal([0.01] * 4, weights=[1.0, 0.5, 1.0, 1.0])[1] == 1
+
+
+def test_of_two_deals_that_take_as_long_the_one_that_leaves_nobody_idle():
+    assert dealing.counts(4, [1.0, 1.0, 1.0, 0.5]) == [1, 1, 1, 1]
+    assert dealing.counts(4, [1.0, 1.0, 1.0, 0.25]) == [2, 1, 1, 0]

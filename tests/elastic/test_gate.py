@@ -5,6 +5,9 @@ from __future__ import annotations
 import socket
 import time
 
+import pytest
+
+from paceline.core.errors import UsageError
 from paceline.elastic.shell import gate
 
 
@@ -22,6 +25,12 @@ def test_the_old_port_is_waited_for(monkeypatch):
     with gate.listen("127.0.0.1", 0, port) as listener:
         assert listener.getsockname()[1] == port
     assert len(pauses) == 3
+
+
+@pytest.mark.parametrize("host", ["nonsense.invalid", "192.0.2.1"])
+def test_an_address_that_is_not_this_machines(host):
+    with pytest.raises(UsageError, match=f"cannot listen at {host}.*\n.*an address of this machine"):
+        gate.listen(host, 0)
 
 
 def test_and_given_up_when_it_stays_taken():

@@ -107,6 +107,19 @@ def test_who_was_killed_for_memory_comes_back_with_fewer_shards():
     assert counts[1] < min(counts[slot] for slot in (0, 2, 3))
 
 
+def test_good_work_gives_the_weight_back_that_a_kill_for_memory_took():
+    job = Driven(4, 8, forgive_seconds=60.0).running()
+    job.beat_all()
+    fail(job, 1, "memory")
+    assert job.state.slots[1].weight == 0.5
+    job.tell(Joined(job.of_slot(1), 1))
+    job.regroup()
+    job.beat_all()
+    job.now += 61.0
+    fail(job, 1, "crash")
+    assert job.state.slots[1].weight == 1.0
+
+
 def test_an_error_of_the_user_ends_the_job_at_once():
     job = Driven(3, 6).running()
     end = only(job.tell(HasRaised(2, "ConfigError: no such file", "user", 0, -1)), EndJob)
@@ -263,3 +276,13 @@ def test_one_vote_alone_is_no_agreement():
     job.regroup()
     job.tell(Hashed(1, 10, "whatever"))
     assert job.state.agreed == 0
+
+
+def test_who_left_because_nobody_was_there_costs_nothing():
+    job = Driven(2, 4, max_worker_failures=0, max_preemptions=0).running()
+    job.beat_all()
+    for _ in range(3):
+        assert started(fail(job, 1, "unattended")) == [1]
+        come_back(job, 1)
+    slot = job.state.slots[1]
+    assert (slot.failures, slot.given_up, job.state.preemptions) == (0, False, 0)

@@ -64,6 +64,10 @@ def test_a_size_that_makes_no_sense_is_refused_with_a_reason():
         assert job.tell(ScaleAsked(wanted)) == []
         assert "fewer" in job.reason
     assert job.tell(ScaleAsked(3)) == []
+    limited = Driven(3, 6, most_workers=6).running()
+    assert limited.tell(ScaleAsked(7)) == []
+    assert "more than the 6 shards" in limited.reason
+    assert len(started(limited.tell(ScaleAsked(6)))) == 3
 
 
 def test_asking_for_more_gives_a_spent_slot_another_chance():

@@ -19,6 +19,7 @@ import paceline
 from paceline.cli.main import app
 from paceline.core import events
 from paceline.elastic.shell.memory import Memory
+from paceline.train.audit import audit
 from paceline.train.callbacks import Modifier, Observer
 from paceline.train.config import CheckpointConfig, GradientCompression
 
@@ -122,6 +123,10 @@ def test_fewer_than_wanted_is_the_end_with_a_verdict(tmp_path):
     with pytest.raises(paceline.PeerLostError, match="1 workers are left of at least 2"):
         fit(config)
     assert of(events.Verdict, folder)
+    (failed,) = of(events.RunFailed, folder)
+    assert "1 workers are left of at least 2" in failed.reason
+    assert failed.step == small_run.steps_of(folder)[-1]
+    assert f"the run failed: {failed.reason}" in audit(journal_of(folder)).notes
 
 
 class Gate(Modifier):

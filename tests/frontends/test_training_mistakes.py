@@ -104,7 +104,7 @@ def test_a_model_function_that_returns_something_else(config):
 def test_what_an_objective_must_return(config, objective, said):
     with pytest.raises(PacelineError, match=said) as caught:
         fit(config, objective=objective)
-    assert "in epoch 0, step 0, shard" in notes_of(caught.value)
+    assert "in epoch 0, step 1, shard" in notes_of(caught.value)
 
 
 def test_an_objective_with_the_wrong_arguments_is_refused_before_a_worker_starts(config):
@@ -124,7 +124,7 @@ def test_an_objective_with_the_wrong_arguments_is_refused_before_a_worker_starts
 def test_batches_that_are_no_pairs(config, data, said):
     with pytest.raises(UsageError, match=said) as caught:
         small_run.trainer(config).fit(data)
-    assert "in epoch 0, step 0, shard" in notes_of(caught.value)
+    assert "in epoch 0, step 1, shard" in notes_of(caught.value)
 
 
 @pytest.mark.parametrize("data", [None, 5, object(), "text"])
@@ -137,7 +137,7 @@ def test_data_of_no_known_kind(config, data):
 def test_data_that_does_not_fit_the_model(config):
     with pytest.raises(RankFailedError, match="mat1 and mat2 shapes") as caught:
         small_run.trainer(config).fit((torch.zeros(54, 7), torch.zeros(54, dtype=torch.int64)))
-    assert "in epoch 0, step 0, shard" in notes_of(caught.value)
+    assert "in epoch 0, step 1, shard" in notes_of(caught.value)
 
 
 def test_a_mistake_in_the_evaluation(config):

@@ -13,6 +13,7 @@ import pytest
 from tests.waiting import wait_for
 
 from paceline.core.chaos import Chaos
+from paceline.core.events import FaultInjected
 from paceline.engines.local import memory_group
 from paceline.train.chaos import InjectedError, Injector
 
@@ -94,10 +95,91 @@ def test_what_is_not_meant_for_it_does_not_meet_it(text):
     assert (code, lines[-1], err) == (0, "done", "")
 
 
-def test_a_replacement_does_not_die_the_same_death_unless_told_to():
-    assert finish("kill rank=1 step=2", attempt=2)[1][-1] == "done"
+def test_lives_can_be_named():
+    assert finish("kill rank=1 step=2 attempt=1", attempt=2)[1][-1] == "done"
     assert finish("kill rank=1 step=2 attempt=all", attempt=2)[1][-1] == "2 data"
-    assert finish("kill rank=1 step=2 times=2", attempt=3)[1][-1] == "done"
+    assert finish("kill rank=1 step=2 times=2 attempt=1", attempt=3)[1][-1] == "done"
+    assert finish("kill rank=1 step=2", attempt=2)[1][-1] == "2 data"
+
+
+def lives_of(text: str, many: int, steps: int = 8) -> list[list[str]]:
+    """What each of so many lives of a rank met, one after the other, each told what those before it met."""
+    told: list[FaultInjected] = []
+
+    def announce(event: FaultInjected, before: int, *, once: bool) -> bool:
+        told.append(event)
+        return True
+
+    found = []
+    for life in range(1, many + 1):
+        injector = Injector(Chaos(text), slot=0, attempt=life, announce=announce)
+        injector.has_met([event.index for event in told])
+        before = len(told)
+        for step in range(1, steps + 1):
+            try:
+                for phase in PHASES:
+                    injector.at(phase, step)
+                injector.corrupt(step)
+            except InjectedError:
+                break
+        found.append([f"{event.index}@{event.step}" for event in told[before:]])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("text", "met"),
+    [
+        # Whatever ended the life before, the next fault of the rank comes in the next life, and comes once.
+        ("raise rank=0 step=5; raise rank=0", [["1@1"], ["0@5"], []]),
+        ("raise rank=0 step=3; corrupt rank=0 step=6; raise rank=0 step=7", [["0@3"], ["1@6", "2@7"], []]),
+        ("raise rank=0 step=2 times=2", [["0@2"], ["0@2"], []]),
+        ("corrupt rank=0 step=2 times=2; raise rank=0 step=2 phase=optimizer", [["1@2"], ["0@2", "0@3"], []]),
+        ("raise rank=0 step=2 attempt=2; raise rank=0 step=4", [["1@4"], ["0@2"], []]),
+        ("raise rank=0 step=2 attempt=all", [["0@2"], ["0@2"], ["0@2"]]),
+        ("raise rank=all step=2", [["0@2"], [], []]),
+    ],
+)
+def test_without_a_named_life_a_fault_comes_once_in_a_run(text, met):
+    assert lives_of(text, 3) == met
+
+
+def test_slow_begins_once_and_ends_with_the_life(monkeypatch):
+    monkeypatch.setattr("paceline.train.chaos.time.sleep", lambda seconds: None)
+    second = Injector(Chaos("slow rank=0 factor=3; raise rank=0"), slot=0, attempt=2)
+    second.has_met([1])  # the life before ended before it computed a shard
+    second.at("data", 1)
+    assert second.slow(1.0) == 2.0
+    third = Injector(Chaos("slow rank=0 factor=3; raise rank=0"), slot=0, attempt=3)
+    third.has_met([1, 0])
+    third.at("data", 1)
+    assert third.slow(1.0) == 0.0
+
+
+def test_a_fault_waits_for_its_next_chance_while_nobody_knows_of_it():
+    heard, told = [False], []
+
+    def announce(event: FaultInjected, before: int, *, once: bool) -> bool:
+        told.append((event.step, event.phase, event.fault, event.rank, before, once))
+        return heard[0]
+
+    injector = Injector(Chaos("raise rank=3 step=2 phase=forward"), slot=3, announce=announce)
+    for step in (1, 2):
+        for phase in PHASES:
+            injector.at(phase, step)
+    heard[0] = True
+    with pytest.raises(InjectedError):
+        injector.at("forward", 3)
+    injector.at("forward", 4)
+    fault = "raise rank=3 step=2 phase=forward"
+    assert told == [(2, "forward", fault, 3, 0, True), (3, "forward", fault, 3, 0, True)]
+
+
+def test_a_fault_that_names_its_life_does_not_wait():
+    injector = Injector(
+        Chaos("raise rank=0 step=2 attempt=1"), slot=0, announce=lambda event, before, once: once
+    )
+    with pytest.raises(InjectedError):
+        injector.at("data", 2)
 
 
 def test_a_stopped_process_stands_until_it_is_continued():

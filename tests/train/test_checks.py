@@ -14,12 +14,18 @@ from paceline.train.config import (
     LossScaling,
     TrainConfig,
 )
+from paceline.train.fault_tolerance import FaultTolerance
 
 REFUSED = [
     (
         {"workers": 4, "shards": 3},
         100,
         r"workers=4 for shards=3: .* 4 - 3 = 1 of them would have nothing to do",
+    ),
+    (
+        {"workers": 2, "fault_tolerance": FaultTolerance(min_workers=3)},
+        100,
+        "fault_tolerance.min_workers=3 for workers=2: the run would stop before it begins",
     ),
     ({"workers": 2, "shards": 4, "mode": "fast"}, 100, 'mode="fast" with workers=2 and shards=4'),
     ({"shards": 100_000, "global_batch": 200_000}, 10**6, "shards=100000 is more than 65536"),

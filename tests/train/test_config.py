@@ -226,6 +226,13 @@ def test_what_is_left_open_is_filled_in_once():
     assert TrainConfig(shards=8).resolved(cores=2).threads == 1
 
 
+def test_audit_alone_is_every_hundred_steps():
+    assert TrainConfig(audit=True).resolved(2).audit_every == 100
+    assert TrainConfig(audit=True, audit_every=7).resolved(2).audit_every == 7
+    assert TrainConfig(audit_every=7).resolved(2).audit_every == 7
+    assert TrainConfig().resolved(2).audit_every == 0
+
+
 def test_only_what_the_weights_depend_on_defines_a_run():
     run = TrainConfig(workers=4, epochs=2, schedule="constant").resolved(8)
     same = dataclasses.replace(run, workers=1, log_every=7, epochs=5, run_dir="x", progress=False)

@@ -14,7 +14,7 @@ from paceline.core.errors import ConfigError
 from paceline.train.fault_tolerance import FaultTolerance
 
 FULL = FaultTolerance(
-    enabled=False,
+    enabled=True,
     min_workers=2,
     max_worker_failures=0,
     max_preemptions=5,
@@ -32,7 +32,7 @@ FULL = FaultTolerance(
 )
 
 
-@pytest.mark.parametrize("settings", [FaultTolerance(), FULL], ids=["defaults", "everything"])
+@pytest.mark.parametrize("settings", [FaultTolerance(), FaultTolerance(enabled=False), FULL])
 def test_files_read_back_to_an_equal_object(tmp_path, settings):
     (tmp_path / "f.toml").write_text(core_config.dumps(settings))
     assert core_config.load(FaultTolerance, tmp_path / "f.toml") == settings
@@ -66,6 +66,7 @@ def test_paths_and_chaos_are_kept_as_text():
         ({"certificate": "c.pem", "key": "k.pem"}, "TLS without authority"),
         ({"certificate": "", "key": "k", "authority": "a"}, "certificate is empty"),
         ({"chaos": "kil rank=1"}, "did you mean kill?"),
+        ({"chaos": "kill rank=1", "enabled": False}, "only workers that are looked after meet faults"),
         ({"enabled": "yes"}, "expected bool"),
     ],
 )

@@ -170,7 +170,7 @@ def test_an_objective_that_raises_says_where() -> None:
 
     with pytest.raises(RuntimeError, match="bad batch") as raised:
         train(job(mlp(), DATA, objective=objective, max_steps=2, shards=2))
-    assert "in epoch 0, step 0, shard 0, a micro-batch of 6" in raised.value.__notes__[0]
+    assert "in epoch 0, step 1, shard 0, a micro-batch of 6" in raised.value.__notes__[0]
 
 
 @pytest.mark.parametrize(

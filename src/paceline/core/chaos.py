@@ -10,7 +10,7 @@ those that are known. Must not know how a fault is done.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -60,8 +60,25 @@ class Chaos:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that are named; somebody may want to know whether there are such."""
+        """The ranks that are named."""
         return tuple(sorted({part.rank for part in self.parts if part.rank is not None}))
+
+    def unmet(self, met: Collection[int], ranks: Collection[int], last_step: int) -> list[str]:
+        """What never came in a run that had these ranks and ended after `last_step`, and why. `met` are the
+        places in `parts` of what did. Random faults need not come; their rank has to be there."""
+        absent = set(self.ranks) - set(ranks)
+        found: list[str] = []
+        for index, part in enumerate(self.parts):
+            if index in met:
+                continue
+            if part.rank in absent:
+                found.append(f"{part} (there was no rank {part.rank})")
+            elif isinstance(part, Fault) and part.step is not None and part.step > last_step:
+                found.append(f"{part} (the run ended after step {last_step})")
+            elif isinstance(part, Fault):
+                where = "there" if part.phase is None else f"in phase {part.phase}"
+                found.append(f"{part} (no worker that it is for was {where} in time)")
+        return found
 
     @property
     def kinds(self) -> frozenset[str]:
@@ -107,7 +124,8 @@ def _fault(kind: str, words: list[str], statement: str) -> Fault:
         "code": _whole(given, "code", statement),
     }
     if "attempt" in given:
-        values["attempt"] = _whole_or_all(given["attempt"], "attempt", statement)
+        life = _whole_or_all(given["attempt"], "attempt", statement)
+        values["attempt"] = "all" if life is None else life
     return Fault(kind=kind, **values)
 
 

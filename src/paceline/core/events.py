@@ -60,8 +60,8 @@ class WorkerStarted(Event):
 @dataclass(frozen=True, kw_only=True)
 class WorkerFailed(Event):
     """A worker is gone; `phase` is what it was doing, `reason` one sentence for people. `cause` is one word:
-    crash, exit, raised, memory, silent, hung, corrupt, dissent, preempted, straggler; empty where nobody
-    looked after the run."""
+    crash, exit, raised, memory, silent, hung, corrupt, dissent, preempted, straggler, unattended; empty where
+    nobody looked after the run."""
 
     rank: int
     pid: int
@@ -126,6 +126,20 @@ class Verdict(Event):
     waiting: str
     action: str
     text: str
+
+
+@final
+@register
+@dataclass(frozen=True, kw_only=True)
+class FaultInjected(Event):
+    """A fault on demand is about to act, in the worker of this rank. `fault` is its text, `index` its place
+    among those that were asked for, from 0."""
+
+    rank: int
+    step: int
+    phase: str
+    fault: str
+    index: int
 
 
 @final
@@ -213,6 +227,16 @@ class RunEnded(Event):
     epoch: int
     reason: str
     hash: str
+
+
+@final
+@register
+@dataclass(frozen=True, kw_only=True)
+class RunFailed(Event):
+    """A supervised run is over without having come to its end; `step` is the last one in the journal."""
+
+    step: int
+    reason: str
 
 
 @final

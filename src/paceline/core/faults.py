@@ -11,7 +11,7 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn, final
+from typing import Any, Final, Literal, NoReturn, final
 
 from paceline.core.errors import ConfigError
 
@@ -48,9 +48,11 @@ class Fault:
     phase     where in the step; None: at once
     factor    slow: how many times as long a shard takes
     seconds   how long it lasts; None: for ever (partition: 5 s)
-    times     how often in one worker's life; how many lives, for what ends a life; slow: for so many steps
+    times     how often; slow: for so many steps
     code      exit: the exit code
-    attempt   in which life of the rank, from 1, so that a replacement does not die the same death; None: all
+    attempt   in which life of the rank, from 1, or "all". None: once in a run (or `times`), in whichever life
+              gets there, so that no replacement dies the same death. With it `times` is how often in one
+              life, or, for what ends a life, in how many lives
     """
 
     kind: str
@@ -61,7 +63,7 @@ class Fault:
     seconds: float | None = None
     times: int | None = None
     code: int | None = None
-    attempt: int | None = 1
+    attempt: int | Literal["all"] | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -77,7 +79,8 @@ class Fault:
         for name, value in filled.items():
             if value is not None and name not in KINDS[self.kind]:
                 refuse_word(name, f"field of {self.kind}", KINDS[self.kind], f"{self.kind} {name}={value}")
-        _check_values(self.kind, filled | {"rank": self.rank, "attempt": self.attempt})
+        life = None if self.attempt == "all" else self.attempt
+        _check_values(self.kind, filled | {"rank": self.rank, "attempt": life})
         if self.kind == "slow" and self.factor is None:
             object.__setattr__(self, "factor", _SLOW_FACTOR)
         if self.kind == "partition" and self.seconds is None:
@@ -94,8 +97,10 @@ class Fault:
         """Whether life number `attempt` of this rank is concerned at all."""
         if self.rank is not None and self.rank != rank:
             return False
-        lives = self.times if self.ends_a_life else None
         if self.attempt is None:
+            return True
+        lives = self.times if self.ends_a_life else None
+        if self.attempt == "all":
             return lives is None or attempt <= lives
         return self.attempt <= attempt < self.attempt + (lives or 1)
 
@@ -108,7 +113,7 @@ class Fault:
             ("for", None if self.seconds is None else f"{_shown(self.seconds)}s"),
             ("times", _shown(self.times)),
             ("code", _shown(self.code)),
-            ("attempt", {1: None, None: "all"}.get(self.attempt, _shown(self.attempt))),
+            ("attempt", None if self.attempt is None else str(self.attempt)),
         ]
         return " ".join([self.kind, *(f"{name}={text}" for name, text in words if text is not None)])
 

@@ -31,6 +31,7 @@ from paceline.core.control.messages import (
     Seen,
     Start,
 )
+from paceline.core.control.unheard import SUPERVISOR_LOST_EXIT_CODE
 from paceline.core.errors import PacelineError, RendezvousError, WireError
 from paceline.elastic.shell.deaths import how_it_died
 from paceline.elastic.shell.look import LOOK_SECONDS, Look
@@ -45,7 +46,6 @@ _AWAY_SECONDS: Final = 60.0
 _SAVE_SECONDS: Final = 600.0  # after which workers that do not end without a supervisor are ended
 _PAUSE_SECONDS: Final = 0.2
 _END_SECONDS: Final = 30.0
-_GIVE_UP_CODE: Final = 76
 
 
 @final
@@ -93,7 +93,7 @@ class Agent:
                     return 0
                 if self._channel is None and not self._reconnect():
                     self._say("the supervisor is gone and the workers have ended")
-                    return _GIVE_UP_CODE
+                    return SUPERVISOR_LOST_EXIT_CODE
                 self._turn(1.0)
             what = "this machine is refused" if self._ended.code else "the job has ended"
             self._say(f"{what}: {self._ended.reason}")

@@ -27,7 +27,9 @@ def wait_before_start(settings: Settings, slot: int, failures: int, total: int) 
 
 def after_failure(settings: Settings, slot: Slot, kind: FailureKind, worked: float, now: float) -> Slot:
     """The slot after its worker failed, having worked in views for so long."""
-    failures = 1 if worked >= settings.forgive_seconds else slot.failures + 1
+    forgiven = worked >= settings.forgive_seconds
+    failures = 1 if forgiven else slot.failures + 1
+    weight = 1.0 if forgiven else slot.weight
     total = slot.total_failures + 1
     given_up = failures > settings.max_worker_failures
     return replace(
@@ -35,7 +37,7 @@ def after_failure(settings: Settings, slot: Slot, kind: FailureKind, worked: flo
         worker=None,
         failures=failures,
         total_failures=total,
-        weight=slot.weight / 2 if kind == "memory" else slot.weight,
+        weight=weight / 2 if kind == "memory" else weight,
         given_up=given_up,
         starts_at=None if given_up else now + wait_before_start(settings, slot.number, failures, total),
     )
@@ -46,6 +48,12 @@ def after_preemption(settings: Settings, slot: Slot, preemptions: int, now: floa
     if preemptions > settings.max_preemptions:
         return replace(slot, worker=None, starts_at=None, given_up=True)
     # Another machine whose worker is asked to go is likely to leave altogether.
+    return replace(slot, worker=None, starts_at=now if slot.place == HOME else now + settings.backoff)
+
+
+def after_absence(settings: Settings, slot: Slot, now: float) -> Slot:
+    """The slot after its worker left because the supervisor stayed away: not the worker's failure."""
+    # The agent of another machine has most likely left for the same reason.
     return replace(slot, worker=None, starts_at=now if slot.place == HOME else now + settings.backoff)
 
 

@@ -13,17 +13,17 @@ Deal = tuple[tuple[int, ...], ...]
 
 def counts(shards: int, speeds: Sequence[float], kept: Sequence[int] | None = None) -> list[int]:
     """How many shards each rank computes, so that the slowest is done as early as can be. `kept` is what each
-    has at least. Of equals the faster comes first, then the lower rank."""
+    has at least. Of equals who has fewer comes first, then the faster, then the lower rank."""
     have = list(kept) if kept is not None else [0] * len(speeds)
     heap = [
-        ((count + 1) / speed, -speed, rank)
+        ((count + 1) / speed, count, -speed, rank)
         for rank, (count, speed) in enumerate(zip(have, speeds, strict=True))
     ]
     heapq.heapify(heap)
     for _ in range(shards - sum(have)):
-        _, minus_speed, rank = heap[0]
+        _, _, minus_speed, rank = heap[0]
         have[rank] += 1
-        heapq.heapreplace(heap, ((have[rank] + 1) / -minus_speed, minus_speed, rank))
+        heapq.heapreplace(heap, ((have[rank] + 1) / -minus_speed, have[rank], minus_speed, rank))
     return have
 
 

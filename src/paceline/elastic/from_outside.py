@@ -134,13 +134,22 @@ def agent_lost(job: State, event: AgentLost, now: float, out: list[Action]) -> s
     return mend(job, gone, why, now, out)
 
 
-def scale_asked(job: State, event: ScaleAsked, now: float, out: list[Action]) -> str:
-    """Somebody wants another number of workers."""
-    least = max(1, job.settings.min_workers)
-    if event.workers < least:
-        return f"{event.workers} workers are fewer than the {least} that are needed at least"
+def why_not_this_size(job: State, workers: int) -> str | None:
+    """Why the job cannot have so many workers; None: it can be asked to."""
+    least, most = max(1, job.settings.min_workers), job.settings.most_workers
+    if workers < least:
+        return f"{workers} workers are fewer than the {least} that are needed at least"
+    if most and workers > most:
+        return f"{workers} workers are more than the {most} shards of a step: some would have nothing to do"
     if job.stop is not None:
         return "the job is stopping: its size stays"
+    return None
+
+
+def scale_asked(job: State, event: ScaleAsked, now: float, out: list[Action]) -> str:
+    """Somebody wants another number of workers."""
+    if (why := why_not_this_size(job, event.workers)) is not None:
+        return why
     usable = [slot for slot in job.slots.values() if slot.usable]
     if event.workers > len(usable):
         return _grow(job, event.workers - len(usable), now, out)

@@ -28,6 +28,7 @@ from math import inf
 from typing import Any, TypeAlias, final
 
 from paceline.elastic import from_members as members, from_outside as outside
+from paceline.elastic.from_outside import why_not_this_size
 from paceline.elastic.laws import validate, validate_change, validate_step
 from paceline.elastic.model import (
     Action,
@@ -64,6 +65,7 @@ __all__ = [
     "validate",
     "validate_change",
     "validate_step",
+    "why_not_this_size",
 ]
 
 Handler: TypeAlias = Callable[[State, Any, float, list[Action]], str]

@@ -43,10 +43,21 @@ class Standing(enum.Enum):
 
 
 FailureKind = Literal[
-    "crash", "exit", "raised", "memory", "silent", "hung", "corrupt", "dissent", "preempted", "straggler"
+    "crash",
+    "exit",
+    "raised",
+    "memory",
+    "silent",
+    "hung",
+    "corrupt",
+    "dissent",
+    "preempted",
+    "straggler",
+    "unattended",
 ]
 """crash: killed by a signal; silent: no heartbeats; hung: beats but does not go on; memory: the kernel killed
-it for memory; preempted: it was asked to go (SIGTERM) or its machine left: another budget."""
+it for memory; preempted: it was asked to go (SIGTERM) or its machine left: another budget; unattended: it
+left because no supervisor was there: no budget at all."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +67,7 @@ class Settings:
     workers: int
     shards: int
     min_workers: int = 1
+    most_workers: int = 0  # that somebody may ask for; 0: any number
     max_worker_failures: int = 3  # per slot; more, and the slot is given up
     max_preemptions: int = 100  # of all slots together
     backoff: float = 0.5  # before the second start in a row; the first replacement starts at once

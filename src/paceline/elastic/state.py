@@ -50,7 +50,8 @@ class Slot:
     worker     the incarnation that has it now; None: none has
     starts_at  when the next one is to be started, if none has it
     failures   in a row
-    weight     of its speed in the deal: halved each time the kernel killed its worker for memory
+    weight     of its speed in the deal: halved each time the kernel killed its worker for memory, and whole
+               again with the first failure after `forgive_seconds` of good work
     replaced   how often its worker was replaced for being slow
     given_up   the budget is spent
     wanted     False: to be gone when its worker has left

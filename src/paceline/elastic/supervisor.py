@@ -43,7 +43,7 @@ from paceline.elastic.model import (
     StopAsked,
     Ticked,
 )
-from paceline.elastic.shell import gate
+from paceline.elastic.shell import gate, unheard
 from paceline.elastic.shell.actions import Actions
 from paceline.elastic.shell.caller import Caller
 from paceline.elastic.shell.chronicle import Chronicle
@@ -51,6 +51,7 @@ from paceline.elastic.shell.connection import Connection
 from paceline.elastic.shell.ending import Ending
 from paceline.elastic.shell.gate import Gate
 from paceline.elastic.shell.guests import Guests
+from paceline.elastic.shell.injections import Injections
 from paceline.elastic.shell.memory import Memory, Remembered
 from paceline.elastic.shell.places import Places
 from paceline.elastic.shell.staff import PATIENCE_SECONDS, Staff
@@ -89,6 +90,7 @@ class Supervisor:
         self.caller = Caller(
             caller, self.selector, self, float(spec.options.get("patience", PATIENCE_SECONDS))
         )
+        self.injections = Injections(self)
         self.staff = Staff(self, payload)
         self.chronicle.on_flush = self.staff.confirm
         self.guests = Guests(self.staff.come, lambda *offer: self.places.come(*offer), self._asked)
@@ -157,6 +159,8 @@ class Supervisor:
         address.write(
             self.folder, Whereabouts(host=host, port=port, pid=os.getpid(), attempt=self.spec.attempt, **tls)
         )
+        # Before anything else is written: it happened before.
+        unheard.take_in(self.chronicle, self.folder, self.secret)
         now = time.time()
         where = f"{host}:{port}"
         self.chronicle.write(
@@ -254,6 +258,7 @@ class Supervisor:
                 fingerprint=self.staff.likeness.fingerprint,
                 model=self.staff.likeness.model,
                 processes={n: (seat.pid, seat.hostname) for n, seat in self.staff.seats.items() if seat.pid},
+                injected=self.injections.came,
             )
         )
 
@@ -264,9 +269,12 @@ class Supervisor:
     def _asked(self, connection: Connection, ask: Ask) -> None:
         """A tool wants something."""
         match ask.what:
-            case "scale" if ask.number >= 1:
+            case "scale" if (why := machine.why_not_this_size(self.state, ask.number)) is not None:
+                connection.send(Answer(done=False, text=why))
+            case "scale":
                 self.feed(ScaleAsked(ask.number))
-                connection.send(Answer(done=True, text=f"the job is asked to have {ask.number} workers"))
+                many = "1 worker" if ask.number == 1 else f"{ask.number} workers"
+                connection.send(Answer(done=True, text=f"the job is asked to have {many}"))
             case "stop":
                 self.feed(StopAsked(ask.text or "paceline stop"))
                 connection.send(Answer(done=True, text="the job is asked to save and end"))

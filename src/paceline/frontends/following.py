@@ -33,6 +33,8 @@ class Following:
         self.steps = StepLog()
         self.failures: list[events.WorkerFailed] = []
         self.workers = info.workers
+        self.ranks: set[int] = set()
+        self.injected: set[int] = set()  # faults on demand that came, by their place in the chaos
 
     def read(self) -> None:
         """Tells what is new."""
@@ -102,5 +104,9 @@ class Following:
             )
         elif isinstance(event, events.WorkerFailed):
             self.failures.append(event)
+        elif isinstance(event, events.WorkerStarted):
+            self.ranks.add(event.rank)
+        elif isinstance(event, events.FaultInjected):
+            self.injected.add(event.index)
         elif isinstance(event, events.ViewChanged):
             self.workers = len(event.members)

@@ -9,12 +9,15 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.core.control import address, unheard
 from paceline.core.errors import ConfigError, PacelineError, UsageError
 from paceline.train.config import TrainConfig
 from paceline.train.run_folder import RunFolder
+from paceline.train.run_lock import held
 
 if TYPE_CHECKING:
     from paceline.comm.context import DistributedContext
@@ -64,6 +67,7 @@ def prepare(
     if context.is_master:
         try:
             settled = as_recorded(config)
+            _refuse_chaos(settled)
             told = [settled.shards, settled.threads, str(_make_folder(settled, check).path)]
         except PacelineError as error:
             refused = error
@@ -108,12 +112,40 @@ def _count(folder: RunFolder, recorded: dict[str, Any], name: str) -> int | None
     return value
 
 
+def _refuse_chaos(config: TrainConfig) -> None:
+    if config.fault_tolerance.chaos is not None:
+        raise ConfigError(
+            "fault_tolerance.chaos inside a job (a launcher's, or a session): only workers that a supervisor "
+            "looks after meet faults",
+            remedy="leave chaos out, or call Trainer.fit outside of the job",
+            key="fault_tolerance.chaos",
+        )
+
+
 def _make_folder(config: TrainConfig, check: Callable[[TrainConfig], None] | None) -> RunFolder:
     if check is not None:
         check(config)
     if config.resume is None and config.checkpoint.enabled and config.checkpoint.url is not None:
         _check_empty(config.checkpoint.url)
-    return RunFolder.for_config(config)
+    folder = RunFolder.for_config(config)
+    if unheard.is_there(folder.path):
+        _complete_journal(folder)
+    return folder
+
+
+def _complete_journal(folder: RunFolder) -> None:
+    """What workers left there when their supervisor had stayed away is written before this start begins."""
+    from paceline.elastic.shell.chronicle import Chronicle
+    from paceline.elastic.shell.unheard import take_in
+
+    with held(folder.lock_file, str(folder.path)), suppress(PacelineError):
+        # Without their secret nobody knows whose words they are.
+        secret = address.read_secret(folder.path)
+        chronicle = Chronicle(folder.journal_file)
+        try:
+            take_in(chronicle, folder.path, secret)
+        finally:
+            chronicle.close()
 
 
 def _check_empty(url: str) -> None:

@@ -27,6 +27,8 @@ def main(task: Task) -> int:
     try:
         result = work.function(*work.args, _place(dict(task.options)))
         return call.pack_result(result, work, task.rank, tensor_payload.reducers())
+    except SystemExit:
+        raise  # reported by the engine, with its code
     except BaseException as error:
         task.fail(error)
         raise

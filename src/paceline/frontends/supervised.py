@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import time
 from contextlib import ExitStack
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, final
 
 from paceline.comm.cost import load_links
+from paceline.core.chaos import Chaos
 from paceline.core.control.auth import Tls
 from paceline.core.errors import PeerLostError
 from paceline.elastic.client import Supervised
@@ -33,6 +35,8 @@ from paceline.train.schedule import total_steps
 
 if TYPE_CHECKING:
     from paceline.train.worker import Trained, TrainJob
+
+_log = logging.getLogger(__name__)
 
 _ENTRY = "paceline.frontends.member_main:main"
 _PRELOAD = (
@@ -63,6 +67,7 @@ class RunningFit:
         config = job.config
         self.folder = RunFolder(job.folder)
         self._closing = ExitStack()
+        self._chaos = Chaos(config.fault_tolerance.chaos or "")
         self._outcome: Outcome | None = None
         self._read_at = 0.0
         self._started = time.perf_counter()
@@ -156,6 +161,7 @@ class RunningFit:
             workers=self._following.workers,
         )
         self._callbacks.end(history)
+        self._warn_of_chaos(max(steps, default=0))
         return dataclasses.replace(trained, history=history)
 
     def close(self) -> None:
@@ -169,6 +175,12 @@ class RunningFit:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _warn_of_chaos(self, last_step: int) -> None:
+        """A test that tested nothing must not look like one that was passed."""
+        unmet = self._chaos.unmet(self._following.injected, self._following.ranks, last_step)
+        if unmet:
+            _log.warning("chaos: these faults never came in this run: %s", "; ".join(unmet))
 
     def _error(self, outcome: Outcome) -> BaseException:
         if outcome.failure is not None:
@@ -201,6 +213,8 @@ def _job(config: TrainConfig, folder: RunFolder, packed: int) -> Job:
         workers=config.workers,
         shards=config.shards or config.workers,
         min_workers=care.min_workers,
+        # Where bits may differ, each worker is one slice of the batch, however many there are.
+        most_workers=(config.shards or config.workers) if config.mode == "exact" else 0,
         max_worker_failures=care.max_worker_failures,
         max_preemptions=care.max_preemptions,
         backoff=care.backoff,

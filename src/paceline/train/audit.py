@@ -100,7 +100,7 @@ def audit(journal: Iterable[Event], *, backup: bool = False) -> Audit:
         views=len(record.views),
         repairs=len(record.repairs),
         repair_seconds=tuple(repair.seconds for _, repair in record.repairs),
-        lost_workers=sum(event.cause != "preempted" for _, event in record.failures),
+        lost_workers=sum(event.cause not in ("preempted", "unattended") for _, event in record.failures),
         supervisors=record.supervisors,
         hashes={
             step: commit.event.hash
@@ -127,7 +127,9 @@ def _check_steps(record: Record, wrong: list[str], notes: list[str]) -> None:
         more = "; workers have receipts of it" if known & set(range(first, last + 1)) else ""
         wrong.append(f"{_steps_text(first, last)} {'is' if first == last else 'are'} missing{more}")
     if record.ended is None:
-        if record.steps:
+        if record.failed is not None:
+            notes.append(f"the run failed: {record.failed.reason}")
+        elif record.steps:
             notes.append("the journal has no run_ended: the run was killed, or is still running")
     elif record.ended.step != record.last:
         wrong.append(
@@ -236,7 +238,7 @@ def _check_samples(
         return reported
     left_out = step.taken - step.samples
     # After a repair another worker may have read what the first could not.
-    again = any(members.step == step.step - 1 for view, members in record.views.items() if view[1] > 1)
+    again = step.step in record.done_again
     if left_out != len(reported) and not (again and 0 <= left_out < len(reported)):
         wrong.append(
             f"step {step.step} took {step.taken} positions and applied {step.samples} samples, and "

@@ -19,13 +19,13 @@ samples.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from paceline.train.audit_record import Member, Receipt, Record, View
+from paceline.train.audit_record import Member, Members, Receipt, Record, View
 
 _SHOWN = 20
 
@@ -59,9 +59,12 @@ def check(record: Record, *, backup: bool, wrong: list[str], notes: list[str]) -
         receipts_of.setdefault(receipt.view, {}).setdefault(receipt.member, []).append(receipt)
     by_receipt = by_commit = 0
     following: View | None = None
+    course = _Course(record)
     for view in sorted(steps_of, reverse=True):
         same = following if following is not None and following[0] == view[0] else None
-        checked = _ViewCheck(record, view, same, steps_of[view], receipts_of.get(view, {}), backup, wrong)
+        checked = _ViewCheck(
+            record, course, view, same, steps_of[view], receipts_of.get(view, {}), backup, wrong
+        )
         following = view
         checked.run()
         by_receipt += checked.by_receipt
@@ -137,7 +140,7 @@ def _check_strays(
     for receipt in counting:
         steps = set(_outside(receipt, supervised, ordered))
         steps |= {step for step in moved if receipt.first <= step <= receipt.last}
-        for step in steps & set(final):
+        for step in steps & final.keys():
             members = record.views.get(final[step])
             if receipt.view < final[step] and members is not None and receipt.member in members.shards:
                 stayed.setdefault(step, set()).add((receipt.view, receipt.member))
@@ -157,12 +160,39 @@ def _gone(record: Record, before: View, after: View) -> bool:
 
 
 @final
+class _Course:
+    """What a view must know of those that came after it, looked up once for all of them."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+        self._views = sorted(record.views)
+        # By session: another one may have a process of the same number.
+        self._last_seen = {(view[0], one): view for view in self._views for one in record.views[view].shards}
+        self._lost: dict[int, set[Member]] = {}
+        for session, event in record.failures:
+            self._lost.setdefault(session, set()).add((event.rank, event.pid))
+
+    def lost_in(self, session: int) -> set[Member]:
+        return self._lost.get(session, set())
+
+    def is_last_view_of(self, member: Member, view: View) -> bool:
+        return self._last_seen[view[0], member] == view
+
+    def between(self, view: View, following: View | None) -> list[Members]:
+        """The views of its session after this one, up to the next that has steps."""
+        end = (view[0] + 1, 0) if following is None else (following[0], following[1] + 1)
+        found = self._views[bisect_right(self._views, view) : bisect_left(self._views, end)]
+        return [self._record.views[one] for one in found]
+
+
+@final
 class _ViewCheck:
     """The steps of one view, and what its members say about them."""
 
     def __init__(
         self,
         record: Record,
+        course: _Course,
         view: View,
         following: View | None,
         steps: list[int],
@@ -174,12 +204,10 @@ class _ViewCheck:
         self._backup, self._wrong = backup, wrong
         session, self._generation = view
         self._where = f"in generation {self._generation}"
-        self._lost = {(event.rank, event.pid) for s, event in record.failures if s == session}
-        later = sorted(other for other in record.views if other[0] == session and other > view)
-        self._later: set[Member] = set().union(*(record.views[other].shards for other in later))
+        self._lost, self._course = course.lost_in(session), course
         self._open = session not in record.ended_sessions and following is None
         # Views that broke before their first step are between this one and the next that has steps.
-        next_ones = [record.views[other] for other in later if following is None or other <= following]
+        next_ones = course.between(view, following)
         self._next = next_ones[0] if next_ones else None
         self._given: set[Member] = set().union(*(members.given for members in next_ones))
         self.by_receipt = self.by_commit = 0
@@ -225,7 +253,7 @@ class _ViewCheck:
                 self.by_receipt += covered * len(receipt.shards)
             expected = max(expected, end + 1)
         if expected <= last:
-            was_lost = member in self._lost and member not in self._later
+            was_lost = member in self._lost and self._course.is_last_view_of(member, self._view)
             if was_lost or self._open or (expected == last and self._had_no_result(member)):
                 self.by_commit += (last - expected + 1) * len(shards) if count else 0
             else:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeAlias
 
 from paceline.core import events
@@ -68,10 +69,12 @@ class Members:
 
 @dataclass
 class Record:
-    """A journal, sorted. `steps` are the commits that count, `lost` those that were done again."""
+    """A journal, sorted: not changed once it is read. `steps` are the commits that count, `lost` those that
+    were done again."""
 
     started: events.RunStarted | None = None
     ended: events.RunEnded | None = None
+    failed: events.RunFailed | None = None
     steps: dict[int, Commit] = field(default_factory=dict)
     lost: list[Commit] = field(default_factory=list)
     doubled: list[tuple[Commit, Commit]] = field(default_factory=list)
@@ -88,9 +91,14 @@ class Record:
     supervisors: int = 0
     sessions: int = 0
 
-    @property
+    @cached_property
     def last(self) -> int:
         return max(self.steps, default=0)
+
+    @cached_property
+    def done_again(self) -> frozenset[int]:
+        """The first step of each view that was not the first: others may have begun it before."""
+        return frozenset(members.step + 1 for view, members in self.views.items() if view[1] > 1)
 
     def superseded_after(self, receipt: Receipt) -> int | None:
         """The step after which this receipt is about work that was lost and done again; None: all counts.
@@ -153,6 +161,8 @@ def read(journal: Iterable[Event]) -> Record:
                 record.skipped.append((index, event))
             case events.ShardHashed():
                 record.shard_hashes.append((index, event))
+            case events.RunFailed():
+                record.failed = event
             case events.RunEnded():
                 record.ended = event
                 record.ended_sessions.add(session)
@@ -162,7 +172,7 @@ def read(journal: Iterable[Event]) -> Record:
 
 def _restart(record: Record, restart: Restart) -> None:
     record.restarts.append(restart)
-    record.ended = None
+    record.ended = record.failed = None
     for step in sorted(step for step in record.steps if step > restart.step):
         record.lost.append(record.steps.pop(step))
 

@@ -2,7 +2,8 @@
 
 The loop calls `at` whenever it enters a phase, `slow` after each shard and `corrupt` once a step; without
 faults for this worker each of them is one comparison. Which fault is due is core/faults.py's; here is only
-how it is done. Must not know the loop.
+how it is done, and that it is announced before it is done: a fault for which no life is named must not come
+again in another life. Must not know the loop, nor who hears of it.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
-from typing import final
+from collections.abc import Callable, Sequence
+from typing import Protocol, final
 
-from paceline.core.chaos import Chaos, Fault
+from paceline.core.chaos import Chaos, Fault, RandomFaults
+from paceline.core.events import FaultInjected
 from paceline.core.faults import PHASES, WAIT
 from paceline.engines.local import memory_group
 
@@ -33,10 +35,18 @@ class InjectedError(RuntimeError):
     """What the fault `raise` raises."""
 
 
+class Announce(Protocol):
+    """Says that a fault is about to act, and whether that is known now, whatever becomes of this process.
+    `before` is how often it acted in this life; one that is `once` in a run acts only if it is known."""
+
+    def __call__(self, event: FaultInjected, before: int, *, once: bool) -> bool: ...
+
+
 @final
 class Injector:
     """The faults of one life of one worker. `mute(seconds)` keeps its control connection silent for so long;
-    steps are counted from 1, the number that they will have once committed."""
+    steps are counted from 1, the number that they will have once committed. Without `announce` nobody is told
+    of a fault."""
 
     def __init__(
         self,
@@ -45,15 +55,28 @@ class Injector:
         slot: int,
         attempt: int = 1,
         mute: Callable[[float], None] | None = None,
+        announce: Announce | None = None,
     ) -> None:
-        given = chaos or Chaos()
+        parts = list(enumerate((chaos or Chaos()).parts))
         self._slot, self._attempt = slot, attempt
-        self._mute = mute
-        self._due = [_Due(fault) for fault in given.faults if fault.meets(slot, attempt)]
-        self._random = given.random
+        self._mute, self._announce = mute, announce
+        self._due = [
+            _Due(part, index)
+            for index, part in parts
+            if isinstance(part, Fault) and part.meets(slot, attempt)
+        ]
+        self._random = [(index, part) for index, part in parts if isinstance(part, RandomFaults)]
         self._armed = bool(self._due or self._random)
         self._step = 0
+        self._phase = PHASES[0]
         self._cut_until = 0.0
+
+    def has_met(self, met: Sequence[int]) -> None:
+        """What earlier lives of this rank met, by its place in the chaos, each as often: it does not come
+        again, unless it names its lives."""
+        for due in self._due:
+            if due.fault.attempt is None:
+                due.left -= met.count(due.index)
 
     def at(self, phase: str, step: int) -> None:
         """The worker enters this phase of this step; may never return."""
@@ -61,20 +84,21 @@ class Injector:
             return
         if step != self._step:
             self._turn_to(step)
+        self._phase = phase
         if phase == "collective" and self._cut_until:
             self._wait_for_the_network()
         for due in self._due:
             fault = due.fault
             # Waiting for the others is no part of a step: a fault comes there only if it says so.
             here = fault.phase == phase or (fault.phase is None and phase != WAIT)
-            if here and fault.kind not in _ELSEWHERE and due.take(step):
+            if here and fault.kind not in _ELSEWHERE and self._takes(due):
                 self._do(fault, phase)
 
     def slow(self, seconds: float) -> float:
         """A shard took so long; a straggler takes longer: by so many seconds."""
         if not self._armed:
             return 0.0
-        extra = seconds * sum((due.fault.factor or 1.0) - 1.0 for due in self._due if due.slows(self._step))
+        extra = seconds * sum((due.fault.factor or 1.0) - 1.0 for due in self._due if self._slows(due))
         if extra > 0.0:
             time.sleep(extra)
         return extra
@@ -85,10 +109,7 @@ class Injector:
             return False
         if step != self._step:
             self._turn_to(step)
-        taken = [due for due in self._due if due.fault.kind == "corrupt" and due.take(step)]
-        for due in taken:
-            self._say(due.fault, "gradient")
-        return bool(taken)
+        return bool([due for due in self._due if due.fault.kind == "corrupt" and self._takes(due)])
 
     def _turn_to(self, step: int) -> None:
         if self._step == 0 and self._attempt == 1:
@@ -97,12 +118,47 @@ class Injector:
         self._step = step
         # A step that is done again after a repair has been drawn for already.
         if not any(due.drawn and due.fault.step == step for due in self._due):
-            drawn = [faults.draw(step, self._slot, self._attempt) for faults in self._random]
             self._due = [due for due in self._due if not due.drawn]
-            self._due += [_Due(fault, drawn=True) for fault in drawn if fault is not None]
+            for index, faults in self._random:
+                fault = faults.draw(step, self._slot, self._attempt)
+                if fault is not None:
+                    self._due.append(_Due(fault, index, drawn=True))
+
+    def _takes(self, due: _Due) -> bool:
+        """Whether the fault comes now. One that is to come once in a run is put off to the next chance while
+        nobody knows that it came: it may be the end of this process, and the next life would meet it too."""
+        if not due.is_due(self._step):
+            return False
+        fault, once = due.fault, due.fault.attempt is None
+        event = FaultInjected(
+            time=time.time(),
+            rank=self._slot,
+            step=self._step,
+            phase=self._phase,
+            fault=str(fault),
+            index=due.index,
+        )
+        known = self._announce is None or self._announce(event, due.taken, once=once)
+        if once and not known:
+            return False
+        due.take(self._step)
+        self._say(fault)
+        return True
+
+    def _slows(self, due: _Due) -> bool:
+        fault, step = due.fault, self._step
+        if fault.kind != "slow":
+            return False
+        if due.began is None:
+            if not self._takes(due):
+                return False
+            due.began = (step, time.monotonic())
+        first, since = due.began
+        return (fault.times is None or step < first + fault.times) and (
+            fault.seconds is None or time.monotonic() < since + fault.seconds
+        )
 
     def _do(self, fault: Fault, phase: str) -> None:
-        self._say(fault, phase)
         match fault.kind:
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -134,46 +190,39 @@ class Injector:
         hang(self._cut_until - time.monotonic())
         self._cut_until = 0.0
 
-    def _say(self, fault: Fault, phase: str) -> None:
+    def _say(self, fault: Fault) -> None:
         _log.warning(
             "chaos: %s meets rank %d (pid %d) in phase %s of step %d",
             fault,
             self._slot,
             os.getpid(),
-            phase,
+            self._phase,
             self._step,
         )
 
 
 @final
 class _Due:
-    """A fault and how often it may still come in this life."""
+    """A fault, its place in the chaos, how often it came in this life and may still come."""
 
-    def __init__(self, fault: Fault, *, drawn: bool = False) -> None:
-        self.fault = fault
+    def __init__(self, fault: Fault, index: int, *, drawn: bool = False) -> None:
+        self.fault, self.index = fault, index
         self.drawn = drawn
-        self._left = 1 if fault.times is None or fault.ends_a_life else fault.times
+        # In lives that are named, what ends one comes once in each; slow begins once, and lasts.
+        single = fault.kind == "slow" or (fault.ends_a_life and fault.attempt is not None)
+        self.left = 1 if single else fault.times or 1
+        self.taken = 0
+        self.began: tuple[int, float] | None = None
         self._last_step = -1
-        self._began: tuple[int, float] | None = None
 
-    def take(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """Whether it comes now; once a step at most."""
-        if self._left == 0 or step < (self.fault.step or 0) or step == self._last_step:
-            return False
-        self._left -= 1
-        self._last_step = step
-        return True
+        return self.left > 0 and step >= (self.fault.step or 0) and step != self._last_step
 
-    def slows(self, step: int) -> bool:
-        fault = self.fault
-        if fault.kind != "slow" or step < (fault.step or 0):
-            return False
-        if self._began is None:
-            self._began = (step, time.monotonic())
-        first, since = self._began
-        return (fault.times is None or step < first + fault.times) and (
-            fault.seconds is None or time.monotonic() < since + fault.seconds
-        )
+    def take(self, step: int) -> None:
+        self.left -= 1
+        self.taken += 1
+        self._last_step = step
 
 
 def hang(seconds: float | None) -> None:

@@ -52,6 +52,13 @@ def _workers_and_shards(config: TrainConfig, samples: int | None) -> None:
             f"{config.workers} - {shards} = {idle} of them would have nothing to do",
             f"set workers to {shards} or fewer, or start the run with shards={config.workers} or more",
         )
+    least = config.fault_tolerance.min_workers
+    if config.fault_tolerance.enabled and least > config.workers:
+        _refuse(
+            f"fault_tolerance.min_workers={least} for workers={config.workers}: the run would stop before it "
+            "begins, for having too few of them",
+            f"set min_workers to {config.workers} or fewer, or workers to {least} or more",
+        )
     if config.mode == "fast" and shards != config.workers:
         _refuse(
             f'mode="fast" with workers={config.workers} and shards={shards}: there each worker is one slice '

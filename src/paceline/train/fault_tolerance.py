@@ -37,7 +37,7 @@ class FaultTolerance:
     checksums             gradients are checked where they arrive: always, never, or (None) where they travel
                           between machines, not in memory that workers share. States that are handed over
                           always are
-    chaos                 faults to inject: see `paceline.Chaos`
+    chaos                 faults to inject: see `paceline.Chaos`; needs `enabled`
     """
 
     enabled: bool = True
@@ -94,6 +94,12 @@ class FaultTolerance:
             )
         if self.chaos is not None:
             object.__setattr__(self, "chaos", str(Chaos(self.chaos)) or None)
+        if self.chaos is not None and not self.enabled:
+            _refuse(
+                f"chaos={self.chaos!r} with enabled=False: only workers that are looked after meet faults",
+                "chaos",
+                "set enabled=True, or leave chaos out",
+            )
 
 
 def _refuse(message: str, key: str, remedy: str) -> None:

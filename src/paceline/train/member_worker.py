@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -26,9 +27,11 @@ from paceline.core.control import address
 from paceline.core.control.auth import Tls
 from paceline.core.control.host import host_identity, host_name
 from paceline.core.control.member_link import Address, MemberLink
+from paceline.core.control.messages import Injected
 from paceline.core.errors import PacelineError
+from paceline.core.events import FaultInjected, to_json
 from paceline.core.phase_page import PhasePage, page_file
-from paceline.train import run_setup
+from paceline.train import last_words, run_setup
 from paceline.train.assembly import Assembled, LookedAfter, local_place
 from paceline.train.chaos import Injector
 from paceline.train.ending import conclude, history_of
@@ -48,6 +51,7 @@ from paceline.train.worker import Built, Trained, TrainJob, build, new_team, tra
 _log = logging.getLogger(__name__)
 
 _DEFAULT_TIMEOUT = 300.0
+_ANNOUNCE_SECONDS = 2.0  # a supervisor answers within a few milliseconds; longer would look like a hang
 _WITH_RESULT = 2  # ranks of a machine that send the result: the first may be killed with it in its hands
 
 
@@ -82,11 +86,13 @@ def train_member(job: TrainJob, place: Place) -> Trained:
         team = new_team(context, config, announce=default_group.offer)
         stack.callback(lambda: team.context.close())
         chaos = Chaos() if place.chaos is None else Chaos(place.chaos)
+        link: MemberLink  # faults come after it is there
         injector = Injector(
             chaos,
             slot=place.slot,
             attempt=place.attempt,
             mute=lambda seconds: link.mute(seconds),
+            announce=lambda event, before, once: _announce(link, event, before, once=once),
         )
         phases = Phases(injector.at, _page(job, place, stack))
         seat = Seat(
@@ -127,15 +133,22 @@ def train_member(job: TrainJob, place: Place) -> Trained:
         membership.fingerprint = dict(assembled.fingerprint)
         membership.model = quick_hash(built.module)
         membership.attach(link, assembled, run)
-        link.start(place.start_seconds)
+        injector.has_met(link.start(place.start_seconds).injected)
         stack.callback(link.close)
         # What a worker of another machine returns reaches nobody.
         sends = _WITH_RESULT if place.lookup is not None else 0
-        return _train(membership, run, built, assembled, started, sends)
+        folder = Path(job.folder) if sees and job.folder is not None else None
+        return _train(membership, run, built, assembled, started, sends, folder)
 
 
 def _train(
-    membership: Membership, run: Run, built: Built, assembled: Assembled, started: float, sends: int
+    membership: Membership,
+    run: Run,
+    built: Built,
+    assembled: Assembled,
+    started: float,
+    sends: int,
+    folder: Path | None,
 ) -> Trained:
     history: History | None = None
     try:
@@ -143,6 +156,7 @@ def _train(
         walk(run, built, assembled)
         history = conclude(run, assembled, started)
         if not membership.finish(run, run.final_hashes[0][0]):
+            last_words.leave(membership, assembled, folder)
             raise SystemExit(SUPERVISOR_LOST_EXIT_CODE)
     except ReleasedError as released:
         _log.info("let go: %s", released)
@@ -152,6 +166,7 @@ def _train(
             return Trained(None, {}, None)
     except SupervisorGoneError as gone:
         _save_alone(membership, run, assembled, str(gone))
+        last_words.leave(membership, assembled, folder)
         raise SystemExit(SUPERVISOR_LOST_EXIT_CODE) from None
     except StartOverError as over:
         _log.warning("this worker starts over: %s", over)
@@ -214,6 +229,17 @@ def _page(job: TrainJob, place: Place, stack: ExitStack) -> PhasePage | None:
         return None
     stack.callback(page.close)
     return page
+
+
+def _announce(link: MemberLink, event: FaultInjected, before: int, *, once: bool) -> bool:
+    """Tells the supervisor that a fault on demand is about to act; whether it knows. Without a supervisor one
+    that is to come once is not even tried: it might be heard later, when nothing has come."""
+    injected = Injected(index=event.index, before=before, line=to_json(event))
+    if not link.away:
+        return link.deliver(injected, _ANNOUNCE_SECONDS)
+    if not once:
+        link.send(injected)
+    return False
 
 
 def _tamper(injector: Injector, phases: Phases) -> Callable[[Flat], None]:

@@ -125,8 +125,7 @@ class Membership:
         if self._leaving and self.link is not None:
             reason, self._leaving = self._leaving, ""
             self.link.send(Leaving(reason=reason))
-        self._tell_all()
-        self._receipts.send(self.link)
+        self.tell_rest()
         phase, seconds = self._phases.now
         return Beat(
             phase=phase,
@@ -200,6 +199,11 @@ class Membership:
             self._told_at = time.monotonic()
         if lines and link is not None:
             link.send(Told(generation=self._team.generation, lines=lines))
+
+    def tell_rest(self) -> None:
+        """What was kept to be told together."""
+        self._tell_all()
+        self._receipts.send(self.link)
 
     def failed(self, error: BaseException, traceback_text: str) -> None:
         """This worker's own code raised."""
@@ -279,8 +283,7 @@ class Membership:
         after the job any more."""
         link = self._link()
         while True:
-            self._tell_all()
-            self._receipts.send(self.link)
+            self.tell_rest()
             stopped = run.ended if run.stopped_on_request else None
             link.send(
                 Done(generation=self._team.generation, progress=run.progress, hash=digest, stopped=stopped)
@@ -370,8 +373,7 @@ class Membership:
 
     def _next_view(self, run: Run, trouble: BaseException | None) -> View:
         link = self._link()
-        self._tell_all()
-        self._receipts.send(self.link)
+        self.tell_rest()
         if trouble is not None and self._asked is None and self._invited is not None:
             link.send(broken(self._invited, trouble))
         while True:

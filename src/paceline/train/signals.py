@@ -17,10 +17,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, final
 
+from paceline.core.control.unheard import SUPERVISOR_LOST_EXIT_CODE as SUPERVISOR_LOST_EXIT_CODE
 from paceline.core.errors import PlatformError
 
 STOPPED_EXIT_CODE = 75
-SUPERVISOR_LOST_EXIT_CODE = 76
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 

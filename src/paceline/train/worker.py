@@ -27,7 +27,7 @@ from paceline.train.config import TrainConfig
 from paceline.train.ending import conclude
 from paceline.train.evaluation import Forward
 from paceline.train.history import History
-from paceline.train.micro_batch_finder import find_for_run
+from paceline.train.micro_batch_finder import find_for_run, is_out_of_memory
 from paceline.train.objective import Objective
 from paceline.train.own_process import OwnProcess
 from paceline.train.precision import autocast
@@ -127,6 +127,11 @@ def walk(run: Run, built: Built, assembled: Assembled) -> None:
                 checked = True
         except Exception as error:
             error.add_note(_where(micro, built.given))
+            if is_out_of_memory(error):
+                error.add_note(
+                    'try: micro_batch="auto", which finds the largest micro-batch that fits before the first '
+                    "step, or a smaller one by hand"
+                )
             raise
     objective.check_unchanged()
 
@@ -233,7 +238,8 @@ def _observers(config: TrainConfig, context: DistributedContext, stack: ExitStac
 
 
 def _where(micro: Micro, given: Given) -> str:
-    text = f"in epoch {micro.epoch}, step {micro.step}, shard {micro.shard}, a micro-batch of {micro.count}"
+    step = micro.step + 1  # as in the journal: the number that it would have had
+    text = f"in epoch {micro.epoch}, step {step}, shard {micro.shard}, a micro-batch of {micro.count}"
     batch, size = given.config.first_batch, given.data.size
     if (
         given.config.dynamic_batch is None

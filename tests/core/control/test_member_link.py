@@ -154,6 +154,24 @@ def test_a_mute_link_says_and_hears_nothing_and_then_all_of_it():
         channel.close()
 
 
+def test_delivered_is_what_was_heard():
+    far, worker = FarEnd(), Worker()
+    with linked(far, worker) as link:
+        channel, _ = started(link, far)
+        assert not link.deliver(Installed(generation=1), 0.01)
+        answers: list[bool] = []
+        thread = threading.Thread(target=lambda: answers.append(link.deliver(Installed(generation=2), 10.0)))
+        thread.start()
+        found: list[int] = []
+        while 2 not in found:
+            found += [number for number, _ in hear(channel)]
+        channel.send(Heard(number=2))
+        thread.join()
+        assert answers == [True]
+        assert not link._kept
+        channel.close()
+
+
 def test_a_refused_worker_is_told_why():
     far, worker = FarEnd(), Worker()
     with linked(far, worker) as link:

@@ -13,7 +13,7 @@ from paceline.core.errors import PlatformError
 from paceline.data.sources import as_source
 from paceline.frontends.orchestrator.checksums import checksum, verify
 from paceline.frontends.orchestrator.metrics import Broadcast
-from paceline.frontends.orchestrator.nodes import TrainingMetrics, WorkerState
+from paceline.frontends.orchestrator.nodes import Pulse, TrainingMetrics, WorkerState
 from paceline.frontends.orchestrator.tracker import Tracker
 
 
@@ -71,6 +71,49 @@ def test_workers_and_shards_through_a_failure_and_a_replacement():
     assert len(tracker.repairs) == 1
     tracker.end()
     assert {node.state for node in tracker.nodes()} == {WorkerState.STOPPED}
+
+
+def test_measured_workers_have_a_speed_and_a_heartbeat_of_their_own():
+    tracker = Tracker(2, 4, 100, measured=True)
+    tracker.take(view(1, {0: (10, [0, 1]), 1: (11, [2, 3])}, when=2.0))
+    # No step yet: nobody knows how many samples a shard has.
+    tracker.hear([Pulse(0, 10, 2.5, 0.1)])
+    tracker.take(step(1, 3.0, samples=8))
+    assert [(node.last_heartbeat, node.speed) for node in tracker.nodes()] == [(2.5, 0.0), (2.0, 0.0)]
+    tracker.hear([Pulse(0, 10, 4.0, 0.1), Pulse(1, 11, 3.5, 1.0)])
+    assert [(node.last_heartbeat, node.speed) for node in tracker.nodes()] == [(4.0, 20.0), (3.5, 2.0)]
+    # A beat without a measurement, an older one, and somebody unknown.
+    tracker.hear([Pulse(0, 10, 5.0, 0.0), Pulse(1, 11, 3.0, 0.5), Pulse(7, 12, 5.0, 1.0)])
+    assert [(node.last_heartbeat, node.speed) for node in tracker.nodes()] == [(5.0, 20.0), (3.5, 4.0)]
+
+    # Where shards are workers, fewer workers have larger ones.
+    tracker.take(view(2, {0: (10, [0]), 1: (11, [1])}, when=6.0))
+    tracker.hear([Pulse(0, 10, 6.5, 0.1)])
+    assert tracker.nodes()[0].speed == pytest.approx(40.0)
+
+
+def test_what_was_measured_of_a_process_that_is_gone_is_void():
+    tracker = Tracker(2, 2, 100, measured=True)
+    tracker.take(view(1, {0: (10, [0]), 1: (11, [1])}))
+    tracker.take(step(1, 3.0))
+    tracker.hear([Pulse(1, 11, 3.5, 1.0)])
+    tracker.take(events.WorkerFailed(time=4.0, rank=1, pid=11, phase="forward", reason="killed by signal 9"))
+    tracker.hear([Pulse(1, 11, 9.0, 1.0)])
+    assert (tracker.nodes()[1].last_heartbeat, tracker.nodes()[1].speed) == (3.5, 0.0)
+    tracker.take(started(1, 12, 5.0))
+    tracker.hear([Pulse(1, 11, 9.0, 1.0)])
+    assert (tracker.nodes()[1].last_heartbeat, tracker.nodes()[1].speed) == (5.0, 0.0)
+    tracker.hear([Pulse(1, 12, 6.0, 0.0)])
+    assert tracker.nodes()[1].last_heartbeat == 6.0
+
+    # One that is replaced without having failed.
+    tracker.hear([Pulse(0, 10, 6.0, 1.0)])
+    assert tracker.nodes()[0].speed > 0.0
+    tracker.take(view(2, {0: (13, [0]), 1: (12, [1])}, when=7.0))
+    assert tracker.nodes()[0].speed == 0.0
+    tracker.end()
+    tracker.hear([Pulse(0, 13, 8.0, 1.0)])
+    assert tracker.nodes()[0].last_heartbeat == 7.0
 
 
 def test_a_worker_that_left_and_one_that_came_later():

@@ -44,6 +44,11 @@ def frame(message: Message, number: int = 0) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
+def unframed(data: bytes) -> Message:
+    """What `frame` was given."""
+    return _parse(data[_LENGTH.size :])[1]
+
+
 @final
 class Channel:
     """`closed` says why nothing more will come; until then it is empty."""

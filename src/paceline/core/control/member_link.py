@@ -68,12 +68,14 @@ class MemberLink:
         self._lookup = lookup
         self._unheard = unheard
         self._lock = threading.Lock()
+        self._was_heard = threading.Condition(self._lock)
         self._channel: Channel | None = None
         self._dialing: socket.socket | None = None
         self._kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes = 0
         self._number = 0
         self._sent = 0
+        self._heard = 0
         self._heartbeat = _FIRST_HEARTBEAT
         self._next_beat = 0.0
         self._cut_at = time.monotonic()
@@ -113,18 +115,29 @@ class MemberLink:
 
         From any thread, but not from a signal handler, which may interrupt this very function.
         """
+        self._send(message)
+
+    def deliver(self, message: Message, seconds: float) -> bool:
+        """Send, and wait for at most so long until it was heard and is in the journal: whether it was."""
+        number = self._send(message)
+        with self._was_heard:
+            return self._was_heard.wait_for(lambda: self._heard >= number, seconds)
+
+    def _send(self, message: Message) -> int:
         with self._lock:
             self._number += 1
-            data = channel.frame(message, self._number)
-            self._kept.append((self._number, data))
+            number = self._number
+            data = channel.frame(message, number)
+            self._kept.append((number, data))
             self._kept_bytes += len(data)
             while self._kept_bytes > KEPT_BYTES:
-                number, oldest = self._kept.popleft()
+                first, oldest = self._kept.popleft()
                 self._kept_bytes -= len(oldest)
-                _log.warning("message %d to the supervisor is given up: too many wait for it", number)
+                _log.warning("message %d to the supervisor is given up: too many wait for it", first)
             waits = self._push()
         if waits:
             self._poke()
+        return number
 
     def receive(self, timeout: float | None) -> Message | None:
         """The next message for the main thread; None when there was none in time."""
@@ -165,6 +178,11 @@ class MemberLink:
         self._thread.join()
         os.close(self._wake)
         self._wake = -1
+
+    def unheard(self) -> list[Message]:
+        """What was sent, and the supervisor never said that it heard it."""
+        with self._lock:
+            return [channel.unframed(data) for _, data in self._kept]
 
     # below: in the link's thread, but for _push and _poke
 
@@ -261,6 +279,8 @@ class MemberLink:
                 with self._lock:
                     while self._kept and self._kept[0][0] <= number:
                         self._kept_bytes -= len(self._kept.popleft()[1])
+                    self._heard = max(self._heard, number)
+                    self._was_heard.notify_all()
                 return
             case Welcome():
                 self._heartbeat = message.heartbeat

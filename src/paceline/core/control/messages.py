@@ -1,6 +1,7 @@
 """What supervisor and members say to each other, as frozen dataclasses that travel as plain data.
 
-    member  ->  supervisor    Hello, Beat, Report, Installed, Broken, Told, Receipt, Raised, Leaving, Done
+    member  ->  supervisor    Hello, Beat, Report, Installed, Broken, Told, Receipt, Injected, Raised,
+                              Leaving, Done
     agent   ->  supervisor    Offer, Exited                (a machine that joined and starts workers there)
     tool    ->  supervisor    Ask                          (paceline scale, stop, status)
     supervisor  ->  member    Welcome, Heard, Prepare, View, Stop, Dismissed, Claimed
@@ -160,6 +161,18 @@ class Receipt(Message):
 @final
 @_register
 @dataclass(frozen=True, kw_only=True)
+class Injected(Message):
+    """A fault on demand acts here as soon as this is Heard: the one at this place of the chaos, which acted
+    `before` times in this worker. `line` is the event for the journal."""
+
+    index: int
+    before: int
+    line: str
+
+
+@final
+@_register
+@dataclass(frozen=True, kw_only=True)
 class Raised(Message):
     """My code raised: the worker ends. `fault` is a PacelineError's, else "code"."""
 
@@ -263,10 +276,12 @@ class Ask(Message):
 @_register
 @dataclass(frozen=True, kw_only=True)
 class Welcome(Message):
-    """You are known. `patience`: how long to go on without a supervisor before saving and leaving."""
+    """You are known. `patience`: how long to go on without a supervisor before saving and leaving.
+    `injected`: faults on demand that your rank has met, by their place in the chaos, each as often."""
 
     heartbeat: float
     patience: float
+    injected: tuple[int, ...] = ()
 
 
 @final

@@ -9,6 +9,7 @@ import os
 import signal
 from typing import Final, final
 
+from paceline.core.control.unheard import SUPERVISOR_LOST_EXIT_CODE
 from paceline.core.errors import PacelineError
 from paceline.elastic.model import HasRaised, Lost
 from paceline.elastic.shell.seats import Seat, how_it_ended
@@ -48,6 +49,11 @@ class Deaths:
         if seat.dismissed or seat.raised is not None or (seat.done and status == 0):
             self._memory.forget(seat.pid)
             return None
+        if status == SUPERVISOR_LOST_EXIT_CODE and seat.inherited and seat.hello is None:
+            # Nobody was there to hear it: that is no error of its own, whatever its last exception was.
+            self._memory.forget(seat.pid)
+            self._drop(self.failures, seat.member)
+            return Lost(seat.member, "unattended", "the supervisor stayed away, so it saved and left")
         if failed and status is not None:
             said = payload.load(failed[0])
             if isinstance(said, report.Report):
@@ -58,8 +64,7 @@ class Deaths:
 
     def drop_result(self, member: int) -> None:
         """Nobody wants what this worker returned."""
-        for file in self.results.pop(member, ()):
-            os.close(file)
+        self._drop(self.results, member)
 
     def close(self) -> None:
         """Give back all files."""
@@ -75,6 +80,11 @@ class Deaths:
             return Lost(seat.member, kind, told or reason)
         memory, reason = how_it_died(seat.worker, status, self._memory)
         return Lost(seat.member, "memory" if memory else kind, told or reason)
+
+    @staticmethod
+    def _drop(held: dict[int, tuple[int, ...]], member: int) -> None:
+        for file in held.pop(member, ()):
+            os.close(file)
 
     def _take_files(self, seat: Seat) -> tuple[int, ...]:
         if seat.worker is None:

@@ -11,6 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any, Final, final
 
 from paceline.core.control import address
+from paceline.core.events import RunFailed
 from paceline.elastic.model import HOME, EndJob
 from paceline.elastic.shell.seats import Seat
 
@@ -66,6 +67,9 @@ class Ending:
         supervisor, end = self._supervisor, self._end
         staff = supervisor.staff
         supervisor.places.close(end.reason)
+        if not end.ok:
+            step = supervisor.chronicle.journaled
+            supervisor.chronicle.write(RunFailed(time=time.time(), step=step, reason=end.reason))
         supervisor.chronicle.flush(over=True)
         files: list[int] = []
         result = self._place_result(files) if end.ok else None

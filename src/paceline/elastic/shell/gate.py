@@ -45,7 +45,9 @@ def listen(host: str, port: int, preferred: int = 0, seconds: float = RETURN_SEC
         return _listener(host, port)
     except OSError as error:
         trouble = error
-    if isinstance(trouble, socket.gaierror) or trouble.errno == errno.EADDRNOTAVAIL:
+    # A name that nobody knows: a plain OSError with the resolver's number, which is negative.
+    unknown = trouble.errno is not None and trouble.errno < 0
+    if unknown or trouble.errno == errno.EADDRNOTAVAIL:
         raise UsageError(
             f"the control port cannot listen at {host}: {trouble.strerror}",
             remedy="give an address of this machine, or 0.0.0.0 for all of them",

@@ -11,6 +11,7 @@ from paceline.core.control.messages import (
     Broken,
     Claimed,
     Done,
+    Injected,
     Installed,
     Leaving,
     Message,
@@ -92,6 +93,8 @@ class Ear:
                 supervisor.chronicle.receive(seat.slot, seat.pid, message)
                 for step, digest in message.hashes.items():
                     supervisor.feed(Hashed(member, int(step), digest, message.generation))
+            case Injected():
+                supervisor.injections.hear(seat, message)
             case Report():
                 seat.progress = message.progress
                 supervisor.feed(

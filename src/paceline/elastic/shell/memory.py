@@ -21,13 +21,15 @@ STATE_FILE: Final = "supervisor.json"
 @dataclass(frozen=True)
 class Remembered:
     """`fingerprint` and `model` are those of the first member, which others must match in exact mode;
-    `processes` the pid and the machine of each worker, by member."""
+    `processes` the pid and the machine of each worker, by member; `injected` the faults on demand that came,
+    see injections.py."""
 
     began: Began = field(default_factory=Began)
     port: int = 0
     fingerprint: dict[str, str] | None = None
     model: str = ""
     processes: dict[int, tuple[int, str]] = field(default_factory=dict)
+    injected: tuple[tuple[int, int, int, int], ...] = ()
 
 
 @final

@@ -27,6 +27,7 @@ class Seat:
     dismissed   it was told to end, with `goodbye`; leave_by: when it must have
     expelled    nothing that it says counts any more
     process     its pid and machine as an earlier supervisor knew them
+    inherited   an earlier supervisor started it
     """
 
     member: int
@@ -51,6 +52,7 @@ class Seat:
     expelled: bool = False
     done: bool = False
     process: tuple[int, str] = (0, "")
+    inherited: bool = False
     leave_by: float = field(default=float("inf"))
 
     @property

@@ -22,6 +22,7 @@ from paceline.elastic.shell.deaths import Deaths
 from paceline.elastic.shell.hearing import Ear
 from paceline.elastic.shell.likeness import Likeness
 from paceline.elastic.shell.seats import Seat
+from paceline.elastic.shell.unheard import take_in
 from paceline.engines.local.worker import Worker
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ class Staff:
         """Workers that an earlier supervisor started; the caller kept what belongs to them."""
         for member, (slot, place) in members.items():
             known = self._supervisor.recalled.processes.get(member, (0, ""))
-            seat = Seat(member, slot, place, process=known)
+            seat = Seat(member, slot, place, process=known, inherited=True)
             self.seats[member] = seat
             self._starts[slot] += 1
             kept = self._supervisor.caller.kept.pop(member, None)
@@ -171,7 +172,13 @@ class Staff:
             if seat.worker is not None:
                 self.deaths.note(hello.pid)
         patience = self._spec.options.get("patience", PATIENCE_SECONDS)
-        connection.send(Welcome(heartbeat=self._spec.settings.heartbeat, patience=float(patience)))
+        connection.send(
+            Welcome(
+                heartbeat=self._spec.settings.heartbeat,
+                patience=float(patience),
+                injected=self._supervisor.injections.of(seat.slot),
+            )
+        )
         # What it was told last may have been lost with its connection. The machine asks members of a view
         # again; who is in none yet looks to it like one that has just come.
         again = (seat.stop, seat.view, seat.prepare) if hello.generation == 0 else (seat.stop,)
@@ -293,6 +300,9 @@ class Staff:
             seat.connection.drain()
         self._supervisor.verdicts.settle(seat.member)
         event = self.deaths.ended(seat, status, told, memory=memory)
+        if seat.inherited:
+            # It may have been about to leave when this supervisor came.
+            take_in(self._supervisor.chronicle, self._supervisor.folder, self._supervisor.secret)
         if self._supervisor.ending is None:
             # Only what is returned at the end of the job is its result.
             self.deaths.drop_result(seat.member)

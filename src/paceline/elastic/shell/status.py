@@ -27,6 +27,7 @@ def status_of(supervisor: Supervisor) -> Answer:
             "step": seat.progress[0] if seat.progress is not None else 0,
             "shards": list(dealt.get(seat.member, ())),
             "heard": round(now - seat.beat_at, 2) if seat.beat_at else None,
+            "shard_seconds": seat.beat.shard_seconds if seat.beat is not None else 0.0,
             "rss": seat.beat.rss if seat.beat is not None else 0,
         }
         for seat in sorted(supervisor.staff.seats.values(), key=lambda seat: (seat.slot, seat.member))

@@ -98,6 +98,11 @@ def _work(order: Order, task: Task) -> int:
             task.job, Message(protocol.RETURNED, task.rank, when=time.monotonic(), descriptors=(result,))
         )
         os.close(result)
+    except SystemExit as error:
+        # The code is for whoever looks at the process, also where nobody listens any more.
+        code = error.code if type(error.code) is int and 0 < error.code < 256 else _FAILED_CODE
+        with contextlib.suppress(ConnectionError):
+            task.fail(error)
     except BaseException as error:
         code = _FAILED_CODE
         task.fail(error)

@@ -17,6 +17,8 @@ from typing import Any, Protocol, Self, final
 from torch import Tensor
 
 from paceline.frontends import supervised
+from paceline.frontends.orchestrator import pulses
+from paceline.frontends.orchestrator.nodes import Pulse
 from paceline.frontends.spawn import spawn
 from paceline.train.history import History
 from paceline.train.run_folder import RunFolder
@@ -42,7 +44,10 @@ class Outcome:
 
 
 class Job(Protocol):
-    """A training under way. `wait` and `result` may be called again; `close` ends what is left, at once."""
+    """A training under way. `wait` and `result` may be called again; `close` ends what is left, at once.
+
+    `pulses` is what is measured of each worker by itself; nothing where nobody does, or not at the moment.
+    """
 
     @property
     def folder(self) -> RunFolder: ...
@@ -50,6 +55,8 @@ class Job(Protocol):
     def wait(self, timeout: float | None = None) -> bool: ...
 
     def result(self) -> Outcome: ...
+
+    def pulses(self) -> tuple[Pulse, ...]: ...
 
     def stop(self, reason: str) -> None: ...
 
@@ -76,6 +83,9 @@ class InThread(ABC):
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
+    def pulses(self) -> tuple[Pulse, ...]:
+        return ()
+
     def result(self) -> Outcome:
         if self._error is not None:
             raise self._error
@@ -94,6 +104,9 @@ class SyncJob(InThread):
         self._job = dataclasses.replace(job, stop_file=self.folder.stop_file)
         self._stop: str | None = None
         self._closing = False
+
+    def pulses(self) -> tuple[Pulse, ...]:
+        return pulses.take(self.folder.path) if self._job.config.fault_tolerance.enabled else ()
 
     def stop(self, reason: str) -> None:
         """Finish the step, save, end."""

@@ -26,10 +26,10 @@ class WorkerState(Enum):
 class WorkerNode:
     """One seat of the job. A replacement takes the seat of the worker that was lost, with another pid.
 
-    last_heartbeat  seconds since 1970 at which it was last known to be well; 0: never
+    last_heartbeat  seconds since 1970 at which it was last heard; 0: never
     failures        how often a process in this seat was lost
     shards          numbers of the shards that it computes
-    speed           samples per second, a running mean; 0 until it is known
+    speed           samples per second that it computes, a running mean; 0 until it is known
     """
 
     id: int
@@ -40,6 +40,21 @@ class WorkerNode:
     failures: int = 0
     shards: tuple[int, ...] = ()
     speed: float = 0.0
+
+
+@final
+@dataclass(frozen=True)
+class Pulse:
+    """What the supervisor knows of the process `pid` in the seat of `worker`.
+
+    heard          seconds since 1970
+    shard_seconds  a running mean of its time per shard, without what it waits for others; 0: none yet
+    """
+
+    worker: int
+    pid: int
+    heard: float
+    shard_seconds: float
 
 
 @final

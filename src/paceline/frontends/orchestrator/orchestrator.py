@@ -1,8 +1,8 @@
 """`DistributedTrainingOrchestrator`: training on many workers from inside an event loop, which never waits.
 
 What may take time (generating data, starting processes, reading the journal, checksums) is done in a few
-threads; training itself is in other processes. The loop only takes in what the run's journal says. Must not
-know how a job is carried out: `job` and `async_job` do.
+threads; training itself is in other processes. The loop only takes in what the run's journal says and, now
+and then, what is measured of the workers. Must not know how a job is carried out: `job` and `async_job` do.
 """
 
 from __future__ import annotations
@@ -50,11 +50,13 @@ _log = logging.getLogger(__name__)
 
 _THREADS = 4
 _TICK_SECONDS = 0.05
+_PULSE_SECONDS = 0.5
 _READ_BYTES = 64 * 1024
 
 
 class _Phase(Enum):
     NEW = "new"
+    INITIALIZING = "being initialised"
     READY = "ready"
     TRAINING = "training"
     CLOSED = "closed"
@@ -102,6 +104,7 @@ class DistributedTrainingOrchestrator:
         self._offset = 0
         self._asked = _Asked.NOTHING
         self._task: asyncio.Task[Any] | None = None  # the one that trains
+        self._trying: asyncio.Future[Any] | None = None  # whether workers can be started
         self._model: nn.Module | None = None
 
     # to be looked at
@@ -139,16 +142,34 @@ class DistributedTrainingOrchestrator:
     # to be called in order
 
     async def initialize_workers(self) -> None:
-        """Warms up the process that workers are forked from, and sees that so many can be started."""
+        """Warms up the process that workers are forked from, and sees that so many can be started.
+
+        Where it fails, it can be called again.
+        """
         if self._phase is not _Phase.NEW:
             raise UsageError(
                 f"initialize_workers() on an orchestrator that is {self._phase.value}",
                 remedy="call it once; after cleanup() make a new orchestrator",
             )
         preparation.refuse_inside_a_job()
-        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="paceline-orchestrator")
-        self._phase = _Phase.READY
-        await self._off_loop(partial(spawn, _say_hello, workers=self.num_workers, threads=1, preload=PRELOAD))
+        pool = self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="paceline-orchestrator")
+        self._phase = _Phase.INITIALIZING
+        try_workers = partial(spawn, _say_hello, workers=self.num_workers, threads=1, preload=PRELOAD)
+        try:
+            self._trying = asyncio.get_running_loop().run_in_executor(pool, try_workers)
+            await _finish(self._trying)
+        except BaseException:
+            if self._phase is _Phase.INITIALIZING:
+                self._phase, self._pool, self._trying = _Phase.NEW, None, None
+                # Nobody waits for its threads: of one that was cancelled twice, one is still busy.
+                pool.shutdown(wait=False)
+            raise
+        if self._phase is not _Phase.INITIALIZING:
+            raise UsageError(
+                "cleanup() was called while initialize_workers() was under way: there are no workers now",
+                remedy="await initialize_workers() before cleanup(); make a new orchestrator to train",
+            )
+        self._phase, self._trying = _Phase.READY, None
         host = socket.gethostname()
         now = time.time()
         self._nodes = tuple(
@@ -215,11 +236,13 @@ class DistributedTrainingOrchestrator:
         self._broadcast.end()
         if self._pool is None:
             return
+        if self._trying is not None:
+            # Starting workers cannot be broken off; whoever awaits it is told when it is over.
+            await asyncio.wait([self._trying])
         if self._job is not None:
             await self._off_loop(self._job.close)
         pool, self._pool = self._pool, None
-        # Its threads are idle by now.
-        pool.shutdown(wait=True)
+        await asyncio.to_thread(pool.shutdown)
         self._nodes = tuple(WorkerNode(node.id, WorkerState.STOPPED, node.host) for node in self._nodes)
 
     async def __aenter__(self) -> Self:
@@ -241,9 +264,9 @@ class DistributedTrainingOrchestrator:
 
     def _check_can_train(self) -> None:
         self._refuse(_Phase.CLOSED, "train_distributed")
-        if self._phase is _Phase.NEW:
+        if self._phase in (_Phase.NEW, _Phase.INITIALIZING):
             raise UsageError(
-                "train_distributed() before initialize_workers()",
+                f"train_distributed() before initialize_workers() was done: it is {self._phase.value}",
                 remedy="await orchestrator.initialize_workers() first, or use async with",
             )
         if self._phase is _Phase.TRAINING:
@@ -262,7 +285,13 @@ class DistributedTrainingOrchestrator:
 
     async def _train(self, prepared: Prepared) -> dict[str, Any]:
         source = prepared.given.source
-        tracker = Tracker(self.num_workers, prepared.shards, source.size, socket.gethostname())
+        tracker = Tracker(
+            self.num_workers,
+            prepared.shards,
+            source.size,
+            socket.gethostname(),
+            measured=prepared.measured,
+        )
         self._tracker, self._prepared = tracker, prepared
         ranges = [shard.range for shard in tracker.shards]
         tracker.checked(await self._off_loop(partial(checksums.checksums, source, ranges)))
@@ -292,10 +321,29 @@ class DistributedTrainingOrchestrator:
             _log.warning("while the training was stopped: %s", carried.exception())
 
     async def _carry_out(self, prepared: Prepared) -> None:
-        """From the start of the processes to their end, taking in what the journal says."""
+        """From the start of the processes to their end."""
         if self._job is not None:
             await self._off_loop(self._job.close)
         job = self._job = await self._off_loop(prepared.start)
+        # Beside the journal, whose news is not to wait for a supervisor that does not answer.
+        hearing = asyncio.create_task(self._hear(job)) if prepared.measured else None
+        try:
+            await self._follow(job)
+        finally:
+            if hearing is not None:
+                hearing.cancel()
+                await asyncio.wait([hearing])
+
+    async def _hear(self, job: Job) -> None:
+        """Takes in, now and then, what is measured of each worker."""
+        tracker = self._tracker
+        assert tracker is not None
+        while True:
+            await asyncio.sleep(_PULSE_SECONDS)
+            tracker.hear(await self._off_loop(job.pulses))
+
+    async def _follow(self, job: Job) -> None:
+        """To the end of a job, taking in what its journal says."""
         failure: PacelineError | None = None
         told = _Asked.NOTHING
         over = False
@@ -346,12 +394,15 @@ class DistributedTrainingOrchestrator:
     async def _off_loop(self, do: Callable[[], T]) -> T:
         """In a thread. Whoever is cancelled meanwhile waits for it: nothing is left half done."""
         assert self._pool is not None
-        future = asyncio.get_running_loop().run_in_executor(self._pool, do)
-        try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            await asyncio.wait([future])
-            raise
+        return await _finish(asyncio.get_running_loop().run_in_executor(self._pool, do))
+
+
+async def _finish(future: asyncio.Future[T]) -> T:
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        await asyncio.wait([future])
+        raise
 
 
 def _say_hello(context: Any) -> int:

@@ -48,12 +48,14 @@ class Given:
 @final
 @dataclass(frozen=True)
 class Prepared:
-    """A job to be, with its folder made; `shards` are those that can be looked at."""
+    """A job to be, with its folder made; `shards` are those that can be looked at. `measured`: a supervisor
+    knows of each worker when it was heard and how fast it is."""
 
     config: TrainConfig
     given: Given
     shards: int
     start: Callable[[], Job]
+    measured: bool = False
 
 
 def refuse_inside_a_job() -> None:
@@ -218,7 +220,8 @@ def make_ready(config: TrainingConfig, given: Given, workers: int) -> Prepared:
     own = config.own_aggregation
     if own is not None:
         job = dataclasses.replace(job, aggregation=own)
-    return Prepared(settled, given, settled.shards or workers, lambda: SyncJob(job).start())
+    shards, measured = settled.shards or workers, settled.fault_tolerance.enabled
+    return Prepared(settled, given, shards, lambda: SyncJob(job).start(), measured)
 
 
 def train_config(config: TrainingConfig, workers: int) -> TrainConfig:

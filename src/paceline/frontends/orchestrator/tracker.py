@@ -16,19 +16,28 @@ from paceline.data.plan import cut, deal
 from paceline.frontends.orchestrator.nodes import (
     DataShard,
     ModelVersion,
+    Pulse,
     TrainingMetrics,
     WorkerNode,
     WorkerState,
 )
 
 _SMOOTH = 0.1  # share of a new speed in the running mean
+_SAMPLES_SMOOTH = 0.2  # as that of the workers' seconds per shard: the two are divided by each other
+_PRESENT = (WorkerState.STARTING, WorkerState.TRAINING)
 
 
 @final
 class Tracker:
-    """What is known about one run. Every property is a value of the moment."""
+    """What is known about one run. Every property is a value of the moment.
 
-    def __init__(self, workers: int, shards: int, samples: int | None, host: str = "") -> None:
+    With `measured`, `hear` is told what each worker does. Without, synchronous steps are all there is: then
+    one that was committed is a sign of life of everybody, and everybody's speed is a share of the whole.
+    """
+
+    def __init__(
+        self, workers: int, shards: int, samples: int | None, host: str = "", *, measured: bool = False
+    ) -> None:
         self.workers = {i: WorkerNode(i, WorkerState.STARTING, host) for i in range(workers)}
         self.shards = [
             DataShard(index, range(start, stop))
@@ -45,9 +54,12 @@ class Tracker:
         self.last_loss = math.nan
         self.ended: events.RunEnded | None = None
         self._training = False
+        self._measured = measured
         # Of everybody together: steps come often, and workers are looked at now and then.
-        self._pulse = 0.0
+        self._committed_at = 0.0
         self._rate = 0.0
+        self._step_samples = 0.0
+        self._dealt = shards
 
     def take(self, event: Event) -> tuple[TrainingMetrics | None, list[int]]:
         """Takes one event in; the metrics of a step, and the shards that moved."""
@@ -77,6 +89,18 @@ class Tracker:
                 self.ended = event
         return None, moved
 
+    def hear(self, pulses: Sequence[Pulse]) -> None:
+        """Takes in what was measured of the workers; of processes that are not theirs any more it is void."""
+        for pulse in pulses:
+            node = self.workers.get(pulse.worker)
+            if node is None or node.pid != pulse.pid or node.state not in _PRESENT:
+                continue
+            speed = node.speed
+            if pulse.shard_seconds > 0.0 and self._step_samples > 0.0:
+                speed = self._step_samples / self._dealt / pulse.shard_seconds
+            heard = max(node.last_heartbeat, pulse.heard)
+            self.workers[pulse.worker] = replace(node, last_heartbeat=heard, speed=speed)
+
     def end(self) -> None:
         """The run is over: nobody trains any more."""
         for number, node in self.workers.items():
@@ -87,11 +111,13 @@ class Tracker:
         return tuple(self._as_of_now(self.workers[number]) for number in sorted(self.workers))
 
     def _as_of_now(self, node: WorkerNode) -> WorkerNode:
-        """A committed step is the work, and the heartbeat, of everybody in the view."""
-        if node.state is not WorkerState.TRAINING or self._pulse <= node.last_heartbeat:
+        """Where nobody measures, a committed step is the work and the heartbeat of everybody in the view."""
+        if self._measured or node.state is not WorkerState.TRAINING:
             return node
-        speed = self._rate * len(node.shards) / max(len(self.shards), 1)
-        return replace(node, last_heartbeat=self._pulse, speed=speed)
+        if self._committed_at <= node.last_heartbeat:
+            return node
+        speed = self._rate * len(node.shards) / max(self._dealt, 1)
+        return replace(node, last_heartbeat=self._committed_at, speed=speed)
 
     @property
     def training(self) -> int:
@@ -113,7 +139,7 @@ class Tracker:
         node = self.workers.get(event.rank, WorkerNode(event.rank))
         state = WorkerState.TRAINING if self._training and self.generation == 0 else WorkerState.STARTING
         self.workers[event.rank] = replace(
-            node, state=state, pid=event.pid, host=event.host, last_heartbeat=event.time
+            _of_process(node, event.pid), state=state, host=event.host, last_heartbeat=event.time
         )
 
     def _failed(self, event: events.WorkerFailed) -> list[int]:
@@ -147,16 +173,19 @@ class Tracker:
         for number, pid, host, block in parts:
             node = self.workers.get(number, WorkerNode(number))
             self.workers[number] = replace(
-                node, state=WorkerState.TRAINING, pid=pid, host=host, last_heartbeat=event.time
+                _of_process(node, pid), state=WorkerState.TRAINING, host=host, last_heartbeat=event.time
             )
             moved += self._own(number, block)
         held = {shard for block in event.shards for shard in block}
+        self._dealt = max(len(held), 1)
         self.shards = [shard if shard.index in held else replace(shard, owner=None) for shard in self.shards]
         return sorted(moved)
 
     def _own(self, worker: int, block: Sequence[int]) -> list[int]:
         moved = []
         for index in block:
+            if index >= len(self.shards):
+                continue  # where bits may differ, who joins is one more slice of the batch, not of the data
             shard = self.shards[index]
             moves = shard.moves + (shard.owner not in (None, worker))
             if moves > shard.moves:
@@ -190,7 +219,9 @@ class Tracker:
         self._seen(worker, event.time, event.samples / seconds if seconds > 0.0 else None)
 
     def _everybody(self, event: events.StepCommitted) -> None:
-        self._pulse = max(self._pulse, event.time)
+        self._committed_at = max(self._committed_at, event.time)
+        samples = self._step_samples or event.samples
+        self._step_samples = samples + _SAMPLES_SMOOTH * (event.samples - samples)
         if event.seconds > 0.0:
             rate = event.samples / event.seconds
             self._rate = rate if self._rate == 0.0 else self._rate + _SMOOTH * (rate - self._rate)
@@ -206,3 +237,8 @@ class Tracker:
             last_heartbeat=max(node.last_heartbeat, when),
             speed=node.speed if speed is None else speed,
         )
+
+
+def _of_process(node: WorkerNode, pid: int) -> WorkerNode:
+    """With this process in the seat: how fast another one was says nothing about it."""
+    return node if node.pid == pid else replace(node, pid=pid, speed=0.0)
