@@ -176,7 +176,7 @@ def interrupted_at_any_moment(ctx: DistributedContext, delays: list[float]) -> t
     after = type(raised(GroupInterruptedError, ctx.barrier)).__name__
     ctx.close()
     assert isinstance(error, GroupInterruptedError | PeerLostError)
-    return after, [one for one in leaks.since(before) if "thread" in one]
+    return after, [one for one in leaks.since(before, patience=30.0) if "thread" in one]
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -17,6 +17,8 @@ from tests.waiting import wait_for
 
 import paceline
 from paceline.core import events
+from paceline.core.control.messages import Ask
+from paceline.elastic import tools
 from paceline.train.callbacks import Modifier
 from paceline.train.config import CheckpointConfig
 
@@ -68,6 +70,12 @@ def test_every_fault_of_the_manual_comes_once(tmp_path, undisturbed, caplog):
     check_exactly_once(folder)
 
 
+def all_are_back(folder: Path) -> bool:
+    """Whether the supervisor that took over has heard both workers."""
+    workers = tools.ask(folder, Ask(what="status")).facts["workers"]
+    return len(workers) == 2 and all(worker["heard"] is not None for worker in workers)
+
+
 def test_a_fault_does_not_come_again_when_the_run_begins_anew_under_another_supervisor(tmp_path, undisturbed):
     folder = tmp_path / "run"
 
@@ -76,6 +84,7 @@ def test_a_fault_does_not_come_again_when_the_run_begins_anew_under_another_supe
         pid = json.loads((folder / "control.json").read_text())["pid"]
         os.kill(pid, signal.SIGKILL)
         wait_for(lambda: len(of(events.SupervisorStarted, folder)) >= 2)
+        wait_for(lambda: all_are_back(folder))
 
     chaos = "kill rank=1 step=4; kill rank=all step=12"
     config = looked_after(folder, 2, chaos, checkpoint=CheckpointConfig(enabled=False))

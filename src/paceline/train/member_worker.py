@@ -52,6 +52,7 @@ _log = logging.getLogger(__name__)
 
 _DEFAULT_TIMEOUT = 300.0
 _ANNOUNCE_SECONDS = 2.0  # a supervisor answers within a few milliseconds; longer would look like a hang
+_BACK_SECONDS = 3.0  # less than what looks like a hang
 _WITH_RESULT = 2  # ranks of a machine that send the result: the first may be killed with it in its hands
 
 
@@ -232,9 +233,13 @@ def _page(job: TrainJob, place: Place, stack: ExitStack) -> PhasePage | None:
 
 
 def _announce(link: MemberLink, event: FaultInjected, before: int, *, once: bool) -> bool:
-    """Tells the supervisor that a fault on demand is about to act; whether it knows. Without a supervisor one
-    that is to come once is not even tried: it might be heard later, when nothing has come."""
+    """Tells the supervisor that a fault on demand is about to act; whether it knows. One that is to come once
+    waits a moment for a supervisor that is being started again. Without one it is not even tried: it might be
+    heard later, when nothing has come."""
     injected = Injected(index=event.index, before=before, line=to_json(event))
+    until = time.monotonic() + _BACK_SECONDS
+    while once and link.away and time.monotonic() < until:
+        time.sleep(0.01)
     if not link.away:
         return link.deliver(injected, _ANNOUNCE_SECONDS)
     if not once:

@@ -76,7 +76,7 @@ def is_waiting(worker: Worker) -> bool:
         answered = eventually(lambda: worker.stack_size() > 0, 0.5)
         return answered and any("_now_waiting" in frame for frame in worker.frames())
 
-    return hear(worker, lambda: len(worker.keep()) == 2) and eventually(asked)
+    return hear(worker, lambda: len(worker.keep()) == 2) and eventually(asked, 30.0)
 
 
 def fail(task: Task) -> None:
