@@ -9,7 +9,6 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -138,9 +137,13 @@ def _complete_journal(folder: RunFolder) -> None:
     from paceline.elastic.shell.chronicle import Chronicle
     from paceline.elastic.shell.unheard import take_in
 
-    with held(folder.lock_file, str(folder.path)), suppress(PacelineError):
-        # Without their secret nobody knows whose words they are.
-        secret = address.read_secret(folder.path)
+    with held(folder.lock_file, str(folder.path)):
+        try:
+            secret = address.read_secret(folder.path)
+        except PacelineError as error:
+            # Nobody knows whose words they are; the run itself can go on.
+            _log.warning("the journal lacks what workers left in %s: %s", folder.path / unheard.FOLDER, error)
+            return
         chronicle = Chronicle(folder.journal_file)
         try:
             take_in(chronicle, folder.path, secret)

@@ -41,7 +41,7 @@ def leave(membership: Membership, assembled: Assembled, folder: Path | None) -> 
         return
     seat = membership.seat
     try:
-        unheard.write(folder, seat.secret, seat.member, seat.slot, _worth_keeping(link.unheard()))
+        unheard.write(folder, seat.secret, seat.member, seat.slot, _worth_keeping(link.undelivered()))
     except PacelineError as error:
         # It is saved, which counts more.
         _log.error("what the supervisor was not told is lost: %s", error)

@@ -90,8 +90,9 @@ def remove(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
-def replace_file(path: Path, data: bytes, *, mode: int = 0o644) -> None:
-    """Write a small file so that readers see the old one or the new one, never half of one."""
+def replace_file(path: Path, data: bytes, *, mode: int = 0o644, durable: bool = False) -> None:
+    """Write a small file so that readers see the old one or the new one, never half of one. `durable`: its
+    content is on the disk before it has its name."""
     new = path.with_name(f".{path.name}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -99,6 +100,9 @@ def replace_file(path: Path, data: bytes, *, mode: int = 0o644) -> None:
         descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(new, path)
     except OSError as error:
         raise PlatformError(

@@ -179,7 +179,7 @@ class MemberLink:
         os.close(self._wake)
         self._wake = -1
 
-    def unheard(self) -> list[Message]:
+    def undelivered(self) -> list[Message]:
         """What was sent, and the supervisor never said that it heard it."""
         with self._lock:
             return [channel.unframed(data) for _, data in self._kept]

@@ -21,7 +21,7 @@ from typing import Final, final
 
 from paceline.core.control import address, messages
 from paceline.core.control.messages import Message
-from paceline.core.errors import PacelineError, PlatformError, WireError
+from paceline.core.errors import PacelineError, WireError
 
 _log = logging.getLogger(__name__)
 
@@ -52,19 +52,7 @@ def write(folder: Path, secret: bytes, member: int, rank: int, said: Iterable[Me
     if len(lines) == 1:
         return
     file = folder / FOLDER / f"{member}-{os.getpid()}.jsonl"
-    part = file.with_suffix(".part")
-    try:
-        file.parent.mkdir(exist_ok=True)
-        with open(part, "w", encoding="utf-8") as out:
-            out.write("\n".join(lines) + "\n")
-            out.flush()
-            os.fsync(out.fileno())
-        part.replace(file)
-    except OSError as error:
-        raise PlatformError(
-            f"{file} cannot be written: {error.strerror}",
-            remedy="free space on its disk: the run can be resumed, and its journal has a gap",
-        ) from error
+    address.replace_file(file, "".join(f"{line}\n" for line in lines).encode(), durable=True)
 
 
 def is_there(folder: Path) -> bool:

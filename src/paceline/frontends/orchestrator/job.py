@@ -106,7 +106,7 @@ class SyncJob(InThread):
         self._closing = False
 
     def pulses(self) -> tuple[Pulse, ...]:
-        return pulses.take(self.folder.path) if self._job.config.fault_tolerance.enabled else ()
+        return pulses.take(self.folder.path)
 
     def stop(self, reason: str) -> None:
         """Finish the step, save, end."""
