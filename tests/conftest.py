@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 
@@ -13,6 +14,12 @@ _FAILED = pytest.StashKey[bool]()
 
 # So that processes whose parent died are still recognised as ours.
 leaks.mark()
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays; going through it again would stop a test for half a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

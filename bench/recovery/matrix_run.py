@@ -66,6 +66,9 @@ def train(folder: Path, case: Case | None, stack: ExitStack) -> str:
     url = str(stack.enter_context(_SmallDisk(folder / "disk")).path) if _has(case, "disk") else None
     care = FaultTolerance(chaos=case.chaos or None if case is not None else None)
     workers = WORKERS
+    if _has(case, "disk"):
+        # Who frees it follows the run through its journal, a quarter of a second behind.
+        care = FaultTolerance(chaos="slow rank=all factor=10", stragglers="wait")
     if _has(case, "network"):
         # One seat is left for the guest, who needs seconds to come: all are slow meanwhile.
         workers = RANK

@@ -48,6 +48,7 @@ class RunSettings:
     patience: float = 60.0
     backoff: float = 0.5
     checksums: bool | None = None
+    resume: bool = False
 
     @property
     def journal(self) -> Path:
@@ -102,6 +103,7 @@ def config_of(settings: RunSettings) -> TrainConfig:
         progress=False,
         audit_every=settings.audit_every,
         run_dir=settings.run_dir,
+        resume="auto" if settings.resume else None,
         checkpoint=CheckpointConfig(
             enabled=every is not None, every_steps=every, every_epochs=None, at_end=False, keep_last=2
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.waiting import wait_for
 from torch import Tensor, nn
 
 from paceline.aggregate.async_messages import pair, receive, send
@@ -209,22 +211,41 @@ def test_buffers_follow_and_unused_parameters_stay():
     assert torch.equal(state["unused"], torch.ones(2))
 
 
-def test_checkpoints_are_written_beside_training_and_at_the_end(tmp_path):
-    held = model()
-    store = CheckpointStore(tmp_path)
-
+def keeps(held: nn.Module, store: CheckpointStore) -> Callable[[Running], Keeper]:
     def keeper(it: Running) -> Keeper:
+        weight = held.get_parameter("weight").detach()
         return Keeper(
             store,
-            lambda: (
-                {"model/weight": held.get_parameter("weight").detach()},
-                {"dealer": it.desk.dealer.state_dict()},
-            ),
+            lambda: ({"model/weight": weight}, {"dealer": it.desk.dealer.state_dict()}),
             it.told.append,
             every=5,
         )
 
-    with running(held, keeper=keeper) as it:
+    return keeper
+
+
+def test_a_checkpoint_is_there_also_when_no_further_step_comes(tmp_path):
+    held = model()
+    with running(held, keeper=keeps(held, CheckpointStore(tmp_path))) as it:
+        worker = model()
+        there: list[events.CheckpointSaved] = []
+
+        def waits_for_the_checkpoint(part: Range) -> Computed:
+            if len(it.of(events.StepCommitted)) == 5:
+                with contextlib.suppress(TimeoutError):  # the test says it, not a worker that goes away
+                    wait_for(lambda: it.of(events.CheckpointSaved), seconds=10.0)
+                there.extend(it.of(events.CheckpointSaved))
+            return compute_on(worker)(part)
+
+        it.work(0, worker, waits_for_the_checkpoint)
+    it.server._keeper.close()  # type: ignore[union-attr]
+    assert [event.step for event in there] == [5]
+
+
+def test_checkpoints_are_written_beside_training_and_at_the_end(tmp_path):
+    held = model()
+    store = CheckpointStore(tmp_path)
+    with running(held, keeper=keeps(held, store)) as it:
         worker = model()
         it.work(0, worker, compute_on(worker))
     it.server._keeper.close()  # type: ignore[union-attr]

@@ -82,7 +82,7 @@ def test_every_wait_ends_at_once_and_the_peers_know_why(transport: str, name: st
     found = values(run_contexts(3, interrupted_while, name, **TRANSPORTS[transport]))
     took, left = found[0]
     assert left == []
-    assert took < 0.2  # a few milliseconds on a quiet machine
+    assert took < 2.0  # a few milliseconds on a quiet machine; without the interrupt it waits for minutes
 
 
 def before_the_first_call(ctx: DistributedContext) -> list[str]:

@@ -165,7 +165,7 @@ def test_forming_is_called_off_at_once(hosts: tuple[str, ...], missing: int) -> 
         start = time.monotonic()
         off.set()
         assert all(isinstance(future.exception(20), GroupInterruptedError) for future in waiting)
-        assert time.monotonic() - start < 0.5  # some ten milliseconds where there is time
+        assert time.monotonic() - start < 5.0  # some ten milliseconds on a quiet machine; forming has 20 s
         # The next view is as good as any.
         assert job.view((0, 1, 2), ("a", "b", "c"), 2, total) == [("gloo", 6.0)] * 3
 

@@ -12,6 +12,7 @@ from paceline.core.control.messages import Receipt
 from paceline.core.errors import ResourceError
 from paceline.core.events import (
     Note,
+    RunEnded,
     RunResumed,
     ShardHashed,
     StepCommitted,
@@ -158,3 +159,44 @@ def test_a_process_fails_once_also_for_the_next_supervisor(tmp_path):
     fourth.close()
     told = [event.pid for event in journal.read(path).events if isinstance(event, WorkerFailed)]
     assert told == [7, 8, 7]
+
+
+def ended(number: int, reason: str = "finished") -> str:
+    return events.to_json(RunEnded(time=2.0, step=number, epoch=0, reason=reason, hash="abc"))
+
+
+def test_the_end_of_the_run_comes_after_the_last_receipts(chronicle, path):
+    """Whoever is killed in between must not leave a run that has ended, and receipts that never come."""
+    confirmed: list[int] = []
+    chronicle.on_flush = confirmed.append
+    chronicle.tell([step(1), ended(1)], 11)
+    assert chronicle.holds_back(11)  # so that the member keeps it, for the next supervisor
+    chronicle.receive(0, 11, receipt(1, 1))
+    chronicle.flush(11)
+    assert not written(path, RunEnded)
+    chronicle.receive(1, 12, receipt(1, 1))
+    chronicle.flush(12)
+    assert confirmed == [12]  # who did not tell it does not wait for it
+    chronicle.flush(over=True)
+    assert not chronicle.holds_back(11)
+    assert confirmed == [12, 11]
+    kinds = [type(event) for event in journal.read(path).events]
+    assert kinds == [StepCommitted, StepsReceived, StepsReceived, RunEnded]
+
+
+def test_of_an_end_that_is_told_again_or_that_was_none_only_the_last_word_counts(chronicle, path):
+    chronicle.tell([step(1), step(2), ended(2, "asked")])
+    chronicle.tell([ended(2)])
+    chronicle.flush(over=True)
+    assert [event.reason for event in written(path, RunEnded)] == ["finished"]
+    chronicle.tell([ended(2, "too soon"), resumed(1)])
+    chronicle.flush(over=True)
+    assert len(written(path, RunEnded)) == 1
+
+
+def test_steps_that_only_a_checkpoint_knew_are_written_where_the_journal_lacks_them(chronicle, path):
+    chronicle.tell([step(1), step(2)])
+    chronicle.tell([step(2), step(3), step(4), resumed(4)])
+    chronicle.tell([step(8), step(9), resumed(9)])  # what lies between is lost
+    assert [event.step for event in written(path, StepCommitted)] == [1, 2, 3, 4, 8, 9]
+    assert chronicle.journaled == 9

@@ -47,7 +47,8 @@ def program(folder: Path, *words: str, command: list[str] | None = None) -> Iter
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+        # Whoever outlives it has its pipes: a test that leaves somebody behind fails, and does not hang.
+        process.communicate(timeout=60)
 
 
 def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> None:

@@ -8,8 +8,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from paceline.cli.main import app
 from paceline.core import events
 
 PATIENCE = 4.0  # on a busy machine, too, time enough to come from one gate to the next, or to the end
+LONG = 300.0  # nobody loses patience in a test
 PROGRAM = [sys.executable, "-m", "tests.frontends.gated_run"]
 
 
@@ -49,13 +51,30 @@ def check_proved(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def abandoned(folder: Path, gates: Path, *steps: int) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+def gated(
+    folder: Path, gates: Path, *steps: int, patience: float = PATIENCE
+) -> Iterator[subprocess.Popen[str]]:
+    """The program, at its first gate."""
+    gates.mkdir()
+    words = [str(gates), str(patience), ",".join(map(str, steps))]
+    with program(folder, *words, command=PROGRAM) as process:
+        try:
+            at_gate(gates, steps[0], process)
+            yield process
+        except BaseException:
+            for pid in workers_of(folder).values():  # at a gate that nobody opens any more
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            raise
+
+
+@contextlib.contextmanager
+def abandoned(
+    folder: Path, gates: Path, *steps: int, patience: float = PATIENCE
+) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """The program, stopped, with its supervisor killed while the workers are at the first gate; its family
     without the supervisor. The gate is open."""
-    gates.mkdir()
-    words = [str(gates), str(PATIENCE), ",".join(map(str, steps))]
-    with program(folder, *words, command=PROGRAM) as process:
-        at_gate(gates, steps[0], process)
+    with gated(folder, gates, *steps, patience=patience) as process:
         supervisor = json.loads((folder / "control.json").read_text())["pid"]
         others = [pid for pid in family(process, folder) if pid != supervisor]
         process.send_signal(signal.SIGSTOP)  # it would start another supervisor
@@ -68,6 +87,28 @@ def at_gate(gates: Path, step: int, process: subprocess.Popen[str]) -> None:
     there = [gates / f"at-{step}-{rank}" for rank in range(2)]
     wait_for(lambda: process.poll() is not None or all(file.exists() for file in there))
     assert process.poll() is None, process.communicate()[1]
+
+
+@contextlib.contextmanager
+def opened_when(ready: Callable[[], bool], gate: Path) -> Iterator[None]:
+    """Beside what follows: the gate is opened once it is ready."""
+
+    def open_it() -> None:
+        wait_for(ready)
+        gate.touch()
+
+    opener = threading.Thread(target=open_it)
+    opener.start()
+    yield
+    opener.join()
+
+
+def kill(pids: Sequence[int]) -> None:
+    """All at once, and nobody is left."""
+    with watch(pids) as killed:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        assert all_gone(killed, 30)
 
 
 def lose_patience() -> None:
@@ -147,4 +188,111 @@ def test_a_supervisor_that_comes_back_too_late_starts_the_workers_again(tmp_path
     failed = of(events.WorkerFailed, folder)
     assert sorted((event.rank, event.cause) for event in failed) == [(0, "unattended"), (1, "unattended")]
     assert [event.step for event in of(events.RunResumed, folder)] == [saved]
+    check_proved(folder)
+
+
+def test_everybody_is_killed_before_the_journal_has_what_is_saved(tmp_path, quiet):
+    """The checkpoint holds the records of its last steps."""
+    folder, gates = tmp_path / "run", tmp_path / "gates"
+    with abandoned(folder, gates, 7, 21, patience=LONG) as (process, others):
+        at_gate(gates, 21, process)
+        kill(others)
+    heard, saved = steps_of(folder)[-1], saved_step(folder)
+    assert heard < 12 < saved
+    assert goes_on(folder, 2) == quiet
+    check_proved(folder)
+    recalled = [e.step for e in of(events.StepCommitted, folder) if e.generation == events.RECALLED]
+    assert recalled == list(range(heard + 1, saved + 1))
+
+
+def test_everybody_is_killed_while_the_supervisor_hangs(tmp_path, quiet):
+    """It is there and its connections are open, but the journal has nothing of what it is told."""
+    folder, gates = tmp_path / "run", tmp_path / "gates"
+    with gated(folder, gates, 7, 21, patience=LONG) as process:
+        supervisor = json.loads((folder / "control.json").read_text())["pid"]
+        everybody = family(process, folder)
+        os.kill(supervisor, signal.SIGSTOP)
+        (gates / "open-7").touch()
+        at_gate(gates, 21, process)
+        begun = time.monotonic()
+        wait_for(lambda: time.monotonic() - begun > 3.0)  # what is recent is older now
+        kill(everybody)
+    heard, saved = steps_of(folder)[-1], saved_step(folder)
+    assert heard < 12 < saved
+    assert goes_on(folder, 2) == quiet
+    check_proved(folder)
+
+
+def test_a_start_does_not_wait_for_workers_that_have_nothing_yet(tmp_path, quiet):
+    """They are being built, and would look for their supervisor for minutes."""
+    folder, gates = tmp_path / "run", tmp_path / "gates"
+    gates.mkdir()
+    with program(folder, str(gates), str(LONG), "99", command=PROGRAM) as process:
+        wait_for(lambda: len(list((folder / "logs").glob("phase-*"))) == 2)
+        supervisor = json.loads((folder / "control.json").read_text())["pid"]
+        for pid in (process.pid, supervisor):
+            os.kill(pid, signal.SIGKILL)
+        process.wait()
+        assert goes_on(folder, 2) == quiet
+    check_proved(folder)
+
+
+def test_a_run_that_is_started_again_while_its_workers_train_on(tmp_path, quiet, caplog):
+    """They save and leave, although they would have waited for a supervisor for long."""
+    folder, gates = tmp_path / "run", tmp_path / "gates"
+    with abandoned(folder, gates, 7, 14, patience=LONG) as (process, others):
+        at_gate(gates, 14, process)
+        process.kill()
+        process.wait()
+        workers = sorted(pid for pid in workers_of(folder).values() if pid in others)
+        with opened_when(lambda: (folder / "leave").exists(), gates / "open-14"):
+            assert goes_on(folder, 2) == quiet
+    check_proved(folder)
+    assert f"still at work in {folder} (process {workers[0]}, {workers[1]})" in caplog.text
+    assert of(events.RunResumed, folder)[0].step >= 14
+    assert not (folder / "leave").exists()
+
+
+def test_a_run_that_is_started_again_while_its_supervisor_ends_it(tmp_path, quiet):
+    """Only the caller was killed: two supervisors would write one journal."""
+    folder, gates = tmp_path / "run", tmp_path / "gates"
+    with gated(folder, gates, 7, patience=LONG) as process:
+        process.kill()
+        process.wait()
+        with opened_when(lambda: (folder / "leave").exists(), gates / "open-7"):
+            assert goes_on(folder, 2) == quiet
+    check_proved(folder)
+    first, second = of(events.SupervisorStarted, folder)
+    assert (first.attempt, second.attempt) == (1, 1)
+    ended = [type(event) for event in journal_of(folder)].index(events.RunEnded)
+    assert ended < journal_of(folder).index(second)
+
+
+def test_an_earlier_start_that_does_not_leave_is_named(tmp_path, monkeypatch):
+    folder, gates = tmp_path / "run", tmp_path / "gates"
+    monkeypatch.setattr("paceline.frontends.joining._LEAVE_SECONDS", 0.0)
+    with abandoned(folder, gates, 7, 14, patience=LONG) as (process, _):
+        at_gate(gates, 14, process)
+        process.kill()
+        process.wait()
+        ranks = workers_of(folder)
+        hasty = paceline.FaultTolerance(patience=0.5)
+        with pytest.raises(paceline.UsageError, match=f"still at work .*{ranks[0]}.* did not leave within"):
+            goes_on(folder, 2, fault_tolerance=hasty)
+        kill(list(ranks.values()))
+
+
+def test_a_journal_that_a_crash_of_the_machine_cut_short_is_completed(tmp_path):
+    """Without a supervisor, too."""
+    folder = tmp_path / "run"
+    off = paceline.FaultTolerance(enabled=False)
+    digest = fit(settings(folder, 1, fault_tolerance=off)).state_hash
+    file = folder / "journal.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    cut = next(
+        n for n, line in enumerate(lines) if '"type":"step_committed"' in line and '"step":27,' in line
+    )
+    file.write_text("".join(lines[:cut]))
+    assert steps_of(folder)[-1] == 26
+    assert fit(settings(folder, 1, resume="auto", fault_tolerance=off)).state_hash == digest
     check_proved(folder)

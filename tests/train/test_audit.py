@@ -324,3 +324,44 @@ def test_it_is_quick_and_imports_no_torch():
     assert found.steps == 2500
     code = "import sys, paceline.train.audit; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def told_by_the_checkpoint(journal: list[events.Event]) -> tuple[list[events.Event], int] | None:
+    """A run that went on from a checkpoint whose last step nobody had told before; None: it never did."""
+    steps = audit_record.read(journal).steps
+    for at, event in reversed(list(enumerate(journal))):
+        if isinstance(event, events.RunResumed) and event.step in steps and steps[event.step].index < at:
+            commit = steps[event.step]
+            recalled = dataclasses.replace(commit.event, generation=events.RECALLED)
+            late = [*journal[:at], recalled, *journal[at:]]
+            del late[commit.index]
+            return late, event.step
+    return None
+
+
+def test_steps_that_only_a_checkpoint_knew_count_and_are_named():
+    found = [one for seed in SEEDS if (one := told_by_the_checkpoint(made(seed)))]
+    assert len(found) > 5
+    for journal, step in found:
+        seen = audit(journal)
+        assert seen.wrong == ()
+        assert f"step {step} is known from a checkpoint alone" in " ".join(seen.notes)
+        without = [
+            e
+            for e in journal
+            if not (isinstance(e, events.StepCommitted) and e.generation == events.RECALLED)
+        ]
+        assert any(f"step {step} is missing" in line for line in audit(without).wrong)
+
+
+def test_samples_that_a_recalled_step_skipped_may_be_untold():
+    journal = MadeRun(1, trouble=0.0).run()
+    at = next(n for n, e in enumerate(journal) if isinstance(e, events.StepCommitted) and e.step == 3)
+    step = journal[at]
+    assert isinstance(step, events.StepCommitted)
+    fewer = dataclasses.replace(step, samples=step.samples - 1)
+    assert any(
+        "0 were reported as skipped" in w for w in audit([*journal[:at], fewer, *journal[at + 1 :]]).wrong
+    )
+    recalled = dataclasses.replace(fewer, generation=events.RECALLED)
+    assert audit([*journal[:at], recalled, *journal[at + 1 :]]).proved

@@ -51,10 +51,14 @@ class Keeper:
         self._run = run or self._run
 
     def look(self, info: Info) -> None:
-        """After a step: begins a version where one is due, commits one that is written."""
-        self._settle(self._writer.poll())
+        """After a step: begins a version where one is due."""
+        self.settle()
         if info.step % self._every == 0 and not self._writer.busy:
             self._begin(info)
+
+    def settle(self) -> None:
+        """Commits a version that is written. To be called now and then, also while no step is made."""
+        self._settle(self._writer.poll())
 
     def finish(self, info: Info) -> None:
         """Saves the last state, and waits for it."""

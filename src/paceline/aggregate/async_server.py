@@ -107,6 +107,8 @@ class Server:
                 self._judge_all()
                 self._hand_out_all()
                 self._look_for_silence()
+                if self._keeper is not None:
+                    self._keeper.settle()
             for member in self._members.values():
                 # They end by themselves; whoever does not is the caller's to end.
                 send(member.sock, {"do": "end"})

@@ -27,6 +27,8 @@ class Event:
     time: float
 
 
+RECALLED = -1  # instead of a generation: see StepCommitted
+
 _known: dict[str, type[Event]] = {}
 
 # A run writes an event per step: an encoder made once, and no copy of the event.
@@ -175,6 +177,8 @@ class StepCommitted(Event):
     """Every member has applied this step; `samples` counts those of the step.
 
     It took `taken` positions of the epoch from `offset` on; -1 in journals from before these were kept.
+    `generation` is the view that it was committed in: 0 where nobody looks after the run, RECALLED where the
+    step is known from a checkpoint that holds it, because whoever was to tell it was killed too soon.
     """
 
     step: int

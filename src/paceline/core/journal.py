@@ -23,6 +23,7 @@ from paceline.core.events import Event
 
 _log = logging.getLogger(__name__)
 
+_TAIL_BYTES = 1 << 20
 _MOST_AT_ONCE = 64 << 10  # bytes: on a full disk, what waits for hours is not tried again as a whole
 
 
@@ -210,6 +211,26 @@ def read(path: str | os.PathLike[str], from_offset: int = 0, *, max_bytes: int |
                 damage.append(Damage(offset, line.decode("utf-8", "replace"), error.message))
         offset += len(line) + 1
     return Chunk(tuple(found), tuple(damage), offset)
+
+
+def last_lines(path: str | os.PathLike[str]) -> list[str]:
+    """The lines of the end of a journal, about a megabyte; what is torn, too, as the last of them."""
+    try:
+        with open(path, "rb") as file:
+            start = max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES)
+            file.seek(start)
+            if start:
+                file.readline()
+            return file.read().decode("utf-8", "replace").split("\n")
+    except FileNotFoundError:
+        return []
+
+
+def last_events(path: str | os.PathLike[str]) -> Iterator[Event]:
+    """The events of the end of a journal."""
+    for line in last_lines(path):
+        with contextlib.suppress(WireError):
+            yield events.from_json(line)
 
 
 def iterate(

@@ -18,6 +18,7 @@ import time
 from typing import Any, Final, final
 
 from paceline.core import typed
+from paceline.core.control import crew
 from paceline.core.errors import PeerLostError, ResourceError, UnavailableError, UsageError
 from paceline.elastic import job as jobs
 from paceline.elastic.job import Job, Outcome
@@ -180,15 +181,18 @@ class Supervised:
         job = self._job
         order = launch.order_here(job.entry, 1, job.preload, job.threads, {})
         spec = jobs.write_spec(jobs.spec_of(job, order, self._attempt, self._server.pid))
+        # Sent with it: whatever becomes of this process, the supervisor is at work there from now on.
+        place = crew.take_place(job.folder)
+        places = () if place is None else (place,)
         # One that died at once is noticed by the loop.
         with contextlib.suppress(ConnectionError):
-            jobs.send(self._socket, "job", (spec, job.payload, control, watch))
+            jobs.send(self._socket, "job", (spec, job.payload, control, watch, *places))
             for member, (pid, files) in self._kept.items():
                 jobs.send(self._socket, "kept", files, member=member, pid=pid)
             jobs.send(self._socket, "begin")
             for kind, fields in self._asked:
                 jobs.send(self._socket, kind, **fields)
-        os.close(spec)
+        protocol.close_all([spec, *places])
 
     def _turn(self, seconds: float) -> bool:
         """Wait for something and take it in; False when nothing came."""

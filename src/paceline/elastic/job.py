@@ -1,7 +1,7 @@
 """A supervised job as plain data, and how it ended: what caller and supervisor process tell each other.
 
-    caller -> supervisor    job [spec, payload, fork server's socket and watch], kept [..], begin,
-                            stop, scale, kill
+    caller -> supervisor    job [spec, payload, fork server's socket and watch, place in the crew], kept [..],
+                            begin, stop, scale, kill
     supervisor -> caller    up, error, keep [descriptors of a worker], drop, ended [result, report, exception]
 
 They speak JSON messages that can carry descriptors, over a pair of sockets that only they hold. The caller

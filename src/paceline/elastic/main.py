@@ -10,12 +10,14 @@ import os
 import socket
 import sys
 import traceback
+from pathlib import Path
 from typing import NoReturn
 
+from paceline.core.control import crew
 from paceline.core.errors import PacelineError
 from paceline.elastic import job
 from paceline.elastic.supervisor import Supervisor, raise_file_limit
-from paceline.engines.local import client
+from paceline.engines.local import client, protocol
 
 
 def main(descriptor: int) -> NoReturn:
@@ -48,7 +50,7 @@ def _serve(caller: socket.socket) -> None:
             return
         kind, fields, descriptors = message
         if kind == "job":
-            spec_file, payload, control, watch = descriptors
+            spec_file, payload, control, watch, *place = descriptors
         elif kind == "kept":
             kept[int(fields["member"])] = int(fields["pid"]), descriptors
         elif kind == "begin":
@@ -58,7 +60,10 @@ def _serve(caller: socket.socket) -> None:
     # What is here now stays for good, and a collector that walks it would only cost time.
     gc.collect()
     gc.freeze()
-    supervisor = Supervisor(spec, payload, caller)
-    supervisor.caller.kept = kept
-    supervisor.run()
+    with crew.at_work(Path(spec.folder)):
+        # Under a name of its own from now on: the kernel knows who takes a lock, not who is sent one.
+        protocol.close_all(place)
+        supervisor = Supervisor(spec, payload, caller)
+        supervisor.caller.kept = kept
+        supervisor.run()
     client.shutdown()

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.core.control import address, unheard
+from paceline.core.control import address, crew, unheard
 from paceline.core.errors import ConfigError, PacelineError, UsageError
 from paceline.train.config import TrainConfig
 from paceline.train.run_folder import RunFolder
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from paceline.comm.context import DistributedContext
 
 _log = logging.getLogger(__name__)
+
+_LEAVE_SECONDS = 15.0  # beyond the time that workers wait for a supervisor: to save
 
 
 def running_job() -> DistributedContext | None:
@@ -61,6 +63,9 @@ def prepare(
     if context is None:
         settled = as_recorded(config)
         return settled, _make_folder(settled, check)
+
+    from paceline.comm.context import DEFAULT_TIMEOUT
+
     told: list[Any] = []
     refused: PacelineError | None = None
     if context.is_master:
@@ -71,7 +76,8 @@ def prepare(
         except PacelineError as error:
             refused = error
             told = [error.message, error.remedy]
-    told = context.broadcast(told)
+    # The first rank may have waited for an earlier start to leave.
+    told = context.broadcast(told, timeout=DEFAULT_TIMEOUT + config.fault_tolerance.patience)
     if refused is not None:
         raise refused
     if len(told) == 2:
@@ -127,9 +133,36 @@ def _make_folder(config: TrainConfig, check: Callable[[TrainConfig], None] | Non
     if config.resume is None and config.checkpoint.enabled and config.checkpoint.url is not None:
         _check_empty(config.checkpoint.url)
     folder = RunFolder.for_config(config)
-    if unheard.is_there(folder.path):
-        _complete_journal(folder)
+    if crew.is_known(folder.path) or unheard.is_there(folder.path):
+        with held(folder.lock_file, str(folder.path)):
+            _wait_for_earlier_start(folder, config.fault_tolerance.patience)
+            if unheard.is_there(folder.path):
+                _complete_journal(folder)
     return folder
+
+
+def _wait_for_earlier_start(folder: RunFolder, patience: float) -> None:
+    """Where only the caller of a run was killed, what it had started saves and leaves before this start goes
+    on from what they saved."""
+
+    def say(pids: list[int]) -> None:
+        _log.warning(
+            "an earlier start of this run is still at work in %s (%s): it is asked to save and leave",
+            folder.path,
+            _processes(pids),
+        )
+
+    left = crew.wait_until_gone(folder.path, patience + _LEAVE_SECONDS, say)
+    if left is not None:
+        raise UsageError(
+            f"an earlier start of this run is still at work in {folder.path} ({_processes(left)}), and did "
+            f"not leave within {patience + _LEAVE_SECONDS:g} seconds",
+            remedy="end it (kill -TERM, then -KILL), and start again",
+        )
+
+
+def _processes(pids: list[int]) -> str:
+    return f"process {', '.join(map(str, pids))}" if pids else "on another machine, perhaps"
 
 
 def _complete_journal(folder: RunFolder) -> None:
@@ -137,18 +170,17 @@ def _complete_journal(folder: RunFolder) -> None:
     from paceline.elastic.shell.chronicle import Chronicle
     from paceline.elastic.shell.unheard import take_in
 
-    with held(folder.lock_file, str(folder.path)):
-        try:
-            secret = address.read_secret(folder.path)
-        except PacelineError as error:
-            # Nobody knows whose words they are; the run itself can go on.
-            _log.warning("the journal lacks what workers left in %s: %s", folder.path / unheard.FOLDER, error)
-            return
-        chronicle = Chronicle(folder.journal_file)
-        try:
-            take_in(chronicle, folder.path, secret)
-        finally:
-            chronicle.close()
+    try:
+        secret = address.read_secret(folder.path)
+    except PacelineError as error:
+        # Nobody knows whose words they are; the run itself can go on.
+        _log.warning("the journal lacks what workers left in %s: %s", folder.path / unheard.FOLDER, error)
+        return
+    chronicle = Chronicle(folder.journal_file)
+    try:
+        take_in(chronicle, folder.path, secret)
+    finally:
+        chronicle.close()
 
 
 def _check_empty(url: str) -> None:

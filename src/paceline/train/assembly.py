@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -28,7 +27,7 @@ from paceline.core.errors import PacelineError, PeerError, UsageError
 from paceline.core.journal import Journal, PatientJournal
 from paceline.data.plan import Position
 from paceline.data.sources import Source
-from paceline.train import fingerprint, optimizers, resuming, state as model_state
+from paceline.train import fingerprint, opening, optimizers, resuming, state as model_state
 from paceline.train.callbacks import Callbacks, Modifier, Observer, RunInfo
 from paceline.train.config import TrainConfig, definition, to_toml
 from paceline.train.dynamic_batch import GradientNoise
@@ -136,7 +135,13 @@ class Assembled:
             else None
         )
         self.callbacks = Callbacks([*given.callbacks, *(given.observers if team.is_master else ())])
-        self.recorder = Recorder(self.callbacks, tell, device, lambda: team.is_master)
+        self.recorder = Recorder(
+            self.callbacks,
+            tell,
+            device,
+            lambda: team.is_master,
+            lambda: time.monotonic() if looked_after is None else looked_after.members.heard_at,
+        )
         self.optimizers = optimizers.build(given.optimizer, given.module)
         checks = None if looked_after is None else looked_after.checks
         self.transaction = StepTransaction(
@@ -417,32 +422,14 @@ class Assembled:
             fingerprint.check(saved["fingerprint"], self.fingerprint, f"rank {self.team.context.rank}")
 
     def _start_journal(self, position: Position) -> None:
-        size = self.team.world_size
+        recorder, team = self.recorder, self.team
         if self._looked_after is None:
-            workers = self.team.context.all_gather([os.getpid(), socket.gethostname()])
-            for rank, (pid, host) in enumerate(workers):
-                self.recorder.note(events.WorkerStarted(time=time.time(), rank=rank, pid=pid, host=host))
+            opening.note_workers(recorder, team)
         if self.parent is not None:
-            self.recorder.note(
-                events.RunResumed(
-                    time=time.time(),
-                    version=self.parent,
-                    step=position.step,
-                    epoch=position.epoch,
-                    workers=size,
-                )
-            )
-            return
-        self.recorder.note(
-            events.RunStarted(
-                time=time.time(),
-                workers=size,
-                shards=self.transaction.shards,
-                samples=self._given.data.size,
-                definition=definition(self._given.config),
-                fingerprint=self.fingerprint,
-            )
-        )
+            file = None if self.journal is None else self.journal.path
+            opening.note_resumed(recorder, team, self.parent, position, file)
+        else:
+            opening.note_started(recorder, team, self._given.config, self._given.data.size, self.fingerprint)
 
 
 def local_place(folder: RunFolder, config: TrainConfig) -> Path | None:

@@ -25,6 +25,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import final
 
+from paceline.core.events import RECALLED
 from paceline.train.audit_record import Member, Members, Receipt, Record, View
 
 _SHOWN = 20
@@ -45,7 +46,11 @@ class Receipts:
 def check(record: Record, *, backup: bool, wrong: list[str], notes: list[str]) -> Receipts:
     """Adds to `wrong` what is, and counts what is confirmed."""
     supervised = {step: commit.view for step, commit in record.steps.items() if commit.event.generation > 0}
-    if record.steps and len(supervised) < len(record.steps):
+    recalled = sorted(step for step in record.steps if record.steps[step].event.generation == RECALLED)
+    for first, last in spans(recalled):
+        what = f"step {first} is" if first == last else f"steps {first} to {last} are"
+        notes.append(f"{what} known from a checkpoint alone: all were killed before the journal had so much")
+    if record.steps and len(supervised) + len(recalled) < len(record.steps):
         some = "some steps are" if supervised else "the run is"
         notes.append(f"{some} without receipts: nobody supervised the workers, or it was before receipts")
     counting, superseded = _counting(record)

@@ -179,7 +179,8 @@ def _restart(record: Record, restart: Restart) -> None:
 
 def _take_step(record: Record, commit: Commit) -> None:
     for restart in reversed(record.restarts):
-        if restart.view is not None:
+        # What is known from a checkpoint says nothing about the view that follows.
+        if restart.view is not None or commit.event.generation == events.RECALLED:
             break
         restart.session, restart.view = commit.session, commit.view
     before = record.steps.get(commit.event.step)

@@ -9,7 +9,6 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.core import events
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-def leave(membership: Membership, assembled: Assembled, folder: Path | None) -> None:
+def leave(membership: Membership, assembled: Assembled) -> None:
     """Nothing more is sent after this. Without a folder that this machine sees, what was not heard is lost:
     the steps are others' to tell, and the audit counts this worker's shards as confirmed by commit."""
     link = membership.link
@@ -37,11 +36,11 @@ def leave(membership: Membership, assembled: Assembled, folder: Path | None) -> 
         for event in assembled.recorder.events_after(0):
             membership.tell(event)
     membership.tell_rest()
-    if folder is None:
-        return
     seat = membership.seat
+    if seat.folder is None:
+        return
     try:
-        unheard.write(folder, seat.secret, seat.member, seat.slot, _worth_keeping(link.undelivered()))
+        unheard.write(seat.folder, seat.secret, seat.member, seat.slot, _worth_keeping(link.undelivered()))
     except PacelineError as error:
         # It is saved, which counts more.
         _log.error("what the supervisor was not told is lost: %s", error)

@@ -23,7 +23,7 @@ from paceline.comm.context import DistributedContext
 from paceline.comm.cost import Links
 from paceline.comm.rendezvous import alone
 from paceline.core.chaos import Chaos
-from paceline.core.control import address
+from paceline.core.control import address, crew
 from paceline.core.control.auth import Tls
 from paceline.core.control.host import host_identity, host_name
 from paceline.core.control.member_link import Address, MemberLink
@@ -80,6 +80,8 @@ def train_member(job: TrainJob, place: Place) -> Trained:
     if job.process is not None:
         job.process.settle()
     config, stop = job.config, StopRequest()
+    sees = _sees_folder(job, place)
+    folder = Path(job.folder) if sees and job.folder is not None else None
     with ExitStack() as stack:
         listener = stack.enter_context(socket.create_server((place.listen, 0), backlog=1024))
         context = DistributedContext.from_transport(alone(), links=place.links)
@@ -105,6 +107,7 @@ def train_member(job: TrainJob, place: Place) -> Trained:
             links=place.links,
             comm_timeout=config.timeout or _DEFAULT_TIMEOUT,
             patience=place.patience,
+            folder=folder,
         )
         membership = Membership(seat, team, phases, stop, injector, listener)
         link = MemberLink(
@@ -121,7 +124,7 @@ def train_member(job: TrainJob, place: Place) -> Trained:
         stack.enter_context(run_setup.prepared(config))
         started = time.perf_counter()
         built = build(job, stack, place.slot)
-        sees, checksums = _sees_folder(job, place), config.fault_tolerance.checksums
+        checksums = config.fault_tolerance.checksums
         if checksums is None and "corrupt" in chaos.kinds:
             checksums = True  # what is damaged on purpose is to be found
         if not sees:
@@ -136,10 +139,12 @@ def train_member(job: TrainJob, place: Place) -> Trained:
         membership.attach(link, assembled, run)
         injector.has_met(link.start(place.start_seconds).injected)
         stack.callback(link.close)
+        if folder is not None:
+            # Not before: who has not been let in yet has nothing to save, and is not worth a wait.
+            stack.enter_context(crew.at_work(folder))
         # What a worker of another machine returns reaches nobody.
         sends = _WITH_RESULT if place.lookup is not None else 0
-        folder = Path(job.folder) if sees and job.folder is not None else None
-        return _train(membership, run, built, assembled, started, sends, folder)
+        return _train(membership, run, built, assembled, started, sends)
 
 
 def _train(
@@ -149,7 +154,6 @@ def _train(
     assembled: Assembled,
     started: float,
     sends: int,
-    folder: Path | None,
 ) -> Trained:
     history: History | None = None
     try:
@@ -157,7 +161,7 @@ def _train(
         walk(run, built, assembled)
         history = conclude(run, assembled, started)
         if not membership.finish(run, run.final_hashes[0][0]):
-            last_words.leave(membership, assembled, folder)
+            last_words.leave(membership, assembled)
             raise SystemExit(SUPERVISOR_LOST_EXIT_CODE)
     except ReleasedError as released:
         _log.info("let go: %s", released)
@@ -167,7 +171,7 @@ def _train(
             return Trained(None, {}, None)
     except SupervisorGoneError as gone:
         _save_alone(membership, run, assembled, str(gone))
-        last_words.leave(membership, assembled, folder)
+        last_words.leave(membership, assembled)
         raise SystemExit(SUPERVISOR_LOST_EXIT_CODE) from None
     except StartOverError as over:
         _log.warning("this worker starts over: %s", over)
@@ -191,7 +195,7 @@ def _rank_here(team: Team) -> int:
 
 def _save_alone(membership: Membership, run: Run, assembled: Assembled, why: str) -> None:
     """The group is broken and nobody puts it together: the first who is left saves what all of them have."""
-    _log.warning("no supervisor %s, and the group is broken", why)
+    _log.warning("%s, and the group is broken", why)
     if not membership.is_first_alive or assembled.saver is None:
         return
     context = DistributedContext.from_transport(alone())

@@ -37,7 +37,6 @@ from paceline.core.control.messages import (
     Report,
     ShardDone,
     Stop,
-    Told,
     View,
 )
 from paceline.core.errors import GroupInterruptedError, PacelineError, RendezvousError
@@ -52,6 +51,7 @@ from paceline.train.run_parts import GROUP_TROUBLE
 from paceline.train.seat import ReleasedError, Seat, StartOverError, SupervisorGoneError
 from paceline.train.signals import StopRequest
 from paceline.train.team import Team
+from paceline.train.telling import Telling
 from paceline.train.trouble import broken
 
 if TYPE_CHECKING:
@@ -59,8 +59,6 @@ if TYPE_CHECKING:
     from paceline.train.assembly import Assembled
 
 _LOOK_SECONDS = 0.25
-# Longer than the time between two heartbeats: steps travel with them, and wake nobody of their own.
-_TELL_SECONDS = 0.3
 _SMOOTH = 0.8  # of the running means: a few steps decide
 
 
@@ -94,8 +92,7 @@ class Membership:
         self._claims = Claims()
         self._leaving: str | None = None  # why, until it was told
         self._receipts = Receipts()
-        self._untold: list[str] = []  # events, as their lines
-        self._told_at = 0.0
+        self._telling = Telling()
         self._shard_seconds = self._step_seconds = 0.0
         self._committed_at = time.monotonic()
         self.fingerprint: dict[str, str] = {}
@@ -167,9 +164,11 @@ class Membership:
     def unheard(self) -> None:
         """The supervisor is not there. Who waits for others for as long as it is away is cut off from them
         too, and nobody else will end that wait."""
+        if self.link is not None and self._invited is None and self.seat.is_taken:
+            self.link.stop_looking("the run has ended, or was started again meanwhile")
         phase, seconds = self._phases.now
-        link, patience = self.link, self.seat.patience
-        if link is not None and min(link.away, seconds) > patience and self._waits_for(phase):
+        away = 0.0 if self.link is None else self.link.away
+        if self.seat.gives_up_waiting(min(away, seconds)) and self._waits_for(phase):
             with self._lock:
                 self._interrupt("the supervisor stayed away")
 
@@ -185,20 +184,11 @@ class Membership:
 
     def tell(self, event: events.Event) -> None:
         """An event for the journal. Steps that follow each other quickly are told together."""
-        now = time.monotonic()
-        with self._lock:
-            self._untold.append(events.to_json(event))
-            if isinstance(event, events.StepCommitted) and now - self._told_at < _TELL_SECONDS:
-                return
-        self._tell_all()
+        if self._telling.add(event):
+            self._tell_all()
 
     def _tell_all(self) -> None:
-        link = self.link
-        with self._lock:
-            lines, self._untold = tuple(self._untold), []
-            self._told_at = time.monotonic()
-        if lines and link is not None:
-            link.send(Told(generation=self._team.generation, lines=lines))
+        self._telling.send(self.link, self._team.generation)
 
     def tell_rest(self) -> None:
         """What was kept to be told together."""
@@ -230,10 +220,19 @@ class Membership:
 
     @property
     def wants_pause(self) -> bool:
-        link = self.link
-        if link is not None and link.away > self.seat.patience:
-            self._stop.ask("the supervisor stayed away")
+        why = self._forsaken
+        if why is not None:
+            self._stop.ask(why)
         return self._asked is not None
+
+    @property
+    def heard_at(self) -> float:
+        return 0.0 if self.link is None else self.link.heard_at
+
+    @property
+    def _forsaken(self) -> str | None:
+        """Why nobody will look after this member any more."""
+        return None if self.link is None else self.seat.why_forsaken(self.link.away)
 
     def todo(self, step: int, missing: Sequence[int]) -> Iterator[int]:
         for shard in missing:
@@ -295,7 +294,7 @@ class Membership:
                     return True
                 if isinstance(message, Prepare) and message.generation > self._team.generation:
                     break
-                if message is None and link.away > self.seat.patience:
+                if message is None and self._forsaken:
                     return False
             self._report(run, message)
             self.meet_again(run, None)
@@ -379,8 +378,8 @@ class Membership:
         while True:
             message = link.receive(_LOOK_SECONDS)
             if message is None:
-                if link.away > self.seat.patience:
-                    raise SupervisorGoneError(f"for {link.away:.0f} s")
+                if (why := self._forsaken) is not None:
+                    raise SupervisorGoneError(why)
             elif isinstance(message, Dismissed):
                 raise ReleasedError(message.reason, message.code)
             elif isinstance(message, Prepare) and message.generation > self._team.generation:

@@ -61,14 +61,16 @@ class Receipts:
             return
         with self._lock:
             unsent, self._unsent = self._unsent, []
-        for one in unsent:
-            link.send(
-                Receipt(
-                    generation=one.generation,
-                    first=one.first,
-                    last=one.last,
-                    shards=one.shards,
-                    hashes=one.hashes,
-                    shard_hashes=tuple(one.shard_hashes),
+            # With the lock held: two threads send in the order of the steps. Whoever has a receipt of a later
+            # step takes an earlier one for what it knows.
+            for one in unsent:
+                link.send(
+                    Receipt(
+                        generation=one.generation,
+                        first=one.first,
+                        last=one.last,
+                        shards=one.shards,
+                        hashes=one.hashes,
+                        shard_hashes=tuple(one.shard_hashes),
+                    )
                 )
-            )

@@ -12,8 +12,8 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, final
+from dataclasses import asdict, dataclass, replace
+from typing import Any, TypeAlias, TypeGuard, final
 
 import torch
 from torch import Tensor
@@ -25,7 +25,10 @@ from paceline.train.step_log import StepLog
 
 _log = logging.getLogger(__name__)
 
-_REMEMBERED = 256  # steps whose events can be told again
+_REMEMBERED = 256  # events that can be told again in any case
+_MOST_REMEMBERED = 8192  # and of those that the journal may lack
+# Between a step and its way into the journal: far longer than that takes while somebody writes it.
+_TELLING_SECONDS = 2.0
 _BEHIND = 2  # steps whose numbers may still be on their way from a GPU
 
 
@@ -86,6 +89,7 @@ class EpochSums:
 
 
 Tell = Callable[[events.Event], None]
+_Kept: TypeAlias = events.StepCommitted | events.RunResumed
 
 
 def _nowhere(event: events.Event) -> None:
@@ -95,7 +99,11 @@ def _nowhere(event: events.Event) -> None:
 @final
 class Recorder:
     """Turns committed steps into records, on every rank; the main rank tells them to the journal and to the
-    observers among its callbacks. Which rank that is may change."""
+    observers among its callbacks. Which rank that is may change.
+
+    `heard_at`: when the journal was last known to have what had been told, on this process's clock. What is
+    newer goes into checkpoints, so that nothing is missing in the journal when all are killed.
+    """
 
     def __init__(
         self,
@@ -103,10 +111,11 @@ class Recorder:
         tell: Tell | None,
         device: torch.device,
         is_main: Callable[[], bool] = lambda: True,
+        heard_at: Callable[[], float] = time.monotonic,
     ) -> None:
         self._callbacks = callbacks
         self._tell = tell or _nowhere
-        self._is_main = is_main
+        self._is_main, self._heard_at = is_main, heard_at
         self._behind = _BEHIND if device.type == "cuda" else 0
         self._waiting: deque[tuple[CommittedStep, Tensor, torch.cuda.Event | None, float]] = deque()
         self._last = time.perf_counter()
@@ -115,7 +124,7 @@ class Recorder:
         self.evaluations: list[Evaluation] = []
         self.sums = EpochSums()
         self._said_not_finite = False
-        self._places: dict[int, tuple[int, int, int, str | None]] = {}
+        self._events: deque[tuple[float, _Kept]] = deque()  # the last ones, with when they were taken in
 
     def start_clock(self) -> None:
         """What happened before now (loading, evaluating) is not part of the next step's time."""
@@ -172,6 +181,8 @@ class Recorder:
 
     def note(self, event: events.Event) -> None:
         """Into the journal, by the main rank."""
+        if isinstance(event, events.RunResumed):
+            self._remember(event)
         if self._is_main():
             self._tell(event)
 
@@ -181,20 +192,40 @@ class Recorder:
 
     def events_after(self, step: int) -> list[events.Event]:
         """What the journal may lack, of the steps after `step`, where another rank was to tell it."""
-        since = [record for record in self.steps[-_REMEMBERED:] if record.step > step]
-        return [_event(record, self._places[record.step]) for record in since if record.step in self._places]
+        return [event for _, event in self._events if _is_step(event) and event.step > step]
+
+    def _unconfirmed(self) -> list[_Kept]:
+        """What the journal may lack if everybody is killed now."""
+        since = self._heard_at() - _TELLING_SECONDS
+        return [event for taken, event in self._events if taken >= since]
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "sums": self.sums.state_dict(),
             "epochs": [asdict(record) for record in self.epochs],
             "evaluations": [asdict(evaluation) for evaluation in self.evaluations],
+            "unconfirmed": [events.to_json(event) for event in self._unconfirmed()],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.sums = EpochSums(state["sums"])
         self.epochs = [EpochRecord(**record) for record in state["epochs"]]
         self.evaluations = [Evaluation(**evaluation) for evaluation in state["evaluations"]]
+        # Until somebody has heard of them here, they are part of what this process saves, too.
+        now = time.monotonic()
+        lines = map(events.from_json, state.get("unconfirmed", ()))
+        self._events = deque(
+            (now, e) for e in lines if isinstance(e, events.StepCommitted | events.RunResumed)
+        )
+
+    def recall(self) -> list[_Kept]:
+        """After a checkpoint was loaded: what it holds for the journal, in case nobody had told it. Its views
+        are those of workers that are gone."""
+        self._events = deque(
+            (now, replace(event, generation=events.RECALLED) if _is_step(event) else event)
+            for now, event in self._events
+        )
+        return [event for _, event in self._events]
 
     def _complete(self) -> StepRecord:
         step, numbers, event, seconds = self._waiting.popleft()
@@ -216,21 +247,35 @@ class Recorder:
         self.steps.forget_from(record.step)  # all went back to a checkpoint: what follows is done again
         self.steps.put(record)
         self.sums.add(record)
-        self._places[step.step] = (step.offset, step.taken, step.generation, step.hash)
-        self._places.pop(step.step - _REMEMBERED, None)
+        told = _event(record, step)
+        self._remember(told)
         if not math.isfinite(record.loss) and not self._said_not_finite and self._is_main():
             self._said_not_finite = True
             _log.warning(
                 "the loss of step %d is %s: this and what follows may be of no use", record.step, record.loss
             )
         if self._is_main():
-            self._tell(_event(record, self._places[step.step]))
+            self._tell(told)
             self._callbacks.step(record)
         return record
 
+    def _remember(self, event: _Kept) -> None:
+        last = event.step - _is_step(event)
+        while self._events and self._events[-1][1].step > last:
+            self._events.pop()  # all went back to a checkpoint: later steps never were
+        now = time.monotonic()
+        self._events.append((now, event))
+        while len(self._events) > _REMEMBERED and (
+            len(self._events) > _MOST_REMEMBERED or self._events[0][0] < self._heard_at() - _TELLING_SECONDS
+        ):
+            self._events.popleft()
 
-def _event(record: StepRecord, place: tuple[int, int, int, str | None]) -> events.StepCommitted:
-    offset, taken, generation, digest = place
+
+def _is_step(event: _Kept) -> TypeGuard[events.StepCommitted]:
+    return isinstance(event, events.StepCommitted)
+
+
+def _event(record: StepRecord, step: CommittedStep) -> events.StepCommitted:
     return events.StepCommitted(
         time=time.time(),
         step=record.step,
@@ -238,12 +283,12 @@ def _event(record: StepRecord, place: tuple[int, int, int, str | None]) -> event
         loss=record.loss,
         samples=record.samples,
         seconds=record.seconds,
-        hash=digest,
-        offset=offset,
-        taken=taken,
+        hash=step.hash,
+        offset=step.offset,
+        taken=step.taken,
         learning_rate=record.learning_rate,
         grad_norm=record.grad_norm,
         skipped=record.skipped,
         metrics=record.metrics,
-        generation=generation,
+        generation=step.generation,
     )

@@ -48,6 +48,10 @@ class Members(Protocol):
     def wants_pause(self) -> bool:
         """Whether this member is to stop after the next common step."""
 
+    @property
+    def heard_at(self) -> float:
+        """When the journal was last known to have what was told, on this process's clock."""
+
     def meet_again(self, run: Run, trouble: BaseException | None) -> None:
         """Returns in a new group, with the state of the furthest member."""
 

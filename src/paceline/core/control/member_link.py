@@ -76,6 +76,7 @@ class MemberLink:
         self._number = 0
         self._sent = 0
         self._heard = 0
+        self.heard_at = 0.0  # when the supervisor last said that it had
         self._heartbeat = _FIRST_HEARTBEAT
         self._next_beat = 0.0
         self._cut_at = time.monotonic()
@@ -105,7 +106,7 @@ class MemberLink:
         if isinstance(answer, Dismissed):
             self.close()
             raise RendezvousError(
-                f"the supervisor refused this worker: {answer.reason}",
+                f"this worker was not let in: {answer.reason}",
                 remedy="start it on a machine and with packages like those of the other workers",
             )
         return answer
@@ -125,9 +126,9 @@ class MemberLink:
 
     def _send(self, message: Message) -> int:
         with self._lock:
-            self._number += 1
-            number = self._number
+            number = self._number + 1
             data = channel.frame(message, number)
+            self._number = number
             self._kept.append((number, data))
             self._kept_bytes += len(data)
             while self._kept_bytes > KEPT_BYTES:
@@ -145,6 +146,11 @@ class MemberLink:
             return self._inbox.get(timeout=timeout)
         except queue.Empty:
             return None
+
+    def stop_looking(self, reason: str) -> None:
+        """In `unheard`: no supervisor will ever let this worker in; `start` says so."""
+        self._dismissed = True
+        self._answers.put(Dismissed(reason=reason))
 
     @property
     def away(self) -> float:
@@ -276,6 +282,7 @@ class MemberLink:
     def _take(self, message: Message) -> None:
         match message:
             case Heard(number=number):
+                self.heard_at = time.monotonic()
                 with self._lock:
                     while self._kept and self._kept[0][0] <= number:
                         self._kept_bytes -= len(self._kept.popleft()[1])

@@ -79,6 +79,9 @@ class Actions:
 
     def dismiss(self, seat: Seat, reason: str, code: int, seconds: float) -> None:
         """Let a worker end in peace."""
+        if seat.pid:
+            # While it can still tell it again, should this supervisor die before it is written.
+            self._supervisor.chronicle.flush(seat.pid)
         seat.dismissed, seat.goodbye = True, Dismissed(reason=reason, code=code)
         if seat.member in self._staff.seats:
             if seat.connection is not None:

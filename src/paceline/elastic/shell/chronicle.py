@@ -2,8 +2,9 @@
 
 Lines that come again after a reconnect or from the next first member are left out: a step that is in the
 journal is not written again. Receipts of steps are merged: at most one line per member every 5 seconds and at
-each change of the view, so that the journal grows by a known rate. While the disk is full, lines wait in
-memory. Must not know sockets or processes.
+each change of the view, so that the journal grows by a known rate. The end of the run is written after the
+last receipts: a journal that has it lacks none. While the disk is full, lines wait in memory. Must not know
+sockets or processes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, Final, final
 from paceline.core.control.messages import Receipt
 from paceline.core.events import (
     Event,
+    RunEnded,
     RunResumed,
     RunStarted,
     ShardHashed,
@@ -27,11 +29,10 @@ from paceline.core.events import (
     SupervisorStarted,
     WorkerFailed,
 )
-from paceline.core.journal import Journal, PatientJournal
+from paceline.core.journal import Journal, PatientJournal, last_lines
 
 RECEIPT_SECONDS: Final = 5.0
 RETRY_SECONDS: Final = 1.0
-_TAIL_BYTES: Final = 1 << 20
 _EARLY: Final = 64
 _REMEMBERED: Final = 4096
 
@@ -71,17 +72,17 @@ class Chronicle:
         self._flush_at = float("inf")
         self._received: dict[tuple[int, int], int] = {}
         self._early: dict[int, _Told] = {}  # steps that were told before the ones before them
+        self._end: tuple[int, str] | None = None  # the run's end and who told it, until nobody tells any more
         self._seen: set[int] = set()
         self._seen_order: deque[int] = deque()
         self._hashed: set[tuple[int, int, int, str]] = set()
         self._failed: set[int] = set()  # processes of this run
-        if path.exists():
-            self._remember_tail(path)
+        self._remember_tail(path)
         self._journal = PatientJournal(Journal(path), alone=True)
 
     @property
     def complete(self) -> bool:
-        """Whether all that was told is in the file."""
+        """Whether all that was told is in the file, but for what is held back."""
         return self._journal.complete
 
     @property
@@ -111,8 +112,8 @@ class Chronicle:
         if not self.complete:
             self._retry_at = min(self._retry_at, now + RETRY_SECONDS)
 
-    def tell(self, lines: Iterable[str]) -> None:
-        """Lines that the first member tells."""
+    def tell(self, lines: Iterable[str], pid: int = 0) -> None:
+        """Lines that a member tells, mostly the first."""
         news: list[str] = []
         for line in lines:
             mark = hash(line)
@@ -129,6 +130,11 @@ class Chronicle:
                 if len(self._early) > _EARLY:
                     self._add_early(news)
                 continue
+            if data["type"] == RunEnded.type:
+                self._end = pid, line
+                continue
+            if data["type"] == RunResumed.type:
+                self._add_early(news)
             self._add(told, news)
             while self.journaled + 1 in self._early:
                 self._add(self._early.pop(self.journaled + 1), news)
@@ -175,9 +181,9 @@ class Chronicle:
         self._receipts[pid] = _Receipts(rank, pid, receipt.generation, first, receipt.last, receipt.shards)
         self._flush_at = min(self._flush_at, time.monotonic() + RECEIPT_SECONDS)
 
-    def has_receipts(self, pid: int) -> bool:
-        """Whether receipts of this process are not written yet."""
-        return pid in self._receipts
+    def holds_back(self, pid: int) -> bool:
+        """Whether something that this process said is not written yet, and waits for more."""
+        return pid in self._receipts or (self._end is not None and self._end[0] == pid)
 
     def flush(self, pid: int | None = None, *, over: bool = False) -> None:
         """Write receipts that were held back: of one process, or of all; `over`: nobody tells any more."""
@@ -185,14 +191,20 @@ class Chronicle:
             news: list[str] = []
             self._add_early(news)
             self._write_news(news)
-        for each in [pid] if pid is not None else list(self._receipts):
-            held = self._receipts.pop(each, None)
-            if held is not None:
-                self._write_receipts(held)
-                if self.complete:
-                    self.on_flush(each)
+        wanted = [pid] if pid is not None else list(self._receipts)
+        flushed = [each for each in wanted if each in self._receipts]
+        for each in flushed:
+            self._write_receipts(self._receipts.pop(each))
         if not self._receipts:
             self._flush_at = float("inf")
+        if over and self._end is not None:
+            (teller, end), self._end = self._end, None
+            self._write_news([end])
+            flushed = [*flushed, teller]
+        if self.complete:
+            for each in flushed:
+                if not self.holds_back(each):
+                    self.on_flush(each)
 
     def close(self) -> None:
         """Write what can be written, and end."""
@@ -220,10 +232,10 @@ class Chronicle:
                 self.journaled = step
             case {"type": RunResumed.type, "step": int(step)}:
                 # What was journaled after that step is done again, and so is journaled again.
-                self.journaled = step
+                self.journaled, self._end = step, None
                 self._received.clear()
             case {"type": RunStarted.type}:
-                self.journaled = 0
+                self.journaled, self._end = 0, None
         return True
 
     def _remember(self, mark: int) -> None:
@@ -234,14 +246,7 @@ class Chronicle:
 
     def _remember_tail(self, path: Path) -> None:
         """What the end of an existing journal says, so that nothing of it is written twice."""
-        start = max(0, path.stat().st_size - _TAIL_BYTES)
-        if start:
-            with open(path, "rb") as file:
-                file.seek(start)
-                start += len(file.readline())
-        with open(path, "rb") as file:
-            file.seek(start)
-            lines = file.read().decode("utf-8", "replace").split("\n")
+        lines = last_lines(path)
         for line in lines[-_REMEMBERED:]:
             self._remember(hash(line))
         for line in lines:

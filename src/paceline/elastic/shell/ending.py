@@ -35,6 +35,8 @@ class Ending:
         self._limit = time.monotonic() + seconds
         self._killed = False
         self.over = False
+        # While those who told it are still there: once they are gone nobody can tell it again.
+        supervisor.chronicle.flush(over=True)
         for seat in list(supervisor.staff.seats.values()):
             if not at_once:
                 # Their time is counted here.

@@ -67,7 +67,7 @@ class Ear:
     def _beat(self, beat: Beat) -> None:
         seat, supervisor = self._seat, self._supervisor
         seat.beat, seat.beat_at, seat.progress = beat, time.monotonic(), beat.progress
-        written = supervisor.chronicle.complete and not supervisor.chronicle.has_receipts(seat.pid)
+        written = supervisor.chronicle.complete and not supervisor.chronicle.holds_back(seat.pid)
         if seat.heard > seat.confirmed and written:
             supervisor.staff.confirm_seat(seat)
         supervisor.feed(
@@ -88,7 +88,7 @@ class Ear:
         member = seat.member
         match message:
             case Told():
-                supervisor.chronicle.tell(message.lines)
+                supervisor.chronicle.tell(message.lines, seat.pid)
             case Receipt():
                 supervisor.chronicle.receive(seat.slot, seat.pid, message)
                 for step, digest in message.hashes.items():

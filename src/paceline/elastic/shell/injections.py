@@ -43,5 +43,5 @@ class Injections:
             supervisor.chronicle.tell((injected.line,))
         # What is confirmed is confirmed with all that was said before, its receipts too.
         supervisor.chronicle.flush(seat.pid)
-        if supervisor.chronicle.complete:
+        if supervisor.chronicle.complete and not supervisor.chronicle.holds_back(seat.pid):
             supervisor.staff.confirm_seat(seat)
