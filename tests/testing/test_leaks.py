@@ -8,10 +8,20 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 
+from tests.waiting import wait_for
+
 from paceline.testing import leaks
+
+
+def orphan(command: str = "sleep 100", env: Mapping[str, str] = os.environ) -> int:
+    """The number of a process whose parent is gone; perhaps it is still about to run its program."""
+    script = f"{command} </dev/null >/dev/null 2>&1 & echo $!"
+    return int(subprocess.run(["bash", "-c", script], env=env, capture_output=True, check=True).stdout)
 
 
 def test_nothing_is_reported_when_everything_was_closed():
@@ -41,12 +51,48 @@ def test_a_thread_a_socket_and_a_child_are_named():
 
 def test_an_orphan_is_found_by_its_token():
     before = leaks.snapshot()
-    script = "sleep 100 </dev/null >/dev/null 2>&1 & echo $!"
-    orphan = int(subprocess.run(["bash", "-c", script], capture_output=True, check=True).stdout)
+    pid = orphan()
     try:
-        assert [line.split(":")[0] for line in leaks.since(before, patience=0.0)] == [f"process {orphan}"]
+        assert [line.split(":")[0] for line in leaks.since(before, patience=0.0)] == [f"process {pid}"]
     finally:
-        os.kill(orphan, signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
+
+
+SLOW_START = """
+import os, resource
+# Half a million words: the kernel has to count them all before the new program has an environment.
+words = ["sleep", "100", *["0"] * 500_000]
+resource.setrlimit(resource.RLIMIT_STACK, (64 << 20, resource.getrlimit(resource.RLIMIT_STACK)[1]))
+pid = os.fork()
+if pid == 0:
+    os.closerange(0, 3)
+    os.execvp("sleep", words)
+print(pid)
+"""
+
+
+def test_an_orphan_is_found_also_while_it_is_being_started():
+    before = leaks.snapshot()
+    pid = int(subprocess.run([sys.executable, "-c", SLOW_START], stdout=subprocess.PIPE, check=True).stdout)
+    try:
+        wait_for(
+            lambda: b"python" not in Path(f"/proc/{pid}/cmdline").read_bytes(), "the fork is still there"
+        )
+        assert pid in {process.pid for process in leaks.snapshot().processes - before.processes}
+    finally:
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_a_process_without_an_environment_is_a_stranger_at_once():
+    before = leaks.snapshot()
+    pid = orphan("env -i sleep 100")
+    wait_for(lambda: Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"sleep"), "sleep runs")
+    began = time.monotonic()
+    try:
+        assert leaks.since(before, patience=0.0) == []
+        assert time.monotonic() - began < 4.0
+    finally:
+        os.kill(pid, signal.SIGKILL)
 
 
 def test_a_file_in_shared_memory_is_found():
@@ -63,9 +109,8 @@ def test_what_a_stranger_holds_in_shared_memory_is_not_ours():
     # A child without our token whose parent is gone is as good as somebody else's process.
     before = leaks.snapshot()
     path = Path("/dev/shm") / f"paceline-test-{uuid.uuid4().hex}"
-    script = f"exec 3>{path}; sleep 100 </dev/null >/dev/null 2>&1 & echo $!"
     clean = {name: value for name, value in os.environ.items() if name != leaks.TOKEN}
-    pid = int(subprocess.run(["bash", "-c", script], env=clean, capture_output=True, check=True).stdout)
+    pid = orphan(f"exec 3>{path}; sleep 100", clean)
     try:
         assert leaks.since(before, patience=0.0) == []
     finally:

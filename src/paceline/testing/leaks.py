@@ -21,6 +21,8 @@ TOKEN = "PACELINE_LEAK_TOKEN"
 
 _SHM = Path("/dev/shm")
 _PAUSE = 0.01
+_EXEC_TAKES = 5.0  # seconds at most, on a machine that waits for its disk
+_EXEC_PAUSE = 0.001
 _KERNEL = 2  # the process that is the parent of the kernel's threads
 
 
@@ -97,22 +99,22 @@ def _difference(before: Snapshot, kept: Kept) -> list[str]:
 
 
 def _descendants() -> frozenset[Process]:
-    """Children, their children, and orphans that carry our token; zombies included."""
+    """Children, their children with zombies, and orphans that carry our token (their zombies are init's)."""
     me = os.getpid()
     parents: dict[int, int] = {}
     started: dict[int, int] = {}
+    gone: set[int] = set()
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
             continue
         try:
-            with open(f"/proc/{entry}/stat", "rb", buffering=0) as file:
-                stat = file.read()
+            fields = _fields(_read(entry, "stat"))
         except OSError:
             continue
-        # The command in parentheses may itself hold spaces and parentheses.
-        fields = stat[stat.rfind(b")") + 2 :].split()
         parents[int(entry)] = int(fields[1])
         started[int(entry)] = int(fields[19])
+        if _is_gone(fields):
+            gone.add(int(entry))
     ours = {me}
     grew = True
     while grew:
@@ -123,7 +125,7 @@ def _descendants() -> frozenset[Process]:
     if token is not None:
         needle = f"{TOKEN}={token}".encode()
         # The kernel's own threads have no environment.
-        others = [pid for pid in parents.keys() - ours if parents[pid] != _KERNEL and pid != _KERNEL]
+        others = [pid for pid in parents.keys() - ours - gone if _KERNEL not in (pid, parents[pid])]
         ours |= {pid for pid in others if _carries(Process(pid, started[pid]), needle)}
     return frozenset(Process(pid, started[pid]) for pid in ours - {me} if pid in started)
 
@@ -132,10 +134,42 @@ def _descendants() -> frozenset[Process]:
 def _carries(process: Process, needle: bytes) -> bool:
     """Remembered: a stranger does not become ours later."""
     try:
-        with open(f"/proc/{process.pid}/environ", "rb", buffering=0) as file:
-            return needle in file.read().split(b"\0")
+        return needle in _environment(process.pid).split(b"\0")
     except OSError:
         return False
+
+
+def _environment(pid: int) -> bytes:
+    """What the process was started with, also when it is only just being started.
+
+    In the middle of exec there is a moment in which a process has no environment yet.
+    """
+    deadline = time.monotonic() + _EXEC_TAKES
+    while True:
+        settled = _is_settled(_fields(_read(pid, "stat")))
+        environment = _read(pid, "environ")
+        if environment or settled or time.monotonic() > deadline:
+            return environment
+        time.sleep(_EXEC_PAUSE)
+
+
+def _is_settled(fields: list[bytes]) -> bool:
+    """Whether an empty environment will stay so: the program is loaded (its code has an end), or is gone."""
+    return fields[24] != b"0" or _is_gone(fields)
+
+
+def _is_gone(fields: list[bytes]) -> bool:
+    return fields[0] in b"ZX"
+
+
+def _fields(stat: bytes) -> list[bytes]:
+    # The command in parentheses may itself hold spaces and parentheses.
+    return stat[stat.rfind(b")") + 2 :].split()
+
+
+def _read(pid: int | str, name: str) -> bytes:
+    with open(f"/proc/{pid}/{name}", "rb", buffering=0) as file:
+        return file.read()
 
 
 def _descriptors() -> frozenset[tuple[int, str]]:
@@ -186,9 +220,7 @@ def _target(link: str) -> str | None:
 
 def _command(pid: int) -> str:
     try:
-        words = (
-            Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-        )
+        words = _read(pid, "cmdline").replace(b"\0", b" ").decode(errors="replace").strip()
     except OSError:
         return "gone meanwhile"
     return words[:120] or "a zombie nobody waited for"
