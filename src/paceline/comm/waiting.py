@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from paceline.comm.context import DistributedContext
 from paceline.comm.transport.hybrid import HybridTransport
+from paceline.comm.transport.mesh import Mesh
+from paceline.comm.transport.shm.board import Board
 from paceline.comm.transport.shm.transport import ShmTransport
 from paceline.comm.transport.torchdist import TorchTransport
-from paceline.comm.transport.watch import Outlook
 from paceline.core.errors import PacelineError
 
 
 def waiting_for(context: DistributedContext) -> tuple[int, ...]:
     """The ranks that this one waits for; none while it does not wait, or has only just begun to."""
     transport = context.transport
-    outlook: Outlook
+    outlook: Board | Mesh
     if isinstance(transport, ShmTransport):
         outlook = transport.outlook
     elif isinstance(transport, HybridTransport | TorchTransport):
@@ -25,7 +26,8 @@ def waiting_for(context: DistributedContext) -> tuple[int, ...]:
     else:
         return ()
     try:
-        status = outlook.peers()[outlook.rank].status
+        # What it has posted itself: to look at all the others costs more, and asks them where they are.
+        status = outlook.posted()
     except PacelineError:
         return ()  # the group is over
     return () if status is None else status.waits_for

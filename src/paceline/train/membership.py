@@ -432,7 +432,7 @@ class Membership:
 
     def _waits_for(self, phase: str) -> tuple[int, ...]:
         view = self._view
-        if view is None or phase not in phase_names.TOGETHER:
+        if view is None or phase in phase_names.APART:
             return ()
         with contextlib.suppress(IndexError):  # the view may have changed since
             return tuple(view.members[rank] for rank in waiting_for(self._team.context))

@@ -22,7 +22,7 @@ COLLECTIVE, OPTIMIZER, CHECKPOINT, EVALUATION, WAIT = (
 )
 
 UNEVEN = (CHECKPOINT, EVALUATION)  # phases that not every step has, and that have nothing to do with its time
-TOGETHER = (COLLECTIVE, EVALUATION, CHECKPOINT)  # phases in which a worker may wait for others
+APART = (START, WAIT)  # phases outside of a group: in all others a worker may wait for somebody in it
 
 Inject = Callable[[str, int], None]
 """Called with the phase and the number that the step will have once it is committed."""

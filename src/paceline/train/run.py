@@ -278,6 +278,7 @@ class Run:
     def _do(self, name: str, numbers: list[int]) -> None:
         parts, saver = self._parts, self._parts.saver
         if name == "settle" and saver is not None:
+            parts.phases.enter(COLLECTIVE)
             saver.settle(*numbers)
         elif name == "evaluate":
             self.evaluate()
@@ -296,6 +297,7 @@ class Run:
         elif name == "close-last-epoch":
             parts.recorder.end_epoch(self.position.epoch, self._last_validation())
         elif name == "compare-modifiers":
+            parts.phases.enter(COLLECTIVE)
             modifier_states.compare(parts.team.context, parts.callbacks, self.position.step)
         elif name == "compare":
             parts.phases.enter(COLLECTIVE)

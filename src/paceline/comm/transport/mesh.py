@@ -145,6 +145,10 @@ class Mesh:
         for peer in self._running():
             self.send(peer, Kind.STATUS, [memoryview(body)])
 
+    def posted(self) -> Status | None:
+        self.check_open()
+        return self._mine
+
     def peers(self) -> dict[int, Peer]:
         self.check_open()
         with self._changed:

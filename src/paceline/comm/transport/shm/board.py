@@ -169,6 +169,10 @@ class Board:
         began = self.longs[self.long(rank, START_TIME)]
         return bool(began) and start_time(self.words[self.word(rank, PID)]) != began
 
+    def posted(self) -> Status | None:
+        self.check_open()
+        return self._status(self.rank)
+
     def peers(self) -> dict[int, Peer]:
         self.check_open()
         return {rank: self.peer(rank) for rank in range(self.world_size)}
