@@ -146,6 +146,7 @@ class Mesh:
             self.send(peer, Kind.STATUS, [memoryview(body)])
 
     def posted(self) -> Status | None:
+        """What this rank itself has posted; None while it does not wait."""
         self.check_open()
         return self._mine
 

@@ -170,6 +170,7 @@ class Board:
         return bool(began) and start_time(self.words[self.word(rank, PID)]) != began
 
     def posted(self) -> Status | None:
+        """What this rank itself has posted; None while it does not wait."""
         self.check_open()
         return self._status(self.rank)
 
