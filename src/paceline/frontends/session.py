@@ -32,6 +32,7 @@ from paceline.train.checks import check
 from paceline.train.config import TrainConfig
 from paceline.train.ending import conclude
 from paceline.train.history import History
+from paceline.train.loop_guard import guarded, refuse_wrapped
 from paceline.train.precision import autocast
 from paceline.train.progress import Progress
 from paceline.train.run import Run
@@ -136,7 +137,8 @@ class Session:
         yield from self._micros
 
     def _handed_out(self, run: Run, assembled: Assembled) -> Generator[Micro, None, None]:
-        with closing(run.microbatches()) as micros:
+        guard = guarded(assembled.optimizers, assembled.update)
+        with guard, closing(run.microbatches()) as micros:
             for micro in micros:
                 changed = dataclasses.replace(micro, data=assembled.callbacks.change_batch(micro.data))
                 with autocast(self.config.precision, self._device):
@@ -172,6 +174,7 @@ class Session:
 def _check(model: nn.Module, config: TrainConfig) -> None:
     """Settings that `Trainer` carries out by itself are the loop's own business here, and never ignored."""
     run_setup.check_initialised(model)
+    refuse_wrapped(model)
     if config.micro_batch == "auto":
         raise ConfigError(
             'micro_batch="auto" in a session: the loop calls the model itself, so nobody else can try',

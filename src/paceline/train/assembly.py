@@ -149,7 +149,7 @@ class Assembled:
         )
         self._closing.callback(self.transaction.close)
         scaler = LossScaler(config.loss_scaling) if config.precision == "fp16" else None
-        self._update = Update(
+        self.update = Update(
             self.transaction.trained,
             self.optimizers,
             clip_norm=config.clip_norm,
@@ -219,7 +219,7 @@ class Assembled:
             device=self._device,
             module=self._given.module,
             transaction=self.transaction,
-            update=self._update,
+            update=self.update,
             schedule=Schedule(self._given.config, self.total_steps),
             feed=self._feed,
             recorder=self.recorder,
@@ -319,7 +319,7 @@ class Assembled:
         tensors |= optimizers.tensors_of(self.optimizers, module)
         tensors, pairs = model_state.as_pairs(tensors)
         own = {model_state.RESIDUAL + n: t for n, t in self.transaction.residuals().items()}
-        scaler = self._update.scaler
+        scaler = self.update.scaler
         plain = {
             "format": resuming.FORMAT,
             "position": vars(run.position),
@@ -404,8 +404,8 @@ class Assembled:
                 if name.startswith(model_state.RESIDUAL)
             }
         )
-        if self._update.scaler is not None and saved["scaler"] is not None:
-            self._update.scaler.load_state_dict(saved["scaler"])
+        if self.update.scaler is not None and saved["scaler"] is not None:
+            self.update.scaler.load_state_dict(saved["scaler"])
         if self._noise is not None and saved["dynamic_batch"] is not None:
             self._noise.load_state_dict(saved["dynamic_batch"])
         if self._early is not None and saved["early_stopping"] is not None:

@@ -27,6 +27,7 @@ from paceline.data.randomness import seed_everything
 from paceline.train.compressed_summation import CompressedSummation
 from paceline.train.config import TrainConfig
 from paceline.train.gradients import Layout, expose
+from paceline.train.loop_guard import GradientWatch
 from paceline.train.module_buffers import ModuleBuffers
 from paceline.train.shard_hash import shard_hash
 from paceline.train.shard_metrics import MOST_METRICS, ShardMetrics
@@ -103,6 +104,7 @@ class StepTransaction:
         self._names, self._parameters = list(self._dense), list(self._dense.values())
         self._sparse = SparseGradients({name: p for name, p in trained.items() if name in sparse})
         self.trained: dict[str, Parameter] = trained
+        self._watch = GradientWatch(trained)
         self._buffers = ModuleBuffers(module)
         self._noise = config.dynamic_batch is not None
         self._norms_start = _FIRST_METRIC + MOST_METRICS + self._buffers.size
@@ -180,6 +182,7 @@ class StepTransaction:
         """Begins a step whose shards have so many samples; `scale` is what fp16 multiplies the loss by."""
         if [p.requires_grad for p in self._all_parameters] != self._learning:
             self._refuse_freezing()
+        self._watch.opened(step)
         if self._open == (epoch, step):
             return  # done again with another group
         self._open = (epoch, step)
@@ -201,6 +204,7 @@ class StepTransaction:
         self._touched = True
         for parameter in self.trained.values():
             parameter.grad = None
+        self._watch.start_shard()
         self._loss = None
         self._metrics.start()
         self._shard_applied = self._shard_left_out = 0
@@ -210,9 +214,11 @@ class StepTransaction:
         """Adds one micro-batch of `count` samples to the current shard; `loss` is their mean."""
         if not isinstance(loss, Tensor) or not loss.requires_grad or loss.numel() != 1:
             _refuse_loss(loss)
+        self._watch.check_gradients(self._step + 1)
         weight = count / self._planned
         factor = weight * self._scale
         (loss if factor == 1.0 else loss * factor).backward()  # type: ignore[no-untyped-call]
+        self._watch.after_backward()
         self._shard_applied += count
         with torch.no_grad():
             weighted = loss.detach().reshape(()).float()
@@ -227,6 +233,7 @@ class StepTransaction:
 
     def finish_shard(self, shard: int) -> None:
         """Deposits the shard's gradients. A shard without samples counts as zeros."""
+        self._watch.finish_shard(self._step + 1)
         computed = _Computed(
             self._shard_applied,
             self._shard_left_out,

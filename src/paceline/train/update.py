@@ -51,12 +51,20 @@ class Update:
         self.scaler = scaler
         self._change = change_gradients
         self._watched: list[tuple[int, Any]] | None = None
+        self.applying = False  # while it does, and nothing else may, call the optimizers
         # The learning rates that the schedule multiplies; a resumed run finds them in the groups.
         for group in self._groups():
             group.setdefault("initial_lr", float(group["lr"]))
 
     def apply(self, factor: float, *, need_norm: bool = False) -> Applied:
         """One optimizer step with learning rates of `factor` times the initial ones."""
+        self.applying = True
+        try:
+            return self._apply(factor, need_norm)
+        finally:
+            self.applying = False
+
+    def _apply(self, factor: float, need_norm: bool) -> Applied:
         gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
         if self.scaler is not None:
             _scale(gradients, 1.0 / self.scaler.scale)

@@ -1,0 +1,189 @@
+"""Habits of a plain loop that would train something else here: refused at the call, or at the next backward.
+
+A step sums the gradients of its shards and applies them once, so `zero_grad`, `step`, `clip_grad_norm_` or a
+`backward` beside the run's own lose or double gradients. `guarded` refuses the calls by name; `GradientWatch`
+finds any other way to the same end by the version counters of gradients and parameters. Must not know where
+batches come from, nor what a step does with its gradients.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from operator import attrgetter, is_
+from types import MethodType
+from typing import Any, NoReturn, Protocol, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from paceline.core.errors import UsageError
+
+_ABSENT = object()
+_LOOKED_AT = 64  # parameters in a step
+_gradient: Callable[[Parameter], Tensor | None] = attrgetter("grad")
+_version: Callable[[Tensor], int] = attrgetter("_version")
+
+
+@final
+class GradientWatch:
+    """Between `opened` and the sum of a step, only the run's own `backward` changes gradients, and nothing
+    changes the parameters that are trained.
+
+    Of a model with many parameters every step looks at some, in turn: what such a line does to all of them
+    is seen at once, what it does to one of them within a few steps, and a look costs some microseconds.
+    """
+
+    def __init__(self, trained: Mapping[str, Parameter]) -> None:
+        self._all = list(trained.items())
+        self._stride = -(-len(self._all) // _LOOKED_AT) or 1
+        self._names: list[str] = []
+        self._parameters: list[Parameter] = []
+        self._gradients: list[Tensor | None] = []
+        self._changes = self._moves = 0  # in place: of the gradients, of the parameters
+
+    def opened(self, step: int) -> None:
+        """A step begins, or goes on in another group: the parameters are as they are to stay."""
+        looked_at = self._all[step % self._stride :: self._stride]
+        self._names, self._parameters = [name for name, _ in looked_at], [one for _, one in looked_at]
+        self._moves = sum(map(_version, self._parameters))
+
+    def start_shard(self) -> None:
+        """No parameter has a gradient."""
+        self._gradients, self._changes = [None] * len(self._parameters), 0
+
+    def after_backward(self) -> None:
+        self._gradients = list(map(_gradient, self._parameters))
+        self._changes = _changes(self._gradients)
+
+    def check_gradients(self, step: int) -> None:
+        """Before the next backward of a shard."""
+        now = list(map(_gradient, self._parameters))
+        if not all(map(is_, now, self._gradients)) or _changes(now) != self._changes:
+            self._refuse_gradients(now, step)
+
+    def finish_shard(self, step: int) -> None:
+        """Before the shard's gradients are deposited."""
+        self.check_gradients(step)
+        self._gradients = []
+        if sum(map(_version, self._parameters)) != self._moves:
+            self._refuse_parameters(step)
+
+    def _refuse_gradients(self, now: Sequence[Tensor | None], step: int) -> NoReturn:
+        pairs = list(zip(self._names, now, self._gradients, strict=True))
+        replaced = [(name, gradient) for name, gradient, before in pairs if gradient is not before]
+        if not replaced:
+            what = f"the gradients of {_some(self._names)} were changed"
+        elif replaced[0][1] is None:
+            what = f"the gradients of {_some([name for name, _ in replaced])} were removed"
+        else:
+            what = f"{_some([name for name, _ in replaced])} have gradients that were made"
+        raise UsageError(
+            f"step {step}: {what} by something other than the run's own backward: the step would train "
+            "something else",
+            remedy="delete zero_grad(), loss.backward(), scaler.unscale_() and clip_grad_norm_(): the run "
+            "does backward once for every loss, and TrainConfig(clip_norm=...) clips the summed gradient; "
+            "for gradients of your own use torch.autograd.grad",
+        )
+
+    def _refuse_parameters(self, step: int) -> NoReturn:
+        raise UsageError(
+            f"step {step}: weights ({_some(self._names)}, or one of them) changed before the step's gradient "
+            "was applied: which samples were seen before and after would depend on the workers",
+            remedy="leave the weights to the run, which calls the optimizer once a step: delete "
+            "optimizer.step() and assignments to weights from the loop, the model's forward and hooks "
+            "(Embedding(max_norm=...) is one)",
+        )
+
+
+def _changes(gradients: Sequence[Tensor | None]) -> int:
+    return sum(gradient._version for gradient in gradients if gradient is not None)
+
+
+def _some(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
+
+
+class Applies(Protocol):
+    """The run's own update, which may do what the loop must not."""
+
+    applying: bool
+
+
+@contextmanager
+def guarded(optimizers: Sequence[Optimizer], update: Applies) -> Iterator[None]:
+    """While the loop runs, `step` and `zero_grad` of its optimizers are refused. Not those of the module,
+    which the loop may copy or pickle with all its attributes; `GradientWatch` sees what they do."""
+    with ExitStack() as stack:
+        for optimizer in optimizers:
+            kind = type(optimizer).__name__
+            stack.enter_context(_replaced(optimizer, "step", f"{kind}.step()", _STEP, update))
+            stack.enter_context(_replaced(optimizer, "zero_grad", f"{kind}.zero_grad()", _ZERO, update))
+        yield
+
+
+_STEP = (
+    "the run applies the gradient of all workers' samples once a step, by itself",
+    "delete the line optimizer.step(), with a GradScaler all of scaler.scale, unscale_, step and update "
+    '(TrainConfig(precision="fp16") scales the loss); after run.backward(loss) nothing is left to do',
+)
+_ZERO = (
+    "the run clears gradients between steps by itself, and here the samples so far would be lost",
+    "delete the line zero_grad() from the loop",
+)
+
+
+@contextmanager
+def _replaced(
+    owner: Optimizer, name: str, called: str, words: tuple[str, str], update: Applies
+) -> Iterator[None]:
+    """An attribute of the object hides the method of its class; a scheduler's comes back."""
+    before: Callable[..., Any] = getattr(owner, name)
+    own = vars(owner).get(name, _ABSENT)
+
+    def refuse(_: Optimizer, *arguments: Any, **settings: Any) -> Any:
+        if update.applying:
+            return before(*arguments, **settings)
+        why, remedy = words
+        raise UsageError(f"{called} was called inside the loop of a session: {why}", remedy=remedy)
+
+    # A method, as a scheduler that is made in the loop expects it to be.
+    setattr(owner, name, MethodType(refuse, owner))
+    try:
+        yield
+    finally:
+        if own is _ABSENT:
+            vars(owner).pop(name, None)
+        else:
+            setattr(owner, name, own)
+
+
+def refuse_wrapped(module: nn.Module) -> None:
+    """A model whose gradients a wrapper of torch exchanges as well."""
+    for name, child in module.named_modules():
+        kind = type(child).__name__
+        if isinstance(child, DistributedDataParallel) or kind.startswith("FullyShardedDataParallel"):
+            where = f"the model's {name}" if name else "the model"
+            raise UsageError(
+                f"{where} is wrapped in torch's {kind}, which exchanges gradients between ranks itself: they "
+                "would be summed twice",
+                remedy="give the plain module (model.module); the run sums over all workers",
+            )
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
+    # The loop may still call a wrapper around the very module that the session was given.
+    parts = {id(child) for child in module.modules()}
+    for found in gc.get_objects():
+        if (
+            issubclass(type(found), DistributedDataParallel)
+            and id(vars(found)["_modules"]["module"]) in parts
+        ):
+            raise UsageError(
+                "the model is also inside a torch DistributedDataParallel, which exchanges gradients between "
+                "ranks itself: they would be summed twice",
+                remedy="do not wrap the model; the run sums over all workers",
+            )
