@@ -27,7 +27,7 @@ from paceline.core.errors import PacelineError, PeerError, UsageError
 from paceline.core.journal import Journal, PatientJournal
 from paceline.data.plan import Position
 from paceline.data.sources import Source
-from paceline.train import fingerprint, opening, optimizers, resuming, state as model_state
+from paceline.train import fingerprint, modifier_states, opening, optimizers, resuming, state as model_state
 from paceline.train.callbacks import Callbacks, Modifier, Observer, RunInfo
 from paceline.train.config import TrainConfig, definition, to_toml
 from paceline.train.dynamic_batch import GradientNoise
@@ -317,6 +317,8 @@ class Assembled:
         module, config = self._given.module, self._given.config
         tensors = {model_state.MODEL + n: t for n, t in model_state.model_tensors(module).items()}
         tensors |= optimizers.tensors_of(self.optimizers, module)
+        modifiers, modified = modifier_states.split(self.callbacks.state_dict())
+        tensors |= modified
         tensors, pairs = model_state.as_pairs(tensors)
         own = {model_state.RESIDUAL + n: t for n, t in self.transaction.residuals().items()}
         scaler = self.update.scaler
@@ -331,7 +333,7 @@ class Assembled:
             "dynamic_batch": None if self._noise is None else self._noise.state_dict(),
             "early_stopping": None if self._early is None else self._early.state_dict(),
             "patience": _patience(config),
-            "modifiers": self.callbacks.state_dict(),
+            "modifiers": modifiers,
             "data": {"size": self._given.data.size, "feed": self._feed.state_dict()},
             "records": self.recorder.state_dict(),
             "definition": definition(config),
@@ -410,7 +412,7 @@ class Assembled:
             self._noise.load_state_dict(saved["dynamic_batch"])
         if self._early is not None and saved["early_stopping"] is not None:
             self._early.load_state_dict(saved["early_stopping"])
-        self.callbacks.load_state_dict(saved["modifiers"])
+        self.callbacks.load_state_dict(modifier_states.joined(saved["modifiers"], tensors, self._device))
         self._ended = None
         # Over is over, unless what ended the run has been changed or taken away.
         if saved["patience"] == _patience(config) and (self._early is not None or self.callbacks.may_stop):

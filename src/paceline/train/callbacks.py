@@ -117,7 +117,8 @@ class Modifier:
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint must keep, as data for JSON."""
+        """Return what a checkpoint must keep: data for JSON, tensors, arrays of numbers, lists and dicts of
+        them. Anything else is refused after the first step."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

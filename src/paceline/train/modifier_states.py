@@ -1,6 +1,8 @@
-"""Modifiers do the same on every rank: what shows that one did not.
+"""The states of modifiers: the same on every rank, and kept in checkpoints with their tensors.
 
-States are compared as short digests. Must not know when in a run that is done.
+States are compared as short digests. In a checkpoint a tensor or an array lies among the tensors, as
+"modifier/<position>:<class>/<path>", and a marker stands in its place. Must not know when in a run
+any of this is done.
 """
 
 from __future__ import annotations
@@ -9,11 +11,17 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+import torch
 import xxhash
+from torch import Tensor
 
 from paceline.comm.context import DistributedContext
 from paceline.core.errors import UsageError
 from paceline.train.callbacks import Callbacks
+
+_PREFIX = "modifier/"
+_MARK = "paceline.tensor"  # the key of a marker: the tensor's name, and what it was
 
 
 def digests(callbacks: Callbacks) -> dict[str, str]:
@@ -50,8 +58,55 @@ def compare(context: DistributedContext, callbacks: Callbacks, step: int) -> Non
             )
 
 
+def split(states: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The states with markers in the place of tensors and arrays; and these, by name, not copied."""
+    found: dict[str, Tensor] = {}
+    return {key: _marked(state, _PREFIX + key, found) for key, state in states.items()}, found
+
+
+def joined(states: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Any]:
+    """What `split` was given, with tensors of their own; those that were on a GPU are on the run's."""
+    return {key: _unmarked(state, tensors, device) for key, state in states.items()}
+
+
+def _marked(value: Any, path: str, found: dict[str, Tensor]) -> Any:
+    kind = None
+    if isinstance(value, Tensor):
+        kind, value = value.device.type, value.detach()
+    elif isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        kind, value = "array", torch.from_numpy(np.ascontiguousarray(value))
+    if kind is not None:
+        found[path] = value
+        return {_MARK: [path, kind]}
+    if type(value) in (list, tuple):
+        return type(value)(_marked(item, f"{path}/{number}", found) for number, item in enumerate(value))
+    if isinstance(value, dict):
+        return {key: _marked(item, f"{path}/{key}", found) for key, item in value.items()}
+    return value
+
+
+def _unmarked(value: Any, tensors: Mapping[str, Tensor], device: torch.device) -> Any:
+    if isinstance(value, dict):
+        if value.keys() == {_MARK}:
+            path, kind = value[_MARK]
+            if kind == "array":
+                return tensors[path].cpu().clone().numpy()
+            return tensors[path].to("cpu" if kind == "cpu" else device, copy=True)
+        return {key: _unmarked(item, tensors, device) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_unmarked(item, tensors, device) for item in value)
+    return value
+
+
 def _digest(state: Any) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(state, sort_keys=True, default=repr).encode())
+    marked, tensors = split({"": state})
+    digest = xxhash.xxh3_128(json.dumps(marked, sort_keys=True, default=repr).encode())
+    for name, tensor in tensors.items():
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        # A sparse one has no bytes of its own; a checkpoint refuses it by name.
+        if tensor.layout is torch.strided and tensor.numel():
+            digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def _different(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:

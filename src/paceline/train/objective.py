@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 from paceline.core.errors import UsageError
 
+# What the records of steps, of evaluations and of versions call the loss.
+_TAKEN = ("loss", "train_loss")
 # Both are means over the samples; the second is what the definition of KLDivLoss asks for.
 _MEANS = ("mean", "batchmean")
 
@@ -177,8 +179,14 @@ def _same(kept: Tensor, now: Tensor | None) -> bool:
 
 
 def check_metrics(metrics: Mapping[str, Any]) -> None:
-    """Metrics are single numbers; anything else is refused by name."""
+    """Metrics are single numbers under names of their own; anything else is refused by name."""
     for name, value in metrics.items():
+        if name in _TAKEN:
+            raise UsageError(
+                f"the metric {name!r} has the name of the loss itself, which keep_best and early stopping "
+                "watch",
+                remedy=f'give it a name of its own, such as "{name}_of_part"',
+            )
         if isinstance(value, float | int) or (
             isinstance(value, Tensor | np.generic | np.ndarray)
             and value.shape in ((), (1,))

@@ -60,6 +60,7 @@ class Run:
         self._planned = 0
         self._counts: list[int] = []
         self._named_unused = self.position.step > 0
+        self._learns = False  # a step of this process gave some parameter a gradient
         self._pause = False  # after the step that was just committed
         self._agenda = Agenda()  # since the last commit
         # Of all ranks: the hash, whether it was asked to stop, what is unsaved.
@@ -240,6 +241,7 @@ class Run:
         pause = parts.members is not None and parts.members.wants_pause
         parts.phases.enter(COLLECTIVE)
         reduced = parts.transaction.reduce(Wishes(parts.stop.asked(), wrote, failed, pause))
+        self._check_learns(reduced)
         parts.phases.enter(OPTIMIZER)
         position, batch = self.position, self.batch
         step, epoch = position.step, position.epoch
@@ -438,6 +440,20 @@ class Run:
         if recorder.evaluations and recorder.evaluations[-1].step == self.position.step:
             return dict(recorder.evaluations[-1].metrics)
         return {"train_loss": recorder.steps[-1].loss} if recorder.steps else {}
+
+    def _check_learns(self, reduced: Reduced) -> None:
+        """The first step of this process: a loss that no parameter of the model takes part in."""
+        if self._learns or not reduced.applied:
+            return
+        if len(reduced.unused) == len(self._parts.transaction.trained):
+            raise UsageError(
+                f"step {self.position.step + 1} gave no gradient to any parameter of the model that is "
+                "trained: the loss was computed by another model, or by parameters that are not the model's",
+                remedy="use the model that the objective is called with (def objective(model, batch)): every "
+                "worker trains a copy of its own, and one from outside of the function is another; in a "
+                "session, the module that was given to it",
+            )
+        self._learns = True
 
     def _say_unused(self, unused: tuple[str, ...]) -> None:
         if unused and self._parts.team.is_master:

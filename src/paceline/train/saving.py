@@ -20,12 +20,13 @@ from typing import Any, final
 
 from torch import Tensor
 
+from paceline.checkpoint import state_json
 from paceline.checkpoint.manifest import FileRecord, Info
 from paceline.checkpoint.retention import Retention
 from paceline.checkpoint.store import CheckpointStore
 from paceline.checkpoint.writer import BackgroundWriter, Finished
 from paceline.core import events
-from paceline.core.errors import CommTimeoutError, ConfigError, PacelineError
+from paceline.core.errors import CommTimeoutError, ConfigError, PacelineError, UsageError
 from paceline.data.plan import Position
 from paceline.train.callbacks import SavedCheckpoint
 from paceline.train.config import CheckpointConfig
@@ -119,11 +120,16 @@ class Saver:
         return self._mine.error is None, self._mine.error is not None
 
     def prepare(self, contents: Contents) -> None:
-        """Gets the memory for copies in advance, so that the first save stalls no longer than the others."""
+        """Gets the memory for copies in advance, so that the first save stalls no longer than the others.
+        What no version could ever hold is refused now, and not when the run is to be saved."""
+        if self._commits:
+            state_json.encode(contents.state)
         if self._version is not None or self._committing is not None or not self._writes:
             return  # a run that goes on from the end of an epoch begins with a save
         try:
             self._writer.prepare(contents.tensors, own=contents.own)
+        except UsageError:
+            raise  # something that no file can hold
         except PacelineError as error:
             # Its text alone: the error itself would keep what it has seen for as long as the line is kept.
             _log.warning("the memory for checkpoints could not be set aside: %s", str(error))
@@ -158,8 +164,10 @@ class Saver:
                 self._writer.save(version, contents.tensors, state, own=own)
             else:
                 self._mine = Finished(version)
+        except UsageError:
+            raise  # something that no file can hold, in a later step than the first: no save would ever work
         except PacelineError as error:
-            # No memory for the copy, or something that no file can hold: this rank's part has failed.
+            # No memory for the copy: this rank's part has failed.
             self._mine = Finished(version, error=error)
         self.saved_step = position.step
         self._begun, self._stall = started, time.perf_counter() - started

@@ -1,0 +1,137 @@
+"""Mistakes that trained nothing, or never saved, without a word: refused in the first step, or they work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.one_thread import one_thread as one_thread
+from tests.train.running import job, mlp, regression, train
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from paceline.core.errors import UsageError
+from paceline.train import modifier_states
+from paceline.train.callbacks import Callbacks, Modifier
+from paceline.train.config import CheckpointConfig, EarlyStopping
+
+DATA = regression(24)
+OTHER = mlp()
+
+
+def of_another_model(model: nn.Module, batch: Any) -> Tensor:
+    return F.mse_loss(OTHER(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize(("workers", "shards"), [(1, 1), (1, 4), (2, 2)])
+def test_an_objective_that_uses_another_model_is_refused_in_the_first_step(workers: int, shards: int) -> None:
+    given = job(mlp(), DATA, objective=of_another_model, shards=shards)
+    with pytest.raises(UsageError, match="step 1 gave no gradient to any parameter of the model"):
+        train(given, workers)
+
+
+def test_also_in_the_first_step_after_a_resume(tmp_path: Path) -> None:
+    train(job(mlp(), DATA, max_steps=2, run_dir=tmp_path / "run"))
+    again = job(mlp(), DATA, objective=of_another_model, max_steps=4, run_dir=tmp_path / "run", resume="auto")
+    with pytest.raises(UsageError, match="step 3 gave no gradient to any parameter of the model"):
+        train(again)
+
+
+def test_some_parameters_without_a_gradient_are_allowed() -> None:
+    """A first step that only one layer takes part in is the user's business, and named in the log."""
+    model = mlp()
+
+    def objective(given: nn.Module, batch: Any) -> Tensor:
+        return F.mse_loss(given.get_submodule("0")(batch[0])[:, :2], batch[1])
+
+    assert train(job(model, DATA, objective=objective, max_steps=2)).history.steps
+
+
+@pytest.mark.parametrize("name", ["loss", "train_loss"])
+@pytest.mark.parametrize("watched", [False, True])
+def test_a_metric_with_the_name_of_the_loss_is_refused(tmp_path: Path, name: str, watched: bool) -> None:
+    """It would have replaced what keep_best and early stopping watch."""
+
+    def objective(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Any]]:
+        loss = F.mse_loss(model(batch[0]), batch[1])
+        return loss, {name: -loss.detach()}
+
+    given = job(
+        mlp(),
+        DATA,
+        objective=objective,
+        validation=DATA,
+        run_dir=tmp_path / "run",
+        epochs=2,
+        checkpoint=CheckpointConfig(keep_best=1),
+        early_stopping=EarlyStopping(patience=1) if watched else None,
+    )
+    with pytest.raises(UsageError, match=f"the metric '{name}' has the name of the loss itself"):
+        train(given)
+
+
+class Momentum(Modifier):
+    """Keeps tensors, an array and nested ones of both: what an average of gradients needs."""
+
+    def __init__(self) -> None:
+        self.mean: dict[str, Tensor] = {}
+        self.seen = np.zeros(3, dtype=np.int16)
+        self.nested: list[Any] = [torch.zeros(0), (torch.tensor(True), "text", 1.5)]
+
+    def change_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.seen[1] += 1
+        for name, parameter in parameters.items():
+            assert parameter.grad is not None
+            mean = self.mean.setdefault(name, torch.zeros_like(parameter.grad, dtype=torch.complex128))
+            mean.mul_(0.9).add_(parameter.grad)
+            parameter.grad.copy_(mean.real)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mean": self.mean, "seen": self.seen, "nested": self.nested}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.mean, self.seen, self.nested = state["mean"], state["seen"], state["nested"]
+        assert self.seen.dtype == np.int16
+        assert self.seen.flags.writeable
+        assert self.nested[0].shape == (0,)
+        assert self.nested[1][0].dtype == torch.bool
+        assert self.nested[1][1:] == ("text", 1.5)
+
+
+def test_a_modifiers_tensors_are_saved_and_come_back(tmp_path: Path) -> None:
+    whole = train(job(mlp(), DATA, epochs=3, shards=2), 1, lambda: [Momentum()])
+    first = job(mlp(), DATA, max_steps=3, shards=2, run_dir=tmp_path / "run")
+    train(first, 2, lambda: [Momentum()])
+    second = job(mlp(), DATA, epochs=3, shards=2, run_dir=tmp_path / "run", resume="auto")
+    assert train(second, 1, lambda: [Momentum()]).hash == whole.hash
+    assert whole.hash != train(job(mlp(), DATA, epochs=3, shards=2)).hash
+
+
+class Odd(Modifier):
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+
+@pytest.mark.parametrize("value", [object(), torch.eye(2).to_sparse()])
+def test_a_modifiers_state_that_no_checkpoint_can_hold_is_refused_in_the_first_step(
+    tmp_path: Path, value: Any
+) -> None:
+    given = job(mlp(), DATA, epochs=9, run_dir=tmp_path / "run")
+    with pytest.raises(UsageError, match=r"0:Odd.*value"):
+        train(given, 1, lambda: [Odd(value)])
+    assert not list((tmp_path / "run" / "checkpoints").glob("v*"))
+
+
+def test_states_are_told_apart_by_every_element_of_a_tensor() -> None:
+    """Text would show a thousand of them at most."""
+    large = torch.zeros(10_000)
+    before = modifier_states.digests(Callbacks([Odd(large.clone())]))
+    large[5_000] = 1.0
+    assert modifier_states.digests(Callbacks([Odd(large)])) != before
