@@ -11,7 +11,7 @@ import ssl
 import struct
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgpack
@@ -59,12 +59,13 @@ def knock(run: Run) -> socket.socket:
     return socket.create_connection(run.supervised.address, timeout=10.0)
 
 
-def proven(run: Run) -> socket.socket:
-    """A connection of somebody who has the secret."""
-    sock = knock(run)
-    auth.connect(sock, auth.read_secret(run.folder / "control.secret"), 10.0)
-    sock.settimeout(10.0)
-    return sock
+@contextlib.contextmanager
+def proven(run: Run) -> Iterator[tuple[socket.socket, Callable[[bytes], None]]]:
+    """A connection of a peer that has the secret, and how it sends bytes with the session's tag."""
+    with knock(run) as sock:
+        session = auth.connect(sock, auth.read_secret(run.folder / "control.secret"), 10.0)
+        sock.settimeout(10.0)
+        yield sock, lambda data: sock.sendall(data + session.outgoing.tag(data))
 
 
 def is_closed(sock: socket.socket, seconds: float = 10.0) -> bool:
@@ -91,7 +92,8 @@ def test_mutated_and_replayed_answers_are_refused(job):
         with knock(job) as sock:
             challenge = sock.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)
             ours = challenge[:8] + rng.randbytes(32)
-            answer = bytearray(ours + auth._prove(secret, b"connector", challenge[8:], ours[8:]))
+            said = auth._transcript(challenge[8:], ours[8:], b"")
+            answer = bytearray(ours + auth._prove(secret, b"connector", said))
             answer[rng.randrange(len(answer))] ^= 1 << rng.randrange(8)
             sock.sendall(answer)
             assert is_closed(sock)
@@ -110,8 +112,8 @@ def test_even_with_the_secret_nonsense_closes_the_connection(job):
         body = rng.choice([rng.randbytes(rng.randint(1, 200)), msgpack.packb([0, "Beat", {"a": 1}])])
         frames.append(struct.pack("<I", len(body)) + body)
     for data in frames:
-        with proven(job) as sock:
-            sock.sendall(data)
+        with proven(job) as (sock, send):
+            send(data)
             assert is_closed(sock)
 
 
@@ -119,19 +121,19 @@ def test_even_with_the_secret_only_workers_that_were_started_are_taken_in(job):
     rng = random.Random(5)
     for member in [0, 3, 99, 1]:
         hello = Hello(member=member, slot=rng.randrange(2), pid=1, host="h", hostname="n", endpoint=("", 0))
-        with proven(job) as sock:
-            sock.sendall(channel.frame(hello))
+        with proven(job) as (sock, send):
+            send(channel.frame(hello))
             assert b"Dismissed" in sock.recv(4096)
 
 
 def test_mutated_messages_with_the_secret(job):
     rng = random.Random(6)
     for _ in range(80):
-        with proven(job) as sock, contextlib.suppress(ConnectionError):
+        with proven(job) as (_, send), contextlib.suppress(ConnectionError):
             data = bytearray(channel.frame(rng.choice(SAID[1:5]), rng.randrange(3)))
             for _ in range(rng.randint(1, 3)):
                 data[rng.randrange(4, len(data))] = rng.randrange(256)
-            sock.sendall(data)
+            send(bytes(data))
 
 
 def test_slow_and_silent_strangers_are_dropped(job):

@@ -1,7 +1,8 @@
 """A machine that joined a job: gets the payload, starts workers when asked, tells how they end.
 
-It ends with the job, and its workers end with it. The supervisor has proved that it has the job's secret
-before anything it sends is used, and the payload is used only if its digest is right. When the connection is
+It ends with the job, and its workers end with it. What the supervisor sends starts code here, so it is
+carried out only where it carries the tag of a session that was keyed by the job's secret: who sits on the way
+and passes the proof on cannot add a Granted, a Piece or a Start. When the connection is
 cut, workers train on and the agent reconnects and offers again; when the supervisor stays away for the job's
 patience, workers leave by themselves, and the agent after them. Must not decide anything about the job.
 """
@@ -67,6 +68,7 @@ class Agent:
         self._tls = tls
         self._say = say
         self._channel: Channel | None = None
+        self._cut = ""
         self._selector = selectors.DefaultSelector()
         self._workers: dict[int, Worker] = {}
         self._looks: dict[int, Look] = {}
@@ -126,7 +128,7 @@ class Agent:
     def _reconnect(self) -> bool:
         """Look for the supervisor; False when it stayed away and no worker is left that could need it."""
         gone_at = time.monotonic()
-        self._say("the connection to the supervisor is cut")
+        self._say(f"the connection to the supervisor is cut: {self._cut}")
         given = self._granted.options["options"] if self._granted is not None else {}
         patience = float(given.get("patience", _AWAY_SECONDS))
         while True:
@@ -167,6 +169,7 @@ class Agent:
         for _, message in opened.receive():
             self._take(message)
         if opened.closed:
+            self._cut = opened.closed
             self._selector.unregister(opened)
             opened.close()
             self._channel = None

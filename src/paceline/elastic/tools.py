@@ -41,7 +41,7 @@ def ask(folder: Path, question: Ask, seconds: float = _SECONDS) -> Answer:
 
 
 def open_channel(where: tuple[str, int], secret: bytes, tls: Tls | None, seconds: float) -> Channel:
-    """A connection to a supervisor, after both sides have proved themselves."""
+    """A connection to a supervisor, after both ends have proved themselves: what is sent on it is tagged."""
     try:
         sock = channel.dial(where, seconds)
     except OSError as error:
@@ -50,10 +50,10 @@ def open_channel(where: tuple[str, int], secret: bytes, tls: Tls | None, seconds
             remedy="check the address and that the job runs; it listens on loopback unless told otherwise",
         ) from error
     try:
-        if tls is not None:
-            sock = tls.client().wrap_socket(sock)
-        auth.connect(sock, secret, seconds)
-        return Channel(sock)
+        end = tls.client() if tls is not None else None
+        if end is not None:
+            sock = end.wrap(sock)
+        return Channel(sock, auth.connect(sock, secret, seconds, end))
     except OSError as error:
         sock.close()
         raise RendezvousError(

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import select
 import socket
-import ssl
 import time
 from typing import TypeVar, final
 from weakref import WeakKeyDictionary
 
-from paceline.core.control.auth import Acceptor
+from paceline.core.control.auth import Acceptor, TlsEnd
 from paceline.core.control.channel import Channel
 from paceline.core.control.messages import Beat, Hello, Message, Welcome
 
@@ -22,7 +21,7 @@ M = TypeVar("M", bound=Message)
 class FarEnd:
     """A listening socket; `accept` gives the next connection that proved itself."""
 
-    def __init__(self, port: int = 0, secret: bytes = SECRET, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(self, port: int = 0, secret: bytes = SECRET, tls: TlsEnd | None = None) -> None:
         self._listener = socket.create_server(("127.0.0.1", port))
         self._listener.settimeout(10.0)
         self._secret = secret
@@ -33,16 +32,19 @@ class FarEnd:
         """Prove both sides; ConnectionError where the other has another secret."""
         sock, _ = self._listener.accept()
         sock.settimeout(10.0)
+        bound = b""
         if self._tls is not None:
-            sock = self._tls.wrap_socket(sock, server_side=True)
-        acceptor = Acceptor(self._secret)
+            sock = self._tls.wrap(sock)
+            bound = self._tls.bound(sock)
+        acceptor = Acceptor(self._secret, bound)
         sock.sendall(acceptor.challenge)
         while not acceptor.feed(sock.recv(acceptor.wanted)):
             if acceptor.refused:
                 sock.close()
                 raise ConnectionError(acceptor.refused)
         sock.sendall(acceptor.proof)
-        return Channel(sock)
+        assert acceptor.session is not None
+        return Channel(sock, acceptor.session)
 
     def welcome(self, heartbeat: float = 0.02) -> tuple[Channel, Hello]:
         """Accept, hear the Hello, answer it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import secrets
 import socket
 import struct
 import threading
@@ -10,13 +11,26 @@ import threading
 import msgpack
 import pytest
 
+from paceline.core import sealing
 from paceline.core.control import address, auth, channel, messages
 from paceline.core.control.auth import ANSWER_BYTES, Acceptor
 from paceline.core.control.channel import MAX_FRAME, Channel
-from paceline.core.control.messages import Beat, Hello, Report, Told, View
+from paceline.core.control.messages import Beat, Hello, Message, Report, Told, View
 from paceline.core.errors import RendezvousError, UsageError, WireError
+from paceline.core.sealing import Session
 
 SECRET = auth.new_secret()
+
+
+def sessions() -> tuple[Session, Session]:
+    """Of a connector and of the acceptor that it met."""
+    said = secrets.token_bytes(64)
+    return sealing.session(SECRET, said, accepts=False), sealing.session(SECRET, said, accepts=True)
+
+
+def channels(pair: tuple[socket.socket, socket.socket]) -> tuple[Channel, Channel]:
+    near, far = sessions()
+    return Channel(pair[0], near), Channel(pair[1], far)
 
 
 @pytest.fixture
@@ -39,10 +53,14 @@ def accept(sock: socket.socket, secret: bytes) -> Acceptor:
 
 def test_two_sides_with_one_secret_believe_each_other(pair):
     ours, theirs = pair
-    thread = threading.Thread(target=accept, args=(theirs, SECRET))
+    found: list[Acceptor] = []
+    thread = threading.Thread(target=lambda: found.append(accept(theirs, SECRET)))
     thread.start()
-    auth.connect(ours, SECRET, 5.0)
+    session = auth.connect(ours, SECRET, 5.0)
     thread.join()
+    assert found[0].session is not None
+    tag = session.outgoing.tag(b"said")
+    found[0].session.incoming.check(tag, b"said")
 
 
 def test_a_connector_with_another_secret_gets_no_proof(pair):
@@ -133,7 +151,7 @@ EXAMPLES = [
 
 @pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: message.kind)
 def test_messages_arrive_as_they_were(pair, message):
-    near, far = Channel(pair[0]), Channel(pair[1])
+    near, far = channels(pair)
     near.send_frame(channel.frame(message, 9))
     assert far.receive() == [(9, message)]
 
@@ -155,25 +173,31 @@ def test_messages_arrive_as_they_were(pair, message):
 )
 def test_what_is_not_exactly_a_message_closes_the_channel(pair, plain):
     body = msgpack.packb(plain)
-    pair[0].sendall(struct.pack("<I", len(body)) + body)
-    far = Channel(pair[1])
+    near, far = channels(pair)
+    near.send_frame(struct.pack("<I", len(body)) + body)
     assert far.receive() == []
     assert far.closed
+    assert "tag" not in far.closed
 
 
 def test_a_frame_longer_than_the_limit_is_not_waited_for(pair):
     pair[0].sendall(struct.pack("<I", MAX_FRAME + 1))
-    far = Channel(pair[1])
+    _, far = channels(pair)
     assert far.receive() == []
     assert "limit" in far.closed
     with pytest.raises(UsageError, match="limit"):
         channel.frame(Told(generation=1, lines=("x" * MAX_FRAME,)))
 
 
+def tagged(data: bytes, session: Session) -> bytes:
+    return data + session.outgoing.tag(data)
+
+
 def test_messages_in_pieces_and_many_at_once(pair):
-    near, far = pair
-    reader = Channel(far)
-    frames = b"".join(channel.frame(message) for message in EXAMPLES * 3)
+    near, _ = pair
+    ours, theirs = sessions()
+    reader = Channel(pair[1], theirs)
+    frames = b"".join(tagged(channel.frame(message), ours) for message in EXAMPLES * 3)
     got = []
     for start in range(0, len(frames), 7):
         near.sendall(frames[start : start + 7])
@@ -198,7 +222,7 @@ def test_mutated_frames_never_do_more_than_close_the_channel():
 
 def test_what_cannot_be_sent_waits_up_to_a_bound(pair, monkeypatch):
     monkeypatch.setattr(channel, "MAX_WAITING", 1 << 20)
-    near = Channel(pair[0])
+    near, _ = channels(pair)
     while not near.closed:
         near.send(Told(generation=1, lines=("x" * 100_000,)))
     assert "does not read" in near.closed
@@ -222,6 +246,58 @@ def test_whereabouts_are_written_and_read(tmp_path):
     assert (tmp_path / address.SECRET_FILE).stat().st_mode & 0o777 == 0o600
     address.remove(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def frames_on_the_wire(session: Session, messages: list[Message]) -> list[bytes]:
+    return [tagged(channel.frame(message), session) for message in messages]
+
+
+def changed(frame: bytes, place: int) -> bytes:
+    return frame[:place] + bytes([frame[place] ^ 1]) + frame[place + 1 :]
+
+
+@pytest.mark.parametrize(
+    ("what", "tamper", "heard"),
+    [
+        ("body", lambda a, b, c: [changed(a, 9), b, c], 0),
+        ("length", lambda a, b, c: [changed(a, 0), b, c], 0),
+        ("tag", lambda a, b, c: [a, changed(b, -1 + len(b)), c], 1),
+        ("dropped", lambda a, b, c: [a, c], 1),
+        ("repeated", lambda a, b, c: [a, a, b, c], 1),
+        ("reordered", lambda a, b, c: [b, a, c], 0),
+        ("injected without a tag", lambda a, b, c: [a, channel.frame(EXAMPLES[1]) + bytes(16), b, c], 1),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_a_relay_does_to_frames_closes_the_channel(pair, what, tamper, heard):
+    ours, theirs = sessions()
+    far = Channel(pair[1], theirs)
+    pair[0].sendall(b"".join(tamper(*frames_on_the_wire(ours, EXAMPLES[1:4]))))
+    assert [message for _, message in far.receive()] == EXAMPLES[1 : 1 + heard]
+    assert "tag of this session" in far.closed
+
+
+def test_reflected_frames_and_those_of_another_session_close_the_channel(pair):
+    ours, theirs = sessions()
+    near = Channel(pair[0], ours)
+    near.send(EXAMPLES[1])
+    pair[1].sendall(pair[1].recv(4096))
+    assert near.receive() == []
+    assert "tag of this session" in near.closed
+    far = Channel(pair[1], theirs)
+    pair[0].setblocking(True)
+    pair[0].sendall(b"".join(frames_on_the_wire(sessions()[0], EXAMPLES[1:2])))
+    assert far.receive() == []
+    assert "tag of this session" in far.closed
+
+
+def test_an_end_of_another_protocol_is_refused_with_both_numbers(pair):
+    pair[1].sendall(b"PLctl\x00\x00\x01" + bytes(32))
+    with pytest.raises(RendezvousError, match="protocol 1, this end speaks 2"):
+        auth.connect(pair[0], SECRET, 5.0)
+    acceptor = Acceptor(SECRET)
+    acceptor.feed(b"PLctl\x00\x00\x01")
+    assert "protocol 1, this end speaks 2" in acceptor.refused
 
 
 @pytest.mark.parametrize("text", ["", "zz", "ab"])

@@ -1,10 +1,12 @@
-"""One control connection after both sides have proved themselves: messages in, messages out, never blocking.
+"""One control connection after both ends have proved themselves: messages in, messages out, never blocking.
 
-    length:u32 | [number, kind, fields] as msgpack, plain data only
+    length:u32 | [number, kind, fields] as msgpack, plain data only | tag: 16 bytes
 
+The tag is the session's (`core.sealing`), over the length and the body: a frame is decoded only after its tag
+was verified, and one that does not verify closes the channel, because nothing after it can be believed.
 `number` counts a member's messages from 1 up, so that those which were not heard can be said again; 0: not
 counted. A frame longer than the limit, or one that is no message, closes the channel. What cannot be sent at
-once waits in memory up to a bound, beyond which the other side counts as gone. (Not core.wire: there are no
+once waits in memory up to a bound, beyond which the other end counts as gone. (Not core.wire: there are no
 arrays here, hundreds of messages a second, and the less a decoder knows the better.) Must not know who
 decides what.
 """
@@ -23,6 +25,7 @@ import msgpack
 from paceline.core.control import messages
 from paceline.core.control.messages import Message
 from paceline.core.errors import UsageError, WireError
+from paceline.core.sealing import TAG_BYTES, Session
 
 MAX_FRAME: Final = 8 << 20
 MAX_WAITING: Final = 64 << 20
@@ -33,7 +36,7 @@ _READS_PER_TURN: Final = 64
 
 
 def frame(message: Message, number: int = 0) -> bytes:
-    """A message as it travels."""
+    """A message as it travels, without its tag: that depends on the connection."""
     plain = [number, *messages.to_plain(message)]
     body: bytes = msgpack.packb(plain, use_bin_type=True, unicode_errors="surrogatepass")
     if len(body) > MAX_FRAME:
@@ -51,11 +54,13 @@ def unframed(data: bytes) -> Message:
 
 @final
 class Channel:
-    """`closed` says why nothing more will come; until then it is empty."""
+    """`closed` says why nothing more will come; until then it is empty. Not for several threads at once: tags
+    are made in the order of sending."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, session: Session) -> None:
         sock.setblocking(False)
         self._socket = sock
+        self._session = session
         self._descriptor = sock.fileno()
         self._inbox = bytearray()
         self._outbox: deque[bytes] = deque()
@@ -85,8 +90,9 @@ class Channel:
         """Send what `frame` made; what the system does not take now waits for `flush`."""
         if self.closed:
             return
-        self._outbox.append(data)
-        self._waiting += len(data)
+        sealed = data + self._session.outgoing.tag(data)
+        self._outbox.append(sealed)
+        self._waiting += len(sealed)
         if len(self._outbox) == 1:
             self.flush()
         if self._waiting > MAX_WAITING:
@@ -116,7 +122,7 @@ class Channel:
             for _ in range(_READS_PER_TURN):
                 data = self._socket.recv(_READ_BYTES)
                 if not data:
-                    self.closed = "the other side closed the connection"
+                    self.closed = "the other end closed the connection"
                     break
                 self._inbox += data
                 self._split(found)
@@ -147,15 +153,17 @@ class Channel:
                 if length > MAX_FRAME:
                     raise WireError(f"a frame of {length} bytes is longer than the limit of {MAX_FRAME}")
                 end = start + _LENGTH.size + length
-                if end > len(box):
+                if end + TAG_BYTES > len(box):
                     break
-                found.append(_parse(box[start + _LENGTH.size : end]))
-                start = end
+                data = box[start:end]
+                self._session.incoming.check(box[end : end + TAG_BYTES], data)
+                found.append(_parse(memoryview(data)[_LENGTH.size :]))
+                start = end + TAG_BYTES
         finally:
             del box[:start]
 
 
-def _parse(body: bytes | bytearray) -> tuple[int, Message]:
+def _parse(body: bytes | bytearray | memoryview) -> tuple[int, Message]:
     try:
         plain = msgpack.unpackb(body, raw=False, unicode_errors="surrogatepass")
     except Exception as error:

@@ -214,11 +214,10 @@ class MemberLink:
             self._dialing = sock
         try:
             if self._tls is not None:
-                sock = self._tls.wrap_socket(sock)
+                sock = self._tls.wrap(sock)
                 with self._lock:
                     self._dialing = sock
-            auth.connect(sock, self._secret, _CONNECT_SECONDS)
-            opened = Channel(sock)
+            opened = Channel(sock, auth.connect(sock, self._secret, _CONNECT_SECONDS, self._tls))
         except BaseException:
             sock.close()
             raise

@@ -17,9 +17,10 @@ from collections.abc import Callable
 from typing import Final, final
 
 from paceline.core.control import channel
-from paceline.core.control.auth import Acceptor, Tls
+from paceline.core.control.auth import Acceptor, Tls, TlsEnd
 from paceline.core.control.channel import Channel
 from paceline.core.errors import ResourceError, UsageError
+from paceline.core.sealing import Session
 
 STRANGERS: Final = 128
 STRANGER_SECONDS: Final = 3.0
@@ -148,14 +149,12 @@ class Gate:
             sock.setblocking(False)
             channel.tune(sock)
             if self._tls is not None:
-                sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+                sock = self._tls.wrap(sock, handshake=False)
         except OSError:
             # Gone before it said anything.
             sock.close()
             return
-        stranger = _Stranger(
-            sock, host, Acceptor(self._secret), now + STRANGER_SECONDS, self._tls is not None
-        )
+        stranger = _Stranger(sock, host, Acceptor(self._secret), now + STRANGER_SECONDS, self._tls)
         self._strangers[sock.fileno()] = stranger
         self._selector.register(sock, selectors.EVENT_READ, lambda mask, when: self._hear(stranger))
         self._hear(stranger)
@@ -173,9 +172,9 @@ class Gate:
             return
         if stranger.acceptor.refused:
             self._drop(stranger)
-        elif through:
+        elif through is not None:
             self._forget(stranger)
-            self._let_in(Channel(stranger.sock), stranger.host)
+            self._let_in(Channel(stranger.sock, through), stranger.host)
 
     def _drop(self, stranger: _Stranger) -> None:
         self.refused += 1
@@ -199,20 +198,22 @@ class Gate:
 @final
 class _Stranger:
     def __init__(
-        self, sock: socket.socket, host: str, acceptor: Acceptor, limit: float, encrypted: bool
+        self, sock: socket.socket, host: str, acceptor: Acceptor, limit: float, tls: TlsEnd | None
     ) -> None:
         self.sock = sock
         self.host = host
         self.acceptor = acceptor
         self.limit = limit
-        self._shaking = encrypted
+        self._tls = tls
         self._greeted = False
 
-    def go_on(self) -> bool:
-        """One more piece of the way; True when the stranger has proved itself and was told our proof."""
-        if self._shaking and isinstance(self.sock, ssl.SSLSocket):
+    def go_on(self) -> Session | None:
+        """One more piece of the way; the session when the stranger has proved itself and got our proof."""
+        if self._tls is not None:
+            assert isinstance(self.sock, ssl.SSLSocket)
             self.sock.do_handshake()
-            self._shaking = False
+            self.acceptor.bound = self._tls.bound(self.sock)
+            self._tls = None
         if not self._greeted:
             self._say(self.acceptor.challenge)
             self._greeted = True
@@ -222,8 +223,8 @@ class _Stranger:
                 raise ConnectionResetError("closed before it proved anything")
             if self.acceptor.feed(data):
                 self._say(self.acceptor.proof)
-                return True
-        return False
+                return self.acceptor.session
+        return None
 
     def _say(self, data: bytes) -> None:
         if self.sock.send(data) != len(data):
