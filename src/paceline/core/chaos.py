@@ -119,7 +119,8 @@ def _fault(kind: str, words: list[str], statement: str) -> Fault:
         "step": _whole(given, "step", statement),
         "phase": given.get("phase"),
         "factor": _number(given, "factor", statement),
-        "seconds": _duration(given, statement),
+        "seconds": _duration(given, "for", statement),
+        "after": _duration(given, "after", statement),
         "times": _whole(given, "times", statement),
         "code": _whole(given, "code", statement),
     }
@@ -141,7 +142,7 @@ def _random(words: list[str], statement: str) -> RandomFaults:
         "first": _whole(given, "from", statement),
         "until": _whole(given, "until", statement),
         "rank": _whole_or_all(given.get("rank", "all"), "rank", statement),
-        "seconds": _duration(given, statement),
+        "seconds": _duration(given, "for", statement),
         "factor": _number(given, "factor", statement),
         "code": _whole(given, "code", statement),
         "attempt": _whole_or_all(given.get("attempt", "all"), "attempt", statement),
@@ -194,11 +195,12 @@ def _number(given: Mapping[str, str], name: str, statement: str) -> float | None
         refuse(f"{name}={given[name]} in {statement!r} is not a number", f"write {name}=0.5", name)
 
 
-def _duration(given: Mapping[str, str], statement: str) -> float | None:
-    text = given.get("for")
+def _duration(given: Mapping[str, str], name: str, statement: str) -> float | None:
+    text = given.get(name)
     if text is None:
         return None
     match = _DURATION.fullmatch(text)
     if match is None:
-        refuse(f"for={text} in {statement!r} is no duration", "write for=5s, for=200ms or for=1m", "for")
+        example = f"write {name}=5s, {name}=200ms or {name}=1m"
+        refuse(f"{name}={text} in {statement!r} is no duration", example, name)
     return float(match[1]) * _UNITS[match[2].lower()]

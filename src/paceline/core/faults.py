@@ -22,17 +22,17 @@ STEP_PHASES: Final = ("data", "forward", "backward", "collective", "optimizer")
 
 _ANYWHERE = ("rank", "step", "phase", "times", "attempt")
 KINDS: Final[Mapping[str, tuple[str, ...]]] = {
-    "kill": _ANYWHERE,
+    "kill": (*_ANYWHERE, "after"),
     "exit": (*_ANYWHERE, "code"),
     "raise": _ANYWHERE,
-    "stop": (*_ANYWHERE, "for"),
+    "stop": (*_ANYWHERE, "for", "after"),
     "hang": (*_ANYWHERE, "for"),
     "deadlock": (*_ANYWHERE, "for"),
     "slow": ("rank", "step", "factor", "for", "times", "attempt"),
     "partition": (*_ANYWHERE, "for"),
     "corrupt": ("rank", "step", "times", "attempt"),
     "oom": _ANYWHERE,
-    "leave": _ANYWHERE,
+    "leave": (*_ANYWHERE, "after"),
 }
 _PARTITION_SECONDS = 5.0
 _SLOW_FACTOR = 3.0
@@ -50,6 +50,8 @@ class Fault:
     seconds   how long it lasts; None: for ever (partition: 5 s)
     times     how often; slow: for so many steps
     code      exit: the exit code
+    after     kill, stop, leave: seconds from the beginning of the phase to the signal, wherever the worker is
+              by then; None: the signal comes as the phase begins
     attempt   in which life of the rank, from 1, or "all". None: once in a run (or `times`), in whichever life
               gets there, so that no replacement dies the same death. With it `times` is how often in one
               life, or, for what ends a life, in how many lives
@@ -64,6 +66,7 @@ class Fault:
     times: int | None = None
     code: int | None = None
     attempt: int | Literal["all"] | None = None
+    after: float | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -75,6 +78,7 @@ class Fault:
             "for": self.seconds,
             "times": self.times,
             "code": self.code,
+            "after": self.after,
         }
         for name, value in filled.items():
             if value is not None and name not in KINDS[self.kind]:
@@ -113,6 +117,7 @@ class Fault:
             ("for", None if self.seconds is None else f"{_shown(self.seconds)}s"),
             ("times", _shown(self.times)),
             ("code", _shown(self.code)),
+            ("after", None if self.after is None else f"{_shown(self.after)}s"),
             ("attempt", None if self.attempt is None else str(self.attempt)),
         ]
         return " ".join([self.kind, *(f"{name}={text}" for name, text in words if text is not None)])
@@ -240,6 +245,8 @@ def _check_values(kind: str, values: Mapping[str, Any], **more: Any) -> None:
             )
         elif name == "for" and not (math.isfinite(value) and value > 0.0):
             refuse(f"{kind}: for={value}s is no time at all", "set it above 0, such as for=5s", name)
+        elif name == "after" and not (math.isfinite(value) and value >= 0.0):
+            refuse(f"{kind}: after={value}s lies in the past", "set it to 0 or more, such as after=2ms", name)
 
 
 def _shown(value: float | int | None) -> str | None:

@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol, final
@@ -92,7 +93,17 @@ class Injector:
             # Waiting for the others is no part of a step: a fault comes there only if it says so.
             here = fault.phase == phase or (fault.phase is None and phase != WAIT)
             if here and fault.kind not in _ELSEWHERE and self._takes(due):
-                self._do(fault, phase)
+                if fault.after:
+                    self._do_later(fault, phase)
+                else:
+                    self._do(fault, phase)
+
+    def _do_later(self, fault: Fault, phase: str) -> None:
+        """Send the fault's signal from another thread, so that it meets this worker in the middle of what
+        follows: between two exchanges of a step, say, where no phase begins."""
+        timer = threading.Timer(fault.after or 0.0, self._do, (fault, phase))
+        timer.daemon = True
+        timer.start()
 
     def slow(self, seconds: float) -> float:
         """A shard took so long; a straggler takes longer: by so many seconds."""

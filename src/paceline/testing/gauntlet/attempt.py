@@ -1,0 +1,145 @@
+"""One run of the gauntlet: disturb it by its plan, and compare what came out with the undisturbed run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, final
+
+from paceline.core import events, journal
+from paceline.core.chaos import Chaos
+from paceline.testing.gauntlet.assault import Assault
+from paceline.testing.gauntlet.features import FEATURES, SHARDS, Outcome, Setup, undisturbed
+from paceline.testing.gauntlet.plans import Plan, draw
+from paceline.train.audit import audit
+from paceline.train.signals import Stopped
+
+
+@final
+@dataclass(frozen=True)
+class Finding:
+    """What one run showed. `wrong` is empty where weights, losses and audit are right; `met` counts the
+    failures that really came; `kept` is the folder of a run that went wrong."""
+
+    feature: str
+    seed: int
+    plan: str
+    wrong: str = ""
+    met: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+    kept: str = ""
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Finding:
+        return cls(**json.loads(text))
+
+
+@final
+class Gauntlet:
+    """Runs plans in this process; undisturbed runs are made once per feature. `keep`: where the folders of
+    runs that went wrong are left."""
+
+    def __init__(self, keep: Path | None = None) -> None:
+        self._keep = keep
+        self._references: dict[str, Outcome] = {}
+
+    def attempt(self, feature: str, seed: int) -> Finding:
+        """Run one plan."""
+        setup = FEATURES[feature]
+        expected = self._reference(setup)
+        steps = len(expected.losses)
+        plan = draw(feature, seed, steps=steps, shards=SHARDS, inside=setup.takes_chaos)
+        with tempfile.TemporaryDirectory(prefix="paceline-gauntlet-") as place:
+            folder = Path(place, "run")
+            began = time.monotonic()
+            met: Counter[str] = Counter()
+            try:
+                wrong = _compare(_disturbed(setup, plan, folder, met), expected, folder, setup)
+            except Exception as error:
+                wrong = f"{type(error).__name__}: {error}"
+            met += _met(folder)
+            kept = self._leave(folder, f"{feature}-{seed}") if wrong else ""
+        return Finding(feature, seed, str(plan), wrong, dict(met), time.monotonic() - began, kept)
+
+    def _reference(self, setup: Setup) -> Outcome:
+        if setup.name not in self._references:
+            with tempfile.TemporaryDirectory(prefix="paceline-gauntlet-") as place:
+                self._references[setup.name] = undisturbed(setup, str(Path(place, "run")))
+        return self._references[setup.name]
+
+    def _leave(self, folder: Path, name: str) -> str:
+        if self._keep is None or not folder.exists():
+            return ""
+        target = self._keep / name.replace(" ", "-")
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(folder, target, ignore=shutil.ignore_patterns("*.secret"))
+        return str(target)
+
+
+def _disturbed(setup: Setup, plan: Plan, folder: Path, met: Counter[str]) -> Outcome:
+    """The run and its later starts, to the end."""
+    care: dict[str, Any] = {"chaos": str(Chaos(*plan.chaos))} if plan.chaos else {}
+    starts = [(plan.workers, None), *((workers, "auto") for workers in plan.resumed_on)]
+    acts = plan.outside
+    while True:
+        workers, resume = starts.pop(0)
+        # A run that is resumed may stop short of a failure's step again: its failures are behind it.
+        config = setup.config(str(folder), workers, resume=resume, care=care if resume is None else {})
+        try:
+            with Assault(folder, acts) as assault:
+                return setup.run(config)
+        except Stopped:
+            if not starts:
+                raise
+            acts = ()
+        finally:
+            met += assault.done
+            if assault.error is not None:
+                raise assault.error
+
+
+def _compare(found: Outcome, expected: Outcome, folder: Path, setup: Setup) -> str:
+    """What is wrong with a run that ended, in one line."""
+    differences = []
+    told = _journaled(folder)
+    differing = [step for step, loss in enumerate(expected.losses, 1) if told.get(step) != loss]
+    if differing and setup.takes_chaos:
+        first = differing[0]
+        differences.append(
+            f"{len(differing)} losses differ, the first in step {first}: "
+            f"{told.get(first)} instead of {expected.losses[first - 1]}"
+        )
+    if found.hash != expected.hash:
+        differences.append(f"the weights are {found.hash[:16]} instead of {expected.hash[:16]}")
+    proof = audit(journal.iterate(folder / "journal.jsonl"), backup=setup.care.get("stragglers") == "backup")
+    differences += [f"the audit says: {line}" for line in proof.wrong]
+    return "; ".join(differences)
+
+
+def _journaled(folder: Path) -> dict[int, float]:
+    """The loss of each step, as it was committed last."""
+    found = journal.iterate(folder / "journal.jsonl")
+    return {event.step: event.loss for event in found if isinstance(event, events.StepCommitted)}
+
+
+def _met(folder: Path) -> Counter[str]:
+    file = folder / "journal.jsonl"
+    counted: Counter[str] = Counter()
+    for event in journal.iterate(file) if file.exists() else ():
+        if isinstance(event, events.FaultInjected):
+            counted[f"injected {event.fault.split()[0]}"] += 1
+        elif isinstance(event, events.WorkerFailed):
+            counted["workers lost"] += 1
+        elif isinstance(event, events.ViewChanged):
+            counted["views"] += 1
+            counted["state transfers"] += len(event.behind)
+    return counted

@@ -1,0 +1,113 @@
+"""From a seed to failures: pure, so that a seed is enough to run a plan again."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Final, Literal, final
+
+from paceline.core.faults import STEP_PHASES, Fault
+
+Kind = Literal["kill", "stop", "terminate", "kill supervisor", "kill all", "scale", "end"]
+
+_PHASES: Final = (*STEP_PHASES, "collective", "collective", "checkpoint", "evaluation")
+_MOST_FAILURES: Final = 3
+_DELAY: Final = 0.008  # of a signal within a phase: about a step
+_APART: Final = 0.05  # between the two of a double kill
+_WINDOW: Final = 1.2  # seconds from the first view in which failures come from outside
+
+
+@final
+@dataclass(frozen=True)
+class Act:
+    """One failure from outside, `at` seconds after the run's first view. `number` chooses the worker, or is
+    how many workers are wanted; `seconds` is how long a stop lasts."""
+
+    at: float
+    kind: Kind
+    number: int = 0
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        more = {"scale": f" to {self.number}", "stop": f" of {self.seconds * 1e3:.0f} ms"}.get(self.kind, "")
+        return f"{self.kind}{more} at {self.at:.3f} s"
+
+
+@final
+@dataclass(frozen=True)
+class Plan:
+    """What one run meets. `resumed_on`: the numbers of workers of later starts, after it was ended."""
+
+    workers: int
+    chaos: tuple[Fault, ...]
+    outside: tuple[Act, ...]
+    resumed_on: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        parts = [f"{self.workers} workers", *map(str, self.chaos), *map(str, self.outside)]
+        return "; ".join([*parts, *(f"resumed on {workers}" for workers in self.resumed_on)])
+
+
+def draw(feature: str, seed: int, *, steps: int, shards: int, inside: bool = True) -> Plan:
+    """The plan of this feature and seed. `inside`: workers can inject failures into themselves."""
+    dice = random.Random(f"{feature}/{seed}")
+    workers = dice.randint(2, shards)
+    chaos: list[Fault] = []
+    outside: list[Act] = []
+    resumed: tuple[int, ...] = ()
+    for _ in range(dice.randint(1, _MOST_FAILURES)):
+        chance = dice.random() if inside else 0.6 + 0.4 * dice.random()
+        if chance < 0.6:
+            chaos += _from_inside(dice, workers, steps)
+        elif chance < 0.95:
+            outside += _from_outside(dice, shards)
+        elif not resumed:
+            resumed = (dice.randint(1, shards),)
+            outside.append(Act(dice.uniform(0.0, _WINDOW), "end"))
+    return Plan(workers, tuple(chaos), tuple(sorted(outside, key=lambda act: act.at)), resumed)
+
+
+def _from_inside(dice: random.Random, workers: int, steps: int) -> list[Fault]:
+    rank, step = dice.randrange(workers), dice.randint(1, steps)
+    other = (rank + dice.randint(1, workers - 1)) % workers
+    phase, delay = dice.choice(_PHASES), round(dice.choice((0.0, dice.uniform(0.0, _DELAY))), 6)
+    first = Fault(kind="kill", rank=rank, step=step, phase=phase, after=delay)
+    match dice.choice(("kill", "kill", "double", "joiner", "survivor", "stop", "leave")):
+        case "double":
+            later = round(delay + dice.uniform(0.0, _APART), 6)
+            return [first, Fault(kind="kill", rank=other, step=step, phase=phase, after=later)]
+        case "joiner":
+            # The replacement, while it waits for its view or takes the state over.
+            wait = round(dice.uniform(0.0, 0.15), 6)
+            return [first, Fault(kind="kill", rank=rank, phase="wait", attempt=2, after=wait)]
+        case "survivor":
+            # A member that is left, while it regroups or hands its state over.
+            wait = round(dice.uniform(0.0, 0.03), 6)
+            return [first, Fault(kind="kill", rank=other, step=step, phase="wait", after=wait)]
+        case "stop":
+            length = round(dice.uniform(0.001, 0.3), 6)
+            return [Fault(kind="stop", rank=rank, step=step, phase=phase, seconds=length, after=delay)]
+        case "leave":
+            return [Fault(kind="leave", rank=rank, step=step, phase=phase, after=delay)]
+    return [first]
+
+
+def _from_outside(dice: random.Random, shards: int) -> list[Act]:
+    at, number = dice.uniform(0.0, _WINDOW), dice.randrange(shards)
+    match dice.choice(("kill", "kill", "double", "stop", "terminate", "supervisor", "scale", "scale", "all")):
+        case "double":
+            return [Act(at, "kill", number), Act(at + dice.uniform(0.0, _APART), "kill", number + 1)]
+        case "stop":
+            return [Act(at, "stop", number, dice.uniform(0.001, 0.3))]
+        case "terminate":
+            return [Act(at, "terminate", number)]
+        case "supervisor":
+            return [Act(at, "kill supervisor")]
+        case "scale":
+            return [
+                Act(at, "scale", dice.randint(1, shards)),
+                Act(at + 0.4, "scale", dice.randint(1, shards)),
+            ]
+        case "all":
+            return [Act(at, "kill all")]
+    return [Act(at, "kill", number)]
