@@ -10,7 +10,7 @@ PYTEST_ARGS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup system demo test check format bench bench-peers clean
+.PHONY: help setup system demo test check format bench bench-peers gauntlet clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,6 +35,10 @@ check: $(STAMP) ## ruff, mypy --strict, import-linter
 format: $(STAMP) ## rewrite the sources the way `make check` wants them
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# A failing seed replays: see what it prints. RUNS=2000 takes about an hour and a half on 2 cores.
+gauntlet: $(STAMP) ## train in every way under seeded failures, and compare the bits with one process
+	$(BIN)/python -m paceline.testing.gauntlet --runs $(or $(RUNS),200) --jobs $(or $(JOBS),2)
 
 bench: $(STAMP) ## run the benchmarks, write their tables and plots
 	$(BIN)/python -m bench
@@ -79,5 +83,5 @@ system: ## install mpirun and ip when they are missing and we may
 	fi
 
 clean: ## remove everything that make creates
-	rm -rf $(VENV) .venv-peers .system.log .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
+	rm -rf $(VENV) .venv-peers gauntlet-wrong .system.log .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

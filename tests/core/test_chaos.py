@@ -53,6 +53,16 @@ def test_durations(text, seconds):
     assert Chaos(f"hang rank=0 for={text}").faults[0].seconds == seconds
 
 
+def test_a_signal_can_come_within_a_phase():
+    (fault,) = Chaos("kill rank=1 step=3 phase=collective after=2ms").faults
+    assert fault == Fault(kind="kill", rank=1, step=3, phase="collective", after=0.002)
+    assert str(fault) == "kill rank=1 step=3 phase=collective after=0.002s"
+    with pytest.raises(ConfigError, match="after"):
+        Chaos("hang rank=1 after=2ms")
+    with pytest.raises(ConfigError, match="past"):
+        Fault(kind="kill", rank=1, after=-1.0)
+
+
 def test_parts_are_put_together():
     kill = Fault(kind="kill", rank=1)
     assert Chaos("slow rank=0 factor=2", kill, Chaos("oom rank=3")) == Chaos(

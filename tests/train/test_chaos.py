@@ -84,6 +84,15 @@ def test_the_process_ends_at_this_step_in_this_phase(text, status):
         assert "InjectedError: chaos: raise rank=1 step=2 phase=backward" in err
 
 
+def test_a_signal_with_a_delay_comes_after_its_phase_began():
+    code, lines, err = finish(
+        "kill rank=1 step=2 phase=backward after=1ms; hang rank=1 step=2 phase=optimizer"
+    )
+    assert code == -signal.SIGKILL
+    assert lines[-1] in ("2 backward", "2 collective", "2 optimizer")
+    assert "after=0.001s meets rank 1" in err
+
+
 def test_without_a_step_it_comes_at_once_and_without_a_phase_in_the_first():
     assert finish("kill rank=1 phase=collective")[1][-1] == "1 collective"
     assert finish("kill rank=1 step=3")[1][-1] == "3 data"

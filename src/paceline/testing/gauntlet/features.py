@@ -30,6 +30,7 @@ from paceline.train.config import (
 SHARDS: Final = 4
 MAX_STEPS: Final = 90
 _BATCH: Final = 16
+_DIVISIBLE_BATCH: Final = 12
 
 
 @final
@@ -101,9 +102,9 @@ def orchestrate(setup: Setup, config: TrainConfig) -> Outcome:
     """The same training from an event loop."""
 
     async def train() -> Outcome:
-        # Per worker in this front door: the global batch stays the same.
         settings = TrainingConfig(
-            batch_size=SHARDS * 4 // config.workers,
+            # Per worker in this front door: the global batch stays the same for 1 to 4 of them.
+            batch_size=_DIVISIBLE_BATCH // config.workers,
             epochs=6,
             checkpoint_interval=15,
             max_worker_failures=1000,

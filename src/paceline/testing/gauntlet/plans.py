@@ -70,11 +70,11 @@ def draw(feature: str, seed: int, *, steps: int, shards: int, inside: bool = Tru
 def _from_inside(dice: random.Random, workers: int, steps: int) -> list[Fault]:
     rank, step = dice.randrange(workers), dice.randint(1, steps)
     other = (rank + dice.randint(1, workers - 1)) % workers
-    phase, delay = dice.choice(_PHASES), round(dice.choice((0.0, dice.uniform(0.0, _DELAY))), 6)
+    phase, delay = dice.choice(_PHASES), dice.choice((None, round(dice.uniform(0.0, _DELAY), 6)))
     first = Fault(kind="kill", rank=rank, step=step, phase=phase, after=delay)
     match dice.choice(("kill", "kill", "double", "joiner", "survivor", "stop", "leave")):
         case "double":
-            later = round(delay + dice.uniform(0.0, _APART), 6)
+            later = round((delay or 0.0) + dice.uniform(0.0, _APART), 6)
             return [first, Fault(kind="kill", rank=other, step=step, phase=phase, after=later)]
         case "joiner":
             # The replacement, while it waits for its view or takes the state over.
