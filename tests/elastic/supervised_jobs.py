@@ -14,6 +14,7 @@ from tests.elastic.fake_member import ENTRY
 from paceline.core import journal
 from paceline.core.control.auth import Tls
 from paceline.core.events import Event, StepCommitted, ViewChanged, WorkerStarted
+from paceline.core.listening import ANY_PORT, Listening
 from paceline.elastic.client import Supervised
 from paceline.elastic.job import Job, Outcome
 from paceline.elastic.model import Settings
@@ -88,6 +89,9 @@ def running(
     workers: int = 3,
     machine: dict[str, Any] | None = None,
     tls: Tls | None = None,
+    bind: str = "127.0.0.1",
+    port: int = 0,
+    listening: Listening = ANY_PORT,
     **options: Any,
 ) -> Iterator[Run]:
     """A started job; whatever is left of it is gone afterwards."""
@@ -101,6 +105,9 @@ def running(
         threads=1,
         options={"steps": 100, "step_seconds": 0.01, "patience": 20.0, **options},
         tls=tls,
+        bind=bind,
+        port=port,
+        listening=listening,
     )
     supervised = Supervised(job)
     try:

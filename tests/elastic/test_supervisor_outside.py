@@ -17,8 +17,9 @@ from tests.engines.local.processes import all_gone, eventually, watch
 
 from paceline.core.control import address
 from paceline.core.control.messages import Ask
-from paceline.core.errors import RendezvousError, UsageError
+from paceline.core.errors import RendezvousError, ResourceError, UsageError
 from paceline.core.events import Verdict, ViewChanged, WorkerFailed, WorkerStarted
+from paceline.core.listening import listener
 from paceline.elastic import tools
 from paceline.engines.local import memory_group
 
@@ -84,6 +85,14 @@ def test_tools_find_the_job_by_its_folder(tmp_path):
 def test_a_folder_without_a_job_is_a_clear_mistake(tmp_path):
     with pytest.raises(UsageError, match="no supervisor is at work"):
         tools.ask(tmp_path, Ask(what="status"))
+
+
+def test_a_start_whose_port_is_taken_leaves_nothing_behind(tmp_path):
+    with listener("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ResourceError, match=f"port {port}"), running(tmp_path, workers=1, port=port):
+            pass
+    assert not {"control.secret", "control.json"} & {file.name for file in tmp_path.iterdir()}
 
 
 def test_a_wrong_secret_is_refused(tmp_path):

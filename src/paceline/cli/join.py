@@ -23,6 +23,12 @@ def join(
     certificate: Annotated[Path | None, typer.Option(help="With TLS: this machine's certificate.")] = None,
     key: Annotated[Path | None, typer.Option(help="With TLS: its private key.")] = None,
     authority: Annotated[Path | None, typer.Option(help="With TLS: who signed the certificates.")] = None,
+    ports: Annotated[
+        str, typer.Option(help="Range of ports at which workers listen here, e.g. 42000-42100.")
+    ] = "",
+    interface: Annotated[
+        str, typer.Option(help="Interface (name or address) at which workers listen here.")
+    ] = "",
 ) -> None:
     """Add this machine to a job: its workers take part from the next step on, until the job ends. Ctrl-C
     lets them leave at a step boundary.
@@ -30,6 +36,7 @@ def join(
     Example: paceline join 10.0.0.5:41000 --workers 2 --token-file control.secret
     """
     from paceline.core.control.auth import Tls, read_secret
+    from paceline.core.listening import Listening
     from paceline.elastic.agent import Agent
 
     host, _, port = address.rpartition(":")
@@ -42,7 +49,14 @@ def join(
         tls = Tls(certificate, key, authority)
     elif certificate or key or authority:
         raise UsageError("TLS needs --certificate, --key and --authority", remedy="give all three or none")
-    agent = Agent((host.strip("[]"), int(port)), read_secret(token_file), workers, tls, say=typer.echo)
+    agent = Agent(
+        (host.strip("[]"), int(port)),
+        read_secret(token_file),
+        workers,
+        tls,
+        say=typer.echo,
+        listening=Listening(ports, interface),
+    )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: agent.leave())
     raise typer.Exit(agent.run())

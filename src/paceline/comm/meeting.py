@@ -9,6 +9,7 @@ group stands: rank 0 closes it, and the address is free for the next group. Know
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import logging
@@ -26,6 +27,7 @@ from paceline.comm.processes import start_time
 from paceline.comm.store import ForTorch, StoreClient, StoreServer
 from paceline.comm.transport.dial import Look, nothing_to_see
 from paceline.core.errors import GroupInterruptedError, RendezvousError, WireError
+from paceline.core.listening import ANY_PORT, INTERFACE_VARIABLE, Listening, from_here, resolves_to_loopback
 
 T = TypeVar("T")
 
@@ -70,26 +72,39 @@ class Patience:
             _log.warning("%s", what())
 
 
-def serve(address: Address) -> StoreServer:
-    """Rank 0's store at `address`; only this machine can reach it where the address is a loopback one."""
+def serve(address: Address, listening: Listening = ANY_PORT) -> tuple[StoreServer, Address]:
+    """Rank 0's store at `address`, and where rank 0 itself reaches it. Only this machine can reach it where
+    the address is a loopback one."""
     try:
-        return StoreServer(_listener(address))
+        listener = _listener(address, listening)
     except OSError as error:
         raise RendezvousError(
             f"rank 0 cannot serve at {address}: {error.strerror or error}",
             remedy="another program, group or rank 0 is there: choose another port (address= or MASTER_PORT)",
         ) from error
+    own = Address(*from_here(listener))
+    return StoreServer(listener), own
 
 
-def _listener(address: Address) -> socket.socket:
-    if address.is_loopback:
-        family, _, _, _, target = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server((str(target[0]), address.port), family=family, backlog=1024)
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(
-            ("", address.port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True
-        )
-    return socket.create_server(("", address.port), backlog=1024)
+def _listener(address: Address, listening: Listening) -> socket.socket:
+    if listening.interface or address.is_loopback:
+        return listening.open(address.host, address.port)
+    loopback = resolves_to_loopback(address.host)
+    if not loopback:
+        try:
+            return listening.open(address.host, address.port)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+    # The other hosts know this one by an address that it does not have itself (/etc/hosts with 127.0.1.1, a
+    # service's address, port forwarding): only a listener on all interfaces is found there.
+    _log.warning(
+        "rank 0 listens on all interfaces: %s is %s here; %s=ADDRESS chooses one",
+        address.host,
+        loopback or "no address of this machine",
+        INTERFACE_VARIABLE,
+    )
+    return listening.open("", address.port)
 
 
 def connect(

@@ -32,6 +32,7 @@ from paceline.comm.transport.base import Transport
 from paceline.comm.transport.shm.transport import ShmTransport
 from paceline.comm.wiring import open_segment
 from paceline.core.errors import GroupInterruptedError, RendezvousError, UsageError
+from paceline.core.listening import ALL_ADDRESSES, Listening, from_here
 
 FORMING_SECONDS = 30.0
 _AGAIN_SECONDS = 0.01
@@ -60,9 +61,11 @@ def open_view(
     links: Links | None = None,
     cancelled: threading.Event | None = None,
     forming_seconds: float = FORMING_SECONDS,
+    ports: str = "",
 ) -> DistributedContext:
     """This rank's context in the view of `generation`. `segment` is (pid, descriptor, inode, device), or
-    empty; `listener` is this rank's own, kept open by the caller, and becomes non-blocking."""
+    empty; `listener` is this rank's own, kept open by the caller, and becomes non-blocking. Further listeners
+    of this view are at the same address, on a port of the range `ports`."""
     if len(members) != world_size or not 0 <= rank < world_size:
         raise UsageError(
             f"a view of {len(members)} members for rank {rank} of {world_size}", remedy="pass every member"
@@ -79,10 +82,17 @@ def open_view(
             hostname=members[rank].hostname,
             secret=hmac.new(secret, b"view %d" % generation, hashlib.sha256).digest(),
             links=links,
+            listening=Listening(ports, _address_of(listener)),
         )
         forming = _Forming(rank, members, hello, generation, time.monotonic() + forming_seconds, cancelled)
         transport, links = forming.serve(listener) if rank == 0 else forming.visit()
     return DistributedContext.from_transport(transport, timeout=timeout, links=links)
+
+
+def _address_of(listener: socket.socket | None) -> str:
+    """Where this rank listens; empty where that is everywhere, or nowhere."""
+    host = "" if listener is None else str(listener.getsockname()[0])
+    return "" if host in ALL_ADDRESSES else host
 
 
 def _in_segment(segment: Sequence[int], rank: int, world_size: int) -> ShmTransport:
@@ -120,9 +130,7 @@ class _Forming:
         with ExitStack() as stack:
             server = StoreServer(listener.dup(), self.hello.secret)
             stack.callback(server.close)
-            own = listener.getsockname()[0]
-            here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(own, own)
-            address = Address(here, listener.getsockname()[1])
+            address = Address(*from_here(listener))
             client = connect(0, address, self.deadline, secret=self.hello.secret, look=self._look)
             meeting = self._meeting(stack.enter_context(closing(client)))
             return met(meeting, self.members[0].endpoint[0], self.hello, server.close)

@@ -30,7 +30,7 @@ from paceline.comm.cost import Links, load_links
 from paceline.comm.environment import Address, Place, find_place
 from paceline.comm.meeting import Meeting, StoreGoneError, connect, connect_to_agent, serve
 from paceline.comm.transport.base import Transport
-from paceline.comm.transport.handshake import listen, source_address
+from paceline.comm.transport.handshake import source_address
 from paceline.comm.transport.native import BACKENDS, check_backend
 from paceline.comm.transport.shm import sync
 from paceline.comm.transport.shm.layout import create_segment
@@ -38,6 +38,7 @@ from paceline.comm.transport.shm.transport import ShmTransport
 from paceline.comm.wiring import Group, check_alike, topology_of, wire
 from paceline.core.control.host import host_identity, host_name
 from paceline.core.errors import RendezvousError, UnavailableError, UsageError
+from paceline.core.listening import ANY_PORT, Listening
 
 _log = logging.getLogger("paceline.comm")
 
@@ -95,7 +96,7 @@ def over_process_group(group: Any = None, timeout: float = 300.0) -> tuple[Trans
     where = f"the store of group {name!r}"
     meeting = Meeting(PrefixStore(prefix, store), rank, world_size, time.monotonic() + timeout, where)
     try:
-        return met(meeting, _host_of(store), Hello(native=group))
+        return met(meeting, _host_of(store), _hello(native=group))
     except StoreGoneError as error:
         raise RendezvousError(f"{where} went away before the ranks had met: {error}") from error
 
@@ -122,17 +123,15 @@ def _join_at_agent(place: Place, backend: str, deadline: float) -> tuple[Transpo
     store = connect_to_agent(place.rank, place.address, deadline)
     apart = PrefixStore(f"paceline/{place.attempt}/{next(_agent_meetings)}", store)
     meeting = Meeting(apart, place.rank, place.world_size, deadline, str(place.address))
-    return met(meeting, place.address.host, Hello(backend))
+    return met(meeting, place.address.host, _hello(backend))
 
 
 def _serve_and_join(place: Place, backend: str, deadline: float) -> tuple[Transport, Links]:
-    server = serve(place.address)
-    own = "::1" if ":" in place.address.host else "127.0.0.1"
-    address = place.address if place.address.is_loopback else Address(own, place.address.port)
+    server, address = serve(place.address, Listening.from_environment(os.environ))
     try:
         with closing(connect(0, address, deadline)) as client:
             meeting = Meeting(client, 0, place.world_size, deadline, str(place.address))
-            return met(meeting, place.address.host, Hello(backend), server.close)
+            return met(meeting, place.address.host, _hello(backend), server.close)
     finally:
         server.close()
 
@@ -142,7 +141,7 @@ def _find_and_join(place: Place, backend: str, deadline: float) -> tuple[Transpo
         with closing(connect(place.rank, place.address, deadline)) as client:
             meeting = Meeting(client, place.rank, place.world_size, deadline, str(place.address))
             try:
-                return met(meeting, place.address.host, Hello(backend))
+                return met(meeting, place.address.host, _hello(backend))
             except StoreGoneError:
                 # Rank 0 ended, or this was the end of an earlier group's meeting: a new one may begin soon.
                 if time.monotonic() >= deadline:
@@ -160,14 +159,20 @@ class Hello:
     secret: bytes = b""
     links: Links | None = None
     native: Any = None
+    listening: Listening = ANY_PORT
+
+
+def _hello(backend: str = "auto", native: Any = None) -> Hello:
+    """Of a rank whose starter sets environment variables and nothing else."""
+    return Hello(backend, native=native, listening=Listening.from_environment(os.environ))
 
 
 def met(
     meeting: Meeting, master: str, me: Hello, leave: Callable[[], None] = lambda: None
 ) -> tuple[Transport, Links]:
     """Says hello, and wires the ranks that came; rank 0 ends the meeting with `leave`."""
-    source = "127.0.0.1" if Address(master, 1).is_loopback else source_address(master)
-    with meeting, listen(source) as listener:
+    source = _source(master, me.listening)
+    with meeting, me.listening.open(source) as listener:
         hello: dict[str, Any] = {
             "host": me.host or host_identity(),
             "hostname": me.hostname or host_name(),
@@ -181,7 +186,9 @@ def met(
             hello |= {"links": links.to_plain(), "secret": "" if me.secret else secrets.token_hex(32)}
         hellos = meeting.enter(hello)
         secret = me.secret or bytes.fromhex(hellos[0]["secret"])
-        group = Group(meeting, hellos, topology_of(hellos), me.backend, master, secret, me.native)
+        group = Group(
+            meeting, hellos, topology_of(hellos), me.backend, master, secret, me.native, me.listening
+        )
         check_alike(hellos)
         transport = wire(group, listener)
         try:
@@ -190,6 +197,15 @@ def met(
             transport.close(error)
             raise
         return transport, Links.from_plain(hellos[0]["links"])
+
+
+def _source(master: str, listening: Listening) -> str:
+    """The address by which the other ranks reach this one; empty where only they know it."""
+    if listening.interface:
+        return listening.address(master)
+    if Address(master, 1).is_loopback:
+        return "::1" if ":" in master else "127.0.0.1"
+    return source_address(master)
 
 
 def _host_of(store: Store) -> str:

@@ -35,6 +35,7 @@ from paceline.comm.transport.shm.layout import create_segment
 from paceline.comm.transport.shm.transport import ShmTransport
 from paceline.comm.transport.torchdist import TorchTransport
 from paceline.core.errors import GroupInterruptedError, PacelineError, RendezvousError, UnavailableError
+from paceline.core.listening import ANY_PORT, Listening
 
 _log = logging.getLogger("paceline.comm")
 
@@ -50,6 +51,7 @@ class Group:
     master: str
     secret: bytes
     native: Any = None
+    listening: Listening = ANY_PORT
 
     @property
     def mates(self) -> list[int]:
@@ -253,8 +255,17 @@ def _lasting_store(group: Group) -> Store:
     host = group.hellos[0]["endpoint"][0] or group.master
     limit = timedelta(seconds=max(meeting.deadline - time.monotonic(), 1.0))
     if meeting.rank == 0:
-        store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
-        meeting.tell("nccl", {"port": store.port})
+        listener = group.listening.open(host)
+        port = int(listener.getsockname()[1])
+        store = TCPStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=limit,
+            master_listen_fd=listener.detach(),
+        )
+        meeting.tell("nccl", {"port": port})
         return store
     port = int(meeting.hear("nccl", 0)["port"])
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)

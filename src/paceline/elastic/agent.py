@@ -34,6 +34,7 @@ from paceline.core.control.messages import (
 )
 from paceline.core.control.unheard import SUPERVISOR_LOST_EXIT_CODE
 from paceline.core.errors import PacelineError, RendezvousError, WireError
+from paceline.core.listening import ANY_PORT, Listening
 from paceline.elastic.shell.deaths import how_it_died
 from paceline.elastic.shell.look import LOOK_SECONDS, Look
 from paceline.elastic.tools import open_channel
@@ -61,12 +62,15 @@ class Agent:
         workers: int,
         tls: Tls | None = None,
         say: Callable[[str], object] = lambda text: None,
+        listening: Listening = ANY_PORT,
     ) -> None:
         self._address = address
         self._secret = secret
         self._offered = workers
         self._tls = tls
         self._say = say
+        self._listening = listening
+        self._reached_at = ""
         self._channel: Channel | None = None
         self._cut = ""
         self._selector = selectors.DefaultSelector()
@@ -111,6 +115,7 @@ class Agent:
             opened.send(message)
         self._unsent.clear()
         self._channel = opened
+        self._reached_at = self._listening.address(opened.own_host())
         self._selector.register(opened, selectors.EVENT_READ, None)
 
     def _offer(self, workers: int) -> Offer:
@@ -234,7 +239,9 @@ class Agent:
             "secret": self._secret.hex(),
             "folder": "",
             "tls": [str(p) for p in vars(self._tls).values()] if self._tls is not None else None,
-            "listen": "0.0.0.0",
+            # The supervisor reaches this machine at the address of the control connection: so do its members.
+            "listen": self._reached_at,
+            "ports": self._listening.ports or given["options"].get("ports", ""),
         }
         order = launch.order_here(given["entry"], 1, tuple(given["preload"]), given["threads"], own)
         order = dataclasses.replace(order, first_rank=start.slot, world_size=max(1, self._offered))

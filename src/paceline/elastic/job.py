@@ -23,6 +23,7 @@ from typing import Any, Final
 from paceline.core import errors, typed
 from paceline.core.control.auth import Tls
 from paceline.core.errors import InternalError, PacelineError, ResourceError
+from paceline.core.listening import ANY_PORT, Listening
 from paceline.elastic.model import Settings
 from paceline.engines.local import protocol
 from paceline.engines.local.protocol import Order, Plain
@@ -44,6 +45,7 @@ class Job:
               supervisor (60); "listen": where they listen for each other
     bind      where the control port listens; anything but loopback lets other machines join
     port      0: any that is free
+    listening the range of every listening socket's port, and an interface other than that of `bind`
     """
 
     entry: str
@@ -56,6 +58,7 @@ class Job:
     bind: str = "127.0.0.1"
     port: int = 0
     tls: Tls | None = None
+    listening: Listening = ANY_PORT
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,7 @@ class Spec:
     options: dict[str, Any]
     bind: str
     port: int
+    listening: Listening
     tls: dict[str, str] | None
     order: dict[str, Any]
     attempt: int
@@ -110,6 +114,7 @@ def spec_of(job: Job, order: Order, attempt: int, server_pid: int) -> Spec:
         options=dict(job.options),
         bind=job.bind,
         port=job.port,
+        listening=job.listening,
         tls=tls,
         order=asdict(order),
         attempt=attempt,

@@ -13,7 +13,7 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from paceline.core.control import crew
+from paceline.core.control import address, crew
 from paceline.core.errors import PacelineError
 from paceline.elastic import job
 from paceline.elastic.supervisor import Supervisor, raise_file_limit
@@ -63,7 +63,18 @@ def _serve(caller: socket.socket) -> None:
     with crew.at_work(Path(spec.folder)):
         # Under a name of its own from now on: the kernel knows who takes a lock, not who is sent one.
         protocol.close_all(place)
-        supervisor = Supervisor(spec, payload, caller)
+        supervisor = _supervisor(spec, payload, caller)
         supervisor.caller.kept = kept
         supervisor.run()
     client.shutdown()
+
+
+def _supervisor(spec: job.Spec, payload: int, caller: socket.socket) -> Supervisor:
+    """A start that fails (its port is taken) leaves no secret behind. One that takes over does: workers and
+    tools of the job that goes on use it."""
+    try:
+        return Supervisor(spec, payload, caller)
+    except BaseException:
+        if spec.attempt == 1:
+            address.remove(Path(spec.folder))
+        raise

@@ -95,7 +95,7 @@ class Supervisor:
         self.chronicle.on_flush = self.staff.confirm
         self.guests = Guests(self.staff.come, lambda *offer: self.places.come(*offer), self._asked)
         granted = {
-            "options": spec.options,
+            "options": {**spec.options, "ports": spec.listening.ports},
             **{name: spec.order[name] for name in ("entry", "preload", "threads")},
         }
         self.places = Places(
@@ -108,7 +108,7 @@ class Supervisor:
             self.staff.place_gone,
         )
         self.gate = Gate(
-            gate.listen(spec.bind, spec.port, self.recalled.port),
+            gate.listen(spec.bind, spec.port, self.recalled.port, listening=spec.listening),
             self.secret,
             self.selector,
             self._let_in,

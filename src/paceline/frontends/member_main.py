@@ -50,4 +50,5 @@ def _place(options: dict[str, Any]) -> Place:
         tls=None if not tls else Tls(*(Path(part) for part in tls)),
         lookup=None if not folder else partial(address.lookup, Path(folder)),
         listen=str(options.get("listen", "127.0.0.1")),
+        ports=str(options.get("ports", "")),
     )

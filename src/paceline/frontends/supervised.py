@@ -20,6 +20,7 @@ from paceline.comm.cost import load_links
 from paceline.core.chaos import Chaos
 from paceline.core.control.auth import Tls
 from paceline.core.errors import PeerLostError
+from paceline.core.listening import Listening
 from paceline.elastic.client import Supervised
 from paceline.elastic.job import Job, Outcome
 from paceline.elastic.model import Settings
@@ -239,6 +240,7 @@ def _job(config: TrainConfig, folder: RunFolder, packed: int) -> Job:
         },
         bind=care.bind,
         port=care.port,
+        listening=Listening(care.ports or "", care.interface or ""),
         tls=tls,
     )
 

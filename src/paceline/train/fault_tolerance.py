@@ -12,6 +12,7 @@ from typing import Literal, final
 
 from paceline.core.chaos import Chaos
 from paceline.core.errors import ConfigError
+from paceline.core.listening import port_range
 from paceline.train.value_checks import at_least, conform, positive
 
 _TLS = ("certificate", "key", "authority")
@@ -33,6 +34,10 @@ class FaultTolerance:
     heartbeat             seconds between two signs of life
     patience              seconds that workers train on without a supervisor before they save and exit
     bind, port            where the supervisor listens; port 0 is any free one
+    ports                 "42000-42100": every listening socket of the run has a port of this range, also on
+                          machines that join
+    interface             name or address of the interface at which supervisor and workers listen; None: that
+                          of `bind`, and on a machine that joins that of its control connection
     certificate, key, authority   files for TLS on the control connection, all three or none
     checksums             gradients are checked where they arrive: always, never, or (None) where they travel
                           between machines, not in memory that workers share. States that are handed over
@@ -50,6 +55,8 @@ class FaultTolerance:
     patience: float = 60.0
     bind: str = "127.0.0.1"
     port: int = 0
+    ports: str | None = None
+    interface: str | None = None
     certificate: str | None = None
     key: str | None = None
     authority: str | None = None
@@ -82,7 +89,9 @@ class FaultTolerance:
                 "patience",
                 f"set patience to {2 * self.heartbeat:g} or more",
             )
-        for name in ("bind", *_TLS):
+        if self.ports is not None:
+            port_range(self.ports)
+        for name in ("bind", "ports", "interface", *_TLS):
             if getattr(self, name) == "":
                 _refuse(f"{name} is empty text, which names nothing", name, f"leave {name} out")
         missing = [name for name in _TLS if getattr(self, name) is None]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -30,6 +29,7 @@ from paceline.core.control.member_link import Address, MemberLink
 from paceline.core.control.messages import Injected
 from paceline.core.errors import PacelineError
 from paceline.core.events import FaultInjected, to_json
+from paceline.core.listening import Listening
 from paceline.core.phase_page import PhasePage, page_file
 from paceline.train import last_words, run_setup
 from paceline.train.assembly import Assembled, LookedAfter, local_place
@@ -72,6 +72,7 @@ class Place:
     tls: Tls | None = None
     lookup: Callable[[], Address | None] | None = None
     listen: str = "127.0.0.1"  # where other members of a view can reach this one
+    ports: str = ""  # of which range, for every listener of this worker
 
 
 def train_member(job: TrainJob, place: Place) -> Trained:
@@ -83,7 +84,7 @@ def train_member(job: TrainJob, place: Place) -> Trained:
     sees = _sees_folder(job, place)
     folder = Path(job.folder) if sees and job.folder is not None else None
     with ExitStack() as stack:
-        listener = stack.enter_context(socket.create_server((place.listen, 0), backlog=1024))
+        listener = stack.enter_context(Listening(place.ports).open(place.listen))
         context = DistributedContext.from_transport(alone(), links=place.links)
         # paceline.get_rank() is to know of each group that this worker will be in.
         team = new_team(context, config, announce=default_group.offer)
@@ -108,6 +109,7 @@ def train_member(job: TrainJob, place: Place) -> Trained:
             comm_timeout=config.timeout or _DEFAULT_TIMEOUT,
             patience=place.patience,
             folder=folder,
+            ports=place.ports,
         )
         membership = Membership(seat, team, phases, stop, injector, listener)
         link = MemberLink(

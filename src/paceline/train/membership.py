@@ -428,6 +428,7 @@ class Membership:
             timeout=self.seat.comm_timeout,
             links=self.seat.links,
             cancelled=self._cancelled,
+            ports=self.seat.ports,
         )
 
     def _waits_for(self, phase: str) -> tuple[int, ...]:

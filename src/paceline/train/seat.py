@@ -44,6 +44,7 @@ class Seat:
     comm_timeout: float
     patience: float
     folder: Path | None = None
+    ports: str = ""
 
     def why_forsaken(self, away: float) -> str | None:
         """Why nobody will look after this worker any more, whose supervisor is away for so long."""

@@ -14,12 +14,15 @@ import pytest
 
 from paceline.comm.calls import RankState, Status
 from paceline.comm.transport.base import HEADER_BYTES
-from paceline.comm.transport.handshake import connect_all, listen
+from paceline.comm.transport.handshake import connect_all
 from paceline.comm.transport.link import INLINE_BYTES, Kind, Link
 from paceline.comm.transport.mesh import Mesh
 from paceline.core.errors import RendezvousError, UsageError, WireError
+from paceline.core.listening import Listening
 
 SECRET = b"s" * 32
+
+listen = Listening().open
 
 
 def _soon(seconds: float = 10.0) -> float:

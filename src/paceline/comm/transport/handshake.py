@@ -50,16 +50,6 @@ def source_address(host: str) -> str:
     return "" if source.startswith("127.") or source == "::1" else source
 
 
-def listen(host: str) -> socket.socket:
-    """A listening socket on a port that the system chooses; an empty host means all interfaces."""
-    if host:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, 0), family=family, backlog=1024)
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
-    return socket.create_server(("", 0), backlog=1024)
-
-
 def connect_all(
     rank: int,
     listener: socket.socket,

@@ -20,30 +20,43 @@ from paceline.core.control import channel
 from paceline.core.control.auth import Acceptor, Tls, TlsEnd
 from paceline.core.control.channel import Channel
 from paceline.core.errors import ResourceError, UsageError
+from paceline.core.listening import ANY_PORT, Listening, resolves_to_loopback
 from paceline.core.sealing import Session
 
 STRANGERS: Final = 128
 STRANGER_SECONDS: Final = 3.0
 _PAUSE_SECONDS: Final = 0.5
 _ACCEPTS_PER_TURN: Final = 64
-_BACKLOG: Final = 1024
 RETURN_SECONDS: Final = 5.0
 _AGAIN_SECONDS: Final = 0.05
 
 
-def listen(host: str, port: int, preferred: int = 0, seconds: float = RETURN_SECONDS) -> socket.socket:
+def listen(
+    host: str,
+    port: int,
+    preferred: int = 0,
+    seconds: float = RETURN_SECONDS,
+    listening: Listening = ANY_PORT,
+) -> socket.socket:
     """A listening socket; `preferred` is the port of a supervisor that was here before: where other machines
     look for it, so it is tried for so many seconds."""
+    if not listening.interface and (loopback := resolves_to_loopback(host)):
+        raise UsageError(
+            f"bind={host!r} stands for {loopback} on this machine (see /etc/hosts): no other machine could "
+            "reach the control port there",
+            remedy="give an address of the interface that the others reach (`ip address` lists them), or "
+            "interface=; bind='127.0.0.1' where all workers run here",
+        )
     until = time.monotonic() + seconds
     while preferred:
         try:
-            return _listener(host, preferred)
+            return _listener(host, preferred, listening)
         except OSError as error:
             if error.errno != errno.EADDRINUSE or time.monotonic() >= until:
                 break
         time.sleep(_AGAIN_SECONDS)
     try:
-        return _listener(host, port)
+        return _listener(host, port, listening)
     except OSError as error:
         trouble = error
     # A name that nobody knows: a plain OSError with the resolver's number, which is negative.
@@ -61,9 +74,8 @@ def listen(host: str, port: int, preferred: int = 0, seconds: float = RETURN_SEC
     ) from trouble
 
 
-def _listener(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+def _listener(host: str, port: int, listening: Listening) -> socket.socket:
+    listener = listening.open(host, port)
     listener.setblocking(False)
     return listener
 

@@ -252,14 +252,10 @@ class Staff:
             "folder": self._spec.folder,
             "tls": [tls["certificate"], tls["key"], tls["authority"]] if tls is not None else None,
             "attempt": self._starts[slot],
-            "listen": self._spec.options.get("listen") or ("127.0.0.1" if self._is_loopback else "0.0.0.0"),
+            # Where the control port listens, others reach workers of this machine too.
+            "listen": self._spec.options.get("listen") or self._supervisor.gate.address[0],
+            "ports": self._spec.listening.ports,
         }
-
-    @property
-    def _is_loopback(self) -> bool:
-        return (
-            self._spec.bind == "::1" or self._spec.bind.startswith("127.") or self._spec.bind == "localhost"
-        )
 
     def _attend(self, seat: Seat, worker: Worker) -> None:
         self._supervisor.caller.keep(seat.member, worker)
