@@ -138,7 +138,8 @@ def test_folders_that_changed_places(run):
         "v00000001/manifest.json belongs to version 2, not to 1",
         "v00000002/manifest.json belongs to version 1, not to 2",
     ]
-    assert CheckpointStore(run).newest_good(lambda damage: None) is None
+    with pytest.raises(DamagedCheckpointError, match="each of the 2 checkpoints"):
+        CheckpointStore(run).newest_good(lambda damage: None)
 
 
 def test_a_stranger_in_the_folder_is_told_and_harms_nobody(run):
@@ -181,7 +182,7 @@ def test_a_latest_of_another_manifest_is_named(run, tmp_path):
     assert str(found) == "latest was written for another v00000002/manifest.json than the one that is there"
 
 
-def test_an_unreadable_file_is_damage_too(run):
+def test_a_folder_in_the_place_of_a_file_is_damage(run):
     part = run / "v00000002" / FILES[0]
     part.unlink()
     part.mkdir()
@@ -190,13 +191,17 @@ def test_an_unreadable_file_is_damage_too(run):
     assert_is(CheckpointStore(run).newest_good(lambda damage: None), 1)
 
 
-def test_when_all_are_damaged_there_is_none(run, caplog):
+def test_when_all_are_damaged_that_is_an_error_with_the_list(run, caplog):
     for version in (1, 2):
         flip(run / f"v{version:08d}" / "state.json", 0, 1)
-    with caplog.at_level(logging.WARNING, "paceline"):
-        assert CheckpointStore(run).newest_good() is None
-    assert "v00000001/state.json" in caplog.text
-    assert "v00000002/state.json" in caplog.text
+    with (
+        caplog.at_level(logging.WARNING, "paceline"),
+        pytest.raises(DamagedCheckpointError, match="each of the 2 checkpoints") as caught,
+    ):
+        CheckpointStore(run).newest_good()
+    for text in (caplog.text, str(caught.value)):
+        assert "v00000001/state.json" in text
+        assert "v00000002/state.json" in text
 
 
 def test_the_error_names_every_file(run):

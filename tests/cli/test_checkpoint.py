@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.checkpoint.saving import save
+from tests.checkpoint.test_unreadable import from_the_future
 
 from paceline.checkpoint.store import CheckpointStore
 from paceline.cli import main
@@ -50,6 +51,22 @@ def test_ls_names_a_damaged_manifest(run, capsys):
     captured = capsys.readouterr()
     assert [item["version"] for item in json.loads(captured.out)] == [1, 3]
     assert captured.err.startswith("damaged: v00000002/manifest.json is damaged or cut off")
+
+
+def test_what_cannot_be_read_is_not_called_damaged(run, capsys):
+    from_the_future(run / "checkpoints", 3)
+    assert paceline("ls", run) == 0
+    assert capsys.readouterr().err.startswith("unknown format: v00000003/manifest.json has the format")
+    for version in (1, 2):
+        from_the_future(run / "checkpoints", version)
+    assert paceline("ls", run) == 1
+    capsys.readouterr()
+    assert paceline("verify", run) == 1
+    assert "damaged" not in capsys.readouterr().out
+    assert paceline("show", run, 3) == 1
+    captured = capsys.readouterr().err
+    assert "cannot be read here" in captured
+    assert "damaged" not in captured
 
 
 def test_a_url(capsys):

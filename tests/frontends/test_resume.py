@@ -8,15 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.checkpoint.test_unreadable import from_the_future
 from tests.train import small_run
 from tests.train.small_run import EPOCHS, STEPS, fit, journal_of, settings, steps_of
 
 import paceline
+from paceline.checkpoint.manifest import DamagedCheckpointError, UnreadableCheckpointError
 from paceline.checkpoint.store import CheckpointStore
 from paceline.core import config as core_config, events
 from paceline.core.errors import ConfigError, UsageError
 from paceline.train.callbacks import Modifier
 from paceline.train.config import CheckpointConfig, EarlyStopping, TrainConfig, to_toml
+from paceline.train.fault_tolerance import FaultTolerance
 
 
 @pytest.fixture(scope="module")
@@ -164,13 +167,31 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(tmp_pat
     assert part.name not in (folder / "logs" / "rank-1.log").read_text()
 
 
-def test_when_all_are_damaged_the_run_begins_anew(tmp_path, quiet):
+def test_when_all_are_damaged_nothing_is_begun_anew(tmp_path):
     folder = tmp_path / "run"
     fit(settings(folder, 2, epochs=2))
     for state in (folder / "checkpoints").glob("*/state.json"):
         state.write_bytes(state.read_bytes()[:-10])
-    assert fit(settings(folder, 1, resume="auto")).state_hash == quiet
-    assert [event.type for event in journal_of(folder)].count("run_started") == 2
+    with pytest.raises(DamagedCheckpointError, match=r"is damaged:\n.*state\.json is cut off"):
+        fit(settings(folder, 1, resume="auto"))
+    assert [event.type for event in journal_of(folder)].count("run_started") == 1
+
+
+@pytest.mark.parametrize("supervised", [True, False])
+def test_versions_of_another_paceline_are_not_passed_over(tmp_path, supervised):
+    folder = tmp_path / "run"
+    fit(settings(folder, 2, epochs=2))
+    versions = CheckpointStore(folder / "checkpoints").versions()
+    for version in versions:
+        from_the_future(folder / "checkpoints", version)
+    with pytest.raises(UnreadableCheckpointError) as caught:
+        fit(settings(folder, 1, resume="auto", fault_tolerance=FaultTolerance(enabled=supervised)))
+    assert [item.version for item in caught.value.damage] == versions[::-1]
+    assert [event.type for event in journal_of(folder)].count("run_started") == 1
+    assert len(steps_of(folder)) == len(set(steps_of(folder)))
+    # Nor does a new run begin among them.
+    with pytest.raises(ConfigError, match=f"already holds {len(versions)} versions"):
+        fit(settings(tmp_path / "new", 1, checkpoint=CheckpointConfig(url=str(folder / "checkpoints"))))
 
 
 def test_checkpoints_elsewhere(tmp_path, quiet):

@@ -20,6 +20,10 @@ class BrokenDocument(Exception):  # noqa: N818 - a finding of the reader, turned
     """The bytes are not a document that `seal` wrote; the text says what is wrong."""
 
 
+class UnknownFormat(Exception):  # noqa: N818 - a finding, as above
+    """The document is whole, and of a format that this Paceline does not know."""
+
+
 def checksum(data: bytes | bytearray | memoryview) -> str:
     """The 128 bits that stand for `data`, in hexadecimal."""
     return xxhash.xxh3_128(data).hexdigest()

@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Literal
 
-from paceline.checkpoint.documents import BrokenDocument, finite, seal, unseal
+from paceline.checkpoint.documents import BrokenDocument, UnknownFormat, finite, seal, unseal
 from paceline.core.errors import PlatformError, UsageError
 
 FORMAT: Final = "paceline-checkpoint-1"
@@ -106,10 +106,12 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> Manifest:
-        """The manifest in a file; BrokenDocument says what is wrong with it."""
+        """The manifest in a file; BrokenDocument says what is wrong with it, UnknownFormat that it may be
+        well and was not written for this Paceline."""
         body = unseal(raw)
         if body.get("format") != FORMAT:
-            raise BrokenDocument(f"has the format {body.get('format')!r}, and only {FORMAT!r} is known here")
+            # The body matched its checksum: another Paceline wrote it so.
+            raise UnknownFormat(f"has the format {body.get('format')!r}, and only {FORMAT!r} is known here")
         try:
             info = Info(
                 step=body["step"],
@@ -127,13 +129,21 @@ class Manifest:
             raise BrokenDocument(f"lacks or misspells a field: {error!r}") from None
 
 
+Kind = Literal["damaged", "unreadable", "unknown format"]
+"""damaged: the bytes are not those that were written, so an older version is the best there is. unreadable:
+permissions, the disk or the server refuse; unknown format: another Paceline wrote it. These two say nothing
+about the bytes: the version may be well, and to go on from an older one would throw it away."""
+
+
 @dataclass(frozen=True)
 class Damage:
-    """A file that is not as it was written. `file` is relative to the checkpoints' folder."""
+    """A file that is not as it was written, or that cannot be read here. `file` is relative to the
+    checkpoints' folder."""
 
     version: int | None
     file: str
     problem: str
+    kind: Kind = "damaged"
 
     def __str__(self) -> str:
         return f"{self.file} {self.problem}"
@@ -143,6 +153,23 @@ class DamagedCheckpointError(PlatformError):
     """A checkpoint that was asked for by name does not verify; `damage` names each file and what is wrong."""
 
     usual_remedy = "load an older version (`paceline checkpoint ls` shows them), or let resume='auto' find it"
+
+    def __init__(self, message: str, *, damage: tuple[Damage, ...] = (), remedy: str = "") -> None:
+        super().__init__(message, remedy=remedy)
+        self.damage = damage
+
+    def _body(self) -> str:
+        return "\n".join([self.message, *(f"  {damage}" for damage in self.damage)])
+
+
+class UnreadableCheckpointError(PlatformError):
+    """Checkpoints are there and cannot be read here, or are of a format that is not known here: nothing says
+    that they are damaged. `damage` names each file and why."""
+
+    usual_remedy = (
+        "see that they can be read (permissions, the disk, the key for the server), or use the Paceline that "
+        "wrote them"
+    )
 
     def __init__(self, message: str, *, damage: tuple[Damage, ...] = (), remedy: str = "") -> None:
         super().__init__(message, remedy=remedy)

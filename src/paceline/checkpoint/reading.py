@@ -5,6 +5,7 @@ Must not know how checkpoints are chosen, nor how they come to be.
 
 from __future__ import annotations
 
+import errno
 import mmap
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -12,8 +13,17 @@ from typing import TYPE_CHECKING, Any, Final
 import xxhash
 
 from paceline.checkpoint import state_json, tensor_file
-from paceline.checkpoint.documents import BrokenDocument
-from paceline.checkpoint.manifest import MANIFEST, OWNER, STATE, Damage, FileRecord, Manifest, folder_name
+from paceline.checkpoint.documents import BrokenDocument, UnknownFormat
+from paceline.checkpoint.manifest import (
+    MANIFEST,
+    OWNER,
+    STATE,
+    Damage,
+    FileRecord,
+    Kind,
+    Manifest,
+    folder_name,
+)
 from paceline.checkpoint.regions import memory
 from paceline.checkpoint.storage import TEMPORARY, Storage
 
@@ -23,8 +33,22 @@ if TYPE_CHECKING:
 _CHUNK: Final = 16 << 20
 
 
+# What the file itself is, and not whether it may be read: something else lies where a file was written.
+_NOT_A_FILE: Final = frozenset({errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENXIO})
+
+
 class _Broken(Exception):  # noqa: N818 - a finding, turned into a Damage below
-    pass
+    kind: Kind = "damaged"
+
+
+class _Unreadable(_Broken):
+    kind: Kind = "unreadable"
+
+
+def kind_of(error: OSError) -> Kind:
+    """Whether an error while reading says that the file is not what was written, or only that it cannot be
+    read here and now (EACCES, EIO, ESTALE, a server that answers 403 or 500)."""
+    return "damaged" if error.errno in _NOT_A_FILE else "unreadable"
 
 
 @dataclass(frozen=True)
@@ -77,7 +101,7 @@ def examine(storage: Storage, version: int, *, keep: bool) -> Examined:
         try:
             contents[record.name] = _read(storage, f"{folder}/{record.name}", record, manifest, keep)
         except _Broken as error:
-            found.append(Damage(version, f"{folder}/{record.name}", str(error)))
+            found.append(Damage(version, f"{folder}/{record.name}", str(error), error.kind))
     state: dict[str, Any] = {}
     if not found:
         try:
@@ -107,8 +131,10 @@ def read_manifest(storage: Storage, version: int) -> tuple[Manifest | None, tupl
         return None, ()
     except BrokenDocument as error:
         return None, (Damage(version, path, str(error)),)
+    except UnknownFormat as error:
+        return None, (Damage(version, path, str(error), "unknown format"),)
     except OSError as error:
-        return None, (Damage(version, path, f"cannot be read: {error.strerror or error}"),)
+        return None, (Damage(version, path, f"cannot be read: {error.strerror or error}", kind_of(error)),)
     if manifest.version != version:
         return None, (Damage(version, path, f"belongs to version {manifest.version}, not to {version}"),)
     return manifest, ()
@@ -144,7 +170,8 @@ def _read(storage: Storage, path: str, record: FileRecord, manifest: Manifest, k
     except FileNotFoundError:
         raise _Broken("is missing") from None
     except OSError as error:
-        raise _Broken(f"cannot be read: {error.strerror or error}") from None
+        broken = _Broken if kind_of(error) == "damaged" else _Unreadable
+        raise broken(f"cannot be read: {error.strerror or error}") from None
     if hasher.hexdigest() != record.checksum:
         raise _Broken(_mismatch(hasher.hexdigest(), record, manifest))
     return region

@@ -17,6 +17,7 @@ from paceline.core.errors import PacelineError, PlatformError, UnavailableError,
 
 # Also the size of the parts of a multipart upload, of which S3 allows ten thousand: files of up to 320 GB.
 _CHUNK: Final = 32 << 20
+_NOT_THERE: Final = (404, 410)  # HTTP: not found, gone
 
 
 def open_remote(url: str, *, call: Call) -> Storage:
@@ -99,7 +100,9 @@ class FsspecStorage(Storage):
         try:
             self._files.invalidate_cache()
             facts = self._call(self._files.info, self._full(path))
-        except (FileNotFoundError, NotADirectoryError):
+        except (FileNotFoundError, NotADirectoryError) as error:
+            if (refusal := _refused(error)) is not None:
+                raise _read_error(refusal) from error
             return None
         except Exception as error:
             raise _read_error(error) from error
@@ -163,9 +166,20 @@ class FsspecStorage(Storage):
         return f"{self.url.rstrip('/')}/{path}"
 
 
+def _refused(error: OSError) -> Exception | None:
+    """What is behind a "not found" that is none: fsspec says so of every HTTP answer but a good one, and of a
+    server that cannot be reached."""
+    cause = error.__cause__
+    if isinstance(getattr(cause, "status", None), int):
+        found = cause if getattr(cause, "status", 0) not in _NOT_THERE else None
+        return found if isinstance(found, Exception) else None
+    return cause if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError) else None
+
+
 def _read_error(error: Exception) -> OSError:
     """What the packages below raise is of any kind; a reader knows one."""
-    return OSError(errno.EIO, f"{os.strerror(errno.EIO)} ({type(error).__name__}: {error})")
+    code = errno.EACCES if isinstance(error, PermissionError) else errno.EIO
+    return OSError(code, f"{os.strerror(code)} ({type(error).__name__}: {error})")
 
 
 def _remove_error(what: str, error: Exception) -> PacelineError:

@@ -29,13 +29,15 @@ from paceline.checkpoint.manifest import (
     FileRecord,
     Info,
     Manifest,
+    UnreadableCheckpointError,
     check_complete,
     check_info,
     folder_name,
     part_name,
     version_of,
 )
-from paceline.checkpoint.reading import Checkpoint, examine, read_manifest
+from paceline.checkpoint.newest import newest_good
+from paceline.checkpoint.reading import Checkpoint, examine, kind_of, read_manifest
 from paceline.checkpoint.retention import Retention, kept, ranked
 from paceline.checkpoint.storage import Storage, open_storage
 from paceline.core.clock import Clock, WallClock
@@ -184,6 +186,10 @@ class CheckpointStore:
                 found.append(manifest)
         return found
 
+    def versions(self) -> list[int]:
+        """Every committed version, oldest first, also those whose manifest cannot be read."""
+        return self._committed(self._versions())
+
     def find(self, which: int | str, *, metric: str = "loss", mode: Literal["min", "max"] = "min") -> int:
         """The version that a number, a tag, "latest" or "best" stands for."""
         if isinstance(which, int):
@@ -227,28 +233,27 @@ class CheckpointStore:
                 remedy=f"there are {have}" if have else "there is none at all",
             )
         if examined.checkpoint is None:
+            if any(item.kind != "damaged" for item in examined.damage):
+                raise UnreadableCheckpointError(
+                    f"checkpoint {version} in {self.url} cannot be read here:", damage=examined.damage
+                )
             raise DamagedCheckpointError(
                 f"checkpoint {version} in {self.url} is damaged:", damage=examined.damage
             )
         self._tell(examined.damage, None)
         return examined.checkpoint
 
-    def newest_good(self, on_damage: OnDamage | None = None) -> Checkpoint | None:
-        """The newest checkpoint that verifies; each damaged one on the way is told, by default to the log."""
-        bad: set[int] = set()
-        while True:
-            before = self._versions()
-            candidates = [version for version in reversed(self._committed(before)) if version not in bad]
-            for version in candidates:
-                examined = examine(self.storage, version, keep=True)
-                self._tell(examined.damage, on_damage)
-                if examined.checkpoint is not None:
-                    return examined.checkpoint
-                if not examined.gone:
-                    bad.add(version)
-            # One that was deleted while it was looked at has made room for a newer one: look again.
-            if not candidates and self._versions() == before:
-                return None
+    def newest_good(
+        self, on_damage: OnDamage | None = None, *, at_most_step: int | None = None
+    ) -> Checkpoint | None:
+        """The newest checkpoint that verifies; each damaged one on the way is told, by default to the log.
+
+        None where there is no checkpoint (of at most that step). Where there are some and none is whole, or
+        where one cannot be read that may be newer and whole, that is an error with the list.
+        """
+        return newest_good(
+            self.storage, self.versions, lambda damage: self._tell(damage, on_damage), at_most_step
+        )
 
     def verify(self, which: int | str | None = None) -> list[Damage]:
         """What is wrong with a checkpoint, or with all of them and the files beside them."""
@@ -389,9 +394,12 @@ class CheckpointStore:
         if newest is not None and self._has_manifest(newest[0]):
             return newest[0]
         manifests = self.manifests()
-        if not manifests:
-            raise UsageError(f"there is no checkpoint in {self.url}", remedy="check the path or the URL")
-        return manifests[-1].version
+        if manifests:
+            return manifests[-1].version
+        present = self.versions()
+        if present:
+            return present[-1]  # opening it says what is wrong with it
+        raise UsageError(f"there is no checkpoint in {self.url}", remedy="check the path or the URL")
 
     def _latest(self) -> tuple[int, str] | None:
         body, damage = self._document(LATEST)
@@ -414,7 +422,7 @@ class CheckpointStore:
         except BrokenDocument as error:
             return None, [Damage(None, name, str(error))]
         except OSError as error:
-            return None, [Damage(None, name, f"cannot be read: {error.strerror or error}")]
+            return None, [Damage(None, name, f"cannot be read: {error.strerror or error}", kind_of(error))]
 
     def _tags_or_fail(self) -> dict[str, int]:
         body, damage = self._document(TAGS)

@@ -15,7 +15,7 @@ from paceline.core.errors import UsageError
 
 if TYPE_CHECKING:
     from paceline.checkpoint.compare import Difference
-    from paceline.checkpoint.manifest import Manifest
+    from paceline.checkpoint.manifest import Damage, Manifest
     from paceline.checkpoint.store import CheckpointStore
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
@@ -35,20 +35,23 @@ def checkpoint() -> None:
 
 @app.command("ls")
 def list_all(run: Run, as_json: AsJson = False) -> None:
-    """List the checkpoints, oldest first. Files are not verified.
+    """List the checkpoints, oldest first. Files are not verified. Exit code 1 when there are some and none
+    can be listed.
 
     Example: paceline checkpoint ls s3://bucket/run/checkpoints --json
     """
     store = open_store(run)
-    damage: list[str] = []
-    manifests = store.manifests(lambda item: damage.append(str(item)))
+    damage: list[Damage] = []
+    manifests = store.manifests(damage.append)
     tags = store.tags()
     if as_json:
         _print_json([_plain(manifest, tags) for manifest in manifests])
     else:
         _print_list(manifests, tags)
-    for line in damage:
-        typer.echo(f"damaged: {line}", err=True)
+    for item in damage:
+        typer.echo(f"{item.kind}: {item}", err=True)
+    if damage and not manifests:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -85,14 +88,15 @@ def show(run: Run, which: Which = "latest", as_json: AsJson = False) -> None:
 def verify(
     run: Run, which: Annotated[str | None, typer.Argument(help="Only this one; else all of them.")] = None
 ) -> None:
-    """Read every byte and compare it with the checksums; exit code 1 when something is damaged.
+    """Read every byte and compare it with the checksums; exit code 1 when something is damaged
+    or cannot be read.
 
     Example: paceline checkpoint verify runs/20250301-120000-train
     """
     store = open_store(run)
     damage = store.verify(which)
     for item in damage:
-        typer.echo(f"damaged: {item}")
+        typer.echo(f"{item.kind}: {item}")
     if damage:
         raise typer.Exit(1)
     checked = (

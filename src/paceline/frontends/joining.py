@@ -187,12 +187,15 @@ def _check_empty(url: str) -> None:
     """A new run among the versions of another would go on counting after them and mix with them."""
     from paceline.checkpoint.store import CheckpointStore
 
-    found = CheckpointStore(url).manifests()
-    if found:
-        newest = found[-1]
+    store = CheckpointStore(url)
+    versions = store.versions()
+    if versions:
+        # Also those that cannot be read here: a run of another user, or of another Paceline.
+        newest = next(iter(reversed(store.manifests(lambda damage: None))), None)
+        of_step = "" if newest is None else f" of step {newest.info.step}"
         raise ConfigError(
-            f"checkpoint.url={url!r} already holds {len(found)} version{'s' if len(found) > 1 else ''} of "
-            f"another run, up to version {newest.version} of step {newest.info.step}",
+            f"checkpoint.url={url!r} already holds {len(versions)} version{'s' if len(versions) > 1 else ''} "
+            f"of another run, up to version {newest.version if newest else versions[-1]}{of_step}",
             remedy='give a new run a place of its own, or go on with that one: resume="auto"',
             key="checkpoint.url",
         )

@@ -6,14 +6,13 @@ Must not know how state is put back.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from paceline.checkpoint.manifest import DamagedCheckpointError
 from paceline.checkpoint.reading import Checkpoint
 from paceline.checkpoint.store import CheckpointStore
 from paceline.comm.context import DistributedContext
@@ -95,10 +94,9 @@ def fetch(
 
 
 def _find(store: CheckpointStore, which: str | int, before: int) -> Checkpoint | None:
-    if before < 0:
-        return store.newest_good() if which == "auto" else store.open(which)
-    early = [manifest.version for manifest in store.manifests() if manifest.info.step <= before]
-    return _first_good(store, reversed(early))
+    if before < 0 and which != "auto":
+        return store.open(which)
+    return store.newest_good(at_most_step=before if before >= 0 else None)
 
 
 def discard_after(store: CheckpointStore, step: int) -> None:
@@ -108,15 +106,6 @@ def discard_after(store: CheckpointStore, step: int) -> None:
         if manifest.info.step > step:
             _log.warning("version %d of step %d is removed", manifest.version, manifest.info.step)
             store.discard(manifest.version)
-
-
-def _first_good(store: CheckpointStore, versions: Iterable[int]) -> Checkpoint | None:
-    for version in versions:
-        try:
-            return store.open(version)
-        except DamagedCheckpointError as error:
-            _log.warning("version %d is passed over: %s", version, error.message)
-    return None
 
 
 def check_same_run(found: Saved, config: TrainConfig, samples: int | None) -> None:
