@@ -7,13 +7,14 @@ follow. So a killed member loses nothing, and a test sees in the journal whether
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import time
 from pathlib import Path
 from typing import Any
 
-from paceline.core import events
+from paceline.core import events, phase_page
 from paceline.core.control import address
 from paceline.core.control.auth import Tls
 from paceline.core.control.host import host_identity, host_name
@@ -50,7 +51,7 @@ def main(task: Task) -> int:
 
 class FakeMember:
     """One worker. Options: steps, step_seconds, patience, raise_at, fault, hang_at=[slot, step],
-    fingerprints by slot, follow_seconds, oom=slot."""
+    grip_at=[slot, step, seconds] (0: for good), fingerprints by slot, follow_seconds, oom=slot."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = options
@@ -63,9 +64,12 @@ class FakeMember:
         self.step = 0
         self.told = 0
         self.waits_for: tuple[int, ...] = ()
+        page = phase_page.page_file(self.folder, self.number)
+        self.page = phase_page.PhasePage(page) if options["folder"] else None
         self.phase, self.since = "start", time.monotonic()
         self.asked_to_go = False
         self.stop: str | None = None
+        self.gripped = False
         signal.signal(signal.SIGTERM, self._on_term)
         self.link = MemberLink(
             (options["address"][0], options["address"][1]),
@@ -200,6 +204,8 @@ class FakeMember:
 
     def enter(self, phase: str) -> None:
         self.phase, self.since = phase, time.monotonic()
+        if self.page is not None:
+            self.page.write(phase, self.step)
 
     def _write_count(self, step: int) -> None:
         """In place: putting a file in another's place waits for the disk, which looks like a hang."""
@@ -228,6 +234,14 @@ class FakeMember:
             self.enter("data")
             _hang_here()
 
+        slot, step, seconds = self.options.get("grip_at", (-1, 0, 0))
+        if slot == self.slot and self.step >= step and self.options["attempt"] == 1 and not self.gripped:
+            self.gripped = True
+            self.enter("data")
+            _grip_here(seconds)
+            (self.folder / "let-go").touch()
+            self.enter("collective" if self.waits_for else "forward")
+
         if self.options.get("oom") == self.slot and self.options["attempt"] == 1:
             # Not at the top: it imports torch, and no other member needs that.
             from paceline.train.chaos import run_out_of_memory
@@ -236,6 +250,16 @@ class FakeMember:
 
     def _on_term(self, *_: object) -> None:
         self.asked_to_go = True
+
+
+def _grip_here(seconds: float) -> None:
+    """A call that holds the interpreter's lock, as one of a C extension may: no other thread runs."""
+    libc = ctypes.PyDLL(None)
+    libc.usleep(int(seconds * 1e6)) if seconds else libc.sigwait(_empty_set(), ctypes.byref(ctypes.c_int()))
+
+
+def _empty_set() -> ctypes.Array[ctypes.c_char]:
+    return ctypes.create_string_buffer(128)
 
 
 def _hang_here() -> None:

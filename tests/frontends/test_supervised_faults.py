@@ -4,12 +4,14 @@ worker that is stopped, and who is named for them."""
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 from pathlib import Path
 
 import pytest
+import torch
 from tests.frontends.test_supervised import check_exactly_once, looked_after, of
-from tests.train.small_run import fit, settings
+from tests.train.small_run import data, fit, settings, trainer
 
 import paceline
 from paceline.core import events
@@ -24,6 +26,31 @@ def undisturbed(tmp_path_factory):
 
 def blamed(folder: Path) -> list[tuple[int, str, str]]:
     return [(event.rank, event.phase, event.cause) for event in of(events.WorkerFailed, folder)]
+
+
+class Held(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """The small run's data, of which each process reads its first sample with a call that holds the
+    interpreter's lock, as a large `json.loads` does."""
+
+    def __init__(self, seconds: float) -> None:
+        self.inputs, self.targets = data()
+        self.seconds = seconds
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        seconds, self.seconds = self.seconds, 0.0
+        ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+        return self.inputs[index], self.targets[index]
+
+
+def test_a_first_sample_that_holds_the_interpreters_lock_is_waited_for(tmp_path, undisturbed):
+    folder = tmp_path / "run"
+    history = trainer(looked_after(folder)).fit(Held(4.0), data())
+    assert history.state_hash == undisturbed
+    assert blamed(folder) == []
+    assert not of(events.Verdict, folder)
 
 
 def groups_can_be_made() -> bool:

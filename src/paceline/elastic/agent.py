@@ -37,6 +37,7 @@ from paceline.core.errors import PacelineError, RendezvousError, WireError
 from paceline.core.listening import ANY_PORT, Listening
 from paceline.elastic.shell.deaths import how_it_died
 from paceline.elastic.shell.look import LOOK_SECONDS, Look
+from paceline.elastic.shell.seats import is_stopped
 from paceline.elastic.tools import open_channel
 from paceline.engines.local import client, launch
 from paceline.engines.local.memory_kill import MemoryWatch
@@ -190,6 +191,8 @@ class Agent:
                     self._waiting.append(message)
                 elif not self._going:
                     self._start(message)
+            case LookAt(member=member, probe=True):
+                self._probe(member)
             case LookAt(member=member):
                 if member in self._workers:
                     self._looks[member] = Look(self._workers[member], time.monotonic())
@@ -270,6 +273,12 @@ class Agent:
         worker.close()
         del self._workers[member]
         self._tell(Exited(member=member, status=status, reason=reason, memory=memory))
+
+    def _probe(self, member: int) -> None:
+        worker = self._workers.get(member)
+        stopped = is_stopped(worker.pid) if worker is not None and worker.pid else None
+        if stopped is not None:
+            self._tell(Seen(member=member, state="", frames=(), stopped=stopped))
 
     def _tell_seen(self, member: int) -> None:
         look = self._looks.pop(member)

@@ -1,8 +1,9 @@
 """Who has been silent or stuck for too long, and who of them is to blame.
 
-A worker that says nothing is *silent*. A member that beats but does not go on, while nobody commits, is
-*hung* if the others wait for it and it waits for nobody: those who wait are never blamed for waiting. Limits
-follow the measured time per step. Must not change anything but clocks, nor decide what is done about it.
+A worker that says nothing is *silent*, unless its process runs and cannot speak (liveness.py): then it has
+the time that its phase may take. A member that does not go on, while nobody commits, is *hung* if the others
+wait for it and it waits for nobody: those who wait are never blamed for waiting. Limits follow the measured
+time per step. Must not change anything but clocks, nor decide what is done about it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Literal, final
 
+from paceline.elastic.liveness import cannot_speak, probe_limit, silence_limit
 from paceline.elastic.model import Phase, Standing
 from paceline.elastic.state import State, Worker, in_view, ranks
 
@@ -31,11 +33,6 @@ class Finding:
     phase: str
     what: str
     waiting: str
-
-
-def silence_limit(job: State) -> float:
-    settings = job.settings
-    return max(settings.silence_least, 8 * settings.heartbeat, settings.silence_steps * job.pace)
 
 
 def step_seconds(job: State) -> float:
@@ -75,6 +72,14 @@ def return_deadline(job: State) -> float:
     return job.asked_at + 4 * job.settings.silence_least
 
 
+def return_limit(job: State, worker: Worker) -> float:
+    """Until when a member whose interpreter is held may come back. Its first heartbeat is still to come, so
+    nobody knows its pace; that of the job is known where a step was committed."""
+    beat = job.beats.get(worker.number)
+    slow = beat is None or beat.phase in SLOW_PHASES or not job.committed
+    return job.asked_at + (max(job.settings.slow_phase_seconds, hang_limit(job)) if slow else hang_limit(job))
+
+
 def phase_of(job: State, worker: Worker) -> str:
     """What it was doing when it last said so."""
     beat = job.beats.get(worker.number)
@@ -90,17 +95,24 @@ def silent(job: State, now: float) -> list[Finding]:
             if now - worker.since >= job.settings.start_seconds:
                 what = f"rank {worker.slot} has not said hello in {job.settings.start_seconds:g} s"
                 found.append(Finding(worker, "silent", "start", what, "nobody waits for it"))
-        elif worker.back and now - job.heard[worker.number] >= limit:
+        elif worker.back and now >= job.heard[worker.number] + limit:
             quiet = now - job.heard[worker.number]
+            if cannot_speak(job, worker.number, now):
+                continue
+            if worker.number in job.held and quiet < max(job.settings.slow_phase_seconds, limit):
+                continue
             what = f"rank {worker.slot} has sent no heartbeat for {quiet:.1f} s"
             found.append(
-                Finding(worker, "silent", phase_of(job, worker), what, _who_waits(job, worker.number))
+                Finding(worker, "silent", phase_of(job, worker), what, _who_waits(job, worker.number, now))
             )
     return found
 
 
 def overdue(job: State, now: float) -> list[Finding]:
-    """Members that hold up the others, by what the job waits for."""
+    """Members that hold up the others, by what the job waits for. Who is stopped together with all others of
+    its machine does, and is not to blame; nor is anybody who waits for it."""
+    if job.held:
+        return []
     match job.phase:
         case Phase.RUNNING | Phase.STOPPING:
             return _stuck(job, now)
@@ -122,7 +134,7 @@ def _has_not(job: State, now: float, done: str) -> list[Finding]:
     """Those who did not report in time. Towards a boundary they still compute, and who goes from shard to
     shard, or waits for one that does, is not late: only what nothing else explains is."""
     found = []
-    waits = {} if job.abort else _waits(job)
+    waits = {} if job.abort else _waits(job, now)
     for number in sorted(job.waiting):
         worker = job.workers[number]
         if worker.standing is Standing.READY:
@@ -154,7 +166,7 @@ def _stuck(job: State, now: float) -> list[Finding]:
     ]
     lasted = {worker.number: _lasted(job, worker.number, now) for worker in members}
     late = [worker for worker in members if min(still, lasted[worker.number]) >= patience(job, worker)]
-    waits = _waits(job)
+    waits = _waits(job, now)
     waited_for = Counter(peer for peers in waits.values() for peer in peers)
     idle = [worker for worker in late if worker.number not in waits]
     culprits = [worker for worker in idle if waited_for[worker.number]]
@@ -176,7 +188,7 @@ def _stuck(job: State, now: float) -> list[Finding]:
 def _culprits_in(job: State, now: float) -> list[int]:
     """Of those who have not installed: who is waited for and waits for nobody, else who waits for nobody,
     else who is waited for most."""
-    waits = _waits(job)
+    waits = _waits(job, now)
     waited_for = Counter(peer for peers in waits.values() for peer in peers)
     idle = [number for number in sorted(job.waiting) if number not in waits]
     named = [number for number in idle if waited_for[number]]
@@ -185,11 +197,12 @@ def _culprits_in(job: State, now: float) -> list[int]:
     return [max(job.waiting, key=lambda n: (waited_for[n], _lasted(job, n, now), job.workers[n].slot))]
 
 
-def _waits(job: State) -> dict[int, tuple[int, ...]]:
-    """Whom each worker waits for, of those who are still there."""
+def _waits(job: State, now: float) -> dict[int, tuple[int, ...]]:
+    """Whom each worker waits for, of those who are still there. Who cannot speak said so before something
+    else took hold of it."""
     waits = {}
     for number, beat in job.beats.items():
-        if beat.waits_for and number in job.workers:
+        if beat.waits_for and number in job.workers and not cannot_speak(job, number, now):
             peers = tuple(peer for peer in beat.waits_for if peer in job.workers and peer != number)
             if peers:
                 waits[number] = peers
@@ -205,12 +218,14 @@ def _lasted(job: State, number: int, now: float) -> float:
 def _finding(job: State, worker: Worker, now: float, says: str) -> Finding:
     phase = phase_of(job, worker)
     takes = f"; a step takes {job.pace:.3g} s" if job.pace > 0 else ""
+    if cannot_speak(job, worker.number, now):
+        takes += "; it does not beat though its process runs: something holds the interpreter's lock"
     what = f"rank {worker.slot} {says}: it is in {phase} for {_lasted(job, worker.number, now):.1f} s{takes}"
-    return Finding(worker, "hung", phase, what, _who_waits(job, worker.number))
+    return Finding(worker, "hung", phase, what, _who_waits(job, worker.number, now))
 
 
-def _who_waits(job: State, number: int) -> str:
-    waits = _waits(job)
+def _who_waits(job: State, number: int, now: float) -> str:
+    waits = _waits(job, now)
     slots = [job.workers[other].slot for other, peers in waits.items() if number in peers]
     verb = "waits" if len(slots) == 1 else "wait"
     return f"{ranks(slots)} {verb} for it" if slots else "nobody said that it waits for it"
@@ -222,12 +237,16 @@ def next_due(job: State, now: float) -> float:
         return inf
     settings = job.settings
     times = [now + max(settings.silence_least, settings.heartbeat), job.gather_at]
-    limit = silence_limit(job)
+    limit, probe = silence_limit(job), probe_limit(job)
     for worker in job.workers.values():
         if worker.standing is Standing.STARTING:
             times.append(worker.since + settings.start_seconds)
-        elif worker.back:
-            times.append(job.heard[worker.number] + limit)
+        elif worker.back or job.phase is Phase.RETURNING:
+            heard = job.heard[worker.number]
+            # Silence is looked into once in a heartbeat until it is judged.
+            times.append(
+                heard + probe if now < heard + probe else min(now + settings.heartbeat, heard + limit)
+            )
     times += [slot.starts_at for slot in job.slots.values() if slot.starts_at is not None]
     if job.stop is not None:
         times.append(job.stop_at + settings.stop_seconds)
@@ -255,6 +274,7 @@ def shifted(job: State, seconds: float) -> None:
         for n, slot in job.slots.items()
     }
     job.heard = {number: at + seconds for number, at in job.heard.items()}
+    job.probed = {number: (at + seconds, probe) for number, (at, probe) in job.probed.items()}
     for clock in ("moved_at", "asked_at", "started_at", "dealt_at", "gather_at", "stop_at", "due"):
         setattr(job, clock, getattr(job, clock) + seconds)
     if job.failed_at is not None:

@@ -12,6 +12,7 @@ from paceline.core.control.messages import Progress
 from paceline.elastic import audit_votes, audits
 from paceline.elastic.deadlines import Finding, phase_of
 from paceline.elastic.ending import all_done, end, finish
+from paceline.elastic.liveness import probe_limit
 from paceline.elastic.model import (
     Action,
     Beaten,
@@ -63,7 +64,7 @@ def joined(job: State, event: Joined, now: float, out: list[Action]) -> str:
         return _came_back(job, worker, event, now, out)
     job.workers[event.member] = replace(worker, standing=Standing.READY, since=now)
     job.heard[event.member] = now
-    be_due(job, now + job.settings.silence_least)
+    be_due(job, now + probe_limit(job))
     said = f"rank {worker.slot} is ready"
     if job.phase is Phase.STARTING:
         return try_start(job, said, now, out)
@@ -83,7 +84,7 @@ def _came_back(job: State, worker: Worker, event: Joined, now: float, out: list[
         return said
     if job.phase is Phase.RETURNING:
         job.workers[worker.number] = replace(worker, back=True)
-        be_due(job, now + job.settings.silence_least)
+        be_due(job, now + probe_limit(job))
         if job.view is None or event.generation != job.view.generation:
             job.abort = True
         # Never lower than what any member has seen: a generation means one view, for ever.

@@ -8,8 +8,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from paceline.elastic import dealing, stragglers
-from paceline.elastic.deadlines import next_due, overdue, return_deadline, shifted, silent
+from paceline.elastic import dealing, liveness, stragglers
+from paceline.elastic.deadlines import (
+    next_due,
+    overdue,
+    return_deadline,
+    return_limit,
+    shifted,
+    silent,
+)
 from paceline.elastic.ending import dismiss_idle, end, end_with_verdict
 from paceline.elastic.model import (
     HOME,
@@ -21,6 +28,8 @@ from paceline.elastic.model import (
     KillWorker,
     NoteVerdict,
     Phase,
+    Probed,
+    ProbeWorkers,
     ScaleAsked,
     Standing,
     StopAsked,
@@ -36,7 +45,7 @@ from paceline.elastic.regroup import (
     tell_stop,
     try_start,
 )
-from paceline.elastic.seats import expel, hand_over_slot, lose, start_due, start_worker
+from paceline.elastic.seats import expel, forget, hand_over_slot, lose, start_due, start_worker
 from paceline.elastic.state import IN_VIEW, Slot, State, Worker, be_due, in_view, ranks, usable_slots
 
 
@@ -199,10 +208,7 @@ def _shrink(job: State, gone: list[Slot], now: float, out: list[Action]) -> str:
             continue
         starting = worker.standing is Standing.STARTING
         out.append(KillWorker(worker.number, reason) if starting else Dismiss(worker.number, reason))
-        del job.workers[worker.number]
-        for book in (job.heard, job.beats, job.reports):
-            book.pop(worker.number, None)
-        job.waiting = job.waiting - {worker.number}
+        forget(job, worker)
     said = f"{reason}: {ranks([slot.number for slot in gone])} to go"
     if job.phase is Phase.STARTING:
         return try_start(job, said, now, out)
@@ -243,6 +249,22 @@ def stop_asked(job: State, event: StopAsked, now: float, out: list[Action]) -> s
     return f"{reason}, as soon as the view is whole"
 
 
+def probed(job: State, event: Probed, now: float, out: list[Action]) -> str:
+    """The process of a worker that does not beat was looked at."""
+    worker = job.workers.get(event.member)
+    if worker is None or worker.standing is Standing.STARTING:
+        return f"member {event.member} was looked at, and is not expected to beat"
+    job.probed[event.member] = (now, event)
+    woken = liveness.heed_signs_of_life(job, now)
+    if event.stopped:
+        said = f"rank {worker.slot} does not beat: its process is stopped"
+        return f"{said}; {woken}" if woken else said
+    if not liveness.cannot_speak(job, event.member, now):
+        return f"rank {worker.slot} does not beat, though it goes on: its connection is cut"
+    liveness.with_phase(job, event, now)
+    return f"rank {worker.slot} does not beat, but its process runs: its interpreter is held"
+
+
 def ticked(job: State, event: Ticked, now: float, out: list[Action]) -> str:
     """Time has passed: who is late, what is due."""
     if event.stalled > 0:
@@ -267,15 +289,20 @@ def _look(job: State, now: float, out: list[Action]) -> list[str]:
         job.shard_seconds = shard  # it is remembered on disk, so it does not follow every breath
     if job.tainted >= 0 and not job.restore and job.furthest and job.furthest[0] > job.tainted:
         job.tainted = job.restore_before = -1
+    woken = liveness.heed_signs_of_life(job, now)
+    reasons = [woken] if woken else []
     found = silent(job, now) or overdue(job, now)
     for finding in found:
         expel(job, finding, now, out)
-    reasons = []
     if found:
         what = "; ".join(finding.what for finding in found)
         reasons.append(mend(job, [finding.worker for finding in found], what, now, out))
     if job.phase is Phase.RETURNING and now >= return_deadline(job):
         reasons.append(_give_up_waiting(job, now, out))
+    quiet = liveness.to_probe(job, now)
+    if quiet and job.phase is not Phase.ENDED:
+        out.append(ProbeWorkers(quiet))
+        reasons.append(f"{ranks([job.workers[number].slot for number in quiet])} is looked at")
     started = start_due(job, now, out)
     if started:
         reasons.append(f"{ranks(started)} is started again")
@@ -309,7 +336,14 @@ def _improve(job: State, now: float, out: list[Action]) -> list[str]:
 
 
 def _give_up_waiting(job: State, now: float, out: list[Action]) -> str:
-    missing = [worker for worker in in_view(job) if not worker.back]
+    # Who cannot speak cannot connect either, and has the time that its phase may take.
+    missing = [
+        worker
+        for worker in in_view(job)
+        if not worker.back
+        and not (liveness.cannot_speak(job, worker.number, now) and now < return_limit(job, worker))
+        and worker.number not in job.held
+    ]
     what = "it did not come back after the supervisor's restart"
     for worker in missing:
         lose(job, worker, "silent", what, now, out, kill=what)

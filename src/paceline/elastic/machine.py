@@ -45,6 +45,7 @@ from paceline.elastic.model import (
     Joined,
     Lost,
     Phase,
+    Probed,
     Reported,
     ScaleAsked,
     Standing,
@@ -115,6 +116,7 @@ TABLE: tuple[Row, ...] = (
         },
     ),
     _row(Beaten, members.beaten, "a heartbeat", _stay),
+    _row(Probed, outside.probed, "a silent worker's process was looked at", _stay),
     _row(Reported, members.reported, "a member stopped", {_P: (_P, _I)}),
     _row(HasInstalled, members.has_installed, "a member is in the view", {_I: (_I, _R, _T, _P)}),
     _row(

@@ -179,6 +179,20 @@ class Beaten:
 
 
 @dataclass(frozen=True)
+class Probed:
+    """The machine of a worker that does not beat looked at its process, which is there (liveness.py).
+
+    stopped   the kernel does not let it run: SIGSTOP, a debugger, a freezer
+    phase     where it is by its page, for how many seconds; -1.0: that is not known
+    """
+
+    member: int
+    stopped: bool
+    phase: str = ""
+    seconds: float = -1.0
+
+
+@dataclass(frozen=True)
 class Reported:
     """A member stopped for `generation`; see messages.Report."""
 
@@ -304,6 +318,7 @@ Event: TypeAlias = (
     Began
     | Joined
     | Beaten
+    | Probed
     | Reported
     | HasInstalled
     | HasBroken
@@ -338,6 +353,14 @@ class KillWorker:
 
     member: int
     reason: str
+
+
+@dataclass(frozen=True)
+class ProbeWorkers:
+    """Look at the processes of members that do not beat; the answers are Probed. Where a machine cannot be
+    reached, and where the process is gone, there is none. Nothing is done to the processes."""
+
+    members: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -422,6 +445,7 @@ class EndJob:
 Action: TypeAlias = (
     StartWorker
     | KillWorker
+    | ProbeWorkers
     | TellPrepare
     | TellView
     | TellStop

@@ -69,7 +69,7 @@ def lose(
         job.lost = (*job.lost, worker.slot)
         job.failed_at = now if job.failed_at is None else job.failed_at
         job.orphaned = job.orphaned or worker.alone
-    _forget(job, worker)
+    forget(job, worker)
     _vacate(job, worker, kind, now)
     start_due(job, now, out)
 
@@ -94,7 +94,7 @@ def depart(job: State, worker: Worker, now: float, out: list[Action]) -> None:
         kind: FailureKind = "preempted" if worker.leaves == "preempted" else "straggler"
         out.append(NoteFailure(worker.number, worker.slot, phase_of(job, worker), kind, reason))
     out.append(Dismiss(worker.number, reason))
-    _forget(job, worker)
+    forget(job, worker)
     _vacate(job, worker, "preempted", now)
     start_due(job, now, out)
 
@@ -106,10 +106,13 @@ def hand_over_slot(job: State, worker: Worker, why: str, now: float, out: list[A
     start_due(job, now, out)
 
 
-def _forget(job: State, worker: Worker) -> None:
+def forget(job: State, worker: Worker) -> None:
+    """Take a worker off all books but its slot's."""
     del job.workers[worker.number]
     job.heard.pop(worker.number, None)
     job.beats.pop(worker.number, None)
+    job.probed.pop(worker.number, None)
+    job.held = job.held - {worker.number}
     job.reports.pop(worker.number, None)
     job.waiting = job.waiting - {worker.number}
 

@@ -12,7 +12,17 @@ from math import inf
 from typing import final
 
 from paceline.core.control.messages import Progress
-from paceline.elastic.model import HOME, Beaten, EndJob, Phase, Reported, Settings, Standing, ViewPlan
+from paceline.elastic.model import (
+    HOME,
+    Beaten,
+    EndJob,
+    Phase,
+    Probed,
+    Reported,
+    Settings,
+    Standing,
+    ViewPlan,
+)
 
 # A tuple: membership goes by identity, and hashing an enum's members is slow.
 IN_VIEW = (Standing.MEMBER, Standing.LEAVING, Standing.DONE)
@@ -81,6 +91,8 @@ class State:
 
     view        the one that is installed or being installed; in PREPARING the one before
     heard       when each worker last said anything; `beats` its last heartbeat
+    probed      what was last found of the process of a worker that did not beat, and when
+    held        workers that are stopped together, and so not judged
     waiting     who has not reported (PREPARING) or not installed (INSTALLING)
     asked_at    when the members were last asked for something
     abort       whether they were asked to abort, or to stop at a boundary
@@ -108,6 +120,8 @@ class State:
 
     heard: dict[int, float] = field(default_factory=dict)
     beats: dict[int, Beaten] = field(default_factory=dict)
+    probed: dict[int, tuple[float, Probed]] = field(default_factory=dict)
+    held: frozenset[int] = frozenset()
     furthest: Progress | None = None
     moved_at: float = 0.0
     pace: float = 0.0
@@ -143,7 +157,7 @@ class State:
     ended: EndJob | None = None
 
 
-_dicts = ("workers", "slots", "agents", "heard", "beats", "reports", "suspicion", "votes")
+_dicts = ("workers", "slots", "agents", "heard", "beats", "probed", "reports", "suspicion", "votes")
 
 
 def initial(settings: Settings) -> State:

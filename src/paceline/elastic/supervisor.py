@@ -24,7 +24,7 @@ from typing import Final, final
 from paceline.core.control import address, auth
 from paceline.core.control.address import Whereabouts
 from paceline.core.control.channel import Channel
-from paceline.core.control.messages import Answer, Ask
+from paceline.core.control.messages import Answer, Ask, Seen
 from paceline.core.errors import PacelineError
 from paceline.core.events import Note, SupervisorStarted
 from paceline.elastic import machine
@@ -54,6 +54,7 @@ from paceline.elastic.shell.guests import Guests
 from paceline.elastic.shell.injections import Injections
 from paceline.elastic.shell.memory import Memory, Remembered
 from paceline.elastic.shell.places import Places
+from paceline.elastic.shell.probing import Probing
 from paceline.elastic.shell.staff import PATIENCE_SECONDS, Staff
 from paceline.elastic.shell.status import status_of
 from paceline.elastic.shell.verdicts import Verdicts
@@ -104,7 +105,7 @@ class Supervisor:
             spec.settings.agent_seconds,
             self.feed,
             self.staff.remote_exit,
-            lambda seen: self.verdicts.seen(seen.member, seen.state, seen.frames),
+            self._seen,
             self.staff.place_gone,
         )
         self.gate = Gate(
@@ -115,6 +116,7 @@ class Supervisor:
             self.complain,
             spec.make_tls,
         )
+        self.probing = Probing(self)
         self.actions = Actions(self)
         self.ending: Ending | None = None
         self.state = machine.initial(spec.settings)
@@ -261,6 +263,13 @@ class Supervisor:
                 injected=self.injections.came,
             )
         )
+
+    def _seen(self, seen: Seen) -> None:
+        """What another machine found of a worker of its own."""
+        if seen.stopped is None:
+            self.verdicts.seen(seen.member, seen.state, seen.frames)
+        else:
+            self.probing.seen(seen)
 
     def _let_in(self, channel: Channel, host: str) -> None:
         now = time.monotonic()

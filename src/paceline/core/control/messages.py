@@ -251,11 +251,12 @@ class Exited(Message):
 @dataclass(frozen=True, kw_only=True)
 class Seen(Message):
     """An agent's answer to LookAt: what the kernel says of the worker, and its Python frames, innermost
-    first."""
+    first. To one that only probes: whether the process is `stopped`; where it is gone there is no answer."""
 
     member: int
     state: str
     frames: tuple[str, ...]
+    stopped: bool | None = None
 
 
 @final
@@ -404,9 +405,11 @@ class Start(Message):
 @_register
 @dataclass(frozen=True, kw_only=True)
 class LookAt(Message):
-    """To an agent: where is worker `member`? It is to end: one that is stopped may be let run to say so."""
+    """To an agent: where is worker `member`? It is to end: one that is stopped may be let run to say so.
+    `probe`: it may be well, and nothing is done to it; the question is whether its process runs."""
 
     member: int
+    probe: bool = False
 
 
 @final

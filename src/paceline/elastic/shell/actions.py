@@ -17,6 +17,7 @@ from paceline.elastic.model import (
     NoteFailure,
     NoteRepair,
     NoteVerdict,
+    ProbeWorkers,
     StartWorker,
     TellPrepare,
     TellStop,
@@ -47,6 +48,8 @@ class Actions:
                 self._staff.start(action.member, action.slot, action.place)
             case KillWorker():
                 self._kill(action)
+            case ProbeWorkers():
+                self._supervisor.probing.look(action.members)
             case TellPrepare():
                 message = Prepare(generation=action.generation, abort=action.abort, reason=action.reason)
                 for seat in self._tell(action.members, message):

@@ -120,6 +120,11 @@ class Places:
         """Ask where a worker is; False where nobody can be asked now."""
         return not self.is_away(place) and self._say(place, LookAt(member=member))
 
+    def probe(self, place: int, member: int) -> None:
+        """Ask whether the process of a worker runs, where somebody can be asked now."""
+        if not self.is_away(place):
+            self._say(place, LookAt(member=member, probe=True))
+
     def is_away(self, place: int) -> bool:
         """Whether the connection of its agent is closed."""
         held = self._places.get(place)

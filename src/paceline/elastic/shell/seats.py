@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import final
+from typing import Final, final
 
 from paceline.core.control.messages import Beat, Dismissed, Hello, Prepare, Progress, Raised, Stop, View
 from paceline.elastic.model import HOME, FailureKind
@@ -83,15 +83,38 @@ def how_it_ended(status: int) -> tuple[FailureKind, str]:
     return kind, f"the process was killed by signal {name}"
 
 
-def kernel_state(pid: int) -> str:
-    """What the kernel says a process of this machine does; empty where it runs or cannot be seen."""
+# The functions of the kernel in which frozen tasks of cgroup 2 and of cgroup 1 wait.
+_FREEZERS: Final = frozenset({"do_freezer_trap", "__refrigerator"})
+
+
+def is_stopped(pid: int) -> bool | None:
+    """Whether the kernel does not let a process of this machine run; None where there is no such process. A
+    frozen one looks like one that sleeps, but for the function of the kernel that it sleeps in."""
+    state = _letter(pid)
+    if not state or state in "ZXx":
+        return None
+    if state in "Tt":
+        return True
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/wchan").read_text() in _FREEZERS
+    except OSError:
+        return False  # a kernel without it, or not ours to look at
+
+
+def _letter(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return ""
+
+
+def kernel_state(pid: int) -> str:
+    """What the kernel says a process of this machine does; empty where it runs or cannot be seen."""
+    if is_stopped(pid) and _letter(pid) not in "Tt":
+        return "the process is frozen (cgroup freezer)"
     return {
         "T": "the process is stopped (SIGSTOP)",
         "t": "the process is stopped by a debugger",
         "D": "the process waits for the kernel (disk or network file system)",
         "Z": "the process has ended",
-    }.get(state, "")
+    }.get(_letter(pid), "")

@@ -21,6 +21,7 @@ from paceline.elastic.model import (
     Event,
     KillWorker,
     NoteVerdict,
+    ProbeWorkers,
     Reported,
     Settings,
     StartWorker,
@@ -47,6 +48,7 @@ class Shell(Protocol):
     def member(self, number: int) -> Member | None: ...
     def start(self, number: int, slot: int, place: int) -> None: ...
     def kill(self, number: int) -> None: ...
+    def probe(self, number: int) -> None: ...
     def blamed(self, verdict: NoteVerdict) -> None: ...
     def ended(self, end: EndJob) -> None: ...
     def crashed(self) -> None: ...
@@ -174,6 +176,9 @@ class Coordinator:
                     shell.start(number, slot, place)
                 case KillWorker(number, _):
                     shell.kill(number)
+                case ProbeWorkers(members):
+                    for number in members:
+                        shell.probe(number)
                 case TellPrepare(members, generation, abort, _):
                     for number in members:
                         member = shell.member(number)

@@ -18,6 +18,8 @@ KINDS: dict[str, int] = {
     "hang": 4,
     "hang in phase": 5,
     "stop": 4,
+    "stop all": 2,
+    "grip": 4,
     "slow": 4,
     "cut line": 5,
     "partition": 4,
@@ -43,13 +45,16 @@ KINDS: dict[str, int] = {
     "bad start": 3,
     "stop job": 1,
 }
-"""Kinds and how likely they are. A way up is from a member to the supervisor; a link is between members."""
+"""Kinds and how likely they are. A way up is from a member to the supervisor; a link is between members;
+a grip is a call that holds the interpreter's lock."""
 
 LASTING = frozenset(
     {
         "hang",
         "hang in phase",
         "stop",
+        "stop all",
+        "grip",
         "slow",
         "cut line",
         "partition",

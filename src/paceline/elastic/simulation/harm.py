@@ -135,6 +135,24 @@ def _hang(world: World, fault: Fault, living: list[Member]) -> None:
         _stall(world, member, fault.lasts, stopped=fault.kind == "stop")
 
 
+def _stop_all(world: World, fault: Fault, living: list[Member]) -> None:
+    """By one hand, SIGSTOP and later SIGCONT: in a moment, in some order."""
+    world.stopped_all_at = world.time.now
+    world.stopped_by_hand = {member.number for member in living if not member.stopped}
+    for member in _touch(world, living):
+        world.time.after(world.rng.random() * 0.05, _stall, world, member, fault.lasts, True)
+
+
+def _grip(world: World, fault: Fault, living: list[Member]) -> None:
+    for member in _touch(world, _one(fault, living)):
+        if member.stopped:
+            continue
+        member.stall(stopped=True)
+        member.gripped = True
+        if fault.lasts:
+            world.time.after(fault.lasts, member.go_on)
+
+
 def _slow(world: World, fault: Fault, living: list[Member]) -> None:
     for member in _touch(world, _one(fault, living)):
         member.factor = 2.0 + fault.amount % 4
@@ -298,6 +316,8 @@ _harms: dict[str, Callable[[World, Fault, list[Member]], None]] = {
     "hang": _hang,
     "hang in phase": _trap,
     "stop": _hang,
+    "stop all": _stop_all,
+    "grip": _grip,
     "slow": _slow,
     "cut line": _cut_line,
     "partition": _partition,

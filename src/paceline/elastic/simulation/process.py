@@ -51,7 +51,8 @@ class Process(ABC):
         self.world = world
         self.time = world.time
         self.alive = True
-        self.stopped = False  # SIGSTOP: both threads
+        self.stopped = False  # both threads: by SIGSTOP, or because ...
+        self.gripped = False  # ... a call holds the interpreter's lock; the process runs
         self.hung = False  # the main thread
         self.factor = 1.0  # how much slower than others
         self.damages = False  # its next contribution does not match its checksum
@@ -139,7 +140,7 @@ class Process(ABC):
         """The process is stopped, or its main thread hangs."""
         self.phase_since = self.phase_began()
         if stopped:
-            self.stopped = True
+            self.stopped, self.gripped = True, False
         else:
             self.hung = True
         if self.round is not None:
@@ -149,7 +150,7 @@ class Process(ABC):
         """What stopped it is over."""
         if not self.alive:
             return
-        self.stopped = self.hung = False
+        self.stopped = self.hung = self.gripped = False
         if self.round is not None:
             self.round.resumed()
         parked, self.parked = self.parked, None

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from random import Random
 from typing import final
 
-from paceline.elastic.deadlines import silence_limit, step_seconds
+from paceline.elastic.deadlines import step_seconds
 from paceline.elastic.ending import BEFORE_THE_FIRST_STEP
+from paceline.elastic.liveness import silence_limit
 from paceline.elastic.model import (
     HOME,
     AgentCame,
@@ -24,6 +25,7 @@ from paceline.elastic.model import (
     HasRaised,
     Lost,
     NoteVerdict,
+    Probed,
     Standing,
     ViewPlan,
 )
@@ -90,6 +92,8 @@ class World:
         self.gone_agents: set[int] = set()
         self.touched: set[int] = set()  # members that a fault befell: only they may be blamed
         self.anyone: bool = False  # a fault befell everybody
+        self.stopped_all_at = float("-inf")  # when all members were last stopped by one hand ...
+        self.stopped_by_hand: set[int] = set()  # ... and who of them ran until then
         self.traps: list[harm.Trap] = []
         self.raise_next: dict[int, str] = {}
         self.raise_always: set[tuple[int, int]] = set()
@@ -218,6 +222,19 @@ class World:
         reached = self.time.now if member.place == HOME else max(self.time.now, member.line.blocked_down)
         self.time.at(reached + 0.01, self.die, number, "crash", "killed on order")
 
+    def probe(self, number: int) -> None:
+        """Its machine looks at the process, and answers where it can be reached."""
+        member = self.members.get(number)
+        if member is None or not member.alive:
+            return
+        away = max(member.line.blocked_up, member.line.blocked_down) > self.time.now
+        if member.place != HOME and (away or member.place not in self.agents):
+            return
+        seen = Probed(
+            number, member.stopped and not member.gripped, member.phase, self.time.now - member.phase_began()
+        )
+        self.time.after(0.0 if member.place == HOME else self.weather.delay, self.hear, seen)
+
     def die(self, number: int, kind: FailureKind, reason: str) -> None:
         """A process ends; the supervisor is told by whoever started it."""
         member = self.members.get(number)
@@ -247,8 +264,27 @@ class World:
             return
         if "collectives broke" in verdict.what and self._most_cut_off(verdict.member):
             return
+        if "no heartbeat" in verdict.what and member is not None and member.alive:
+            self._check_silence(member)
         if verdict.member not in self.touched and member is not None and member.alive:
             self.truth.violation(f"member {verdict.member} is blamed without a fault: {verdict.what}")
+
+    def _check_silence(self, member: Member) -> None:
+        """Silence is nobody's fault while its interpreter is held, or while all are stopped by one hand."""
+        reached = member.place == HOME and not any(one.kind.startswith("coordinator") for one in self.faults)
+        if member.gripped and reached:
+            self.truth.violation(f"member {member.number} is blamed for silence, and its process runs")
+        since = self.time.now - self.stopped_all_at
+        some_woke = any(one.alive and not one.stopped for one in self.members.values())
+        others = [
+            worker
+            for worker in self.coordinator.state.workers.values()
+            if worker.number in self.stopped_by_hand - {member.number}
+            and worker.standing is not Standing.STARTING
+        ]
+        by_hand = reached and member.number in self.stopped_by_hand and others
+        if by_hand and not some_woke and since < self.plan.settings.slow_phase_seconds / 2:
+            self.truth.violation(f"member {member.number} is blamed, and all were stopped {since:.1f} s ago")
 
     def _most_cut_off(self, number: int) -> bool:
         """Of two that do not reach each other nobody can say whose line it is."""
@@ -270,6 +306,9 @@ class World:
     def _must_be_noticed(self, member: Member, waited: float) -> None:
         settings = self.plan.settings
         limit = silence_limit(self.coordinator.state)
+        if member.number in self.coordinator.state.held:
+            # It is not judged while all of its machine are stopped; from the first sign of life on it is.
+            waited = 0.0
         # What it had sent may have been late itself.
         if waited < limit + 2 * settings.heartbeat + (2.0 if self.anyone else 0.3):
             more = settings.heartbeat if self.time.now > member.line.blocked_up + MIN_RTO else 0.0

@@ -1,0 +1,106 @@
+"""Liveness by the process: an interpreter that is held, workers that one hand stops, and who is named."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from tests.elastic.supervised_jobs import Run, drop, running
+from tests.elastic.test_supervisor_outside import JOIN, script
+
+from paceline.core.events import Verdict, ViewChanged, WorkerFailed
+from paceline.elastic.shell.seats import is_stopped, kernel_state
+
+STOPPED_SECONDS = 3.5  # longer than the 2 s after which silence is judged
+
+
+def signal_all(pids: list[int], number: int) -> None:
+    for pid in pids:
+        os.kill(pid, number)
+
+
+def let_pass(run: Run, seconds: float) -> None:
+    """As a caller waits; the fault itself takes this long."""
+    outcome = run.supervised.wait(seconds)
+    assert outcome is None, f"the job ended: {outcome}"
+
+
+def test_a_call_that_holds_the_interpreters_lock_is_not_silence(tmp_path):
+    with running(tmp_path, steps=10**6, grip_at=[2, 20, 4.0]) as run:
+        run.until((tmp_path / "let-go").exists)
+        run.until_step(run.steps[-1] + 20)
+        run.supervised.stop("seen")
+        assert drop(run.finish()).ok
+    assert not run.of(WorkerFailed)
+    assert len(run.of(ViewChanged)) == 1
+
+
+def test_a_held_interpreter_on_another_machine_is_asked_for_there(tmp_path):
+    with running(tmp_path, workers=2, steps=10**6, shared=str(tmp_path), grip_at=[2, 0, 4.0]) as run:
+        run.until_step(5)
+        host, port = run.supervised.address
+        with script(JOIN, host, port, tmp_path / "control.secret", 1, PACELINE_HOST="far") as agent:
+            run.until((tmp_path / "let-go").exists)
+            run.until_step(run.steps[-1] + 20)
+            run.supervised.stop("seen")
+            assert drop(run.finish()).ok
+            assert agent.wait(20) == 0
+    assert not run.of(WorkerFailed)
+
+
+def test_one_that_hangs_with_the_lock_held_is_named_with_phase_and_line(tmp_path):
+    with running(tmp_path, steps=60, grip_at=[0, 20, 0], machine={"hang_least": 3.0}) as run:
+        run.until(lambda: run.of(Verdict))
+        assert drop(run.finish()).ok
+    (verdict,) = run.of(Verdict)
+    assert (verdict.rank, verdict.phase) == (0, "data")
+    assert "something holds the interpreter's lock" in verdict.text
+    assert "_grip_here" in verdict.line
+    assert run.of(WorkerFailed)[0].cause == "hung"
+    assert run.steps == list(range(1, 61))
+
+
+def test_all_workers_that_one_hand_stops_and_lets_go_on_are_not_replaced(tmp_path):
+    with running(tmp_path, steps=10**6, machine={"hang_least": 5.0}) as run:
+        run.until_step(20)
+        pids = list(run.pids().values())
+        signal_all(pids, signal.SIGSTOP)
+        let_pass(run, STOPPED_SECONDS)
+        signal_all(pids, signal.SIGCONT)
+        run.until_step(run.steps[-1] + 50)
+        run.supervised.stop("seen")
+        assert drop(run.finish()).ok
+    assert not run.of(WorkerFailed)
+    assert run.steps == list(range(1, len(run.steps) + 1))
+
+
+def test_the_one_that_stays_stopped_when_the_others_go_on_is_named(tmp_path):
+    with running(tmp_path, steps=10**6, machine={"hang_least": 5.0}) as run:
+        run.until_step(20)
+        pids = run.pids()
+        signal_all(list(pids.values()), signal.SIGSTOP)
+        let_pass(run, STOPPED_SECONDS)
+        signal_all([pids[0], pids[1]], signal.SIGCONT)
+        run.until(lambda: run.of(Verdict))
+        run.supervised.stop("seen")
+        assert drop(run.finish()).ok
+    (verdict,) = run.of(Verdict)
+    assert (verdict.rank, verdict.pid) == (2, pids[2])
+    assert "SIGSTOP" in verdict.text
+
+
+def test_what_the_kernel_says_of_a_process():
+    assert is_stopped(os.getpid()) is False
+    assert kernel_state(os.getpid()) == ""
+    assert is_stopped(2**22 + 1) is None
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    try:
+        os.kill(child, signal.SIGSTOP)
+        os.waitpid(child, os.WUNTRACED)
+        assert is_stopped(child) is True
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert is_stopped(child) is None
