@@ -62,8 +62,8 @@ class WorkerStarted(Event):
 @dataclass(frozen=True, kw_only=True)
 class WorkerFailed(Event):
     """A worker is gone; `phase` is what it was doing, `reason` one sentence for people. `cause` is one word:
-    crash, exit, raised, memory, silent, hung, corrupt, dissent, preempted, straggler, unattended; empty where
-    nobody looked after the run."""
+    crash, exit, raised, memory, silent, hung, corrupt, dissent, preempted, straggler, unattended, restart;
+    empty in runs without a supervisor."""
 
     rank: int
     pid: int

@@ -52,7 +52,8 @@ def after_preemption(settings: Settings, slot: Slot, preemptions: int, now: floa
 
 
 def after_absence(settings: Settings, slot: Slot, now: float) -> Slot:
-    """The slot after its worker left because the supervisor stayed away: not the worker's failure."""
+    """The slot after its worker left because the supervisor stayed away, or started over because another
+    member was lost: not the worker's failure."""
     # The agent of another machine has most likely left for the same reason.
     return replace(slot, worker=None, starts_at=now if slot.place == HOME else now + settings.backoff)
 

@@ -54,10 +54,12 @@ FailureKind = Literal[
     "preempted",
     "straggler",
     "unattended",
+    "restart",
 ]
 """crash: killed by a signal; silent: no heartbeats; hung: beats but does not go on; memory: the kernel killed
 it for memory; preempted: it was asked to go (SIGTERM) or its machine left: another budget; unattended: it
-left because no supervisor was there: no budget at all."""
+left because no supervisor was there: no budget at all; restart: it starts over, because another member was
+lost with state that no other has, and there is no checkpoint to go back to: no budget either."""
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,7 @@ def _vacate(job: State, worker: Worker, kind: FailureKind, now: float) -> None:
         job.slots[slot.number] = budgets.after_preemption(job.settings, slot, job.preemptions, now)
     elif kind == "straggler":
         job.slots[slot.number] = budgets.after_replacement(slot, now)
-    elif kind == "unattended":
+    elif kind in ("unattended", "restart"):
         job.slots[slot.number] = budgets.after_absence(job.settings, slot, now)
     else:
         worked = now - worker.since if worker.standing in IN_VIEW else 0.0

@@ -33,6 +33,7 @@ from paceline.train.config import TrainConfig
 from paceline.train.run_folder import RunFolder
 from paceline.train.run_lock import held
 from paceline.train.schedule import total_steps
+from paceline.train.signals import Stopped
 
 if TYPE_CHECKING:
     from paceline.train.worker import Trained, TrainJob
@@ -149,6 +150,9 @@ class RunningFit:
         if outcome.result is not None:
             trained = call.unpack_result(outcome.result, self._call, outcome.rank or 0)
         if trained is None or trained.history is None:
+            if outcome.stopped is not None:
+                # Between two views, or the workers were lost after they had saved: what was saved is there.
+                raise Stopped(outcome.stopped, None)
             raise PeerLostError(
                 f"the run ended ({outcome.reason}), and the workers with its result were lost after it",
                 remedy=f"its last checkpoint holds the weights: paceline checkpoint ls {self.folder.path}",

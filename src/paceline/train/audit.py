@@ -27,6 +27,7 @@ from paceline.train.audit_record import Record
 
 # Beyond so many positions the order of the epochs is not looked at one by one: it is a bijection anyway.
 ENUMERATED = 20_000_000
+_NO_FAILURES = ("preempted", "unattended", "restart")  # the worker left, and was not lost
 
 
 @final
@@ -100,7 +101,7 @@ def audit(journal: Iterable[Event], *, backup: bool = False) -> Audit:
         views=len(record.views),
         repairs=len(record.repairs),
         repair_seconds=tuple(repair.seconds for _, repair in record.repairs),
-        lost_workers=sum(event.cause not in ("preempted", "unattended") for _, event in record.failures),
+        lost_workers=sum(event.cause not in _NO_FAILURES for _, event in record.failures),
         supervisors=record.supervisors,
         hashes={
             step: commit.event.hash

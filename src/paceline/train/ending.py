@@ -20,8 +20,9 @@ _log = logging.getLogger(__name__)
 
 
 def conclude(run: Run, assembled: Assembled, started: float) -> History | None:
-    """Ends the run on this rank; the main rank gets the history."""
-    run.conclude()
+    """End a run that has concluded, or can; the main rank gets the history."""
+    if not run.conclude():
+        raise InternalError("the run was to end, and went back to an earlier step instead")
     told, recorder, is_master = run.final_hashes, assembled.recorder, assembled.team.is_master
     _check_equal([theirs for theirs, _, _ in told])
     digest = str(told[0][0])

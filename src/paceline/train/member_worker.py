@@ -27,6 +27,7 @@ from paceline.core.control.auth import Tls
 from paceline.core.control.host import host_identity, host_name
 from paceline.core.control.member_link import Address, MemberLink
 from paceline.core.control.messages import Injected
+from paceline.core.control.unheard import START_OVER_EXIT_CODE
 from paceline.core.errors import PacelineError
 from paceline.core.events import FaultInjected, to_json
 from paceline.core.listening import Listening
@@ -46,7 +47,7 @@ from paceline.train.signals import SUPERVISOR_LOST_EXIT_CODE, StopRequest, liste
 from paceline.train.state import quick_hash
 from paceline.train.summation import Checks
 from paceline.train.team import Team
-from paceline.train.worker import Built, Trained, TrainJob, build, new_team, trained, walk
+from paceline.train.worker import Built, Trained, TrainJob, build, new_team, trained, walk_to_the_end
 
 _log = logging.getLogger(__name__)
 
@@ -160,9 +161,12 @@ def _train(
     history: History | None = None
     try:
         membership.meet_again(run, None)
-        walk(run, built, assembled)
-        history = conclude(run, assembled, started)
-        if not membership.finish(run, run.final_hashes[0][0]):
+        ending = "again"
+        while ending == "again":
+            walk_to_the_end(run, built, assembled)
+            history = conclude(run, assembled, started)
+            ending = membership.finish(run, run.final_hashes[0][0])
+        if ending == "orphaned":
             last_words.leave(membership, assembled)
             raise SystemExit(SUPERVISOR_LOST_EXIT_CODE)
     except ReleasedError as released:
@@ -180,7 +184,7 @@ def _train(
         if membership.link is not None:
             membership.link.close()
         # Not an exception, which would count as a mistake of the program's: the process ends and is replaced.
-        os._exit(1)
+        os._exit(START_OVER_EXIT_CODE)
     except Exception as error:
         membership.failed(error, traceback.format_exc())
         raise

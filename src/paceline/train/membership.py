@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NoReturn, final
+from typing import TYPE_CHECKING, Literal, NoReturn, final
 
 from paceline.comm.context import DistributedContext
 from paceline.comm.handover import receive_state, send_state
@@ -277,9 +277,9 @@ class Membership:
                 # Also where the view could not be opened: whoever made its memory is gone, say.
                 trouble = again
 
-    def finish(self, run: Run, digest: str) -> bool:
-        """Stays until everybody is done: somebody may still need this member's state. False: nobody looks
-        after the job any more."""
+    def finish(self, run: Run, digest: str) -> Literal["dismissed", "orphaned", "again"]:
+        """Stay until every member is done: another may still need this member's state. "orphaned": the
+        supervisor stays away. "again": the group went back to a checkpoint; steps have to be done again."""
         link = self._link()
         while True:
             self.tell_rest()
@@ -291,14 +291,15 @@ class Membership:
             while True:
                 message = link.receive(_LOOK_SECONDS)
                 if isinstance(message, Dismissed):
-                    return True
+                    return "dismissed"
                 if isinstance(message, Prepare) and message.generation > self._team.generation:
                     break
                 if message is None and self._forsaken:
-                    return False
+                    return "orphaned"
             self._report(run, message)
             self.meet_again(run, None)
-            run.conclude()
+            if not run.conclude():
+                return "again"
 
     @property
     def is_first_alive(self) -> bool:

@@ -100,15 +100,22 @@ class Run:
             parts.transaction.abandon()
             raise
 
-    def conclude(self) -> None:
-        """The last evaluation and checkpoint, and the agreement of all ranks on the result."""
+    def conclude(self) -> bool:
+        """The last evaluation and checkpoint, and the agreement of all ranks on the result.
+
+        False: while it concluded, the group went back to a checkpoint (a member was lost with state that no
+        other member has, or ranks differ). The steps since then have to be done again before the end.
+        """
         while not self.concluded:
             if not self._agenda.concluding:
+                if not self.finished:
+                    return False
                 self._begin_conclusion()
             try:
                 self._agenda.work_off(self._do)
             except GROUP_TROUBLE as trouble:
                 self._meet_again(trouble)
+        return True
 
     @property
     def concluded(self) -> bool:
@@ -356,6 +363,7 @@ class Run:
         self.position = position
         self._agenda.clear()
         self._pause = False
+        self.ended, self.stopped_on_request = None, False
         self._named_unused = position.step > 0
         self._first = self._first and position.step == 0
 

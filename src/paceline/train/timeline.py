@@ -194,7 +194,7 @@ class _Reader:
         if self._open.get(event.rank) is life:
             del self._open[event.rank]
             life.end = now
-        if event.cause in ("preempted", "unattended"):
+        if event.cause in ("preempted", "unattended", "restart"):
             self._say("left", f"rank {event.rank} leaves after step {self._step:,}", rank=event.rank)
             return
         life.cause, life.reason = event.cause or "failed", event.reason

@@ -114,6 +114,14 @@ def new_team(
     return Team(context, shards, announce=announce)
 
 
+def walk_to_the_end(run: Run, built: Built, assembled: Assembled) -> None:
+    """Train and conclude; train on where the group went back to a checkpoint while it concluded."""
+    while True:
+        walk(run, built, assembled)
+        if run.conclude():
+            return
+
+
 def walk(run: Run, built: Built, assembled: Assembled) -> None:
     """The loop itself."""
     objective, checked = built.objective, False
@@ -153,7 +161,7 @@ def train(context: DistributedContext, job: TrainJob) -> Trained:
         run = assembled.run(built.evaluation(team))
         if context.is_master:
             assembled.callbacks.start(assembled.info(run))
-        walk(run, built, assembled)
+        walk_to_the_end(run, built, assembled)
         history = conclude(run, assembled, started)
         return trained(run, built.module, history)
 

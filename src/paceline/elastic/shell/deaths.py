@@ -9,7 +9,7 @@ import os
 import signal
 from typing import Final, final
 
-from paceline.core.control.unheard import SUPERVISOR_LOST_EXIT_CODE
+from paceline.core.control.unheard import START_OVER_EXIT_CODE, SUPERVISOR_LOST_EXIT_CODE
 from paceline.core.errors import PacelineError
 from paceline.elastic.model import HasRaised, Lost
 from paceline.elastic.shell.seats import Seat, how_it_ended
@@ -54,6 +54,9 @@ class Deaths:
             self._memory.forget(seat.pid)
             self._drop(self.failures, seat.member)
             return Lost(seat.member, "unattended", "the supervisor stayed away, so it saved and left")
+        if status == START_OVER_EXIT_CODE:
+            self._memory.forget(seat.pid)
+            return Lost(seat.member, "restart", "there is no checkpoint to go back to, so it starts over")
         if failed and status is not None:
             said = payload.load(failed[0])
             if isinstance(said, report.Report):

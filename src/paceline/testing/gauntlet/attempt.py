@@ -14,6 +14,7 @@ from typing import Any, final
 
 from paceline.core import events, journal
 from paceline.core.chaos import Chaos
+from paceline.core.errors import PeerLostError
 from paceline.testing.gauntlet.assault import Assault
 from paceline.testing.gauntlet.features import FEATURES, SHARDS, Outcome, Setup, undisturbed
 from paceline.testing.gauntlet.plans import Plan, draw
@@ -97,8 +98,9 @@ def _disturbed(setup: Setup, plan: Plan, folder: Path, met: Counter[str]) -> Out
         try:
             with Assault(folder, acts) as assault:
                 return setup.run(config)
-        except Stopped:
-            if not starts:
+        except (Stopped, PeerLostError) as ended:
+            # Workers that are all lost while a run stops cannot save: an earlier checkpoint is resumed.
+            if not starts or (isinstance(ended, PeerLostError) and not assault.done["end"]):
                 raise
             acts = ()
         finally:

@@ -26,6 +26,7 @@ from paceline.train.config import (
     LossScaling,
     TrainConfig,
 )
+from paceline.train.signals import Stopped
 
 SHARDS: Final = 4
 MAX_STEPS: Final = 90
@@ -113,6 +114,7 @@ def orchestrate(setup: Setup, config: TrainConfig) -> Outcome:
             threads=1,
             fault_tolerance=config.fault_tolerance.enabled,
             run_dir=config.run_dir,
+            resume=config.resume is not None,
         )
         async with DistributedTrainingOrchestrator(config.workers) as orchestrator:
             result = await orchestrator.train_distributed(
@@ -122,6 +124,8 @@ def orchestrate(setup: Setup, config: TrainConfig) -> Outcome:
                 objective=setup.objective,
                 optimizer=setup.optimizer,
             )
+        if result["stopped"] is not None:
+            raise Stopped(result["stopped"], None)
         return Outcome(result["state_hash"], tuple(result["losses"]))
 
     return asyncio.run(train())
