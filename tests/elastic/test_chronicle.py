@@ -9,7 +9,7 @@ import pytest
 
 from paceline.core import events, journal
 from paceline.core.control.messages import Receipt
-from paceline.core.errors import ResourceError
+from paceline.core.errors import ResourceError, WireError
 from paceline.core.events import (
     Note,
     RunEnded,
@@ -66,10 +66,20 @@ def test_steps_after_a_restore_are_written_again(chronicle, path):
     assert chronicle.journaled == 2
 
 
-def test_lines_that_are_no_events_are_left_out(chronicle, path):
-    chronicle.tell(["", "nonsense", "[]", '{"type": 3}', '{"type":"x"}', step(1)])
+@pytest.mark.parametrize("line", ["", "nonsense", "[]", '{"type": 3}', '{"type":"x"}'])
+def test_lines_that_are_no_events_are_refused_and_nothing_of_the_message_counts(chronicle, path, line):
+    with pytest.raises(WireError):
+        chronicle.tell([step(1), line])
+    chronicle.tell([step(1)])
     assert len(journal.read(path).events) == 1
     assert not journal.read(path).damage
+
+
+def test_a_run_may_resume_at_any_step_and_goes_on_from_there(chronicle, path):
+    chronicle.tell([resumed(10**9), step(10**9 + 1)], known=0)
+    assert chronicle.journaled == 10**9 + 1
+    with pytest.raises(WireError, match="cannot have"):
+        chronicle.tell([step(10**12)], known=10**9)
 
 
 def test_a_successor_knows_what_is_written(chronicle, path):

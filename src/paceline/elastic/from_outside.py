@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from paceline.core.control.messages import MOST_WORKERS
 from paceline.elastic import dealing, liveness, stragglers
 from paceline.elastic.deadlines import (
     next_due,
@@ -150,6 +151,8 @@ def why_not_this_size(job: State, workers: int) -> str | None:
         return f"{workers} workers are fewer than the {least} that are needed at least"
     if most and workers > most:
         return f"{workers} workers are more than the {most} shards of a step: some would have nothing to do"
+    if workers > MOST_WORKERS:
+        return f"{workers} workers are more than the {MOST_WORKERS} that one job may have"
     if job.stop is not None:
         return "the job is stopping: its size stays"
     return None

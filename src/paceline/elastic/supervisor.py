@@ -25,7 +25,7 @@ from paceline.core.control import address, auth
 from paceline.core.control.address import Whereabouts
 from paceline.core.control.channel import Channel
 from paceline.core.control.messages import Answer, Ask, Seen
-from paceline.core.errors import PacelineError
+from paceline.core.errors import PacelineError, WireError
 from paceline.core.events import Note, SupervisorStarted
 from paceline.elastic import machine
 from paceline.elastic.job import Spec
@@ -36,12 +36,20 @@ from paceline.elastic.model import (
     Began,
     EndJob,
     Event,
+    HasBroken,
+    Hashed,
+    HasInstalled,
+    HasRaised,
+    IsDone,
+    Joined,
     NoteFailure,
     NoteVerdict,
     Phase,
+    Reported,
     ScaleAsked,
     StopAsked,
     Ticked,
+    WantsToLeave,
 )
 from paceline.elastic.shell import gate, unheard
 from paceline.elastic.shell.actions import Actions
@@ -66,6 +74,19 @@ _STALL_SECONDS: Final = 1.0
 # From about 130 turns a second on, the loop hears several messages per turn; it costs at most this delay.
 _BUSY_GAP: Final = 0.0075
 _BREATH_SECONDS: Final = 0.01
+_OFFENCE_SECONDS: Final = 1.0
+_OFFENCE_CHARACTERS: Final = 500
+_FROM_MEMBERS: Final = (
+    Beaten,
+    HasBroken,
+    Hashed,
+    HasInstalled,
+    HasRaised,
+    IsDone,
+    Joined,
+    Reported,
+    WantsToLeave,
+)
 
 
 @final
@@ -122,6 +143,8 @@ class Supervisor:
         self.state = machine.initial(spec.settings)
         self._events: deque[Event] = deque()
         self._asked_to_end = False
+        self.dropped = 0  # connections of peers that had proved themselves
+        self._offence_at = 0.0
         self._last_turn = 0.0
         self._usual_gap = 1.0
 
@@ -232,7 +255,14 @@ class Supervisor:
         if self.ending is not None:
             return
         before = self.state.committed
-        self.state, actions, reason = machine.step(self.state, event, time.monotonic())
+        try:
+            self.state, actions, reason = machine.step(self.state, event, time.monotonic())
+        except Exception as error:
+            if not isinstance(event, _FROM_MEMBERS):
+                raise
+            # The machine works on a copy: its state is as it was before this event.
+            self._drop(event.member, f"{type(event).__name__}: {type(error).__name__}: {error}")
+            return
         told = {action.member for action in actions if isinstance(action, NoteVerdict)}
         for action in actions:
             # Told before it is kept: after it nobody would find out about this failure again.
@@ -243,6 +273,15 @@ class Supervisor:
         for action in actions:
             if not isinstance(action, NoteFailure):
                 self._carry_out(action, reason, told)
+
+    def _drop(self, member: int, what: str) -> None:
+        """What this member said cannot be decided upon."""
+        seat = self.staff.find(member)
+        if seat.connection is None:
+            self.complain(WireError(f"what worker {member} sent could not be handled: {what}"))
+            return
+        seat.connection.channel.closed, seat.connection.channel.nonsense = what, True
+        seat.connection.check()
 
     def _carry_out(self, action: Action, reason: str, told: set[int]) -> None:
         if isinstance(action, EndJob):
@@ -264,8 +303,10 @@ class Supervisor:
             )
         )
 
-    def _seen(self, seen: Seen) -> None:
-        """What another machine found of a worker of its own."""
+    def _seen(self, place: int, seen: Seen) -> None:
+        """What the agent of this place found of a worker of its own."""
+        if self.staff.find(seen.member).place != place:
+            return
         if seen.stopped is None:
             self.verdicts.seen(seen.member, seen.state, seen.frames)
         else:
@@ -273,7 +314,23 @@ class Supervisor:
 
     def _let_in(self, channel: Channel, host: str) -> None:
         now = time.monotonic()
-        self.guests.add(Connection(channel, host, self.selector, self.guests), now)
+        self.guests.add(Connection(channel, host, self.selector, self.guests, self.offended), now)
+
+    def offended(self, connection: Connection, what: str) -> None:
+        """A peer with the token, or a machine on the path to it, sent what cannot be: it is dropped, which is
+        noted, but not as often as it can send."""
+        self.dropped += 1
+        now = time.monotonic()
+        if now < self._offence_at:
+            return
+        self._offence_at = now + _OFFENCE_SECONDS
+        self.complain(
+            WireError(
+                f"a connection from {connection.host} was dropped: {what[:_OFFENCE_CHARACTERS]} "
+                f"({self.dropped} in all)",
+                remedy="a worker connects again by itself; else see who has the job's token",
+            )
+        )
 
     def _asked(self, connection: Connection, ask: Ask) -> None:
         """A tool wants something."""

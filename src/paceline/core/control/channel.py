@@ -66,6 +66,7 @@ class Channel:
         self._outbox: deque[bytes] = deque()
         self._waiting = 0
         self.closed = ""
+        self.nonsense = False  # closed because of what the other end sent
 
     def fileno(self) -> int:
         return self._descriptor
@@ -132,7 +133,7 @@ class Channel:
         except (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             pass
         except WireError as error:
-            self.closed = error.message
+            self.closed, self.nonsense = error.message, True
         except OSError as error:
             self.closed = f"the connection broke: {error.strerror or error}"
         return found

@@ -1,20 +1,44 @@
 """Checks that a message's fields are exactly what its annotations say, compiled once per message class.
 
 Configuration is forgiving (core.typed turns 1e6 into an int and names the path to a mistake); what comes from
-a socket is not, and there are hundreds of messages a second. Must not know the messages.
+a socket is not, and there are hundreds of messages a second. A type alone is not enough: a number that no
+run can have, a NaN or a name of a megabyte would reach the deciding machine, the journal and the other
+members. So each number has a range (`Range`, else what a float holds exactly), a float is finite, and a name
+has a length (`Length`). Must not know the messages.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Callable
-from typing import Any, Union
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Union, final
 
 from paceline.core.errors import InternalError
 
 Check = Callable[[Any], Any]
+
+_LARGEST: Final = 1 << 53
+
+
+@final
+@dataclass(frozen=True)
+class Range:
+    """A whole number from `least` to `most`, as an annotation; of a str, that its digits are one."""
+
+    least: int
+    most: int
+
+
+@final
+@dataclass(frozen=True)
+class Length:
+    """Text of at most so many characters, as an annotation."""
+
+    most: int
 
 
 class NotExactError(Exception):
@@ -23,7 +47,7 @@ class NotExactError(Exception):
 
 def maker(cls: type) -> Callable[[dict[Any, Any]], Any]:
     """A function that makes a `cls` from a dictionary of its fields, or raises NotExactError."""
-    hints = typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls, include_extras=True)
     fields = dataclasses.fields(cls)
     checks = {field.name: _check(hints[field.name]) for field in fields}
     required = {
@@ -53,6 +77,8 @@ def _check(hint: Any) -> Check:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return lambda value: value
+    if origin is Annotated:
+        return _limited(args[0], args[1])
     if origin in (Union, types.UnionType):
         (inner,) = (_check(arg) for arg in args if arg is not type(None))
         return lambda value: None if value is None else inner(value)
@@ -62,14 +88,17 @@ def _check(hint: Any) -> Check:
         return _mapping(_check(args[0]), _check(args[1]))
     if hint is float:
         return _number
-    if hint in (int, str, bool, bytes):
+    if hint is int:
+        return _whole(Range(-_LARGEST, _LARGEST))
+    if hint is str:
+        return _text(None)
+    if hint in (bool, bytes):
         return _plain(hint)
     raise InternalError(f"a message has a field of type {hint}, which the wire does not check")
 
 
 def _plain(kind: type) -> Check:
     def check(value: Any) -> Any:
-        # Not isinstance: a bool is no number here.
         if type(value) is not kind:
             raise NotExactError(f"expected {kind.__name__}, given {type(value).__name__}")
         return value
@@ -77,12 +106,60 @@ def _plain(kind: type) -> Check:
     return check
 
 
-def _number(value: Any) -> float:
-    if type(value) is float:
+def _limited(kind: Any, limit: Any) -> Check:
+    if kind is int and isinstance(limit, Range):
+        return _whole(limit)
+    if kind is str and isinstance(limit, Range):
+        return _digits(limit)
+    if kind is str and isinstance(limit, Length):
+        return _text(limit.most)
+    raise InternalError(f"a message limits {kind} by {limit}, which the wire does not check")
+
+
+def _whole(limit: Range) -> Check:
+    least, most = limit.least, limit.most
+
+    def check(value: Any) -> Any:
+        # Not isinstance: a bool is no number here.
+        if type(value) is not int:
+            raise NotExactError(f"expected int, given {type(value).__name__}")
+        if not least <= value <= most:
+            raise NotExactError(f"expected {least} to {most}, given a number of {value.bit_length()} bits")
         return value
-    if type(value) is int and abs(value) < 1 << 53:
+
+    return check
+
+
+def _text(most: int | None) -> Check:
+    def check(value: Any) -> Any:
+        if type(value) is not str:
+            raise NotExactError(f"expected str, given {type(value).__name__}")
+        if most is not None and len(value) > most:
+            raise NotExactError(f"expected at most {most} characters, given {len(value)}")
+        return value
+
+    return check
+
+
+def _digits(limit: Range) -> Check:
+    longest = len(str(limit.most))
+
+    def check(value: Any) -> Any:
+        if type(value) is not str or not value.isascii() or not value.isdecimal() or len(value) > longest:
+            raise NotExactError("expected a whole number as text")
+        if not limit.least <= int(value) <= limit.most:
+            raise NotExactError(f"expected {limit.least} to {limit.most} as text")
+        return value
+
+    return check
+
+
+def _number(value: Any) -> float:
+    if type(value) is float and math.isfinite(value):
+        return value
+    if type(value) is int and abs(value) < _LARGEST:
         return float(value)
-    raise NotExactError(f"expected float, given {type(value).__name__}")
+    raise NotExactError(f"expected a finite float, given {type(value).__name__}")
 
 
 def _many(inner: Check) -> Check:

@@ -8,7 +8,8 @@
     supervisor  ->  agent     Granted, Start, End
     supervisor  ->  tool      Answer
 
-A message that does not convert exactly is a WireError, and its sender is dropped. Must not know sockets.
+A message that does not convert exactly, or whose numbers no run can have, is a WireError, and its sender is
+dropped. Must not know sockets.
 """
 
 from __future__ import annotations
@@ -16,14 +17,25 @@ from __future__ import annotations
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar, final
+from typing import Annotated, Any, ClassVar, Final, TypeVar, final
 
 from paceline.core.control import exact
 from paceline.core.errors import WireError
 
 M = TypeVar("M", bound="type[Message]")
 
-Progress = tuple[int, int, int]
+# What the wire accepts. A run of 2**48 steps takes nine thousand years at a thousand steps a second.
+MOST_STEPS: Final = 1 << 48
+MOST_WORKERS: Final = 1 << 12
+Count = Annotated[int, exact.Range(0, MOST_STEPS)]
+Small = Annotated[int, exact.Range(0, (1 << 31) - 1)]
+MaybeSmall = Annotated[int, exact.Range(-1, (1 << 31) - 1)]
+Workers = Annotated[int, exact.Range(0, MOST_WORKERS)]
+Port = Annotated[int, exact.Range(0, 65535)]
+Step = Annotated[str, exact.Range(0, MOST_STEPS)]
+Name = Annotated[str, exact.Length(1024)]
+
+Progress = tuple[Count, Count, Count]
 """How far a member is: (committed steps, epoch, duties done since the last commit). Ordered."""
 
 
@@ -59,15 +71,15 @@ class Hello(Message):
     generation  the view it is in, 0: none
     """
 
-    member: int
-    slot: int
-    pid: int
-    host: str
-    hostname: str
-    endpoint: tuple[str, int]
-    fingerprint: dict[str, str] = field(default_factory=dict)
-    model: str = ""
-    generation: int = 0
+    member: Small
+    slot: Small
+    pid: Small
+    host: Name
+    hostname: Name
+    endpoint: tuple[Name, Port]
+    fingerprint: dict[Name, Name] = field(default_factory=dict)
+    model: Name = ""
+    generation: Count = 0
     progress: Progress | None = None
 
 
@@ -84,14 +96,14 @@ class Beat(Message):
                    is the first, or waits for storage, and nobody knows
     """
 
-    phase: str
+    phase: Name
     seconds: float
     progress: Progress | None = None
-    waits_for: tuple[int, ...] = ()
+    waits_for: tuple[Small, ...] = ()
     shard_seconds: float = 0.0
     step_seconds: float = 0.0
     longest: float = 0.0
-    rss: int = 0
+    rss: Count = 0
 
 
 @final
@@ -101,9 +113,9 @@ class Report(Message):
     """Stopped for `generation`: how far I am, and of which shards of the open step I hold the gradient.
     `alone` is set when this member has state that nobody else has a copy of."""
 
-    generation: int
+    generation: Count
     progress: Progress | None
-    held: tuple[int, ...] = ()
+    held: tuple[Small, ...] = ()
     alone: bool = False
 
 
@@ -113,7 +125,7 @@ class Report(Message):
 class Installed(Message):
     """In the view of `generation`, with its state, which is so far; training goes on."""
 
-    generation: int
+    generation: Count
     progress: Progress | None = None
 
 
@@ -124,10 +136,10 @@ class Broken(Message):
     """A collective of `generation` failed here. `accused`: members whose data did not match its checksum;
     `unreachable`: members that could not be reached, where it is known which."""
 
-    generation: int
+    generation: Count
     reason: str
-    accused: tuple[int, ...] = ()
-    unreachable: tuple[int, ...] = ()
+    accused: tuple[Small, ...] = ()
+    unreachable: tuple[Small, ...] = ()
 
 
 @final
@@ -136,7 +148,7 @@ class Broken(Message):
 class Told(Message):
     """Events for the journal, each as its JSON line, from the first member of the view."""
 
-    generation: int
+    generation: Count
     lines: tuple[str, ...]
 
 
@@ -150,12 +162,12 @@ class Receipt(Message):
     shard_hashes   hashes of this member's shards' gradients in audited steps: [step, shard, hash]
     """
 
-    generation: int
-    first: int
-    last: int
-    shards: tuple[int, ...]
-    hashes: dict[str, str] = field(default_factory=dict)
-    shard_hashes: tuple[tuple[int, int, str], ...] = ()
+    generation: Count
+    first: Count
+    last: Count
+    shards: tuple[Small, ...]
+    hashes: dict[Step, Name] = field(default_factory=dict)
+    shard_hashes: tuple[tuple[Count, Small, Name], ...] = ()
 
 
 @final
@@ -165,8 +177,8 @@ class Injected(Message):
     """A fault on demand acts here as soon as this is Heard: the one at this place of the chaos, which acted
     `before` times in this worker. `line` is the event for the journal."""
 
-    index: int
-    before: int
+    index: Small
+    before: Small
     line: str
 
 
@@ -178,10 +190,10 @@ class Raised(Message):
 
     summary: str
     traceback: str
-    phase: str
-    fault: str = "code"
-    step: int = 0
-    shard: int = -1
+    phase: Name
+    fault: Name = "code"
+    step: Count = 0
+    shard: MaybeSmall = -1
 
 
 @final
@@ -199,9 +211,9 @@ class Leaving(Message):
 class ShardDone(Message):
     """Backup policy: this member has computed this shard of this step."""
 
-    generation: int
-    step: int
-    shard: int
+    generation: Count
+    step: Count
+    shard: Small
 
 
 @final
@@ -210,9 +222,9 @@ class ShardDone(Message):
 class Done(Message):
     """The run is over here; `stopped` is why, where it was asked to stop."""
 
-    generation: int
+    generation: Count
     progress: Progress
-    hash: str
+    hash: Name
     stopped: str | None = None
 
 
@@ -226,11 +238,11 @@ class Offer(Message):
     """A machine offers to run so many workers. `agent` is the number it was given before, if it was: it has
     the payload then and comes back after a cut connection."""
 
-    workers: int
-    host: str
-    hostname: str
-    pid: int
-    agent: int = 0
+    workers: Workers
+    host: Name
+    hostname: Name
+    pid: Small
+    agent: Small = 0
 
 
 @final
@@ -240,8 +252,8 @@ class Exited(Message):
     """A worker that the agent had started ended; `status` is an exit code, or a signal's number negated.
     `memory`: the kernel killed it because memory ran out."""
 
-    member: int
-    status: int
+    member: Small
+    status: Annotated[int, exact.Range(-1024, 1 << 31)]
     reason: str
     memory: bool = False
 
@@ -253,7 +265,7 @@ class Seen(Message):
     """An agent's answer to LookAt: what the kernel says of the worker, and its Python frames, innermost
     first. To one that only probes: whether the process is `stopped`; where it is gone there is no answer."""
 
-    member: int
+    member: Small
     state: str
     frames: tuple[str, ...]
     stopped: bool | None = None
@@ -265,8 +277,8 @@ class Seen(Message):
 class Ask(Message):
     """A tool's question: "scale" with a number, "stop" with a reason, "status"."""
 
-    what: str
-    number: int = 0
+    what: Name
+    number: Annotated[int, exact.Range(-(1 << 31), 1 << 31)] = 0
     text: str = ""
 
 

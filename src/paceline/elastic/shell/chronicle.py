@@ -2,7 +2,9 @@
 
 Lines that come again after a reconnect or from the next first member are left out: a step that is in the
 journal is not written again. Receipts of steps are merged: at most one line per member every 5 seconds and at
-each change of the view, so that the journal grows by a known rate. The end of the run is written after the
+each change of the view, so that the journal grows by a known rate. A line or a receipt that no run can have
+(another kind of value, a step far ahead of all that is known) is a WireError before anything of it is
+written: the journal is the run's proof. The end of the run is written after the
 last receipts: a journal that has it lacks none. While the disk is full, lines wait in memory. Must not know
 sockets or processes.
 """
@@ -17,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, final
 
-from paceline.core.control.messages import Receipt
+from paceline.core.control.messages import MOST_STEPS, Receipt
+from paceline.core.errors import WireError
 from paceline.core.events import (
     Event,
     RunEnded,
@@ -35,6 +38,9 @@ RECEIPT_SECONDS: Final = 5.0
 RETRY_SECONDS: Final = 1.0
 _EARLY: Final = 64
 _REMEMBERED: Final = 4096
+# What is told is at most some seconds old, and no run commits a million steps in that time.
+_MOST_AHEAD: Final = 1 << 20
+_LAST_TIME: Final = 1 << 40  # seconds; also excludes NaN
 
 
 @final
@@ -112,18 +118,16 @@ class Chronicle:
         if not self.complete:
             self._retry_at = min(self._retry_at, now + RETRY_SECONDS)
 
-    def tell(self, lines: Iterable[str], pid: int = 0) -> None:
-        """Lines that a member tells, mostly the first."""
+    def tell(self, lines: Iterable[str], pid: int = 0, known: int = MOST_STEPS) -> None:
+        """Lines that a member tells, mostly the first; `known` is the step it was last known to be at."""
         news: list[str] = []
-        for line in lines:
-            mark = hash(line)
+        # All are checked before any of them counts.
+        fresh = _checked([line for line in lines if hash(line) not in self._seen], max(self.journaled, known))
+        for told in fresh:
+            mark, data = hash(told.line), told.data
             if mark in self._seen:
                 continue
             self._remember(mark)
-            data = _parsed(line)
-            if data is None:
-                continue
-            told = _Told(line, data)
             if data["type"] == StepCommitted.type and data.get("step", 0) > self.journaled + 1:
                 # The member that told the steps before is another one now, and its words are on their way.
                 self._early[data["step"]] = told
@@ -131,7 +135,7 @@ class Chronicle:
                     self._add_early(news)
                 continue
             if data["type"] == RunEnded.type:
-                self._end = pid, line
+                self._end = pid, told.line
                 continue
             if data["type"] == RunResumed.type:
                 self._add_early(news)
@@ -155,8 +159,10 @@ class Chronicle:
         self._journal.append_lines(line.encode() + b"\n" for line in news)
         self._look_again(time.monotonic())
 
-    def receive(self, rank: int, pid: int, receipt: Receipt) -> None:
+    def receive(self, rank: int, pid: int, receipt: Receipt, known: int = MOST_STEPS) -> None:
         """A member's receipt: steps it committed and what it computed of them."""
+        if receipt.last > max(self.journaled, known) + _MOST_AHEAD:
+            raise WireError(f"a receipt up to step {receipt.last}, which the run cannot have reached")
         key = pid, receipt.generation
         first = max(receipt.first, self._received.get(key, 0) + 1)
         for step, shard, digest in receipt.shard_hashes:
@@ -273,11 +279,32 @@ class Chronicle:
                 self._hashed.add((step, shard, rank, digest))
 
 
+def _checked(lines: list[str], base: int) -> list[_Told]:
+    """Lines that a member tells when the run is at step `base`; WireError for what is no journal line."""
+    found = []
+    for line in lines:
+        data = _parsed(line)
+        if data is None or not 0 <= data["time"] < _LAST_TIME:
+            raise WireError("a line for the journal is not one event as JSON, with its time")
+        kind, step = data["type"], data.get("step", 0)
+        if kind in (StepCommitted.type, RunResumed.type) and "step" not in data:
+            raise WireError(f"a {kind} line for the journal has no step")
+        # Who resumes may be at any step, and goes on from there.
+        most = MOST_STEPS if kind == RunResumed.type else base + _MOST_AHEAD
+        if type(step) is not int or not 0 <= step <= most:
+            raise WireError(f"a {kind[:40]!r} line for the journal is of a step that the run cannot have")
+        if kind == RunResumed.type:
+            base = max(base, step)
+        found.append(_Told(line, data))
+    return found
+
+
 def _parsed(line: str) -> dict[str, Any] | None:
     """The fields of a journal line; None for what is not one line of JSON."""
     if "\n" in line:
         return None
     try:
+        line.encode()
         data = json.loads(line)
     except (ValueError, RecursionError):
         return None

@@ -1,6 +1,9 @@
 """A channel in the supervisor's loop: hears when something comes, sends when there is room, ends once.
 
-Must not know what messages mean.
+What a peer sends may be anything, also from one that has the token. A message that its owner cannot handle
+ends this connection, whatever the owner raised: never the loop, which all other peers depend on. Only what
+the message cannot have caused (the disk, the operating system) goes on upwards. Must not know what messages
+mean.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from typing import Protocol, final
 from paceline.core.control import channel as channels
 from paceline.core.control.channel import Channel
 from paceline.core.control.messages import Message
+from paceline.core.errors import PlatformError, WireError
 
 
 class Owner(Protocol):
@@ -27,9 +31,18 @@ class Owner(Protocol):
 @final
 class Connection:
     """One channel, registered with the loop. `owner` may change: a guest becomes a member. `refill` is called
-    when all that waited was sent: for something long that is sent in pieces."""
+    when all that waited was sent: for something long that is sent in pieces. `complain` gets what a peer sent
+    that ended its connection."""
 
-    def __init__(self, channel: Channel, host: str, selector: selectors.BaseSelector, owner: Owner) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        host: str,
+        selector: selectors.BaseSelector,
+        owner: Owner,
+        complain: Callable[[Connection, str], None] = lambda connection, what: None,
+    ) -> None:
+        self._complain = complain
         self.channel = channel
         self.host = host
         self.owner = owner
@@ -65,7 +78,15 @@ class Connection:
     def drain(self) -> None:
         """Hear all that has arrived."""
         for number, message in self.channel.receive():
-            self.owner.hear(self, number, message)
+            try:
+                self.owner.hear(self, number, message)
+            except (OSError, PlatformError):
+                raise
+            except Exception as error:
+                why = error.message if isinstance(error, WireError) else f"{type(error).__name__}: {error}"
+                what = f"a {message.kind} message could not be handled: {why}"
+                self.channel.closed, self.channel.nonsense = what, True
+                return
             if not self.is_open:
                 return
 
@@ -74,6 +95,8 @@ class Connection:
         if self.is_open and self.channel.closed:
             why = self.channel.closed
             self.close()
+            if self.channel.nonsense:
+                self._complain(self, why)
             self.owner.lose(self, why)
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Final, final
 
 from paceline.core.control.messages import Ask, Hello, Message, Offer
+from paceline.core.errors import WireError
 from paceline.elastic.shell.connection import Connection
 
 GUEST_SECONDS: Final = 5.0
@@ -56,8 +57,7 @@ class Guests:
                 # A tool may ask again, and stays a guest while it does.
                 self._tool(connection, message)
             case _:
-                self._waiting.pop(connection, None)
-                connection.close()
+                raise WireError(f"a {message.kind} message before a Hello, an Offer or an Ask")
 
     def lose(self, connection: Connection, why: str) -> None:
         self._waiting.pop(connection, None)

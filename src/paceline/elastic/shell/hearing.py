@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Final, final
 
 from paceline.core.control import channel
 from paceline.core.control.messages import (
@@ -21,6 +21,7 @@ from paceline.core.control.messages import (
     ShardDone,
     Told,
 )
+from paceline.core.errors import WireError
 from paceline.elastic.model import (
     Beaten,
     HasBroken,
@@ -36,6 +37,9 @@ from paceline.elastic.shell.seats import Seat
 
 if TYPE_CHECKING:
     from paceline.elastic.supervisor import Supervisor
+
+# A link that gives up old messages for lack of room leaves a gap, of at most so many.
+_MOST_AHEAD: Final = 1 << 20
 
 
 @final
@@ -58,6 +62,9 @@ class Ear:
         if number:
             if number <= seat.heard:
                 return
+            if number > seat.heard + _MOST_AHEAD:
+                # Believed, it would have all that the worker says next count as heard already.
+                raise WireError(f"message {number} after message {seat.heard}")
             seat.heard = number
         if isinstance(message, Beat):
             self._beat(message)
@@ -83,14 +90,18 @@ class Ear:
             )
         )
 
+    @property
+    def _known(self) -> int:
+        return self._seat.progress[0] if self._seat.progress is not None else 0
+
     def _say(self, message: Message) -> None:
         seat, supervisor = self._seat, self._supervisor
         member = seat.member
         match message:
             case Told():
-                supervisor.chronicle.tell(message.lines, seat.pid)
+                supervisor.chronicle.tell(message.lines, seat.pid, self._known)
             case Receipt():
-                supervisor.chronicle.receive(seat.slot, seat.pid, message)
+                supervisor.chronicle.receive(seat.slot, seat.pid, message, self._known)
                 for step, digest in message.hashes.items():
                     supervisor.feed(Hashed(member, int(step), digest, message.generation))
             case Injected():
@@ -101,6 +112,8 @@ class Ear:
                     Reported(member, message.generation, message.progress, message.held, message.alone)
                 )
             case Installed():
+                if message.progress is not None:
+                    seat.progress = message.progress
                 supervisor.views.installed(member, message.generation)
                 supervisor.feed(HasInstalled(member, message.generation, message.progress))
             case Broken():
@@ -124,8 +137,7 @@ class Ear:
             case ShardDone():
                 self._claim(message)
             case _:
-                # Nothing else is a member's to say.
-                return
+                raise WireError(f"a {message.kind} message is not a worker's to send")
 
     def _claim(self, done: ShardDone) -> None:
         views, staff = self._supervisor.views, self._supervisor.staff

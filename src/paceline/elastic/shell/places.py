@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, final
 
 from paceline.core.control.messages import End, Exited, Granted, LookAt, Message, Offer, Piece, Seen, Start
+from paceline.core.errors import WireError
 from paceline.elastic.model import AgentCame, AgentLost, Event
 from paceline.elastic.shell.connection import Connection
 
@@ -40,8 +41,8 @@ class Places:
         granted: dict[str, Any],
         patience: float,
         feed: Callable[[Event], None],
-        exited: Callable[[Exited], None],
-        seen: Callable[[Seen], None],
+        exited: Callable[[int, Exited], None],
+        seen: Callable[[int, Seen], None],
         gone: Callable[[int], None],
     ) -> None:
         self._payload = payload
@@ -84,18 +85,20 @@ class Places:
         self._places.setdefault(number, _Place(number, offer, None, time.monotonic() + self._patience))
 
     def hear(self, connection: Connection, number: int, message: Message) -> None:
+        """From an agent, about the workers of its machine: it cannot speak for those of another."""
+        place = self._of(connection)
         match message:
-            case Exited():
-                self._exited(message)
-            case Seen():
-                self._seen(message)
-            case Offer(workers=0):
-                place = self._of(connection)
-                if place is not None:
-                    self._leave(place, "it was asked to leave")
+            case Exited() if place is not None:
+                self._exited(place.number, message)
+            case Seen() if place is not None:
+                self._seen(place.number, message)
+            case Offer(workers=0) if place is not None:
+                self._leave(place, "it was asked to leave")
+            case Exited() | Seen() | Offer(workers=0):
+                # Its place was given up in the meantime.
+                return
             case _:
-                # An agent has nothing else to say.
-                pass
+                raise WireError(f"a {message.kind} message is not an agent's to send")
 
     def lose(self, connection: Connection, why: str) -> None:
         place = self._of(connection)

@@ -220,10 +220,10 @@ class Staff:
         seat.leave_by = min(seat.leave_by, time.monotonic() + seconds)
         self._pressing.add(seat.member)
 
-    def remote_exit(self, message: Exited) -> None:
-        """An agent tells how one of its workers ended."""
+    def remote_exit(self, place: int, message: Exited) -> None:
+        """The agent of this place reports how one of its workers ended."""
         seat = self.seats.get(message.member)
-        if seat is not None and seat.place != HOME:
+        if seat is not None and seat.place == place:
             self._ended(seat, message.status, message.reason, memory=message.memory)
 
     def place_gone(self, place: int) -> None:

@@ -38,6 +38,7 @@ def status_of(supervisor: Supervisor) -> Answer:
         "step": supervisor.chronicle.journaled,
         "attempt": supervisor.spec.attempt,
         "refused": supervisor.gate.refused,
+        "dropped": supervisor.dropped,
         "workers": workers,
     }
     return Answer(done=True, text=f"{state.phase.value}, step {supervisor.chronicle.journaled}", facts=facts)

@@ -6,11 +6,26 @@ journal has are left out. Must not know why the workers left.
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 from paceline.core.control import unheard
 from paceline.core.control.messages import Receipt, Told
+from paceline.core.errors import WireError
 from paceline.elastic.shell.chronicle import Chronicle
+
+_log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def _left_out(file: Path) -> Iterator[None]:
+    """A damaged file must not keep a supervisor from starting."""
+    try:
+        yield
+    except WireError as error:
+        _log.warning("%s: a message is left out: %s", file, error.message)
 
 
 def take_in(chronicle: Chronicle, folder: Path, secret: bytes) -> None:
@@ -22,11 +37,13 @@ def take_in(chronicle: Chronicle, folder: Path, secret: bytes) -> None:
     for one in left:
         for message in one.messages:
             if isinstance(message, Told):
-                chronicle.tell(message.lines)
+                with _left_out(one.file):
+                    chronicle.tell(message.lines)
     for one in left:
         for message in one.messages:
             if isinstance(message, Receipt):
-                chronicle.receive(one.rank, one.pid, message)
+                with _left_out(one.file):
+                    chronicle.receive(one.rank, one.pid, message)
     chronicle.flush(over=True)
     if chronicle.complete:
         unheard.forget(folder, left)
