@@ -245,6 +245,26 @@ def test_no_warning_where_nothing_was_forgotten(caplog):
     assert not caplog.records
 
 
+def test_no_warning_where_the_first_batch_is_looked_at_before_set_epoch(caplog):
+    """As in torch's own tutorial: len(next(iter(loader))[0]), then set_epoch, then the epoch."""
+    (sampler,) = replicas(10, 1)
+    with caplog.at_level(logging.WARNING, "paceline.data"):
+        for epoch in range(3):
+            next(iter(sampler))
+            sampler.set_epoch(epoch)
+            assert len(list(sampler)) == 10
+    assert not caplog.records
+
+
+def test_set_epoch_that_was_called_once_and_then_forgotten_is_said(caplog):
+    (sampler,) = replicas(10, 1)
+    with caplog.at_level(logging.WARNING, "paceline.data"):
+        sampler.set_epoch(0)
+        for _ in range(3):
+            list(sampler)
+    assert "iterated again without set_epoch" in caplog.text
+
+
 def test_a_state_that_set_epoch_drops_is_said(caplog):
     (sampler,) = replicas(10, 1)
     state = sampler.state_dict() | {"epoch": 3, "position": 6}

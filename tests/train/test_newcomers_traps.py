@@ -135,3 +135,72 @@ def test_states_are_told_apart_by_every_element_of_a_tensor() -> None:
     before = modifier_states.digests(Callbacks([Odd(large.clone())]))
     large[5_000] = 1.0
     assert modifier_states.digests(Callbacks([Odd(large)])) != before
+
+
+class Recurrent(nn.Module):
+    """What a module keeps in itself: a hidden state, a pair of them, a counter; or only caches."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.inner = nn.Linear(5, 2)
+        self.hidden: Any = None
+        self.mask: Tensor | None = None
+        self.calls = 0
+        self.longest = 0
+        self.register_buffer("seen", torch.zeros(()))
+        self.seen: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        if self.kind == "hidden":
+            state = torch.zeros(2) if self.hidden is None else self.hidden
+            self.hidden = (0.5 * state + out.mean(0)).detach()
+            return out + state
+        if self.kind == "pair":
+            self.hidden = (out.detach().mean(0), [out.detach().mean(0)])
+        if self.kind == "counter":
+            self.calls += 1
+            return out / self.calls
+        if self.kind == "cache":
+            # A function of the batch's shape, made again where that changes; and an activation for later.
+            if self.mask is None or self.mask.shape[0] != x.shape[0]:
+                self.mask = torch.ones(x.shape[0], x.shape[0]).triu()
+            self.longest = max(self.longest, x.shape[0])
+            self.hidden = out
+            with torch.no_grad():
+                self.seen += 1
+            return self.mask @ out
+        return out
+
+
+@pytest.mark.parametrize("micro_batch", [None, 1])
+@pytest.mark.parametrize(("kind", "name"), [("hidden", "hidden"), ("pair", "hidden"), ("counter", "calls")])
+def test_state_that_a_module_carries_in_an_attribute_is_named(
+    caplog: pytest.LogCaptureFixture, kind: str, name: str, micro_batch: int | None
+) -> None:
+    model = nn.Sequential(Recurrent(kind))
+    train(job(model, DATA, shards=2, epochs=2, micro_batch=micro_batch))
+    told = [record.getMessage() for record in caplog.records if "neither a parameter" in record.getMessage()]
+    assert len(told) == 1
+    assert told[0].startswith(f"0.{name} of the model Sequential changes with every batch")
+
+
+@pytest.mark.parametrize("kind", ["cache", "none"])
+def test_caches_are_spared(caplog: pytest.LogCaptureFixture, kind: str) -> None:
+    train(job(nn.Sequential(Recurrent(kind)), regression(29), shards=3, epochs=2, micro_batch=2))
+    assert "neither a parameter" not in caplog.text
+
+
+def test_final_loss_is_of_the_whole_epoch_also_after_a_resume_in_its_middle(tmp_path: Path) -> None:
+    whole = train(job(mlp(), DATA, global_batch=6, shards=2, epochs=2)).history
+    given: dict[str, Any] = {"global_batch": 6, "shards": 2, "run_dir": tmp_path / "run"}
+    train(job(mlp(), DATA, max_steps=6, **given))
+    resumed = train(job(mlp(), DATA, epochs=2, resume="auto", **given)).history
+    assert resumed.final_loss == pytest.approx(whole.final_loss, rel=1e-12)
+    assert resumed.final_loss == resumed.epochs[-1].loss == resumed.from_dict(resumed.to_dict()).final_loss
+
+
+def test_final_loss_is_the_training_loss_with_validation_data_too() -> None:
+    ended = train(job(mlp(), DATA, epochs=1, validation=regression(12, seed=9))).history
+    assert ended.final_loss == ended.epochs[-1].loss != ended.evaluations[-1].loss

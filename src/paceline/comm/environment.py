@@ -155,6 +155,14 @@ def _alone(
     missing = " and ".join(
         name for name, value in (("world_size", world_size), ("rank", rank)) if value is None
     )
+    if world_size is None and rank is None and address is None:
+        left = " and ".join(name for name in ("MASTER_ADDR", "MASTER_PORT") if environment.get(name))
+        raise UsageError(
+            f"{left} is set in the environment, which says that this process is a rank of a job, and no "
+            "launcher's variables say which",
+            remedy=f"to run alone, or with workers that this process starts, unset {left}; as a rank, set "
+            "WORLD_SIZE and RANK too, or start with torchrun, mpirun or srun",
+        )
     raise UsageError(
         f"{missing} not given, and no launcher's variables are set",
         remedy="pass world_size and rank, set WORLD_SIZE and RANK, or start with torchrun, mpirun or srun",

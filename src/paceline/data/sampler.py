@@ -36,6 +36,7 @@ class _Pass:
 
     start: int
     share: int
+    again: bool = False  # the same epoch as the iteration before, and no set_epoch in between
     handed_out: int = 0
 
 
@@ -86,6 +87,7 @@ class DistributedSampler(Sampler[int]):
         self._pass: _Pass | None = None
         self._resumed = False
         self._warned = False
+        self._told_epochs = False  # set_epoch was called, ever
 
     @property
     def num_samples(self) -> int:
@@ -103,9 +105,14 @@ class DistributedSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         last = self._pass
         if last is not None and (last.handed_out or not last.share):
-            self._say_forgotten()
+            # A look at the first batch before set_epoch is no epoch: what follows tells.
+            if last.again:
+                self._say_forgotten()
+            again = True
+        else:
+            again = False
         self._resumed = False
-        self._pass = _Pass(self._start, len(self))
+        self._pass = _Pass(self._start, len(self), again)
         if not self._pass.share:
             self._start = 0
         order: Order = Permutation(self._size, self.seed, self.epoch) if self.shuffle else InOrder(self._size)
@@ -117,6 +124,7 @@ class DistributedSampler(Sampler[int]):
         The epoch that a loaded state is in goes on where the state says; any other starts at its beginning.
         """
         epoch = whole("epoch", epoch, 0, LARGEST_SEED)
+        self._told_epochs = True
         if epoch != self.epoch:
             if self._resumed and self._share(self._start, 0):
                 _log.warning(
@@ -190,6 +198,8 @@ class DistributedSampler(Sampler[int]):
                 if current.handed_out == current.share and current is self._pass:
                     # The epoch is handed out: iterating again means all of it.
                     self._start = 0
+                    if current.again and not self._told_epochs:
+                        self._say_forgotten()
                 yield sample
 
     def _end(self, start: int) -> int:

@@ -109,4 +109,6 @@ class Following:
         elif isinstance(event, events.FaultInjected):
             self.injected.add(event.index)
         elif isinstance(event, events.ViewChanged):
-            self.workers = len(event.members)
+            before, self.workers = self.workers, len(event.members)
+            if self._started and before != self.workers:
+                callbacks.workers(self.workers)

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.core.control import address, crew, unheard
 from paceline.core.errors import ConfigError, PacelineError, UsageError
+from paceline.frontends import unused
 from paceline.train.config import TrainConfig
+from paceline.train.nesting import refuse_inside
 from paceline.train.run_folder import RunFolder
 from paceline.train.run_lock import held
 
@@ -26,8 +28,10 @@ _log = logging.getLogger(__name__)
 _LEAVE_SECONDS = 15.0  # beyond the time that workers wait for a supervisor: to save
 
 
-def running_job() -> DistributedContext | None:
-    """The group that this process belongs to, if it does: a launcher's is joined here."""
+def running_job(what: str = "fit") -> DistributedContext | None:
+    """The group that this process belongs to, if it does: a launcher's is joined here. `what` asks for it,
+    and is refused where a run's own loop called it."""
+    refuse_inside(what)
     from paceline.comm import default_group
     from paceline.comm.environment import find_place
 
@@ -132,6 +136,8 @@ def _make_folder(config: TrainConfig, check: Callable[[TrainConfig], None] | Non
         check(config)
     if config.resume is None and config.checkpoint.enabled and config.checkpoint.url is not None:
         _check_empty(config.checkpoint.url)
+    if config.resume is None and config.run_dir is not None:
+        unused.clear(RunFolder(Path(config.run_dir).absolute()), config)
     folder = RunFolder.for_config(config)
     if crew.is_known(folder.path) or unheard.is_there(folder.path):
         with held(folder.lock_file, str(folder.path)):

@@ -62,7 +62,7 @@ def session(
         )
     config = config or TrainConfig()
     _check(model, config)
-    joined = running_job()
+    joined = running_job("session")
     with ExitStack() as stack:
         context = joined if joined is not None else stack.enter_context(DistributedContext(1, 0))
         settled, folder = prepare(config, context)

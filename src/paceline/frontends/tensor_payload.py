@@ -1,8 +1,10 @@
-"""Tensors on their way to and from ranks without the copies that torch's own pickling makes.
+"""Tensors on their way to and from ranks without the copies that torch's own pickling makes; and modules that
+torch does not pickle at all.
 
 A plain CPU tensor is one buffer and three facts; a 100 MB one costs a single copy into the memory file.
-Everything else (other devices, gradients, strides, subclasses) is left to torch. Must not import torch
-before it is needed: a process that has no torch has no tensors.
+Everything else (other devices, gradients, strides, subclasses) is left to torch. A parametrized module
+(torch.nn.utils.parametrize) is of a class that was made for it alone: what it holds travels, and the class is
+made again. Must not import torch before it is needed: a process that has no torch has no tensors.
 """
 
 from __future__ import annotations
@@ -22,7 +24,16 @@ def reducers() -> dict[type, Callable[[Any], Any]]:
         return {}
     import torch
 
-    return {torch.Tensor: _reduce}
+    return _Reducers({torch.Tensor: _reduce})
+
+
+class _Reducers(dict[type, Callable[[Any], Any]]):
+    """Classes of parametrized modules are told by their name, which is all that they have in common."""
+
+    def __missing__(self, kind: type) -> Callable[[Any], Any]:
+        if kind.__name__.startswith("Parametrized") and hasattr(kind, "named_parameters"):
+            return _reduce_module
+        raise KeyError(kind)
 
 
 def _reduce(tensor: torch.Tensor) -> Any:
@@ -53,3 +64,27 @@ def _rebuild(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.T
     # A small buffer arrives as bytes, which nobody may write to.
     writable = bytearray(buffer) if memoryview(buffer).readonly else buffer
     return torch.frombuffer(writable, dtype=dtype).reshape(shape)
+
+
+def _reduce_module(module: Any) -> Any:
+    from torch.nn.utils import parametrize
+
+    if not parametrize.is_parametrized(module):
+        return module.__reduce_ex__(2)
+    names = list(module.parametrizations)
+    kind = parametrize.type_before_parametrizations(module)
+    # The state as an argument of its own, so that modules may refer to each other.
+    return _blank, (kind,), (module.__dict__.copy(), names), None, None, _parametrize_again
+
+
+def _blank(kind: type) -> Any:
+    return object.__new__(kind)
+
+
+def _parametrize_again(module: Any, state: tuple[dict[str, Any], list[str]]) -> None:
+    from torch.nn.utils import parametrize
+
+    module.__dict__.update(state[0])
+    parametrize._inject_new_class(module)
+    for name in state[1]:
+        parametrize._inject_property(module, name)

@@ -26,9 +26,11 @@ from paceline.frontends.supervised import record_command
 from paceline.train.callbacks import Callbacks, Modifier, Observer
 from paceline.train.checks import check
 from paceline.train.config import TrainConfig
+from paceline.train.nesting import refuse_inside
 from paceline.train.run_folder import RunFolder
 from paceline.train.run_lock import held
 from paceline.train.signals import Stopped, leave_request, listening
+from paceline.train.wrong_names import explained
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,6 +50,7 @@ _PRELOAD = ("paceline.train.worker", "torch._inductor.config")
 _LOOK_SECONDS = 0.25
 
 
+@explained
 @final
 class Trainer:
     """A model, what it is to learn, and how.
@@ -104,6 +107,7 @@ class Trainer:
         from paceline.train.objective import Objective
         from paceline.train.own_process import OwnProcess
 
+        refuse_inside("fit")
         interceptor = overrides.interceptor()
         if interceptor is not None:
             intercepted: History = interceptor(self, train_data, val_data)
@@ -196,7 +200,7 @@ class Trainer:
         from paceline.train import worker
 
         outputs = self._pass_over(worker.predict, data)
-        context = running_job()
+        context = running_job("predict")
         if context is None or context.world_size == 1:
             return outputs
         told = context.broadcast(plain(outputs) if context.is_master else None)
@@ -215,7 +219,7 @@ class Trainer:
         from paceline.data.sources import as_source
         from paceline.train.worker import TrainJob
 
-        context = running_job()
+        context = running_job(function.__name__)
         workers = self.config.workers if context is None else context.world_size
         config = dataclasses.replace(self._settled or as_recorded(self.config), workers=workers)
         job = TrainJob(self.model, self.objective, None, config, as_source(data))

@@ -3,6 +3,7 @@
 The loop, with its hook points (marked `*`):
 
     * observers: on_start(run)
+    * observers: on_workers(workers)                                    # whenever their number has changed
       for each epoch:
           for each step:
               for each shard of this rank:                              # seeded by (seed, epoch, step, shard)
@@ -86,6 +87,9 @@ class Observer:
     def on_start(self, run: RunInfo) -> None:
         """Before the first step."""
 
+    def on_workers(self, workers: int) -> None:
+        """When another number of workers trains: some joined, left or were lost."""
+
     def on_step(self, record: StepRecord) -> None:
         """After each committed step."""
 
@@ -147,6 +151,10 @@ class Callbacks:
     def start(self, run: RunInfo) -> None:
         for observer in self.observers:
             _call(observer, "on_start", run)
+
+    def workers(self, workers: int) -> None:
+        for observer in self.observers:
+            _call(observer, "on_workers", workers)
 
     def step(self, record: StepRecord) -> None:
         for observer in self.observers:

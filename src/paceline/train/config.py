@@ -18,6 +18,7 @@ from paceline.core.errors import ConfigError
 from paceline.train.dynamic_batch import DynamicBatch
 from paceline.train.fault_tolerance import FaultTolerance
 from paceline.train.value_checks import at_least, between, conform, positive
+from paceline.train.wrong_names import explained
 
 __all__ = [
     "CheckpointConfig",
@@ -157,6 +158,7 @@ class CheckpointConfig:
         _not_empty(self, "metric")
 
 
+@explained
 @final
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:

@@ -74,6 +74,7 @@ def history_of(run: Run, assembled: Assembled, started: float) -> History:
         shards=assembled.shards,
         run_dir=None if assembled.folder is None else str(assembled.folder.path),
         stopped=run.ended,
+        unfinished=recorder.sums.record(run.position.epoch, {}) if recorder.sums.samples else None,
     )
 
 

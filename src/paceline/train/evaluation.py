@@ -104,10 +104,12 @@ def predict(forward: Forward, source: Source) -> Any:
     """The model's outputs in the order of the data, put together, on the first rank; None elsewhere.
 
     Of a pair (input, target), or of an input alone, the model gets the input; a dict it gets as keyword
-    arguments. Samples that cannot be read are an error: rows would not be those of the data any more.
+    arguments. Samples that cannot be read are an error, and so are outputs without a row for each sample: row
+    n would not be of sample n. A single number in a dict (a `loss`) is left out, with a warning.
     """
     rows: list[list[Any]] = []
     left_out: list[int] = []
+    of_batches: set[str] = set()
     with forward.evaluating():
         for number, batch in _dealt(forward, source):
             left_out += [skipped.index for skipped in batch.skipped]
@@ -117,8 +119,14 @@ def predict(forward: Forward, source: Source) -> Any:
             if isinstance(data, tuple | list) and len(data) in (1, 2):
                 data = data[0]
             output = forward.call(**data) if isinstance(data, dict) else forward.call(data)
-            rows.append([number, to_device(output, torch.device("cpu"))])
+            output = _per_sample(to_device(output, torch.device("cpu")), batch.count, "", of_batches)
+            rows.append([number, output])
     _check_whole(forward, left_out)
+    if of_batches and forward.context.is_master:
+        _log.warning(
+            "predict leaves out %s: one number for a whole batch, and not one for each sample",
+            ", ".join(sorted(of_batches)),
+        )
     told = forward.context.gather([[number, plain(output)] for number, output in rows])
     if told is None:
         return None
@@ -186,10 +194,35 @@ def _dealt_stream(forward: Forward, stream: Stream) -> Iterator[tuple[int, Batch
         number += context.world_size
 
 
+def _per_sample(output: Any, count: int, place: str, of_batches: set[str]) -> Any:
+    """The output of a batch of `count` samples, where every tensor has a row for each."""
+    if isinstance(output, Tensor):
+        if output.ndim == 0 or output.shape[0] != count:
+            what = "one number" if output.ndim == 0 else f"a tensor of shape {tuple(output.shape)}"
+            raise UsageError(
+                f"the model returned {what}{f' as {place}' if place else ''} for a batch of {count} samples: "
+                "predictions have a row for each sample",
+                remedy="return tensors whose first dimension is the batch; "
+                "for the mean loss use evaluate, for other results a model that returns only what is asked",
+            )
+        return output
+    if isinstance(output, dict):
+        single = [key for key, value in output.items() if isinstance(value, Tensor) and value.ndim == 0]
+        if single and len(single) < len(output):
+            of_batches.update(map(str, single))
+            output = {key: value for key, value in output.items() if key not in single}
+        for key, value in output.items():
+            _per_sample(value, count, f"{place}[{key!r}]", of_batches)
+    elif isinstance(output, tuple | list):
+        for number, value in enumerate(output):
+            _per_sample(value, count, f"{place}[{number}]", of_batches)
+    return output
+
+
 def _joined(outputs: list[Any]) -> Any:
     first = outputs[0]
     if isinstance(first, Tensor):
-        return torch.cat(outputs) if first.ndim else torch.stack(outputs)
+        return torch.cat(outputs)
     if isinstance(first, dict):
         return {key: _joined([output[key] for output in outputs]) for key in first}
     if isinstance(first, tuple | list):

@@ -109,14 +109,19 @@ class History:
     shards: int = 1
     run_dir: str | None = None
     stopped: str | None = None
+    unfinished: EpochRecord | None = None  # the epoch that was under way when the run ended
 
     @property
     def final_loss(self) -> float:
-        """Mean training loss over the samples of the last epoch, whether it came to its end or not."""
+        """Mean training loss over the samples of the last epoch, whether it came to its end or not; also over
+        those of its steps that an earlier start of the run did. Never the loss on validation data."""
+        whole = self.unfinished or (self.epochs[-1] if self.epochs else None)
         if not self.steps:
-            return self.epochs[-1].loss if self.epochs else math.nan
+            return math.nan if whole is None else whole.loss
         last = [record for record in self.steps if record.epoch == self.steps[-1].epoch]
         samples = sum(record.samples for record in last)
+        if whole is not None and whole.epoch == last[-1].epoch and whole.samples > samples:
+            return whole.loss
         if samples == 0:
             return self.steps[-1].loss
         return math.fsum(record.loss * record.samples for record in last) / samples
@@ -161,6 +166,7 @@ class History:
             "shards": self.shards,
             "run_dir": self.run_dir,
             "stopped": self.stopped,
+            "unfinished": None if self.unfinished is None else dataclasses.asdict(self.unfinished),
             "epochs": [dataclasses.asdict(record) for record in self.epochs],
             "evaluations": [dataclasses.asdict(record) for record in self.evaluations],
             "steps": [dataclasses.asdict(record) for record in self.steps],

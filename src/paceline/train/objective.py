@@ -20,6 +20,23 @@ from torch import Tensor, nn
 
 from paceline.core.errors import UsageError
 
+_RULE = (
+    "try: an objective that is a function is called with (model, batch), a loss module or a function of "
+    "torch.nn.functional with (output, target)"
+)
+_OUTPUTS = (
+    "out",
+    "output",
+    "outputs",
+    "pred",
+    "preds",
+    "prediction",
+    "predictions",
+    "logits",
+    "y_pred",
+    "y_hat",
+)
+_TARGETS = ("target", "targets", "y", "y_true", "label", "labels", "truth", "expected")
 # What the records of steps, of evaluations and of versions call the loss.
 _TAKEN = ("loss", "train_loss")
 # Both are means over the samples; the second is what the definition of KLDivLoss asks for.
@@ -47,6 +64,7 @@ class Objective:
         inner, settings = _unwrapped(objective)
         self._module = inner if isinstance(inner, nn.Module) else None
         self._buffers: dict[str, Tensor] | None = None
+        self._worked = False  # a function of the user's own was called and returned
         self.takes_pairs = isinstance(inner, nn.Module) or (
             getattr(inner, "__module__", "") in ("torch.nn.functional", "torch._C._nn", "torch")
         )
@@ -84,7 +102,13 @@ class Objective:
             inputs, target = split_pair(batch)
             output = model(inputs)
             return Scored(self._checked(self._objective(output, target)), {}, output)
-        result = self._objective(model, batch)
+        try:
+            result = self._objective(model, batch)
+        except (TypeError, AttributeError) as error:
+            if not self._worked and type(model).__name__ in str(error):
+                error.add_note(_RULE)
+            raise
+        self._worked = True
         if isinstance(result, tuple):
             if len(result) != 2 or not isinstance(result[1], Mapping):
                 raise UsageError(
@@ -134,6 +158,14 @@ class Objective:
                 f"cannot be called with (model, batch): {error}",
                 remedy="write def objective(model, batch): ... return loss",
             ) from error
+        names = [name.lower() for name in list(signature.parameters)[:2]]
+        if len(names) == 2 and names[0] in _OUTPUTS and names[1] in _TARGETS:
+            raise UsageError(
+                f"the objective {getattr(objective, '__name__', objective)}{signature} looks like a loss of "
+                "(output, target), and a function is called with (model, batch)",
+                remedy="pass a loss module or a function of torch.nn.functional, which are called with "
+                "(output, target), or write lambda model, batch: loss(model(batch[0]), batch[1])",
+            )
 
 
 def _unwrapped(objective: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str, Any]]:

@@ -55,6 +55,10 @@ class Progress(Observer):
             self._bar = _Bar(console, self._meter)
         self._say(_opening(run))
 
+    def on_workers(self, workers: int) -> None:
+        if self._meter is not None:
+            self._meter.workers = workers
+
     def on_step(self, record: StepRecord) -> None:
         if self._meter is None:
             return
@@ -121,6 +125,8 @@ class _Meter:
         self._steps = 0
         self._samples = 0
         self._first_samples = 0
+        self._computed = 0.0  # seconds of the steps after the first, as their workers measured them
+        self.workers = run.workers
 
     def add(self, record: StepRecord, now: float) -> None:
         self.step, self.epoch, self._now = record.step, record.epoch, now
@@ -132,10 +138,17 @@ class _Meter:
         self._samples += record.samples
         if self._steps == 1:
             self._first_done, self._first_samples = now, record.samples
+        else:
+            self._computed += record.seconds
+
+    @property
+    def _seconds(self) -> float:
+        """Since the first step. Steps that are told in a burst took as long as they took."""
+        return max(self._now - self._first_done, self._computed)
 
     @property
     def samples_per_second(self) -> float:
-        seconds, samples = self._now - self._first_done, self._samples - self._first_samples
+        seconds, samples = self._seconds, self._samples - self._first_samples
         if self._steps < 2:
             seconds, samples = self._now - self._started, self._samples
         return samples / seconds if seconds > 0.0 else math.nan
@@ -145,7 +158,7 @@ class _Meter:
         total = self.run.total_steps
         if total is None or self._steps == 0:
             return None
-        seconds, steps = self._now - self._first_done, self._steps - 1
+        seconds, steps = self._seconds, self._steps - 1
         if steps == 0:
             seconds, steps = self._now - self._started, 1
         return max(0, total - self.step) * seconds / steps
@@ -161,7 +174,7 @@ class _Meter:
         return f"{self.step:,}" + ("" if total is None else f"/{total:,}")
 
     def parts(self) -> list[str]:
-        workers = self.run.workers
+        workers = self.workers
         left = self.seconds_left
         return [
             f"loss {number(self.loss)}",

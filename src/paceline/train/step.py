@@ -24,6 +24,7 @@ from paceline.aggregate.strategy import Aggregation
 from paceline.comm.shards import Holdings
 from paceline.core.errors import InternalError, PeerLostError, UsageError
 from paceline.data.randomness import seed_everything
+from paceline.train.carried_state import CarriedState
 from paceline.train.compressed_summation import CompressedSummation
 from paceline.train.config import TrainConfig
 from paceline.train.gradients import Layout, expose
@@ -104,7 +105,7 @@ class StepTransaction:
         self._names, self._parameters = list(self._dense), list(self._dense.values())
         self._sparse = SparseGradients({name: p for name, p in trained.items() if name in sparse})
         self.trained: dict[str, Parameter] = trained
-        self._watch = GradientWatch(trained)
+        self._watch, self._carried = GradientWatch(trained), CarriedState(module)
         self._buffers = ModuleBuffers(module)
         self._noise = config.dynamic_batch is not None
         self._norms_start = _FIRST_METRIC + MOST_METRICS + self._buffers.size
@@ -219,6 +220,7 @@ class StepTransaction:
         factor = weight * self._scale
         (loss if factor == 1.0 else loss * factor).backward()  # type: ignore[no-untyped-call]
         self._watch.after_backward()
+        self._carried.look(warn=self._team.is_master)
         self._shard_applied += count
         with torch.no_grad():
             weighted = loss.detach().reshape(()).float()

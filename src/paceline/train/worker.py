@@ -28,6 +28,7 @@ from paceline.train.ending import conclude
 from paceline.train.evaluation import Forward
 from paceline.train.history import History
 from paceline.train.micro_batch_finder import find_for_run, is_out_of_memory
+from paceline.train.nesting import inside_a_run
 from paceline.train.objective import Objective
 from paceline.train.own_process import OwnProcess
 from paceline.train.precision import autocast
@@ -124,6 +125,11 @@ def walk_to_the_end(run: Run, built: Built, assembled: Assembled) -> None:
 
 def walk(run: Run, built: Built, assembled: Assembled) -> None:
     """The loop itself."""
+    with inside_a_run():
+        _walk(run, built, assembled)
+
+
+def _walk(run: Run, built: Built, assembled: Assembled) -> None:
     objective, checked = built.objective, False
     for micro in run.microbatches():
         try:

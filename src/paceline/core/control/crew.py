@@ -95,7 +95,7 @@ def wait_until_gone(folder: Path, seconds: float, on_wait: Callable[[list[int]],
     _remove(leave)  # a start that was killed while it waited may have left it
     asked = False
     try:
-        while not _is_free(folder):
+        while not is_free(folder):
             waited = time.monotonic() - begun
             if waited > seconds:
                 return _holders(folder)
@@ -126,7 +126,8 @@ def _open(folder: Path, flags: int = 0) -> int | None:
         return None
 
 
-def _is_free(folder: Path) -> bool:
+def is_free(folder: Path) -> bool:
+    """Whether no process of a run is left here."""
     descriptor = _open(folder)
     if descriptor is None:
         return True

@@ -103,7 +103,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return False
 
         # Before the base class, which looks at it once, when it is made.
-        self.dispatch_table = ChainMap(dict(reducers), cloudpickle.Pickler.dispatch_table)
+        self.dispatch_table = ChainMap(reducers, cloudpickle.Pickler.dispatch_table)  # type: ignore[arg-type]
         super().__init__(file, protocol=5, buffer_callback=keep_inline)
         self._numbers = {cls: number for number, cls in enumerate(shared)}
         self._definitions = definitions
