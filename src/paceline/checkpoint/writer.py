@@ -24,6 +24,7 @@ from typing import Any, Final, Self, final
 from torch import Tensor
 
 from paceline.checkpoint import state_json
+from paceline.checkpoint.digests import image_digest
 from paceline.checkpoint.images import ImageBuffer
 from paceline.checkpoint.manifest import FileRecord, Info, Manifest
 from paceline.checkpoint.retention import Retention
@@ -44,7 +45,8 @@ class Finished:
 
     A commit with both a manifest and an error is committed; only deleting older checkpoints failed.
 
-    `stall` is how long the caller waited in `save`, `seconds` how long the thread worked.
+    `stall` is how long the caller waited in `save`, `seconds` how long the thread worked; `digest` is of the
+    tensors of all ranks that were written, as digests.py computes it.
     """
 
     version: int
@@ -54,6 +56,7 @@ class Finished:
     stall: float = 0.0
     seconds: float = 0.0
     error: PacelineError | None = None
+    digest: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -116,7 +119,8 @@ class BackgroundWriter:
             records = [replace(part, own=private)]
             if encoded is not None:
                 records.append(self.store.write_state_bytes(version, encoded))
-            return Finished(version, tuple(records), stall=stall)
+            digest = image_digest(layout, image, private)
+            return Finished(version, tuple(records), stall=stall, digest=digest)
 
         self._start(version, write)
 

@@ -15,6 +15,7 @@
         ├── CommTimeoutError                    waited too long (also a TimeoutError)
         ├── ResourceError                       memory, ports, descriptors, processes ran out
         ├── RendezvousError                     ranks could not find each other
+        ├── ReplicasDifferError                 ranks that must hold the same weights do not
         └── UnavailableError                    a backend or an optional package is not here
 
 Folders that know more add leaves of their own below these (a damaged checkpoint, a corrupt shard).
@@ -197,6 +198,21 @@ class RendezvousError(PlatformError):
     """Ranks could not find each other."""
 
     usual_remedy = "check that every rank was started with the same address, port and world size"
+
+
+class ReplicasDifferError(PlatformError):
+    """Ranks that must hold the same state do not; `ranks` are those that are odd, or all where no majority
+    says who is right."""
+
+    usual_remedy = (
+        'start again with resume="auto", which goes on from the newest version that all ranks agreed on; '
+        "suspect the memory of that rank's machine, or a modifier or a model that depends on the rank, on time "
+        "or on randomness that is not seeded"
+    )
+
+    def __init__(self, message: str, *, ranks: Iterable[int] = (), remedy: str = "", **facts: object) -> None:
+        super().__init__(message, remedy=remedy, **facts)
+        self.ranks: tuple[int, ...] = tuple(sorted(set(ranks)))
 
 
 class UnavailableError(PlatformError):

@@ -179,6 +179,7 @@ class StepCommitted(Event):
     It took `taken` positions of the epoch from `offset` on; -1 in journals from before these were kept.
     `generation` is the view that it was committed in: 0 where nobody looks after the run, RECALLED where the
     step is known from a checkpoint that holds it, because whoever was to tell it was killed too soon.
+    `sample` is a hash of a part of the weights that it was computed with, the same on all ranks.
     """
 
     step: int
@@ -187,6 +188,7 @@ class StepCommitted(Event):
     samples: int
     seconds: float = 0.0
     hash: str | None = None
+    sample: str | None = None
     offset: int = -1
     taken: int = -1
     learning_rate: float = 0.0

@@ -1,63 +1,80 @@
-"""What the hashes of an audited step say: all agree, a minority dissents, or nobody can tell who is right.
+"""What the hashes of a step say: all agree, a minority dissents, or no majority says who is right.
 
-Must not know workers or time.
+Votes are counted by lineage. A member that took its state over from another repeats what that one says: the
+two are one witness, until a third that is independent of both has said the same. Must not know workers or
+time.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import final
 
+from paceline.elastic.state import Ballot
+
 MOST_OPEN = 8
-"""Audited steps that some have not voted on; older ones are dropped."""
+"""Steps that some have not voted on; older ones are dropped."""
 
 
 @final
 @dataclass(frozen=True)
 class Judgement:
-    """`dissenters` is empty when all agree; `tie`: no digest has more than half of the votes."""
+    """`dissenters` is empty when all agree; `tie`: no digest has more than half of the votes. `witnesses`:
+    how many independent members agree; `digest`: on what."""
 
-    step: int
+    ballot: Ballot
+    cast: Mapping[int, str] = field(default_factory=dict)
     dissenters: tuple[int, ...] = ()
     tie: bool = False
+    witnesses: int = 0
+    digest: str = ""
+
+    @property
+    def step(self) -> int:
+        return self.ballot[0]
 
 
 def with_vote(
-    votes: Mapping[int, Mapping[int, str]], step: int, member: int, digest: str
-) -> dict[int, Mapping[int, str]]:
+    votes: Mapping[Ballot, Mapping[int, str]], ballot: Ballot, member: int, digest: str
+) -> dict[Ballot, Mapping[int, str]]:
     """The votes with one more; a second vote of a member counts instead of its first."""
-    added = {**votes, step: {**votes.get(step, {}), member: digest}}
+    added = {**votes, ballot: {**votes.get(ballot, {}), member: digest}}
     for oldest in sorted(added)[:-MOST_OPEN]:
         del added[oldest]
     return added
 
 
-def judge(votes: Mapping[int, Mapping[int, str]], voters: Collection[int]) -> Judgement | None:
+def judge(
+    votes: Mapping[Ballot, Mapping[int, str]], voters: Collection[int], lineage: Mapping[int, int]
+) -> Judgement | None:
     """The first bad step that all voters voted on, else the last good one; None where none is complete. Votes
     of members that are gone since count too: they were there when it was computed."""
     good: Judgement | None = None
     if not voters:
         return None
-    for step in sorted(votes):
-        cast = votes[step]
-        # One vote alone says nothing: whoever is left over may be the one that is wrong.
+    for ballot in sorted(votes):
+        cast = votes[ballot]
+        # One vote alone says nothing: the member that is left over may be the one that is wrong.
         if len(cast) < 2 or not all(voter in cast for voter in voters):
             continue
-        found = _judged(step, cast)
+        found = judged(ballot, cast, lineage)
         if found.dissenters or found.tie:
             return found
         good = found
     return good
 
 
-def _judged(step: int, cast: Mapping[int, str]) -> Judgement:
-    digest, most = Counter(cast.values()).most_common(1)[0]
-    if most == len(cast):
-        return Judgement(step)
-    if 2 * most <= len(cast):
-        return Judgement(step, tie=True)
-    return Judgement(
-        step, dissenters=tuple(sorted(member for member, said in cast.items() if said != digest))
-    )
+def judged(ballot: Ballot, cast: Mapping[int, str], lineage: Mapping[int, int]) -> Judgement:
+    """What these votes say about one step."""
+    witnesses: dict[str, set[int]] = {}
+    for member, digest in cast.items():
+        witnesses.setdefault(digest, set()).add(lineage.get(member, member))
+    digest = max(witnesses, key=lambda one: len(witnesses[one]))
+    most, all_votes = len(witnesses[digest]), sum(map(len, witnesses.values()))
+    if len(witnesses) == 1:
+        return Judgement(ballot, cast, witnesses=most, digest=digest)
+    if 2 * most <= all_votes:
+        return Judgement(ballot, cast, tie=True)
+    odd = tuple(sorted(member for member, said in cast.items() if said != digest))
+    return Judgement(ballot, cast, dissenters=odd, witnesses=most, digest=digest)

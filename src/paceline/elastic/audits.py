@@ -1,56 +1,155 @@
-"""What follows from the hashes of audited steps: dissenters are expelled, and everybody goes back to a state
-from before the last step that all agreed on, because a dissenter's gradients are in everybody's weights.
+"""What follows from the hashes of a step: dissenters are expelled, and all go back to a state from before the
+last step that all agreed on, because a dissenter's gradients are in the weights of all.
+
+    a majority       who differs from it is named and expelled
+    no majority      nobody is expelled yet: all go back and compute the step again, and what comes out says
+                     who was right
+    computed again   who had said something else is named and expelled; the others go on from where they are
 
 Must not know how views are made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from paceline.elastic import audit_votes
+from paceline.elastic.audit_votes import Judgement
 from paceline.elastic.deadlines import phase_of
 from paceline.elastic.ending import end_with_verdict
-from paceline.elastic.model import Action, NoteVerdict
+from paceline.elastic.model import Action, Hashed, NoteVerdict, Reported
 from paceline.elastic.seats import lose
-from paceline.elastic.state import IN_VIEW, State, Worker, in_view
+from paceline.elastic.state import IN_VIEW, Dispute, State, Worker, in_view, ranks
+
+DISPUTES_BEFORE_THE_END = 3
+"""So often in a row members may differ without a majority; computing again does not help then."""
+
+REPORT = "report"
+"""The kind of the digests in reports."""
+
+WHOLE = ("", "saved", "end")
+"""Kinds of hashes that are of the whole state: audited steps, checkpoints, the end."""
+
+
+def go_back(job: State, step: int) -> None:
+    """What was computed since the last agreed step is not to be trusted: the next view restores."""
+    job.restore = True
+    job.restore_before = job.agreed
+    job.tainted = max(job.tainted, step, job.furthest[0] if job.furthest is not None else 0)
+
+
+def doubted(job: State, event: Hashed) -> None:
+    """The members saw by themselves that they differ. Whether any of them can be named or not, and whichever
+    is lost before it has voted: no state from after the last agreed step may be handed on."""
+    job.agreed = max(job.agreed, event.agreed)
+    go_back(job, event.step)
 
 
 def judge_open(job: State, now: float, out: list[Action]) -> tuple[str, list[Worker], bool]:
-    """Judge what all who are left have voted on: what was found, who was expelled, and whether everybody goes
-    back. The caller mends the view."""
+    """Judge what all who are left have voted on: what was found, who was expelled, and whether all go back.
+    The caller mends the view."""
     if not any(_all_are_in(job, cast) for cast in job.votes.values()):
         return "not all have voted", [], False
     voters = [worker.number for worker in in_view(job)]
-    judged = audit_votes.judge(job.votes, voters)
-    if judged is None:
+    found = audit_votes.judge(job.votes, voters, job.lineage)
+    if found is None:
         return "not all have voted", [], False
-    if judged.tie:
-        one = job.workers[min(voters)]
-        what = f"after step {judged.step} the replicas differ, and no majority says who is right"
-        return end_with_verdict(job, one, what, out), [], False
-    if not judged.dissenters:
-        job.agreed = max(job.agreed, judged.step)
-        job.votes = {step: cast for step, cast in job.votes.items() if step > judged.step}
-        return f"all agree after step {judged.step}", [], False
+    return _follow(job, found, now, out)
+
+
+def judge_reports(
+    job: State, told: Mapping[int, Reported], now: float, out: list[Action]
+) -> tuple[str, list[Worker]]:
+    """Judge, before a view is made, what the members' reports say of the step that the furthest have come to:
+    whoever hands its state on holds what independent members hold, or all go back."""
+    for report in told.values():
+        if report.agreed >= 0 and not job.restore:
+            job.agreed = max(job.agreed, report.agreed)
+    before = job.dispute
+    said, expelled, _ = judge_open(job, now, out)
+    if job.ended is not None or expelled or job.dispute is not before:
+        return said, expelled
+    steps = [report.progress[0] for report in told.values() if report.progress is not None]
+    cast = {
+        number: report.digest
+        for number, report in told.items()
+        if report.digest and report.progress is not None and report.progress[0] == max(steps)
+    }
+    if len(cast) < 2:
+        return said, []
+    found = audit_votes.judged((max(steps), REPORT), cast, job.lineage)
+    if not found.tie and not found.dissenters:
+        if found.witnesses > 1:
+            job.lineage = {number: root for number, root in job.lineage.items() if number not in cast}
+        return said, []
+    said, expelled, _ = _follow(job, found, now, out)
+    return said, expelled
+
+
+def _follow(job: State, found: Judgement, now: float, out: list[Action]) -> tuple[str, list[Worker], bool]:
+    if found.tie:
+        return _disputed(job, found, out)
+    if not found.dissenters:
+        return _agreed(job, found, now, out)
+    go_back(job, found.step)
+    what = f"has other weights than the others after step {found.step}"
+    done = f"it was killed; the others go back to at most step {job.agreed}, the last they agreed on"
+    expelled = _expel(job, found.dissenters, what, done, now, out)
+    job.votes, job.dispute = {}, None
+    return f"{len(found.dissenters)} dissented after step {found.step}", expelled, True
+
+
+def _disputed(job: State, found: Judgement, out: list[Action]) -> tuple[str, list[Worker], bool]:
+    slots = [job.workers[number].slot for number in found.cast if number in job.workers]
+    what = f"after step {found.step} {ranks(slots)} differ, and no majority says who is right"
+    if job.dispute is not None and job.agreed > job.dispute.step:
+        job.disputes = 0  # what was disputed then is long agreed on
+    job.disputes += 1
+    if job.disputes >= DISPUTES_BEFORE_THE_END:
+        one = job.workers[min(worker.number for worker in in_view(job))]
+        again = f"{what}, not for the first time: computing it again does not help"
+        return end_with_verdict(job, one, again, out), [], False
+    go_back(job, found.step)
+    job.dispute = Dispute(found.ballot, dict(found.cast))
+    job.votes = {}
+    return f"{what}: all go back to at most step {job.agreed} and compute it again", [], True
+
+
+def _agreed(job: State, found: Judgement, now: float, out: list[Action]) -> tuple[str, list[Worker], bool]:
+    """All said the same. Where it is a step that was disputed, this is what is right."""
+    if found.ballot[1] in WHOLE:
+        job.agreed = max(job.agreed, found.step)
+    job.votes = {ballot: cast for ballot, cast in job.votes.items() if ballot > found.ballot}
+    if found.witnesses > 1:
+        job.lineage = {}
+    said = f"all agree after step {found.step}"
+    dispute = job.dispute
+    if dispute is None or dispute.ballot != found.ballot:
+        return said, [], False
+    job.dispute, job.disputes = None, 0
+    if found.digest not in dispute.cast.values():
+        return f"{said}, and none of them had been right before", [], False
+    wrong = [number for number, digest in dispute.cast.items() if digest != found.digest]
+    what = f"had other weights after step {found.step} than came out when it was computed again"
+    expelled = _expel(job, wrong, what, "it was killed; the others go on from where they are", now, out)
+    return f"{said}; who differed is known now", expelled, False
+
+
+def _expel(
+    job: State, numbers: Iterable[int], what: str, done: str, now: float, out: list[Action]
+) -> list[Worker]:
     expelled = []
-    seen = max(judged.step, job.furthest[0] if job.furthest is not None else 0)
-    for number in judged.dissenters:
+    for number in sorted(numbers):
         worker = job.workers.get(number)
         if worker is None:
             continue
-        what = f"rank {worker.slot} has other weights than the others after step {judged.step}"
-        done = f"it was killed; the others go back to at most step {job.agreed}, the last they agreed on"
-        out.append(NoteVerdict(number, worker.slot, phase_of(job, worker), what, "nothing", done))
-        lose(job, worker, "dissent", what, now, out, kill=what)
+        text = f"rank {worker.slot} {what}"
+        out.append(NoteVerdict(number, worker.slot, phase_of(job, worker), text, "nothing", done))
+        lose(job, worker, "dissent", text, now, out, kill=text)
         expelled.append(worker)
-    job.restore = True
-    job.restore_before = job.agreed
-    job.tainted = max(job.tainted, seen)
-    job.votes = {}
-    return f"{len(judged.dissenters)} dissented after step {judged.step}", expelled, True
+    return expelled
 
 
 def _all_are_in(job: State, cast: Mapping[int, str]) -> bool:
-    """Whether everybody in the view has voted; mostly one of the first has not."""
+    """Whether all in the view have voted; mostly one of the first has not."""
     return all(number in cast for number, worker in job.workers.items() if worker.standing in IN_VIEW)

@@ -258,24 +258,34 @@ def has_raised(job: State, event: HasRaised, now: float, out: list[Action]) -> s
 
 
 def hashed(job: State, event: Hashed, now: float, out: list[Action]) -> str:
-    """A vote on an audited step."""
+    """A vote on a step: an audited one, one after which members differed, or one that was disputed."""
     worker = job.workers.get(event.member)
     if worker is None or worker.standing not in IN_VIEW:
         return f"a hash of member {event.member}, who is in no view"
-    if job.restore or (event.generation and job.view and event.generation != job.view.generation):
+    differs = event.agreed >= 0
+    if (job.restore and not differs) or (
+        event.generation and job.view and event.generation != job.view.generation
+    ):
         return "a hash from a time that everybody goes back from"
-    if event.step <= job.agreed and event.generation and job.view and job.view.restore:
+    ballot = (event.step, event.kind)
+    decides = differs or (job.dispute is not None and job.dispute.ballot == ballot)
+    if not decides and event.step <= job.agreed and event.generation and job.view and job.view.restore:
         # Everybody went back before it: what was agreed on then says nothing about this time.
         job.agreed = event.step - 1
-    if event.step <= job.agreed:
+    if not decides and event.step <= job.agreed:
         return f"step {event.step} is agreed on already"
-    job.votes = audit_votes.with_vote(job.votes, event.step, event.member, event.digest)
+    job.votes = audit_votes.with_vote(job.votes, ballot, event.member, event.digest)
+    if differs:
+        audits.doubted(job, event)
     if job.phase in (Phase.PREPARING, Phase.RETURNING):
         return f"the hash of step {event.step} is kept until the view is whole"
     judged, expelled, all_go_back = audits.judge_open(job, now, out)
-    if all_go_back and not expelled:
-        # Who dissented is gone already, but what it did is in everybody's weights.
-        return prepare(job, True, judged, now, out)
+    if job.ended is not None:
+        return judged
+    if (all_go_back or differs) and not expelled:
+        # Who dissented is gone already or not known yet, but what it did is in everybody's weights.
+        why = judged if all_go_back else f"the members differ after step {event.step}"
+        return prepare(job, True, why, now, out)
     return mend(job, expelled, judged, now, out)
 
 

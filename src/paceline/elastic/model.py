@@ -111,6 +111,7 @@ class ViewPlan:
     behind: tuple[int, ...] = ()
     restore: bool = False
     restore_before: int = -1
+    disputed: int = -1
 
     @cached_property
     def most_shards(self) -> int:
@@ -203,6 +204,8 @@ class Reported:
     progress: Progress | None
     held: tuple[int, ...] = ()
     alone: bool = False
+    digest: str = ""
+    agreed: int = -1
 
 
 @dataclass(frozen=True)
@@ -249,12 +252,20 @@ class HasRaised:
 
 @dataclass(frozen=True)
 class Hashed:
-    """A member's state hash after an audited step. `generation` 0: not known."""
+    """A member's hash of its state after a step: "kind:digest", or of an audited step the digest alone.
+    `generation` 0: not known. `agreed` >= 0: members were seen to differ after the step, and to hold the same
+    after this one."""
 
     member: int
     step: int
     digest: str
     generation: int = 0
+    agreed: int = -1
+
+    @property
+    def kind(self) -> str:
+        """Hashes of one kind can be compared with each other."""
+        return self.digest.rpartition(":")[0]
 
 
 @dataclass(frozen=True)

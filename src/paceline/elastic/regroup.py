@@ -104,7 +104,15 @@ def go_on_preparing(job: State, why: str, now: float, out: list[Action]) -> str:
 
 
 def install(job: State, why: str, now: float, out: list[Action]) -> str:
-    """All reported: decide the next view."""
+    """All reported: decide the next view, from members that hold the same."""
+    judged, expelled = audits.judge_reports(job, job.reports, now, out)
+    if job.ended is not None:
+        return judged
+    if expelled:
+        over = None if job.stop is not None else hopeless(job, expelled[-1], judged, out)
+        if over is not None:
+            return over
+        return go_on_preparing(job, f"{why}; {judged}", now, out)
     told = job.reports
     reporters = [job.workers[number] for number in told]
     stay = [worker for worker in reporters if not worker.leaves]
@@ -117,7 +125,7 @@ def install(job: State, why: str, now: float, out: list[Action]) -> str:
     _remember_alone(job, told, going)
     for worker in going:
         depart(job, worker, now, out)
-    return send_view(job, stay, told, job.reason, now, out)
+    return send_view(job, stay, told, judged if job.restore and job.dispute else job.reason, now, out)
 
 
 def _remember_alone(job: State, told: Mapping[int, Reported], going: list[Worker]) -> None:
@@ -168,7 +176,9 @@ def send_view(
         behind=behind,
         restore=restore,
         restore_before=job.restore_before if restore else -1,
+        disputed=-1 if job.dispute is None else job.dispute.step,
     )
+    _remember_lineage(job, plan, told)
     for worker in order:
         if worker.standing is Standing.READY:
             job.workers[worker.number] = replace(worker, standing=Standing.MEMBER, since=now)
@@ -184,6 +194,25 @@ def send_view(
     out.append(TellView(plan, why))
     start = "from the newest good checkpoint" if restore else "from where the furthest is"
     return f"{why}: generation {job.generation} is {ranks(list(plan.slots))}, {start}"
+
+
+def _remember_lineage(job: State, plan: ViewPlan, told: Mapping[int, Reported]) -> None:
+    """Who takes its state over from a member whose state no independent one has confirmed says nothing that
+    this member has not said: until it is confirmed, they are one vote."""
+    if plan.restore:
+        job.lineage = {}
+    if plan.source < 0:
+        return
+    source = plan.members[plan.source]
+    root, given = job.lineage.get(source, source), told[source]
+    same = [
+        number
+        for number, report in told.items()
+        if report.digest and report.digest == given.digest and report.progress is not None
+    ]
+    if len({job.lineage.get(number, number) for number in same}) < 2:
+        for rank in plan.behind:
+            job.lineage[plan.members[rank]] = root
 
 
 def run(job: State, now: float, out: list[Action]) -> str:

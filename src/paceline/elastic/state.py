@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
-from typing import final
+from typing import TypeAlias, final
 
 from paceline.core.control.messages import Progress
 from paceline.elastic.model import (
@@ -84,6 +84,23 @@ class Slot:
         return self.wanted and not self.given_up
 
 
+Ballot: TypeAlias = tuple[int, str]
+"""A step, and the kind of the hashes that are compared."""
+
+
+@final
+@dataclass(frozen=True)
+class Dispute:
+    """Who said what about a step, with no majority for any of it."""
+
+    ballot: Ballot
+    cast: Mapping[int, str]
+
+    @property
+    def step(self) -> int:
+        return self.ballot[0]
+
+
 @final
 @dataclass
 class State:
@@ -103,6 +120,12 @@ class State:
     committed   whether any step was ever committed
     breaks      how often in a row collectives broke with nobody gone; `suspicion`: who was named then
     raised      steps in which somebody's code raised
+    votes       hashes of steps that have not been judged, by member
+    agreed      the last step after which all were seen to hold the same state
+    lineage     whose state a member took over, where no independent member has confirmed it since: the two
+                are one vote
+    dispute     the hashes of a step after which members differed without a majority, until that step has been
+                computed again; `disputes` counts them in a row
     tainted     checkpoints after restore_before and up to this step may be wrong; -1: none
     due         when a Ticked is wanted
     gather_at   until when joiners wait for others
@@ -144,8 +167,11 @@ class State:
     breaks: int = 0
     suspicion: dict[int, int] = field(default_factory=dict)
     raised: frozenset[int] = frozenset()
-    votes: dict[int, Mapping[int, str]] = field(default_factory=dict)
+    votes: dict[Ballot, Mapping[int, str]] = field(default_factory=dict)
     agreed: int = 0
+    lineage: dict[int, int] = field(default_factory=dict)
+    dispute: Dispute | None = None
+    disputes: int = 0
 
     started_at: float = 0.0
     dealt_at: float = 0.0
@@ -157,7 +183,7 @@ class State:
     ended: EndJob | None = None
 
 
-_dicts = ("workers", "slots", "agents", "heard", "beats", "probed", "reports", "suspicion", "votes")
+_dicts = ("workers", "slots", "agents", "heard", "beats", "probed", "reports", "suspicion", "votes", "lineage")
 
 
 def initial(settings: Settings) -> State:

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from paceline.aggregate.strategy import Aggregation
+from paceline.checkpoint.digests import digest_of
 from paceline.checkpoint.store import CheckpointStore
 from paceline.core import events
 from paceline.core.errors import PacelineError, PeerError, UsageError
@@ -259,6 +260,14 @@ class Assembled:
             return
         if self.team.context.rank == next(iter(self.saver.writers), None):
             resuming.discard_after(self.store, step)
+
+    def digest(self) -> str:
+        """Of the parameters and the optimizers' state: the same on members that are equally far. Not of the
+        buffers, which move while the shards of an open step are computed."""
+        module = self._given.module
+        tensors = {model_state.MODEL + name: one.detach() for name, one in module.named_parameters()}
+        tensors |= optimizers.tensors_of(self.optimizers, module)
+        return digest_of(tensors)
 
     # the state of a member for one that lacks it: a checkpoint that never lies on a disk
 

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 
 from paceline.core import events
-from paceline.core.errors import InternalError, PacelineError, PlatformError
+from paceline.core.errors import PacelineError, PlatformError
 from paceline.train.assembly import Assembled
 from paceline.train.history import History
 from paceline.train.resuming import earlier_steps
@@ -24,7 +23,6 @@ def conclude(run: Run, assembled: Assembled, started: float) -> History | None:
     if not run.conclude():
         raise InternalError("the run was to end, and went back to an earlier step instead")
     told, recorder, is_master = run.final_hashes, assembled.recorder, assembled.team.is_master
-    _check_equal([theirs for theirs, _, _ in told])
     digest = str(told[0][0])
     recorder.note(
         events.RunEnded(
@@ -87,14 +85,3 @@ def _say_stopped(run: Run, assembled: Assembled) -> None:
     else:
         what = f"version {saver.newest} of step {saver.newest_step} is saved"
     _log.warning("stopped by %s after step %d; %s", run.ended, run.position.step, what)
-
-
-def _check_equal(hashes: Sequence[str]) -> None:
-    odd = [rank for rank, digest in enumerate(hashes) if digest != hashes[0]]
-    if odd:
-        raise InternalError(
-            f"the weights of rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))} are not those of "
-            "rank 0 at the end of the run",
-            remedy="a modifier or the model may depend on the rank, on time or on randomness of its own; "
-            "else suspect the memory of that machine",
-        )

@@ -95,6 +95,7 @@ class Membership:
         self._telling = Telling()
         self._shard_seconds = self._step_seconds = 0.0
         self._committed_at = time.monotonic()
+        self._disputed = -1  # a step that is computed again because members differed after it
         self.fingerprint: dict[str, str] = {}
         self.model = ""
 
@@ -261,12 +262,25 @@ class Membership:
         if step.hash is not None:
             # Who differs spoils every step that follows: the sooner it is found, the fewer are done again.
             self._receipts.send(self.link)
+        if step.step == self._disputed:
+            self._vote(step.step, self._digest())
 
-    def differ(self, step: int, digest: str) -> NoReturn:
-        generation = self._team.generation
-        hashes = {str(step): digest}
-        self._link().send(Receipt(generation=generation, first=1, last=0, shards=(), hashes=hashes))
+    def differ(self, step: int, digest: str, agreed: int) -> NoReturn:
+        self._vote(step, digest, agreed)
         raise GroupInterruptedError(f"the weights after step {step} are not the same on all members")
+
+    def agree(self, step: int, digest: str) -> None:
+        if step == self._disputed:
+            self._vote(step, digest)
+
+    def _vote(self, step: int, digest: str, agreed: int = -1) -> None:
+        """What this member's state after a step hashes to, for who decides whose state is right."""
+        hashes = {str(step): digest}
+        self._link().send(
+            Receipt(
+                generation=self._team.generation, first=1, last=0, shards=(), hashes=hashes, agreed=agreed
+            )
+        )
 
     def meet_again(self, run: Run, trouble: BaseException | None) -> None:
         while True:
@@ -328,7 +342,7 @@ class Membership:
         rank = view.members.index(self.seat.member)
         context = self._open(view, rank)
         with self._lock:
-            self._view, self._opening = view, False
+            self._view, self._opening, self._disputed = view, False, view.disputed
             self._team.install(
                 context, view.shards, view.generation, backup=view.backup and self._may_back_up
             )
@@ -397,8 +411,14 @@ class Membership:
                 progress=run.progress if self._has_state else None,
                 held=assembled.transaction.held,
                 alone=assembled.transaction.has_state_of_its_own,
+                digest=self._digest() if self._has_state else "",
+                agreed=run.agreed if self._has_state else -1,
             )
         )
+
+    def _digest(self) -> str:
+        assert self._assembled is not None
+        return f"report:{self._assembled.digest()}"
 
     def _accepts(self, view: View) -> bool:
         """Whether this is the view to be in; prepares for an opening that can be cancelled."""

@@ -43,6 +43,7 @@ class CommittedStep:
     learning_rate: float
     skipped: bool
     hash: str | None
+    sample: str | None  # of the weights that it was computed with
     offset: int  # in its epoch, before it
     taken: int  # positions of the epoch
     generation: int
@@ -284,6 +285,7 @@ def _event(record: StepRecord, step: CommittedStep) -> events.StepCommitted:
         samples=record.samples,
         seconds=record.seconds,
         hash=step.hash,
+        sample=step.sample,
         offset=step.offset,
         taken=step.taken,
         learning_rate=record.learning_rate,

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Generator, Iterator, Mapping
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from paceline.core.errors import UsageError
 from paceline.data.plan import Position, slices_of_step
 from paceline.data.randomness import seed_everything
 from paceline.data.sources import Batch
-from paceline.train import modifier_states
+from paceline.train import agreement, modifier_states
 from paceline.train.agenda import Agenda, Duty
 from paceline.train.feed import to_device
 from paceline.train.history import Evaluation
@@ -63,6 +63,8 @@ class Run:
         self._learns = False  # a step of this process gave some parameter a gradient
         self._pause = False  # after the step that was just committed
         self._agenda = Agenda()  # since the last commit
+        self.agreed = self.position.step  # the last step after which all ranks were seen to hold the same
+        self._sample = agreement.WeightSample(parts.module.parameters())
         # Of all ranks: the hash, whether it was asked to stop, what is unsaved.
         self.final_hashes: list[list[Any]] = []
 
@@ -238,19 +240,48 @@ class Run:
         parts.phases.enter(CHECKPOINT)
         parts.recorder.flush()
         modifier_states.compare(parts.team.context, parts.callbacks, self.position.step)
-        parts.saver.begin(self.position, parts.contents(self), self._metrics())
+        contents = parts.contents(self)
+        shares = parts.saver.digests(contents)
+        # A version is put together from what all ranks write: only where they hold the same is it anything.
+        self._compare("saved", "-".join(shares))
+        parts.saver.begin(self.position, contents, self._metrics(), shares)
 
     # inside
+
+    def _compare(self, kind: str, digest: str) -> None:
+        """All ranks together: their whole state after this step is the same, or none of them goes on."""
+        parts, step = self._parts, self.position.step
+        if parts.team.world_size > 1 and len(set(parts.team.context.all_gather(digest))) > 1:
+            self._differ(kind, digest)
+        self.agreed = step
+        if parts.members is not None:
+            parts.members.agree(step, f"{kind}:{digest}")
+
+    def _differ(self, kind: str, digest: str) -> NoReturn:
+        parts, step = self._parts, self.position.step
+        # What was summed in the open step has been written over, with the gradients of an odd rank in it.
+        parts.transaction.abandon()
+        if parts.members is not None:
+            parts.members.differ(step, f"{kind}:{digest}", self.agreed)
+        raise agreement.differ_error(step, parts.team.context.all_gather(digest))
 
     def _commit(self) -> None:
         parts, config = self._parts, self._parts.config
         wrote, failed = parts.saver.wrote if parts.saver is not None else (False, False)
         pause = parts.members is not None and parts.members.wants_pause
         parts.phases.enter(COLLECTIVE)
-        reduced = parts.transaction.reduce(Wishes(parts.stop.asked(), wrote, failed, pause))
+        position, batch = self.position, self.batch
+        # Now, and not before the shards: weights that changed while these were computed are seen, too.
+        sample = self._sample.of(position.step)
+        wishes = Wishes(parts.stop.asked(), wrote, failed, pause, sample)
+        try:
+            reduced = parts.transaction.reduce(wishes)
+        except agreement.DifferError:
+            self._differ("sample", agreement.text(sample))
+        if parts.members is not None:
+            parts.members.agree(position.step, f"sample:{agreement.text(sample)}")
         self._check_learns(reduced)
         parts.phases.enter(OPTIMIZER)
-        position, batch = self.position, self.batch
         step, epoch = position.step, position.epoch
         if parts.draws_after_exchange:
             # What draws numbers from here on does so on every rank, and must draw the same ones.
@@ -261,7 +292,7 @@ class Run:
         self.position = position.after(self._planned, reduced.applied)
         self._pause = reduced.pauses > 0
         self._agenda.begin(self._due_after(reduced))
-        self._record(reduced, applied, position)
+        self._record(reduced, applied, position, sample)
         if parts.saver is not None:
             if not self._prepared and parts.contents is not None:
                 # Now, after a first step, optimizers have all the state that they will have.
@@ -313,9 +344,8 @@ class Run:
             unsaved = saver.unsaved(self.position.step) if saver is not None else None
             digest = state_hash(parts.module)
             told = parts.team.context.all_gather([digest, parts.stop.asked(), unsaved])
-            if parts.members is not None and parts.config.audit_every and len({one[0] for one in told}) > 1:
-                parts.members.differ(self.position.step, digest)
             self.final_hashes = told
+            self._compare("end", digest)
 
     def _begin_conclusion(self) -> None:
         parts = self._parts
@@ -348,6 +378,7 @@ class Run:
             "stopped_on_request": self.stopped_on_request,
             "left": self._left,
             "final_hashes": self.final_hashes,
+            "agreed": self.agreed,
         }
 
     def load_agenda_dict(self, state: Mapping[str, Any]) -> None:
@@ -355,19 +386,21 @@ class Run:
         self.ended = state["ended"]
         self.stopped_on_request, self._left = state["stopped_on_request"], state["left"]
         self.final_hashes = list(state["final_hashes"])
+        self.agreed = state["agreed"]
 
     def begin_at(self, position: Position) -> None:
         """The state of another position was taken up."""
         self._parts.transaction.abandon()
         self._parts.update.watch()
         self.position = position
+        self.agreed = position.step
         self._agenda.clear()
         self._pause = False
         self.ended, self.stopped_on_request = None, False
         self._named_unused = position.step > 0
         self._first = self._first and position.step == 0
 
-    def _record(self, reduced: Reduced, applied: Applied, before: Position) -> None:
+    def _record(self, reduced: Reduced, applied: Applied, before: Position, sample: int) -> None:
         parts, step = self._parts, self.position.step
         if not self._named_unused:
             self._named_unused = True
@@ -387,6 +420,7 @@ class Run:
             learning_rate=applied.learning_rate,
             skipped=applied.skipped,
             hash=state_hash(parts.module) if audit and step % audit == 0 else None,
+            sample=agreement.text(sample),
             names=reduced.metrics,
             has_norm=applied.norm is not None,
             numbers=numbers,

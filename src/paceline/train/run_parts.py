@@ -58,9 +58,12 @@ class Members(Protocol):
     def shard_done(self, step: int, shard: int, seconds: float) -> None:
         """A shard was computed here, in so many seconds."""
 
-    def differ(self, step: int, digest: str) -> NoReturn:
-        """The members' weights after `step` are not the same; this is the hash of this one's. Raises one of
-        GROUP_TROUBLE: who is right is decided elsewhere."""
+    def differ(self, step: int, digest: str, agreed: int) -> NoReturn:
+        """The members' weights after `step` are not the same; this is the hash of this one's, and all were
+        the same after step `agreed`. Raises one of GROUP_TROUBLE: who is right is decided elsewhere."""
+
+    def agree(self, step: int, digest: str) -> None:
+        """The members' weights after `step` are the same, with this hash."""
 
     def committed(
         self, step: CommittedStep, shards: tuple[int, ...], shard_hashes: Mapping[int, str]

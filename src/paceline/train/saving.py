@@ -21,6 +21,7 @@ from typing import Any, final
 from torch import Tensor
 
 from paceline.checkpoint import state_json
+from paceline.checkpoint.digests import share_digests
 from paceline.checkpoint.manifest import FileRecord, Info
 from paceline.checkpoint.retention import Retention
 from paceline.checkpoint.store import CheckpointStore
@@ -83,6 +84,7 @@ class Saver:
         self._version: int | None = None  # under way
         self._info = Info(step=0)
         self._mine: Finished | None = None  # this rank's part, written
+        self._shares: list[str] = []  # what each writer's part must hash to
         self._committing: tuple[int, float, float] | None = None  # version, begun, stall; on the first rank
         self._begun = 0.0
         self._stall = 0.0
@@ -134,8 +136,19 @@ class Saver:
             # Its text alone: the error itself would keep what it has seen for as long as the line is kept.
             _log.warning("the memory for checkpoints could not be set aside: %s", str(error))
 
-    def begin(self, position: Position, contents: Contents, metrics: dict[str, float]) -> None:
-        """Starts a version of the state as it is now; waits for the one before, if it is not complete."""
+    def digests(self, contents: Contents) -> list[str]:
+        """Of what each writer is to write, from this rank's own memory: equal on ranks that hold the same."""
+        return share_digests(contents.tensors, max(1, len(self.writers)))
+
+    def begin(
+        self,
+        position: Position,
+        contents: Contents,
+        metrics: dict[str, float],
+        shares: list[str] | None = None,
+    ) -> None:
+        """Starts a version of the state as it is now; waits for the one before, if it is not complete.
+        `shares`: the digests that all ranks agreed on; None: this rank's own."""
         started = time.perf_counter()
         self._check_metric(metrics)
         self.finish()
@@ -148,6 +161,7 @@ class Saver:
             self._failed(-1, position.step, trouble)
             return
         self._version, self._mine = version, None
+        self._shares = self.digests(contents) if shares is None else shares
         self._info = Info(
             step=position.step,
             epoch=position.epoch,
@@ -189,19 +203,29 @@ class Saver:
         assert version is not None
         assert mine is not None
         told = self._team.context.gather(
-            [[record.to_plain() for record in mine.records], None if mine.error is None else str(mine.error)],
+            [
+                [record.to_plain() for record in mine.records],
+                None if mine.error is None else str(mine.error),
+                mine.digest,
+            ],
             self._first,
         )
         self._version, self._mine = None, None
         if told is None:
             return
-        errors = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(told) if error is not None]
+        errors = [f"rank {rank}: {error}" for rank, (_, error, _) in enumerate(told) if error is not None]
+        # Memory may have changed between the comparison of all ranks and the copy that was written.
+        errors += [
+            f"rank {rank}: what it wrote is not what all ranks hold"
+            for rank, share in zip(self.writers, self._shares, strict=True)
+            if told[rank][1] is None and told[rank][2] != share
+        ]
         if errors:
             self._failed(version, self._info.step, "; ".join(errors))
             self._writer.discard(version)
             self._committing = None
             return
-        records = [FileRecord.from_plain(plain) for plains, _ in told for plain in plains]
+        records = [FileRecord.from_plain(plain) for plains, _, _ in told for plain in plains]
         self._writer.commit(version, records, self._info, self._retention)
         self._committing = (version, self._begun, self._stall)
 

@@ -24,6 +24,7 @@ from paceline.aggregate.strategy import Aggregation
 from paceline.comm.shards import Holdings
 from paceline.core.errors import InternalError, PeerLostError, UsageError
 from paceline.data.randomness import seed_everything
+from paceline.train import agreement
 from paceline.train.carried_state import CarriedState
 from paceline.train.compressed_summation import CompressedSummation
 from paceline.train.config import TrainConfig
@@ -50,6 +51,7 @@ class Wishes:
     saved: bool = False
     save_failed: bool = False
     pause: bool = False  # after this step, so that members can come and go
+    sample: int = 0  # of the weights that the step is computed with: agreement.py
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ class StepTransaction:
         self._direct = self._shape[1]
         tail = self._norms_start + (team.shards if self._noise else 0)
         self._tail = torch.zeros(tail, device=self._device)
-        layout = Layout(self._dense, tail, _WISHES + len(self.trained))
+        layout = Layout(self._dense, tail, _WISHES + len(self.trained) + agreement.NUMBERS)
         self._summation = (
             None
             if self._direct
@@ -277,9 +279,14 @@ class StepTransaction:
             loss = nothing if self._loss is None else self._loss
             tail = torch.stack([loss, *(self._metrics.values or [nothing] * len(names))])
         else:
+            world = self._team.world_size
+            ballot += agreement.ballot(wishes.sample, world)
             flat = self._summation.finish(torch.tensor(ballot, dtype=torch.float32), holdings)
-            if self._team.world_size > 1:
+            if world > 1:
                 ballot = [round(number) for number in flat.ballot.tolist()]
+            ballot, samples = ballot[: -agreement.NUMBERS], ballot[-agreement.NUMBERS :]
+            if not agreement.are_equal(samples, world):
+                raise agreement.DifferError  # all ranks do, before any of them has applied the step
             counts = dict(zip(self.trained, ballot[_WISHES:], strict=True))
             expose(self._parameters, flat, [counts[name] > 0 for name in self._names])
             tail = flat.tail

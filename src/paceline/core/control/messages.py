@@ -111,12 +111,16 @@ class Beat(Message):
 @dataclass(frozen=True, kw_only=True)
 class Report(Message):
     """Stopped for `generation`: how far I am, and of which shards of the open step I hold the gradient.
-    `alone` is set when this member has state that nobody else has a copy of."""
+    `alone` is set when this member has state that nobody else has a copy of. `digest` is of parameters and
+    optimizers' state: members that are equally far have the same. `agreed`: the last step after which all
+    members of a view were seen to hold the same state."""
 
     generation: Count
     progress: Progress | None
     held: tuple[Small, ...] = ()
     alone: bool = False
+    digest: str = ""
+    agreed: int = -1
 
 
 @final
@@ -160,6 +164,8 @@ class Receipt(Message):
 
     hashes         state hashes of audited steps, by step
     shard_hashes   hashes of this member's shards' gradients in audited steps: [step, shard, hash]
+    agreed         >= 0: the hashes are of a step after which the members were seen to differ; after this one
+                   they were the same
     """
 
     generation: Count
@@ -168,6 +174,7 @@ class Receipt(Message):
     shards: tuple[Small, ...]
     hashes: dict[Step, Name] = field(default_factory=dict)
     shard_hashes: tuple[tuple[Count, Small, Name], ...] = ()
+    agreed: int = -1
 
 
 @final
@@ -332,6 +339,8 @@ class View(Message):
               [pid, descriptor, inode, device]
     journaled the last step that is in the journal: the first rank tells what is missing
     backup    the shards of slow members are computed by idle ones too
+    disputed  >= 0: a step after which members differed and no majority said who is right: whoever comes to it
+              again sends its hashes
     """
 
     generation: int
@@ -349,6 +358,7 @@ class View(Message):
     segment: tuple[int, ...] = ()
     journaled: int = 0
     backup: bool = False
+    disputed: int = -1
 
 
 @final

@@ -103,13 +103,21 @@ class Ear:
             case Receipt():
                 supervisor.chronicle.receive(seat.slot, seat.pid, message, self._known)
                 for step, digest in message.hashes.items():
-                    supervisor.feed(Hashed(member, int(step), digest, message.generation))
+                    supervisor.feed(Hashed(member, int(step), digest, message.generation, message.agreed))
             case Injected():
                 supervisor.injections.hear(seat, message)
             case Report():
                 seat.progress = message.progress
                 supervisor.feed(
-                    Reported(member, message.generation, message.progress, message.held, message.alone)
+                    Reported(
+                        member,
+                        message.generation,
+                        message.progress,
+                        message.held,
+                        message.alone,
+                        message.digest,
+                        message.agreed,
+                    )
                 )
             case Installed():
                 if message.progress is not None:

@@ -55,6 +55,7 @@ class Views:
             segment=segment,
             journaled=journaled,
             backup=self._backup,
+            disputed=plan.disputed,
         )
         self.waiting = set(plan.members)
         self.claims.clear()

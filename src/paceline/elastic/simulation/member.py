@@ -97,7 +97,8 @@ class Member(Process):
     def _report_again(self) -> None:
         held = tuple(sorted(self.computed)) if self.state is not None else ()
         alone = self.world.plan.private_state and self.state is not None
-        self.send(Reported(self.number, self.asked, self.progress, held, alone))
+        digest = "" if self.state is None else f"report:{self.state:x}"
+        self.send(Reported(self.number, self.asked, self.progress, held, alone, digest))
 
     # the main thread: a new view
 

@@ -1,0 +1,177 @@
+"""Members hold different states: who is named, who is right, and whose state may be handed on."""
+
+from __future__ import annotations
+
+from tests.elastic.machine_driver import Driven, asked, only, some
+
+from paceline.elastic.model import EndJob, Hashed, Lost, NoteVerdict, Reported, TellView
+
+PROGRESS = (12, 1, 0)
+
+
+def differ(job: Driven, votes: dict[int, str], step: int = 12, agreed: int = 8) -> list:
+    """Members see in one exchange that they differ."""
+    generation = job.state.view.generation
+    return [
+        action
+        for member, digest in votes.items()
+        for action in job.tell(Hashed(member, step, f"sample:{digest}", generation, agreed))
+    ]
+
+
+def report(job: Driven, digests: dict[int, str], agreed: int = 8, step: int = 12) -> list:
+    """All who are asked report with the digest of their state; others have none."""
+    told = []
+    for number in sorted(job.state.waiting):
+        digest = digests.get(number)
+        progress = None if digest is None else (step, 1, 0)
+        digest = "" if digest is None else f"report:{digest}"
+        told += job.tell(
+            Reported(number, job.state.generation, progress, (), False, digest, -1 if not digest else agreed)
+        )
+    return told
+
+
+def test_who_differs_from_a_majority_is_named_whoever_it_is():
+    for odd in (1, 2, 3):
+        job = Driven(3, 6).running()
+        job.beat_all(steps=12)
+        told = differ(job, {member: "bad" if member == odd else "good" for member in (1, 2, 3)})
+        told += report(job, {member: "bad" if member == odd else "good" for member in (1, 2, 3)})
+        assert only(told, NoteVerdict).slot == odd - 1
+        plan = only(told, TellView).plan
+        assert (plan.restore, plan.restore_before, odd in plan.members) == (True, 8, False)
+
+
+def test_members_that_saw_a_difference_go_back_although_nobody_is_left_to_compare_with():
+    """Who voted last may be the one that is wrong: its state is handed to none."""
+    job = Driven(2, 4).running()
+    job.beat_all(steps=12)
+    differ(job, {1: "bad"})
+    job.tell(Lost(2, "crash", "killed"))
+    told = report(job, {1: "bad"})
+    plan = only(told, TellView).plan
+    assert (plan.restore, plan.restore_before) == (True, 8)
+
+
+def test_a_member_that_is_told_to_stop_before_it_has_voted_is_judged_by_its_report():
+    job = Driven(3, 6).running()
+    job.beat_all(steps=12)
+    told = differ(job, {3: "good"})
+    assert asked(told).abort
+    told = report(job, {1: "bad", 2: "good", 3: "good"})
+    assert only(told, NoteVerdict).slot == 0
+    assert only(told, TellView).plan.restore
+
+
+def test_a_state_is_not_handed_on_when_another_member_holds_another_one():
+    """A worker is killed for some other reason, and the reports show that the others differ."""
+    job = Driven(4, 8).running()
+    job.beat_all(steps=12)
+    job.tell(Lost(4, "crash", "killed"))
+    told = report(job, {1: "bad", 2: "good", 3: "good"})
+    assert only(told, NoteVerdict).slot == 0
+    plan = only(told, TellView).plan
+    assert (plan.members[:2], plan.restore, plan.restore_before) == ((2, 3), True, 8)
+
+
+def test_the_same_reports_change_nothing():
+    job = Driven(3, 6).running()
+    job.beat_all(steps=12)
+    job.tell(Lost(3, "crash", "killed"))
+    plan = only(report(job, {1: "good", 2: "good"}), TellView).plan
+    assert (plan.restore, plan.members[:2]) == (False, (1, 2))
+
+
+def test_without_a_majority_all_compute_it_again_and_what_comes_out_names_the_one_that_was_wrong():
+    job = Driven(2, 4).running()
+    job.beat_all(steps=12)
+    told = differ(job, {1: "bad", 2: "good"})
+    assert not some(told, NoteVerdict)
+    told = report(job, {1: "bad", 2: "good"})
+    assert not some(told, NoteVerdict)
+    plan = only(told, TellView).plan
+    assert (plan.members, plan.restore, plan.restore_before, plan.disputed) == ((1, 2), True, 8, 12)
+    job.install_all()
+    job.beat_all(steps=9)
+    job.tell(Hashed(1, 12, "sample:good", plan.generation))
+    told = job.tell(Hashed(2, 12, "sample:good", plan.generation))
+    verdict = only(told, NoteVerdict)
+    assert verdict.slot == 0
+    assert "computed again" in verdict.what
+    plan = only(report(job, {2: "good"}), TellView).plan
+    assert (plan.restore, plan.disputed, 2 in plan.members) == (False, -1, True)
+
+
+def test_a_step_that_no_member_had_right_names_none():
+    job = Driven(2, 4).running()
+    job.beat_all(steps=12)
+    differ(job, {1: "bad", 2: "worse"})
+    report(job, {1: "bad", 2: "worse"})
+    job.install_all()
+    generation = job.state.view.generation
+    told = [action for m in (1, 2) for action in job.tell(Hashed(m, 12, "sample:good", generation))]
+    assert not some(told, NoteVerdict)
+    assert job.state.dispute is None
+
+
+def test_members_that_differ_again_and_again_end_the_job():
+    job = Driven(2, 4).running()
+    for _ in range(2):
+        job.beat_all(steps=12)
+        differ(job, {1: "one", 2: "other"})
+        report(job, {1: "one", 2: "other"})
+        job.install_all()
+    job.beat_all(steps=12)
+    differ(job, {1: "one", 2: "other"})
+    end = only(report(job, {1: "one", 2: "other"}), EndJob)
+    assert not end.ok
+    assert "ranks 0 and 1 differ" in end.reason
+
+
+def test_disputes_of_steps_that_are_long_agreed_on_do_not_add_up():
+    job = Driven(2, 4).running()
+    for step in (12, 32, 52, 72):
+        job.beat_all(steps=step)
+        differ(job, {1: "one", 2: "other"}, step, step - 4)
+        told = report(job, {1: "one", 2: "other"}, step - 4, step)
+        assert only(told, TellView).plan.restore_before == step - 4
+        job.install_all()
+
+
+def test_a_state_that_was_handed_on_is_one_vote_with_its_source():
+    """Rank 0 alone had the last result and hands it to both others: what they say is what it says."""
+    job = Driven(3, 6).running()
+    job.beat_all(steps=12)
+    job.tell(Lost(2, "crash", "killed"))
+    report(job, {1: "copied", 3: "copied"})
+    job.install_all()
+    job.state.lineage.clear()
+    job.join_all()
+    report(job, {1: "copied"})  # member 3 has not got the last result
+    assert job.state.lineage == {3: 1, job.of_slot(1): 1}
+    job.install_all()
+    job.state.lineage.pop(3)  # as if it had been independent
+    job.beat_all(steps=13)
+    generation = job.state.view.generation
+    votes = {member: "other" if member == 3 else "copied" for member in job.members}
+    told = [action for m, digest in votes.items() for action in job.tell(Hashed(m, 15, digest, generation))]
+    assert not some(told, NoteVerdict)  # two against one, and yet no majority
+    assert job.state.dispute is not None
+
+
+def test_a_state_that_an_independent_member_confirms_makes_a_new_voter():
+    job = Driven(3, 6).running()
+    job.beat_all(steps=12)
+    job.tell(Lost(3, "crash", "killed"))
+    report(job, {1: "good", 2: "good"})
+    job.install_all()
+    job.join_all()
+    report(job, {1: "good", 2: "good"})
+    job.install_all()
+    assert job.state.lineage == {}
+    newest = job.of_slot(2)
+    generation = job.state.view.generation
+    votes = {1: "bad", 2: "good", newest: "good"}
+    told = [action for m, digest in votes.items() for action in job.tell(Hashed(m, 15, digest, generation))]
+    assert only(told, NoteVerdict).slot == 0
