@@ -117,7 +117,7 @@ TABLE: tuple[Row, ...] = (
     ),
     _row(Beaten, members.beaten, "a heartbeat", _stay),
     _row(Probed, outside.probed, "a silent worker's process was looked at", _stay),
-    _row(Reported, members.reported, "a member stopped", {_P: (_P, _I)}),
+    _row(Reported, members.reported, "a member stopped", {_P: (_P, _I, _S, _E)}),
     _row(HasInstalled, members.has_installed, "a member is in the view", {_I: (_I, _R, _T, _P)}),
     _row(
         HasBroken,
@@ -130,14 +130,21 @@ TABLE: tuple[Row, ...] = (
     _row(
         Hashed,
         members.hashed,
-        "a hash of an audited step",
+        "a hash of the state after a step",
         {_R: (_R, _P, _E), _I: (_I, _P, _E), _T: (_T, _P, _E), _P: (_P,), _B: (_B,)},
     ),
     _row(
         WantsToLeave,
         members.wants_to_leave,
         "a worker was asked to go",
-        {_S: (_S, _I, _E), _R: (_R, _P, _T, _E), _P: (_P, _I, _E), _I: (_I, _E), _T: (_T,), _B: (_B, _E)},
+        {
+            _S: (_S, _I, _E),
+            _R: (_R, _P, _T, _E),
+            _P: (_P, _I, _S, _E),
+            _I: (_I, _E),
+            _T: (_T,),
+            _B: (_B, _E),
+        },
     ),
     _row(
         IsDone,
@@ -151,13 +158,13 @@ TABLE: tuple[Row, ...] = (
         ScaleAsked,
         outside.scale_asked,
         "another size is wanted",
-        {_S: (_S, _I), _R: (_R, _P), _P: (_P, _I), _I: (_I,), _T: (_T,), _B: (_B,)},
+        {_S: (_S, _I), _R: (_R, _P), _P: (_P, _I, _S, _E), _I: (_I,), _T: (_T,), _B: (_B,)},
     ),
     _row(
         StopAsked,
         outside.stop_asked,
         "the job is to stop",
-        {_S: (_E,), _R: (_T,), _P: (_P, _I), _I: (_I,), _T: (_T,), _B: (_B,)},
+        {_S: (_E,), _R: (_T,), _P: (_P, _I, _S, _E), _I: (_I,), _T: (_T,), _B: (_B,)},
     ),
     _row(
         Ticked,

@@ -1,0 +1,132 @@
+"""One bit of one worker's weights flips, from outside: the run ends with the right bits, or with an error that
+names the rank and leaves nothing behind that a resume would take for good."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from tests.train import small_run
+from tests.train.small_run import fit, journal_of, settings
+from typer.testing import CliRunner
+
+import paceline
+from paceline.checkpoint.store import CheckpointStore
+from paceline.cli.main import app
+from paceline.core import events
+from paceline.train.callbacks import Modifier
+from paceline.train.config import CheckpointConfig
+
+
+def of(kind: type, folder: Path) -> list:
+    return [event for event in journal_of(folder) if isinstance(event, kind)]
+
+
+def looked_after(folder: Path, workers: int, chaos: str | None = None, **changes):
+    care = paceline.FaultTolerance(max_worker_failures=100, chaos=chaos)
+    return settings(folder, workers, fault_tolerance=care, **changes)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    return fit(settings(folder, 1, fault_tolerance=paceline.FaultTolerance(enabled=False)))
+
+
+class Flips(Modifier):
+    """Once, in the worker of one rank: a bit of a parameter's memory, past anything that torch would notice."""
+
+    def __init__(self, mark: Path, step: int, rank: int, bit: int = 30, buffer: str = "") -> None:
+        self.mark, self.step, self.rank, self.bit, self.seen = mark, step, rank, bit, 0
+
+    def change_gradients(self, parameters):
+        self.seen += 1
+        if self.seen == self.step and os.environ["RANK"] == str(self.rank) and not self.mark.exists():
+            self.mark.touch()
+            flip(next(iter(parameters.values())), self.bit)
+
+    def state_dict(self):
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state):
+        self.seen = state["seen"]
+
+
+def flip(tensor: torch.Tensor, bit: int) -> None:
+    """Through /proc, as another process would."""
+    word = ctypes.c_uint32.from_address(tensor.data_ptr())
+    with open(f"/proc/{os.getpid()}/mem", "r+b", buffering=0) as memory:
+        memory.seek(tensor.data_ptr())
+        memory.write((word.value ^ (1 << bit)).to_bytes(4, "little"))
+
+
+def audited(folder: Path) -> str:
+    done = CliRunner().invoke(app, ["audit", str(folder)])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+@pytest.mark.parametrize("audit_every", [0, 5])
+@pytest.mark.parametrize(("workers", "rank"), [(3, 0), (3, 2), (2, 0), (2, 1)])
+def test_a_flipped_bit_leaves_no_trace_and_its_rank_is_named(
+    workers, rank, audit_every, tmp_path, undisturbed
+):
+    folder = tmp_path / "run"
+    history = fit(
+        looked_after(folder, workers, audit_every=audit_every), [Flips(tmp_path / "mark", 13, rank)]
+    )
+    assert (tmp_path / "mark").exists()
+    assert history.state_hash == undisturbed.state_hash
+    blamed = [(event.rank, event.cause) for event in of(events.WorkerFailed, folder)]
+    assert blamed == [(rank, "dissent")]
+    assert [event.rank for event in of(events.Verdict, folder)] == [rank]
+    audited(folder)
+
+
+@pytest.mark.parametrize(("workers", "rank", "killed"), [(3, 0, 1), (3, 2, 0), (2, 0, 1), (2, 1, 0)])
+def test_a_flipped_bit_and_then_a_kill_and_a_join(workers, rank, killed, tmp_path, undisturbed):
+    """The state of the odd worker is handed to none."""
+    folder = tmp_path / "run"
+    chaos = f"kill rank={killed} step=15 phase=backward"
+    history = fit(looked_after(folder, workers, chaos), [Flips(tmp_path / "mark", 13, rank)])
+    assert history.state_hash == undisturbed.state_hash
+    assert rank in [event.rank for event in of(events.WorkerFailed, folder) if event.cause == "dissent"]
+    audited(folder)
+
+
+@pytest.mark.parametrize(("workers", "rank"), [(3, 0), (3, 2), (2, 0)])
+@pytest.mark.parametrize("step", [16, 30])
+def test_a_bit_that_flips_after_the_last_exchange_before_a_save_or_the_end(
+    workers, rank, step, tmp_path, undisturbed
+):
+    folder = tmp_path / "run"
+    history = fit(looked_after(folder, workers), [Flips(tmp_path / "mark", step, rank)])
+    assert history.state_hash == undisturbed.state_hash
+    assert [event.rank for event in of(events.WorkerFailed, folder)] == [rank]
+    audited(folder)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_without_a_supervisor_the_run_ends_with_an_error_and_a_resume_is_right(rank, tmp_path, undisturbed):
+    folder = tmp_path / "run"
+    alone = settings(folder, 3, fault_tolerance=paceline.FaultTolerance(enabled=False))
+    with pytest.raises(paceline.PacelineError, match=f"after step 13 rank {rank} has other weights"):
+        fit(alone, [Flips(tmp_path / "mark", 13, rank)])
+    steps = [manifest.info.step for manifest in CheckpointStore(folder / "checkpoints").manifests()]
+    assert steps
+    assert max(steps) <= 12
+    again = small_run.settings(
+        folder, 3, resume="auto", fault_tolerance=paceline.FaultTolerance(enabled=False)
+    )
+    history = fit(again, [Flips(tmp_path / "mark", 13, rank)])
+    assert history.state_hash == undisturbed.state_hash
+
+
+def test_without_checkpoints_all_begin_anew(tmp_path, undisturbed):
+    folder = tmp_path / "run"
+    config = looked_after(folder, 2, checkpoint=CheckpointConfig(enabled=False))
+    assert fit(config, [Flips(tmp_path / "mark", 13, 0)]).state_hash == undisturbed.state_hash
+    audited(folder)
