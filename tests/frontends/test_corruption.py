@@ -1,9 +1,10 @@
-"""One bit of one worker's weights flips, from outside: the run ends with the right bits, or with an error that
-names the rank and leaves nothing behind that a resume would take for good."""
+"""One bit of one worker's memory flips: the run ends with the right bits, or with an error that names the
+rank and leaves nothing behind that a resume would take for good."""
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from tests.train import small_run
 from tests.train.small_run import fit, journal_of, settings
+from torch import nn
 from typer.testing import CliRunner
 
 import paceline
@@ -37,9 +39,9 @@ def undisturbed(tmp_path_factory):
 
 
 class Flips(Modifier):
-    """Once, in the worker of one rank: a bit of a parameter's memory, past anything that torch would notice."""
+    """Once, in the worker of one rank: a bit of a parameter's memory, unnoticed by torch."""
 
-    def __init__(self, mark: Path, step: int, rank: int, bit: int = 30, buffer: str = "") -> None:
+    def __init__(self, mark: Path, step: int, rank: int, bit: int = 30) -> None:
         self.mark, self.step, self.rank, self.bit, self.seen = mark, step, rank, bit, 0
 
     def change_gradients(self, parameters):
@@ -123,6 +125,75 @@ def test_without_a_supervisor_the_run_ends_with_an_error_and_a_resume_is_right(r
     )
     history = fit(again, [Flips(tmp_path / "mark", 13, rank)])
     assert history.state_hash == undisturbed.state_hash
+
+
+class FlippingAdam(torch.optim.Adam):
+    """A bit of its second moments changes, once, in the worker of one rank."""
+
+    mark: Path
+    rank: int
+
+    def step(self, closure=None):
+        done = super().step(closure)
+        parameter = self.param_groups[0]["params"][0]
+        here = os.environ.get("RANK") == str(self.rank) and not self.mark.exists()
+        if here and int(self.state[parameter]["step"]) == 10:
+            self.mark.touch()
+            flip(self.state[parameter]["exp_avg_sq"], 29)
+        return done
+
+
+@pytest.mark.parametrize(("workers", "rank"), [(2, 0), (2, 1), (3, 0)])
+def test_a_flipped_bit_of_the_optimizers_state(workers, rank, tmp_path, undisturbed):
+    folder, mark = tmp_path / "run", tmp_path / "mark"
+
+    def optimizer(parameters):
+        made = FlippingAdam(parameters, 1e-2)
+        made.mark, made.rank = mark, rank
+        return made
+
+    trainer = paceline.Trainer(
+        small_run.build, nn.CrossEntropyLoss(), optimizer=optimizer, config=looked_after(folder, workers)
+    )
+    history = trainer.fit(small_run.data(), small_run.data())
+    assert mark.exists()
+    assert history.state_hash == undisturbed.state_hash
+    assert [(one.rank, one.cause) for one in of(events.WorkerFailed, folder)] == [(rank, "dissent")]
+    audited(folder)
+
+
+class FlipsABuffer(Modifier):
+    """Once, in the worker of one rank: the running mean of a BatchNorm, on which no gradient depends."""
+
+    def __init__(self, mark: Path, rank: int) -> None:
+        self.mark, self.rank, self.seen = mark, rank, 0
+
+    def change_gradients(self, parameters):
+        self.seen += 1
+        if self.seen == 10 and os.environ["RANK"] == str(self.rank) and not self.mark.exists():
+            self.mark.touch()
+            norm = next(
+                one
+                for one in gc.get_objects()
+                if isinstance(one, nn.BatchNorm1d) and one.weight is parameters["1.weight"]
+            )
+            flip(norm.running_mean, 29)
+
+    def state_dict(self):
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state):
+        self.seen = state["seen"]
+
+
+@pytest.mark.parametrize(("workers", "rank"), [(2, 0), (2, 1), (3, 2)])
+def test_a_flipped_bit_of_a_buffer_is_found_with_the_next_checkpoint(workers, rank, tmp_path, undisturbed):
+    folder, mark = tmp_path / "run", tmp_path / "mark"
+    history = fit(looked_after(folder, workers), [FlipsABuffer(mark, rank)])
+    assert mark.exists()
+    assert history.state_hash == undisturbed.state_hash
+    assert [(one.rank, one.cause) for one in of(events.WorkerFailed, folder)] == [(rank, "dissent")]
+    audited(folder)
 
 
 def test_without_checkpoints_all_begin_anew(tmp_path, undisturbed):

@@ -228,7 +228,19 @@ def test_bits_that_differ_the_second_time_are_found():
     changed = with_changed(journal, before.index, loss=7.0)
     found = audit([*changed[: before.index + 1], blamed, *changed[before.index + 1 :]])
     assert found.proved
-    assert any("found out" in note for note in found.notes)
+    assert any("was disowned" in note for note in found.notes)
+    # Told late: steps that are disowned stand behind the failure, and the resume says what became of them.
+    restart = next(
+        index
+        for index, event in enumerate(journal)
+        if index > before.index and isinstance(event, events.RunResumed | events.RunStarted)
+    )
+    assert audit(with_changed(changed, restart, disowned=True)).proved
+    assert not audit(changed).proved
+    now = audit_record.read(journal).steps[before.event.step]
+    sampled = with_changed(with_changed(journal, before.index, sample="a"), now.index, sample="a")
+    assert audit(sampled).proved
+    assert audit(with_changed(sampled, now.index, sample="b")).wrong
     shard = lines(journal, events.ShardHashed)[-1]
     event = journal[shard]
     assert isinstance(event, events.ShardHashed)

@@ -57,6 +57,34 @@ def test_a_stop_whose_save_fails_does_not_claim_to_be_saved(tmp_path, workers, c
     assert "could not be written" in capfd.readouterr().err
 
 
+def test_what_was_written_from_memory_that_changed_since_it_was_compared_is_not_committed(tmp_path):
+    told = []
+    with DistributedContext(1, 0) as context:
+        saver = Saver(
+            CheckpointConfig(),
+            CheckpointStore(str(tmp_path)),
+            Team(context, 1),
+            run="run",
+            patience=5.0,
+            tell=told.append,
+            on_saved=lambda saved: None,
+        )
+        weights = torch.ones(3)
+        contents = Contents({"model/w": weights}, {}, {})
+        agreed = saver.digests(contents)
+        weights.view(torch.int32)[1] ^= 1
+        saver.begin(Position(step=1), contents, {}, agreed)
+        saver.finish()
+        (failed,) = told
+        assert isinstance(failed, events.CheckpointFailed)
+        assert "rank 0: what it wrote is not what all ranks hold" in failed.reason
+        assert CheckpointStore(str(tmp_path)).manifests() == []
+        saver.begin(Position(step=2), contents, {}, saver.digests(contents))
+        saver.finish()
+        assert [one.info.step for one in CheckpointStore(str(tmp_path)).manifests()] == [2]
+        saver.close()
+
+
 def test_a_storage_that_does_not_answer_is_not_waited_for_for_ever(tmp_path):
     gate = threading.Event()
 

@@ -24,7 +24,9 @@ def audit(
 ) -> None:
     """Prove that each step was committed once and each sample applied once; exit code 1 where it is not so.
 
-    Reads the journal, with the workers' receipts in it. docs/staying-alive.md says what confirms what.
+    Reads the journal, with the workers' receipts in it. docs/staying-alive.md says what confirms what. It
+    counts steps and samples and compares hashes where they were taken; that the numbers are right is proved
+    by `paceline verify`, which computes them again.
 
     Example: paceline audit runs/20250301-120000-train
     """
@@ -70,6 +72,9 @@ def _print(name: str, found: Audit) -> None:
         typer.echo(f"  wrong     and {len(found.wrong) - _SHOWN} more: --json has all of them")
     if found.proved:
         typer.echo(f"{name}: each step was committed once, each sample applied once")
+        typer.echo(
+            "not proved by this: the numbers; `paceline verify` computes steps again and compares them"
+        )
     else:
         typer.echo(f"{name}: not proved, {_count(len(found.wrong), 'thing')} wrong")
 
@@ -110,6 +115,10 @@ def _lines(found: Audit) -> list[tuple[str, str]]:
         ]
     if found.hashes or found.shard_hashes:
         lines.append(("hashes", f"{len(found.hashes):,} audited steps, {found.shard_hashes:,} shards"))
+    if found.samples_agreed:
+        lines.append(
+            ("agreement", f"in {found.samples_agreed:,} steps the ranks held the same sampled weights")
+        )
     if found.final_hash is not None:
         lines.append(("final", f"{found.final_hash} ({found.ended})"))
     return lines

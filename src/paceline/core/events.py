@@ -202,25 +202,29 @@ class StepCommitted(Event):
 @register
 @dataclass(frozen=True, kw_only=True)
 class RunStarted(Event):
-    """A run begins; `definition` are the settings that its weights are a function of."""
+    """A run begins; `definition` are the settings that its weights are a function of. `disowned`: as in
+    RunResumed."""
 
     workers: int
     shards: int
     samples: int | None
     definition: dict[str, Any]
     fingerprint: dict[str, str]
+    disowned: bool = False
 
 
 @final
 @register
 @dataclass(frozen=True, kw_only=True)
 class RunResumed(Event):
-    """A run goes on from a checkpoint: steps after `step` that stand above in the journal are done again."""
+    """A run goes on from a checkpoint: steps after `step` that stand above in the journal are done again.
+    `disowned`: because ranks held different states, so that these steps may have been wrong."""
 
     version: int
     step: int
     epoch: int
     workers: int
+    disowned: bool = False
 
 
 @final

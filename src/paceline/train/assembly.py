@@ -248,7 +248,7 @@ class Assembled:
         position = self._resume(which, before)
         self._mark = str(self.team.context.broadcast(self._mark))
         self.first_step = position.step
-        self._start_journal(position)
+        self._start_journal(position, disowned=before >= 0)
         if self.saver is not None:
             self.saver.begin_from(self.parent, position.step, self._mark)
         run.begin_at(position)
@@ -432,15 +432,22 @@ class Assembled:
         if config.mode == "exact":
             fingerprint.check(saved["fingerprint"], self.fingerprint, f"rank {self.team.context.rank}")
 
-    def _start_journal(self, position: Position) -> None:
+    def _start_journal(self, position: Position, *, disowned: bool) -> None:
         recorder, team = self.recorder, self.team
         if self._looked_after is None:
             opening.note_workers(recorder, team)
         if self.parent is not None:
             file = None if self.journal is None else self.journal.path
-            opening.note_resumed(recorder, team, self.parent, position, file)
+            opening.note_resumed(recorder, team, self.parent, position, file, disowned=disowned)
         else:
-            opening.note_started(recorder, team, self._given.config, self._given.data.size, self.fingerprint)
+            opening.note_started(
+                recorder,
+                team,
+                self._given.config,
+                self._given.data.size,
+                self.fingerprint,
+                disowned=disowned,
+            )
 
 
 def local_place(folder: RunFolder, config: TrainConfig) -> Path | None:

@@ -7,6 +7,9 @@
     shards      in each step each shard was computed once: audit_receipts.py
     bits        steps and shards that were done again have the bits that they had
 
+It does not prove that the numbers are right: what all ranks computed alike, or a single one alone, is
+believed. `paceline verify` computes it again.
+
 Pure: reads events, not files, and imports no torch. Must not know how training works.
 """
 
@@ -66,6 +69,7 @@ class Audit:
     supervisors: int
     hashes: dict[int, str] = field(default_factory=dict)
     shard_hashes: int = 0
+    samples_agreed: int = 0  # steps in which all ranks held the same sampled weights
     final_hash: str | None = None
     ended: str | None = None
 
@@ -109,6 +113,7 @@ def audit(journal: Iterable[Event], *, backup: bool = False) -> Audit:
             if commit.event.hash is not None
         },
         shard_hashes=len({(event.step, event.shard) for _, event in record.shard_hashes}),
+        samples_agreed=sum(commit.event.sample is not None for commit in record.steps.values()),
         final_hash=None if record.ended is None else record.ended.hash,
         ended=None if record.ended is None else record.ended.reason,
     )
@@ -289,19 +294,22 @@ def _order_text(record: Record) -> str:
 def _check_bits(record: Record, wrong: list[str], notes: list[str]) -> None:
     """What was done again has the bits it had, unless a worker was found to compute other ones."""
     exact = record.started is not None and record.started.definition.get("mode", "exact") == "exact"
+    explained: set[int] = set()
     for before in record.lost:
         now = record.steps.get(before.event.step)
-        if now is None or not exact:
+        if now is None or not exact or _same_bits(before.event, now.event):
             continue
-        told = before.event.hash is not None and now.event.hash is not None
-        if before.event.loss.hex() == now.event.loss.hex() and not (
-            told and before.event.hash != now.event.hash
+        # The journal itself says why: ranks had been found to differ, and what they did was disowned.
+        if before.index in record.disowned or any(
+            before.index < index < now.index for index in record.distrusted
         ):
-            continue
-        excused = any(before.index < index < now.index for index in record.distrusted)
-        text = f"step {now.event.step} was done again with other bits"
-        (notes if excused else wrong).append(
-            f"{text}: a worker that computed wrongly had been found out" if excused else text
+            explained.add(now.event.step)
+        else:
+            wrong.append(f"step {now.event.step} was done again with other bits")
+    for begin, end in spans(explained):
+        notes.append(
+            f"{_steps_text(begin, end)} {'was' if begin == end else 'were'} done again with other bits: "
+            "ranks had been found to differ, and what they had computed since they last agreed was disowned"
         )
     seen: dict[tuple[int, int], events.ShardHashed] = {}
     for index, event in record.shard_hashes:
@@ -324,6 +332,12 @@ def _check_bits(record: Record, wrong: list[str], notes: list[str]) -> None:
         wrong.append(
             f"step {ended.step} has the hash {final.event.hash}, and the run ended with {ended.hash}"
         )
+
+
+def _same_bits(one: events.StepCommitted, other: events.StepCommitted) -> bool:
+    hashes = ((one.hash, other.hash), (one.sample, other.sample))
+    differ = any(None not in pair and pair[0] != pair[1] for pair in hashes)
+    return one.loss.hex() == other.loss.hex() and not differ
 
 
 def _steps_text(first: int, last: int) -> str:

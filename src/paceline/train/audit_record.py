@@ -38,11 +38,13 @@ class Commit:
 
 @dataclass
 class Restart:
-    """The run begins, or goes on, after `step`; `view` is that of the first step that followed."""
+    """The run begins, or goes on, after `step`; `view` is that of the first step that followed. `disowned`:
+    what was computed after `step` before may have been wrong."""
 
     step: int
     index: int
     session: int
+    disowned: bool = False
     view: View | None = None
 
 
@@ -77,6 +79,7 @@ class Record:
     failed: events.RunFailed | None = None
     steps: dict[int, Commit] = field(default_factory=dict)
     lost: list[Commit] = field(default_factory=list)
+    disowned: set[int] = field(default_factory=set)  # of those that were lost, where they stand
     doubled: list[tuple[Commit, Commit]] = field(default_factory=list)
     restarts: list[Restart] = field(default_factory=list)
     views: dict[View, Members] = field(default_factory=dict)
@@ -140,9 +143,9 @@ def read(journal: Iterable[Event]) -> Record:
                 generation = event.generation
             case events.RunStarted():
                 record.started = event
-                _restart(record, Restart(0, index, session))
+                _restart(record, Restart(0, index, session, event.disowned))
             case events.RunResumed():
-                _restart(record, Restart(event.step, index, session))
+                _restart(record, Restart(event.step, index, session, event.disowned))
             case events.StepCommitted():
                 if event.generation == 0 and generation > 0:
                     session, generation = session + 1, 0
@@ -175,6 +178,8 @@ def _restart(record: Record, restart: Restart) -> None:
     record.ended = record.failed = None
     for step in sorted(step for step in record.steps if step > restart.step):
         record.lost.append(record.steps.pop(step))
+        if restart.disowned:
+            record.disowned.add(record.lost[-1].index)
 
 
 def _take_step(record: Record, commit: Commit) -> None:

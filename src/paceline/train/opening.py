@@ -24,7 +24,15 @@ def note_workers(recorder: Recorder, team: Team) -> None:
         recorder.note(events.WorkerStarted(time=time.time(), rank=rank, pid=pid, host=host))
 
 
-def note_resumed(recorder: Recorder, team: Team, version: int, position: Position, file: Path | None) -> None:
+def note_resumed(
+    recorder: Recorder,
+    team: Team,
+    version: int,
+    position: Position,
+    file: Path | None,
+    *,
+    disowned: bool = False,
+) -> None:
     """The run goes on from a version, whose state the recorder has. `file`: the journal, where this process
     writes it; a supervisor leaves out by itself what its journal has."""
     recalled = recorder.recall()
@@ -44,12 +52,19 @@ def note_resumed(recorder: Recorder, team: Team, version: int, position: Positio
             step=position.step,
             epoch=position.epoch,
             workers=team.world_size,
+            disowned=disowned,
         )
     )
 
 
 def note_started(
-    recorder: Recorder, team: Team, config: TrainConfig, samples: int | None, fingerprint: dict[str, str]
+    recorder: Recorder,
+    team: Team,
+    config: TrainConfig,
+    samples: int | None,
+    fingerprint: dict[str, str],
+    *,
+    disowned: bool = False,
 ) -> None:
     """The run begins."""
     recorder.note(
@@ -60,6 +75,7 @@ def note_started(
             samples=samples,
             definition=definition(config),
             fingerprint=fingerprint,
+            disowned=disowned,
         )
     )
 

@@ -43,13 +43,13 @@ class CommittedStep:
     learning_rate: float
     skipped: bool
     hash: str | None
-    sample: str | None  # of the weights that it was computed with
     offset: int  # in its epoch, before it
     taken: int  # positions of the epoch
     generation: int
     names: tuple[str, ...]  # of numbers after the loss and, where it was measured, the norm
     has_norm: bool
     numbers: Tensor
+    sample: str | None = None  # of the weights that it was computed with
 
 
 @final

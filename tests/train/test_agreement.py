@@ -1,0 +1,103 @@
+"""Samples of weights: what they see, how they travel, and who is odd."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import nn
+
+import paceline
+from paceline.train import agreement
+from paceline.train.agreement import WeightSample
+
+
+def model(wide: int = 8) -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(wide, wide), nn.ReLU(), nn.Linear(wide, 3))
+
+
+def flip(tensor: torch.Tensor, place: int, bit: int) -> None:
+    tensor.detach().view(-1).view(torch.int32)[place] ^= 1 << bit
+
+
+@pytest.mark.parametrize("bit", [0, 7, 22, 30])
+def test_any_bit_of_a_small_model_is_seen_in_the_next_step(bit):
+    net = model()
+    sample = WeightSample(net.parameters())
+    assert sample.parts == 1
+    for parameter in net.parameters():
+        before = sample.of(4)
+        flip(parameter, parameter.numel() - 1, bit)
+        assert sample.of(4) != before
+
+
+def test_a_large_model_is_looked_at_whole_in_a_few_steps():
+    net = nn.Linear(1500, 1500)
+    sample = WeightSample(net.parameters())
+    assert 1 < sample.parts <= agreement.MOST_PARTS
+    steps = range(100, 100 + sample.parts)
+    generator = random.Random(1)
+    for place in (0, 1500 * 1500 - 1, *(generator.randrange(1500 * 1500) for _ in range(20))):
+        before = [sample.of(step) for step in steps]
+        flip(net.weight, place, 3)
+        assert sum(sample.of(step) != known for step, known in zip(steps, before, strict=True)) == 1
+
+
+def test_the_sample_is_of_the_memory_that_a_parameter_has_now():
+    net = model()
+    sample = WeightSample(net.parameters())
+    before = sample.of(0)
+    net[0].weight.data = net[0].weight.detach().clone() + 1
+    after = sample.of(0)
+    assert after != before
+    net[0].weight.data = net[0].weight.detach().t().contiguous().t()  # other strides, the same numbers
+    assert sample.of(0) == after
+
+
+def test_a_model_without_plain_memory_has_a_sample_too():
+    with torch.device("meta"):
+        net = model()
+    assert WeightSample(net.parameters()).of(1) == WeightSample([]).of(9)
+
+
+@pytest.mark.parametrize("world", [2, 3, 17, 128, 256, 300, 1024])
+def test_sums_of_single_precision_tell_whether_all_are_equal(world):
+    generator = random.Random(world)
+    mine = generator.getrandbits(48)
+
+    def summed(samples: list[int]) -> list[int]:
+        ballots = torch.tensor([agreement.ballot(one, world) for one in samples], dtype=torch.float32)
+        return [round(number) for number in ballots.sum(0).tolist()]
+
+    assert agreement.are_equal(summed([mine] * world), world)
+    for _ in range(50):
+        other = generator.getrandbits(48)
+        odd = [mine] * world
+        odd[generator.randrange(world)] = other
+        assert not agreement.are_equal(summed(odd), world)
+
+
+def test_ranks_whose_mean_is_one_of_them_are_not_equal():
+    """Comparing the sum with one's own number would let rank 1 believe that all agree."""
+    ballots = [agreement.ballot(one, 3) for one in (1, 2, 3)]
+    assert not agreement.are_equal([sum(column) for column in zip(*ballots, strict=True)], 3)
+
+
+@pytest.mark.parametrize(
+    ("digests", "odd", "words"),
+    [
+        (["b", "a", "a"], [0], "rank 0 has other weights"),
+        (["a", "b", "a", "c", "a"], [1, 3], "ranks 1, 3 have other weights"),
+        (["a", "b"], None, "2 different states, and no majority"),
+        (["a", "b", "c"], None, "3 different states"),
+    ],
+)
+def test_a_majority_names_the_odd_ones(digests, odd, words):
+    assert agreement.odd_ranks(digests) == odd
+    error = agreement.differ_error(7, digests)
+    assert isinstance(error, paceline.ReplicasDifferError)
+    assert words in error.message
+    assert "after step 7" in error.message
+    assert error.ranks == tuple(range(len(digests)) if odd is None else odd)
