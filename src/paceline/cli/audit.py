@@ -72,9 +72,6 @@ def _print(name: str, found: Audit) -> None:
         typer.echo(f"  wrong     and {len(found.wrong) - _SHOWN} more: --json has all of them")
     if found.proved:
         typer.echo(f"{name}: each step was committed once, each sample applied once")
-        typer.echo(
-            "not proved by this: the numbers; `paceline verify` computes steps again and compares them"
-        )
     else:
         typer.echo(f"{name}: not proved, {_count(len(found.wrong), 'thing')} wrong")
 
@@ -119,6 +116,7 @@ def _lines(found: Audit) -> list[tuple[str, str]]:
         lines.append(
             ("agreement", f"in {found.samples_agreed:,} steps the ranks held the same sampled weights")
         )
+    lines.append(("numbers", "not proved here: `paceline verify` computes steps again and compares them"))
     if found.final_hash is not None:
         lines.append(("final", f"{found.final_hash} ({found.ended})"))
     return lines

@@ -183,7 +183,18 @@ class State:
     ended: EndJob | None = None
 
 
-_dicts = ("workers", "slots", "agents", "heard", "beats", "probed", "reports", "suspicion", "votes", "lineage")
+_dicts = (
+    "workers",
+    "slots",
+    "agents",
+    "heard",
+    "beats",
+    "probed",
+    "reports",
+    "suspicion",
+    "votes",
+    "lineage",
+)
 
 
 def initial(settings: Settings) -> State:
