@@ -34,6 +34,11 @@ def share_digests(tensors: Mapping[str, Tensor], writers: int) -> list[str]:
     return [digest_of(tensors, share_of(tensors, writer, writers)) for writer in range(writers)]
 
 
+def combined(digests: Iterable[str]) -> str:
+    """One digest of several, in their order."""
+    return str(xxhash.xxh3_128("-".join(digests).encode()).hexdigest())
+
+
 def image_digest(layout: Layout, image: memoryview, leave_out: Iterable[str] = ()) -> str:
     """What `digest_of` says of the tensors that lie in this image of a file."""
     digest, others = xxhash.xxh3_128(), set(leave_out)

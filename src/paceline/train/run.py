@@ -23,6 +23,7 @@ from typing import Any, NoReturn, final
 import torch
 from torch import Tensor
 
+from paceline.checkpoint.digests import combined
 from paceline.core import events
 from paceline.core.control.messages import Progress
 from paceline.core.errors import UsageError
@@ -243,7 +244,7 @@ class Run:
         contents = parts.contents(self)
         shares = parts.saver.digests(contents)
         # A version is put together from what all ranks write: only where they hold the same is it anything.
-        self._compare("saved", "-".join(shares))
+        self._compare("saved", combined(shares))
         parts.saver.begin(self.position, contents, self._metrics(), shares)
 
     # inside

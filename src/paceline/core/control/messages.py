@@ -28,6 +28,7 @@ M = TypeVar("M", bound="type[Message]")
 MOST_STEPS: Final = 1 << 48
 MOST_WORKERS: Final = 1 << 12
 Count = Annotated[int, exact.Range(0, MOST_STEPS)]
+MaybeCount = Annotated[int, exact.Range(-1, MOST_STEPS)]
 Small = Annotated[int, exact.Range(0, (1 << 31) - 1)]
 MaybeSmall = Annotated[int, exact.Range(-1, (1 << 31) - 1)]
 Workers = Annotated[int, exact.Range(0, MOST_WORKERS)]
@@ -119,8 +120,8 @@ class Report(Message):
     progress: Progress | None
     held: tuple[Small, ...] = ()
     alone: bool = False
-    digest: str = ""
-    agreed: int = -1
+    digest: Name = ""
+    agreed: MaybeCount = -1
 
 
 @final
@@ -174,7 +175,7 @@ class Receipt(Message):
     shards: tuple[Small, ...]
     hashes: dict[Step, Name] = field(default_factory=dict)
     shard_hashes: tuple[tuple[Count, Small, Name], ...] = ()
-    agreed: int = -1
+    agreed: MaybeCount = -1
 
 
 @final
@@ -358,7 +359,7 @@ class View(Message):
     segment: tuple[int, ...] = ()
     journaled: int = 0
     backup: bool = False
-    disputed: int = -1
+    disputed: MaybeCount = -1
 
 
 @final
