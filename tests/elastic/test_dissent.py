@@ -9,9 +9,14 @@ from paceline.elastic.model import EndJob, Hashed, Lost, NoteVerdict, Reported, 
 PROGRESS = (12, 1, 0)
 
 
+def generation_of(job: Driven) -> int:
+    assert job.state.view is not None
+    return job.state.view.generation
+
+
 def differ(job: Driven, votes: dict[int, str], step: int = 12, agreed: int = 8) -> list:
     """Members see in one exchange that they differ."""
-    generation = job.state.view.generation
+    generation = generation_of(job)
     return [
         action
         for member, digest in votes.items()
@@ -109,7 +114,7 @@ def test_a_step_that_no_member_had_right_names_none():
     differ(job, {1: "bad", 2: "worse"})
     report(job, {1: "bad", 2: "worse"})
     job.install_all()
-    generation = job.state.view.generation
+    generation = generation_of(job)
     told = [action for m in (1, 2) for action in job.tell(Hashed(m, 12, "sample:good", generation))]
     assert not some(told, NoteVerdict)
     assert job.state.dispute is None
@@ -153,7 +158,7 @@ def test_a_state_that_was_handed_on_is_one_vote_with_its_source():
     job.install_all()
     job.state.lineage.pop(3)  # as if it had been independent
     job.beat_all(steps=13)
-    generation = job.state.view.generation
+    generation = generation_of(job)
     votes = {member: "other" if member == 3 else "copied" for member in job.members}
     told = [action for m, digest in votes.items() for action in job.tell(Hashed(m, 15, digest, generation))]
     assert not some(told, NoteVerdict)  # two against one, and yet no majority
@@ -171,7 +176,7 @@ def test_a_state_that_an_independent_member_confirms_makes_a_new_voter():
     job.install_all()
     assert job.state.lineage == {}
     newest = job.of_slot(2)
-    generation = job.state.view.generation
+    generation = generation_of(job)
     votes = {1: "bad", 2: "good", newest: "good"}
     told = [action for m, digest in votes.items() for action in job.tell(Hashed(m, 15, digest, generation))]
     assert only(told, NoteVerdict).slot == 0

@@ -177,6 +177,7 @@ class FlipsABuffer(Modifier):
                 for one in gc.get_objects()
                 if isinstance(one, nn.BatchNorm1d) and one.weight is parameters["1.weight"]
             )
+            assert norm.running_mean is not None
             flip(norm.running_mean, 29)
 
     def state_dict(self):

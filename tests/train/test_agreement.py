@@ -13,7 +13,7 @@ from paceline.train import agreement
 from paceline.train.agreement import WeightSample
 
 
-def model(wide: int = 8) -> nn.Module:
+def model(wide: int = 8) -> nn.Sequential:
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(wide, wide), nn.ReLU(), nn.Linear(wide, 3))
 
@@ -48,11 +48,12 @@ def test_a_large_model_is_looked_at_whole_in_a_few_steps():
 def test_the_sample_is_of_the_memory_that_a_parameter_has_now():
     net = model()
     sample = WeightSample(net.parameters())
-    before = sample.of(0)
-    net[0].weight.data = net[0].weight.detach().clone() + 1
+    before, first = sample.of(0), net[0]
+    assert isinstance(first, nn.Linear)
+    first.weight.data = first.weight.detach().clone() + 1
     after = sample.of(0)
     assert after != before
-    net[0].weight.data = net[0].weight.detach().t().contiguous().t()  # other strides, the same numbers
+    first.weight.data = first.weight.detach().t().contiguous().t()  # other strides, the same numbers
     assert sample.of(0) == after
 
 

@@ -58,7 +58,7 @@ def test_a_stop_whose_save_fails_does_not_claim_to_be_saved(tmp_path, workers, c
 
 
 def test_what_was_written_from_memory_that_changed_since_it_was_compared_is_not_committed(tmp_path):
-    told = []
+    told: list[events.Event] = []
     with DistributedContext(1, 0) as context:
         saver = Saver(
             CheckpointConfig(),

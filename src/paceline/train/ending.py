@@ -9,7 +9,7 @@ import logging
 import time
 
 from paceline.core import events
-from paceline.core.errors import PacelineError, PlatformError
+from paceline.core.errors import InternalError, PacelineError, PlatformError
 from paceline.train.assembly import Assembled
 from paceline.train.history import History
 from paceline.train.resuming import earlier_steps
