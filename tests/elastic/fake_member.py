@@ -79,6 +79,7 @@ class FakeMember:
             lambda message: None,
             tls=Tls(*map(Path, options["tls"])) if options["tls"] else None,
             lookup=lambda: address.lookup(self.folder),
+            runs=self.page.tick if self.page is not None else lambda: None,
         )
 
     def hello(self) -> Hello:

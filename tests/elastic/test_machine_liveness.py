@@ -118,6 +118,15 @@ def test_one_that_goes_on_and_does_not_beat_is_silent():
     assert "no heartbeat" in only(told, NoteVerdict).what
 
 
+def test_one_whose_control_thread_runs_and_does_not_beat_is_silent_in_whatever_phase():
+    job = Driven(3, 6).running()
+    job.beat_all()
+    began = job.now
+    cut = lambda m: Probed(m, False, "collective", job.now - began, 0.1)  # noqa: E731
+    told = pass_time(job, 2.5, beating=(1, 3), answer=cut)
+    assert "no heartbeat" in only(told, NoteVerdict).what
+
+
 def test_one_that_is_stopped_is_found_as_soon_as_before():
     job = Driven(3, 6).running()
     job.beat_all()

@@ -235,13 +235,51 @@ def test_a_member_whose_end_only_the_dead_supervisor_heard_is_replaced(tmp_path)
     assert run.steps == list(range(1, 301))
 
 
-def test_when_the_fork_server_dies_everybody_is_started_again(tmp_path):
-    with running(tmp_path, steps=150) as run:
+def test_when_the_fork_server_dies_its_workers_go_on(tmp_path):
+    with running(tmp_path, steps=10**6) as run:
+        run.until_step(20)
+        server = client.server().pid
+        before = run.pids()
+        with watch([server]) as gone:
+            os.kill(server, signal.SIGKILL)
+            assert all_gone(gone, 10.0)
+        run.until_step(run.steps[-1] + 30)
+        assert run.pids() == before
+        # A replacement comes from a new server, and who dies without one is missed as well.
+        os.kill(before[1], signal.SIGKILL)
+        run.until(lambda: run.pids()[1] != before[1] and len(run.of(ViewChanged)[-1].members) == 3)
+        run.supervised.stop("seen")
+        assert drop(run.finish()).ok
+    (failure,) = run.of(WorkerFailed)
+    assert (failure.rank, failure.cause) == (1, "crash")
+    assert run.steps == list(range(1, len(run.steps) + 1))
+
+
+def test_a_job_whose_fork_server_died_can_be_killed(tmp_path):
+    with running(tmp_path, steps=10**6) as run:
         run.until_step(20)
         os.kill(client.server().pid, signal.SIGKILL)
-        run.until_views(2)
+        with watch([*run.pids().values()]) as watched:
+            run.supervised.kill()
+            assert all_gone(watched, 20.0)
+
+
+def test_supervisors_follow_each_other_where_the_fork_server_died(tmp_path):
+    """Workers of the supervisor's own server are the next supervisor's too."""
+    with running(tmp_path, steps=10**6) as run:
+        run.until_step(20)
+        os.kill(client.server().pid, signal.SIGKILL)
+        first = run.pids()
+        os.kill(first[1], signal.SIGKILL)
+        run.until(lambda: run.pids()[1] != first[1] and len(run.of(ViewChanged)[-1].members) == 3)
+        before = run.pids()
+        os.kill(run.supervised.pid, signal.SIGKILL)
+        run.until(lambda: len(run.of(SupervisorStarted)) == 2)
+        run.until_step(run.steps[-1] + 50)
+        assert run.pids() == before
+        run.supervised.stop("seen")
         assert drop(run.finish()).ok
-    assert run.steps == list(range(1, 151))
+    assert run.steps == list(range(1, len(run.steps) + 1))
 
 
 def test_a_supervisor_that_dies_again_and_again_ends_the_job(tmp_path):

@@ -200,6 +200,32 @@ def test_when_the_caller_dies_and_a_member_hangs_nothing_is_left_behind(tmp_path
     assert not (tmp_path / address.ADDRESS_FILE).exists()
 
 
+def test_when_the_fork_server_and_then_the_caller_die_nothing_is_left_behind(tmp_path):
+    with script(CALLER, tmp_path, 2.0, "hang") as caller:
+        assert caller.stdout is not None
+        supervisor, *members = [int(pid) for pid in caller.stdout.readline().split()]
+        fork_server = int(Path(f"/proc/{members[0]}/stat").read_text().rpartition(")")[2].split()[1])
+        with watch([supervisor, fork_server, *members]) as watched:
+            os.kill(fork_server, signal.SIGKILL)
+            caller.kill()
+            assert all_gone(watched, 20.0)
+    assert not (tmp_path / address.ADDRESS_FILE).exists()
+
+
+def test_when_fork_server_caller_and_supervisor_die_members_leave(tmp_path):
+    with script(CALLER, tmp_path, 1.0) as caller:
+        assert caller.stdout is not None
+        supervisor, *members = [int(pid) for pid in caller.stdout.readline().split()]
+        fork_server = int(Path(f"/proc/{members[0]}/stat").read_text().rpartition(")")[2].split()[1])
+        with watch([supervisor, fork_server, *members]) as watched:
+            os.kill(caller.pid, signal.SIGSTOP)
+            os.kill(fork_server, signal.SIGKILL)
+            os.kill(supervisor, signal.SIGKILL)
+            caller.kill()
+            assert all_gone(watched, 30.0)
+    assert sorted((tmp_path / "left").read_text().split()) == ["76"] * len(members)
+
+
 def test_when_caller_and_supervisor_die_members_lose_patience_and_leave(tmp_path):
     with script(CALLER, tmp_path, 1.0) as caller:
         assert caller.stdout is not None

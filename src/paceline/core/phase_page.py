@@ -14,16 +14,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
 
-_LAYOUT: Final = struct.Struct("<16sQd")
+_LAYOUT: Final = struct.Struct("<16sQdd")
+_PHASE: Final = struct.Struct("<16sQd")
+_TIME: Final = struct.Struct("<d")
 
 
 @dataclass(frozen=True)
 class Seen:
-    """The phase, the step that it belongs to, and the machine's monotonic time at which it began."""
+    """The phase, the step that it belongs to, the machine's monotonic time at which it began, and that at
+    which the thread that beats last had the interpreter; 0.0: it never said."""
 
     phase: str
     step: int
     since: float
+    ran: float = 0.0
 
 
 def page_file(folder: Path, member: int) -> Path:
@@ -48,7 +52,13 @@ class PhasePage:
         self._path = path
 
     def write(self, phase: str, step: int) -> None:
-        self._memory[:] = _LAYOUT.pack(phase.encode(), step, time.monotonic())
+        """The main thread enters a phase."""
+        self._memory[: _PHASE.size] = _PHASE.pack(phase.encode(), step, time.monotonic())
+
+    def tick(self) -> None:
+        """The thread that beats has the interpreter's lock: whether it can speak or not."""
+        if not self._memory.closed:
+            self._memory[_PHASE.size :] = _TIME.pack(time.monotonic())
 
     def close(self) -> None:
         """A worker that ends in peace leaves nothing."""
@@ -64,6 +74,6 @@ def read(path: Path) -> Seen | None:
         return None
     if len(data) != _LAYOUT.size:
         return None
-    phase, step, since = _LAYOUT.unpack(data)
+    phase, step, since, ran = _LAYOUT.unpack(data)
     name = phase.rstrip(b"\0").decode("ascii", "replace")
-    return Seen(name, step, since) if name else None
+    return Seen(name, step, since, ran) if name else None

@@ -49,6 +49,7 @@ _AWAY_SECONDS: Final = 60.0
 _SAVE_SECONDS: Final = 600.0  # after which workers that do not end without a supervisor are ended
 _PAUSE_SECONDS: Final = 0.2
 _END_SECONDS: Final = 30.0
+_EXIT_SECONDS: Final = 0.5  # within which the fork server says how a process ended
 
 
 @final
@@ -77,6 +78,7 @@ class Agent:
         self._selector = selectors.DefaultSelector()
         self._workers: dict[int, Worker] = {}
         self._looks: dict[int, Look] = {}
+        self._missed: dict[int, float] = {}  # since when a process is gone of which nobody said how it ended
         self._memory = MemoryWatch()
         self._unsent: list[Message] = []
         self._number = 0
@@ -160,9 +162,11 @@ class Agent:
                 self._listen()
             else:
                 self._attend(key.data)
-        for worker in self._workers.values():
+        for member, worker in list(self._workers.items()):
             if worker.pid:
                 self._memory.note(worker.pid)
+            if worker.has_ended and worker.pid:
+                self._miss(member)
         for member, look in list(self._looks.items()):
             if look.is_over(time.monotonic()):
                 self._tell_seen(member)
@@ -247,7 +251,9 @@ class Agent:
             "ports": self._listening.ports or given["options"].get("ports", ""),
         }
         order = launch.order_here(given["entry"], 1, tuple(given["preload"]), given["threads"], own)
-        order = dataclasses.replace(order, first_rank=start.slot, world_size=max(1, self._offered))
+        order = dataclasses.replace(
+            order, first_rank=start.slot, world_size=max(1, self._offered), outlives_server=True
+        )
         try:
             worker = Worker.start(order, self._payload)
         except (PacelineError, OSError) as error:
@@ -256,11 +262,19 @@ class Agent:
         self._workers[start.member] = worker
         self._selector.register(worker, selectors.EVENT_READ, start.member)
 
-    def _attend(self, member: int) -> None:
+    def _miss(self, member: int) -> None:
+        """Its process ended: the fork server says how, unless it is gone itself."""
+        since = self._missed.setdefault(member, time.monotonic())
+        if time.monotonic() - since >= _EXIT_SECONDS:
+            self._attend(member, gone=True)
+
+    def _attend(self, member: int, *, gone: bool = False) -> None:
         worker = self._workers[member]
         worker.take()
-        if worker.status is None and not worker.done:
+        if worker.status is None and not worker.done and not gone:
             return
+        self._missed.pop(member, None)
+        worker.end_family()
         memory = False
         if member in self._looks:
             self._tell_seen(member)

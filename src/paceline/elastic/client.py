@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -53,6 +54,7 @@ class Supervised:
         self._watch = -1
         self._server: client.Server | None = None
         self._kept: dict[int, tuple[int, tuple[int, ...]]] = {}
+        self._watches: dict[int, int] = {}  # of kept workers, as their fork server may be gone
         self._lock = threading.RLock()
         self._attempt = 0
         self._in_a_row = 0
@@ -215,7 +217,7 @@ class Supervised:
                 self.address = str(fields["host"]), int(fields["port"])
             case "keep":
                 self._drop(int(fields["member"]))
-                self._kept[int(fields["member"])] = int(fields["pid"]), descriptors
+                self._keep(int(fields["member"]), int(fields["pid"]), descriptors)
             case "drop":
                 self._drop(int(fields["member"]))
             case "error":
@@ -289,11 +291,22 @@ class Supervised:
             _, files = self._kept[member]
             with socket.socket(fileno=os.dup(files[0])) as worker, contextlib.suppress(OSError):
                 protocol.send(worker, Message(protocol.KILL))
+            if member in self._watches:
+                # Not only by way of its fork server, which may be gone.
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(self._watches[member], signal.SIGKILL)
             self._drop(member)
+
+    def _keep(self, member: int, pid: int, files: tuple[int, ...]) -> None:
+        self._kept[member] = pid, files
+        if pid:
+            with contextlib.suppress(ProcessLookupError):
+                self._watches[member] = os.pidfd_open(pid)
 
     def _drop(self, member: int) -> None:
         _, files = self._kept.pop(member, (0, ()))
-        protocol.close_all(files)
+        watch = self._watches.pop(member, -1)
+        protocol.close_all([*files, watch] if watch >= 0 else files)
 
 
 def _drop_outcome(outcome: Outcome) -> None:

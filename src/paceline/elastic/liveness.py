@@ -8,9 +8,9 @@ processes of the silent are probed (ProbeWorkers), by the machine that they run 
     stopped          SIGSTOP, a debugger, a freezer: silent; but not where all workers of a machine (or of
                      the job) are stopped at once. Then the cause is outside of them, and none is judged
                      before one of them is heard again, or a slow phase's limit has passed
-    runs             in the phase that it was in when it last spoke: the interpreter is held. Its limit is
-                     that of the phase (deadlines.py), not that of silence
-                     in a later phase: its interpreter ran in between and could have spoken: silent
+    runs             and the thread that beats has not had the interpreter since it last spoke: that is held.
+                     Its limit is that of the phase (deadlines.py), not that of silence
+                     and that thread ran (or the phase is a later one): it could have spoken: silent
 
 Must not change anything but clocks, nor decide what is done about it.
 """
@@ -63,13 +63,15 @@ def _probe(job: State, number: int, now: float) -> tuple[float, Probed] | None:
 
 
 def cannot_speak(job: State, number: int, now: float) -> bool:
-    """Whether its process runs, and has been in one phase since it last spoke: its interpreter is held."""
+    """Whether its process runs, and its interpreter is held since it last spoke."""
     found = _probe(job, number, now)
     if found is None or found[1].stopped:
         return False
     at, probe = found
-    # The phase may have begun just after the last heartbeat. Where it is not known the process has to do.
-    return probe.seconds < 0 or at - job.heard[number] - probe.seconds <= probe_limit(job)
+    # What shows that the interpreter ran: the thread that beats did, or else another phase began. Either may
+    # have been just after the last heartbeat. Where neither is known the process has to do.
+    shown = probe.ran if probe.ran >= 0 else probe.seconds
+    return shown < 0 or at - job.heard[number] - shown <= probe_limit(job)
 
 
 def stopped_together(job: State, now: float) -> frozenset[int]:

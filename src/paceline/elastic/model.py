@@ -187,12 +187,14 @@ class Probed:
 
     stopped   the kernel does not let it run: SIGSTOP, a debugger, a freezer
     phase     where it is by its page, for how many seconds; -1.0: that is not known
+    ran       seconds since the thread that beats last had the interpreter; -1.0: that is not known
     """
 
     member: int
     stopped: bool
     phase: str = ""
     seconds: float = -1.0
+    ran: float = -1.0
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,8 @@ def train_member(job: TrainJob, place: Place) -> Trained:
             mute=lambda seconds: link.mute(seconds),
             announce=lambda event, before, once: _announce(link, event, before, once=once),
         )
-        phases = Phases(injector.at, _page(job, place, stack))
+        page = _page(job, place, stack)
+        phases = Phases(injector.at, page)
         seat = Seat(
             member=place.member,
             slot=place.slot,
@@ -122,6 +123,7 @@ def train_member(job: TrainJob, place: Place) -> Trained:
             tls=place.tls,
             lookup=place.lookup,
             unheard=membership.unheard,
+            runs=page.tick if page is not None else lambda: None,
         )
         stack.enter_context(listening(membership.leave, to_the_end=True))
         stack.enter_context(run_setup.prepared(config))

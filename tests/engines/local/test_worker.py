@@ -68,6 +68,38 @@ def _now_waiting() -> None:
     signal.sigwait([signal.SIGUSR2])
 
 
+def start_another_and_wait(task: Task, told: Path) -> None:
+    """As a loader does: the other process holds all that this one has open."""
+    child = os.fork()
+    if child == 0:
+        _now_waiting()
+    told.write_text(str(child))
+    wait_for_a_signal(task)
+
+
+def test_a_rank_that_outlives_its_server_goes_on_and_takes_its_processes_along(tmp_path):
+    with started(start_another_and_wait, tmp_path / "child", outlives_server=True) as worker:
+        assert is_waiting(worker)
+        child = int((tmp_path / "child").read_text())
+        server = client.server()
+        with watch([server.pid]) as gone, watch([worker.pid, child]) as watched:
+            os.kill(server.pid, signal.SIGKILL)
+            assert all_gone(gone, 10.0)
+            assert is_waiting(worker)
+            worker.kill()
+            assert eventually(lambda: worker.has_ended)
+            worker.end_family()
+            assert all_gone(watched, 10.0)
+
+
+def test_a_rank_that_does_not_outlive_its_server_ends_with_it():
+    with started(wait_for_a_signal) as worker:
+        assert is_waiting(worker)
+        with watch([worker.pid]) as watched:
+            os.kill(client.server().pid, signal.SIGKILL)
+            assert all_gone(watched, 10.0)
+
+
 def is_waiting(worker: Worker) -> bool:
     """Whether its stack says that it came to where a signal does not kill it."""
 

@@ -24,6 +24,7 @@ from paceline.core.control.auth import Tls
 from paceline.core.control.channel import Channel
 from paceline.core.control.messages import Beat, Dismissed, Heard, Hello, Message, Welcome
 from paceline.core.errors import PacelineError, RendezvousError
+from paceline.core.last_resort import LastResort
 
 _log = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ KEPT_BYTES: Final = 32 << 20
 _CONNECT_SECONDS: Final = 3.0
 _PAUSES: Final = (0.02, 0.05, 0.1, 0.2)
 _CLOSE_SECONDS: Final = 2.0
+_SAVE_SECONDS: Final = 600.0  # for a worker that leaves because no supervisor is there
 _FIRST_HEARTBEAT: Final = 0.25
 
 
@@ -45,6 +47,7 @@ class MemberLink:
     urgent   called in the link's thread with each message as it arrives, before `receive` gives it out
     lookup   asked before each reconnect: where the supervisor is now; None: where it was
     unheard  called in the link's thread after each attempt that found no supervisor
+    runs     called in the link's thread at least once in a heartbeat, while it has the interpreter
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class MemberLink:
         tls: Tls | None = None,
         lookup: Callable[[], Address | None] | None = None,
         unheard: Callable[[], None] = lambda: None,
+        runs: Callable[[], None] = lambda: None,
     ) -> None:
         self._address = address
         self._secret = secret
@@ -67,6 +71,7 @@ class MemberLink:
         self._tls = tls.client() if tls is not None else None
         self._lookup = lookup
         self._unheard = unheard
+        self._runs = runs
         self._lock = threading.Lock()
         self._was_heard = threading.Condition(self._lock)
         self._channel: Channel | None = None
@@ -78,6 +83,8 @@ class MemberLink:
         self._heard = 0
         self.heard_at = 0.0  # when the supervisor last said that it had
         self._heartbeat = _FIRST_HEARTBEAT
+        self._patience = 0.0  # of a worker without a supervisor; told by the first
+        self._last_resort = LastResort()
         self._next_beat = 0.0
         self._cut_at = time.monotonic()
         self._muted_until = 0.0
@@ -182,6 +189,7 @@ class MemberLink:
                     self._dialing.shutdown(socket.SHUT_RDWR)
         self._poke()
         self._thread.join()
+        self._last_resort.close()
         os.close(self._wake)
         self._wake = -1
 
@@ -196,6 +204,7 @@ class MemberLink:
         failures = 0
         while not self._closing and not self._dismissed:
             self._wait_out_mute()
+            self._runs()
             try:
                 opened = self._connect()
             except (OSError, PacelineError) as error:
@@ -225,6 +234,7 @@ class MemberLink:
             with self._lock:
                 self._dialing = None
         opened.send(self._hello())
+        self._last_resort.disarm()
         with self._lock:
             self._channel = opened
             self._sent = 0
@@ -246,11 +256,16 @@ class MemberLink:
                 self._cut_at = time.monotonic()
             self._trouble = opened.closed
         opened.close()
+        if self._patience and not self._dismissed and not self._closing:
+            # It leaves by itself when its patience is over. Should it hang, nobody may be left to end it: not
+            # the supervisor, nor its caller, nor the fork server.
+            self._last_resort.arm(self._patience + _SAVE_SECONDS)
 
     def _turn(self, opened: Channel) -> None:
+        self._runs()
         now = time.monotonic()
         if now < self._muted_until:
-            self._wait(self._muted_until - now)
+            self._wait(min(self._muted_until - now, self._heartbeat))
             return
         if now >= self._next_beat:
             # At multiples of it: the members of a machine beat together, and who hears them wakes once. After
@@ -289,7 +304,7 @@ class MemberLink:
                     self._was_heard.notify_all()
                 return
             case Welcome():
-                self._heartbeat = message.heartbeat
+                self._heartbeat, self._patience = message.heartbeat, message.patience
                 self._answers.put(message)
             case Dismissed():
                 self._dismissed = True
@@ -321,7 +336,8 @@ class MemberLink:
 
     def _wait_out_mute(self) -> None:
         while not self._closing and (left := self._muted_until - time.monotonic()) > 0:
-            self._wait(left)
+            self._runs()
+            self._wait(min(left, self._heartbeat))
 
     def _wait(self, seconds: float) -> None:
         poll = select.poll()

@@ -51,4 +51,6 @@ class Probing:
         if page is None:
             return Probed(member, stopped)
         # Both clocks are the machine's, which stands still with it.
-        return Probed(member, stopped, page.phase, max(0.0, time.monotonic() - page.since))
+        now = time.monotonic()
+        ran = max(0.0, now - page.ran) if page.ran else -1.0
+        return Probed(member, stopped, page.phase, max(0.0, now - page.since), ran)

@@ -28,6 +28,7 @@ class Seat:
     expelled    nothing that it says counts any more
     process     its pid and machine as an earlier supervisor knew them
     inherited   an earlier supervisor started it
+    watched     its process's end wakes the loop; ended_at: when it did
     """
 
     member: int
@@ -54,6 +55,8 @@ class Seat:
     process: tuple[int, str] = (0, "")
     inherited: bool = False
     leave_by: float = field(default=float("inf"))
+    watched: bool = False
+    ended_at: float = field(default=float("inf"))
 
     @property
     def pid(self) -> int:

@@ -113,6 +113,7 @@ class Staff:
             first_rank=slot,
             world_size=self._spec.settings.workers,
             outlives_parent=True,
+            outlives_server=True,
         )
         try:
             seat.worker = Worker.start(order, self._payload)
@@ -164,6 +165,8 @@ class Staff:
         if seat.worker is not None:
             # A supervisor that died may have been the only one who had heard it.
             seat.worker.is_process(hello.pid)
+            if not seat.worker.has_ended:
+                self._watch_process(seat, seat.worker)
         connection.owner = Ear(self._supervisor, seat)
         if first_time:
             self._supervisor.chronicle.write(
@@ -237,6 +240,7 @@ class Staff:
             if seat.connection is not None:
                 seat.connection.close()
             if seat.worker is not None:
+                self._unwatch(seat, seat.worker)
                 self._supervisor.selector.unregister(seat.worker)
                 seat.worker.close()
         self.seats.clear()
@@ -262,12 +266,32 @@ class Staff:
         self._supervisor.selector.register(
             worker, selectors.EVENT_READ, lambda mask, now: self._worker_speaks(seat, worker)
         )
+        self._watch_process(seat, worker)
+
+    def _watch_process(self, seat: Seat, worker: Worker) -> None:
+        """See its end, also where no fork server is left to say how it ended."""
+        if not seat.watched and worker.watch >= 0:
+            seat.watched = True
+            self._supervisor.selector.register(
+                worker.watch, selectors.EVENT_READ, lambda mask, now: self._process_ended(seat, worker, now)
+            )
+
+    def _process_ended(self, seat: Seat, worker: Worker, now: float) -> None:
+        self._unwatch(seat, worker)
+        seat.ended_at = now
+        self._pressing.add(seat.member)
+
+    def _unwatch(self, seat: Seat, worker: Worker) -> None:
+        if seat.watched:
+            seat.watched = False
+            self._supervisor.selector.unregister(worker.watch)
 
     def _worker_speaks(self, seat: Seat, worker: Worker) -> None:
         before = worker.keep(), worker.pid
         worker.take()
         if (worker.keep(), worker.pid) != before and not worker.done:
             self._supervisor.caller.keep(seat.member, worker)
+        self._watch_process(seat, worker)
         if worker.refusal is not None:
             self._end(seat, self.deaths.refused(seat, worker.refusal))
         elif worker.status is not None or worker.done:
@@ -285,16 +309,19 @@ class Staff:
         self._supervisor.feed(Lost(seat.member, "silent", why))
 
     def _cut_limit(self, seat: Seat) -> float:
+        gone = seat.ended_at + _EXIT_SECONDS
         if seat.cut_at is None:
-            return float("inf")
+            return gone
         ended = seat.worker is not None and seat.worker.has_ended
-        return seat.cut_at + (_EXIT_SECONDS if ended else RECONNECT_SECONDS)
+        return min(gone, seat.cut_at + (_EXIT_SECONDS if ended else RECONNECT_SECONDS))
 
     def _ended(self, seat: Seat, status: int | None, told: str, *, memory: bool = False) -> None:
         """The process is gone: hear its last words, then say how it went."""
         if seat.connection is not None:
             seat.connection.drain()
         self._supervisor.verdicts.settle(seat.member)
+        if status is None and seat.worker is not None:
+            seat.worker.end_family()
         event = self.deaths.ended(seat, status, told, memory=memory)
         if seat.inherited:
             # It may have been about to leave when this supervisor came.
@@ -317,6 +344,7 @@ class Staff:
             seat.connection.close()
             seat.connection = None
         if seat.worker is not None:
+            self._unwatch(seat, seat.worker)
             self._supervisor.selector.unregister(seat.worker)
             seat.worker.close()
         if event is not None:

@@ -53,6 +53,7 @@ class Process(ABC):
         self.alive = True
         self.stopped = False  # both threads: by SIGSTOP, or because ...
         self.gripped = False  # ... a call holds the interpreter's lock; the process runs
+        self.stalled_at = 0.0
         self.hung = False  # the main thread
         self.factor = 1.0  # how much slower than others
         self.damages = False  # its next contribution does not match its checksum
@@ -140,6 +141,7 @@ class Process(ABC):
         """The process is stopped, or its main thread hangs."""
         self.phase_since = self.phase_began()
         if stopped:
+            self.stalled_at = self.stalled_at if self.stopped else self.time.now
             self.stopped, self.gripped = True, False
         else:
             self.hung = True
@@ -162,6 +164,7 @@ class Process(ABC):
     def slept(self, seconds: float) -> None:
         """The machine was suspended: monotonic clocks stood still."""
         self.phase_since += seconds
+        self.stalled_at += seconds
         self.step_began += seconds
         self.compute_began += seconds
 

@@ -230,9 +230,10 @@ class World:
         away = max(member.line.blocked_up, member.line.blocked_down) > self.time.now
         if member.place != HOME and (away or member.place not in self.agents):
             return
-        seen = Probed(
-            number, member.stopped and not member.gripped, member.phase, self.time.now - member.phase_began()
-        )
+        now = self.time.now
+        ran = now - member.stalled_at if member.stopped else 0.0
+        stopped = member.stopped and not member.gripped
+        seen = Probed(number, stopped, member.phase, now - member.phase_began(), ran)
         self.time.after(0.0 if member.place == HOME else self.weather.delay, self.hear, seen)
 
     def die(self, number: int, kind: FailureKind, reason: str) -> None:
@@ -272,7 +273,10 @@ class World:
     def _check_silence(self, member: Member) -> None:
         """Silence is nobody's fault while its interpreter is held, or while all are stopped by one hand."""
         reached = member.place == HOME and not any(one.kind.startswith("coordinator") for one in self.faults)
-        if member.gripped and reached:
+        # One that was cut off before has been silent for another reason.
+        least = silence_limit(self.coordinator.state) - 2 * self.plan.settings.heartbeat
+        held = member.gripped and self.time.now - member.stalled_at >= least
+        if held and reached:
             self.truth.violation(f"member {member.number} is blamed for silence, and its process runs")
         since = self.time.now - self.stopped_all_at
         some_woke = any(one.alive and not one.stopped for one in self.members.values())

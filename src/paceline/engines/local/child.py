@@ -70,7 +70,8 @@ def run(order: Order, rank: int, server_pid: int, job: socket.socket, descriptor
     code = _BROKEN_CODE
     try:
         os.setsid()
-        system.die_with_parent(server_pid)
+        if not order.outlives_server:
+            system.die_with_parent(server_pid)
         call, stdout, stderr, *own = descriptors
         _reset_signals()
         _take_stdio(stdout, stderr)

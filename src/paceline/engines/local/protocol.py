@@ -56,6 +56,8 @@ class Order:
 
     first_rank, world_size   what the ranks' environment says, where the group is part of something larger
     outlives_parent          the group is not killed when nobody listens any more: its ranks end by themselves
+    outlives_server          nor when the fork server dies: each rank is watched by its parent, and ends by
+                             itself when that is gone too
     """
 
     entry: str
@@ -71,6 +73,7 @@ class Order:
     first_rank: int = 0
     world_size: int = 0
     outlives_parent: bool = False
+    outlives_server: bool = False
 
     @property
     def ranks_in_all(self) -> int:

@@ -2,8 +2,9 @@
 
 Started by `client` as a child of the user's process, which may lend it to a supervisor of its own. It ends
 when that process closes the control socket or is gone, and takes everything it ever started with it; ranks
-that were ordered to outlive their parent are given an hour to end by themselves while somebody can still
-tell them to, and ten minutes once nobody can. Must not know what ranks do.
+that were ordered to outlive their parent are given an hour to end by themselves while the control socket is
+open somewhere, and ten minutes once nobody can tell them to; while another process holds their own sockets,
+they are that one's. Ranks that were ordered to outlive this server do. Must not know what ranks do.
 """
 
 from __future__ import annotations
@@ -73,11 +74,22 @@ def _serve(control: socket.socket, parent_pid: int) -> None:
         }
         if gone:
             masters -= gone
-            limit = time.monotonic() + (_ORPHAN_SECONDS if masters else _ALONE_SECONDS)
             fleet.kill_bound()
+        if len(masters) < 2:
+            limit = _patience(masters, fleet, limit, first=bool(gone))
         if len(masters) < 2 and (not fleet.outlives_parent or time.monotonic() >= limit):
             break
     fleet.kill_everything()
+
+
+def _patience(masters: set[int], fleet: Fleet, limit: float, *, first: bool) -> float:
+    """Until when ranks may go on without the parent; `first`: something of it is gone since."""
+    if not masters and fleet.sockets():
+        # The next supervisor has them, or the caller keeps them for it.
+        return float("inf")
+    if first or limit == float("inf"):
+        return time.monotonic() + (_ORPHAN_SECONDS if masters else _ALONE_SECONDS)
+    return limit
 
 
 def _milliseconds_until(limit: float) -> float | None:

@@ -49,6 +49,19 @@ def kill_family(pid: int) -> None:
             kill(target, signal.SIGKILL)
 
 
+def kill_orphans_of(pid: int) -> None:
+    """SIGKILL what a process that has ended left in the group that it led. A number is not given to another
+    process while a group has it, so where it stands for a living process the group is gone and it is not
+    ours."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        state = "X"
+    if state in "ZX":
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+
+
 def _prctl(option: int, argument: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, argument, 0, 0, 0) != 0:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Self, final
 
 from paceline.core.errors import PacelineError, PeerLostError
-from paceline.engines.local import child, client, payload, protocol, stacks
+from paceline.engines.local import child, client, payload, protocol, stacks, system
 from paceline.engines.local.protocol import Message, Order
 
 
@@ -113,11 +113,21 @@ class Worker:
             except ConnectionError:
                 message = None
             if message is None:
-                # Server and rank are gone, or the server ended and the kernel takes the rank along.
+                # Server and rank are gone, and all that the rank had forked.
                 self.done = True
                 self.kill()
             else:
                 self._hear(message)
+
+    @property
+    def watch(self) -> int:
+        """A descriptor that is readable once the process has ended; -1: it was not forked yet."""
+        return self._watch
+
+    def end_family(self) -> None:
+        """The process has ended and nobody said how: its server is gone, and what it started is left."""
+        if self.pid and self.has_ended:
+            system.kill_orphans_of(self.pid)
 
     @property
     def has_ended(self) -> bool:
