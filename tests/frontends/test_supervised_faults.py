@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,73 @@ def test_a_first_sample_that_holds_the_interpreters_lock_is_waited_for(tmp_path,
     assert history.state_hash == undisturbed
     assert blamed(folder) == []
     assert not of(events.Verdict, folder)
+
+
+def is_first(mark: Path) -> bool:
+    """Whether nobody was here before, in any process."""
+    with contextlib.suppress(FileExistsError):
+        os.close(os.open(mark, os.O_CREAT | os.O_EXCL))
+        return True
+    return False
+
+
+class Flaky(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """The small run's data, of which reading one sample fails once, or always."""
+
+    def __init__(self, mark: Path, error: OSError, sample: int = 17, always: bool = False) -> None:
+        self.inputs, self.targets = data()
+        self.mark, self.error, self.sample, self.always = mark, error, sample, always
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if index == self.sample and (self.always or is_first(self.mark)):
+            raise self.error
+        return self.inputs[index], self.targets[index]
+
+
+def test_a_sample_that_cannot_be_read_once_is_forgiven_as_in_the_objective(tmp_path, undisturbed):
+    folder = tmp_path / "run"
+    flaky = Flaky(tmp_path / "mark", OSError("the server is busy"))
+    history = trainer(looked_after(folder)).fit(flaky, data())
+    assert history.state_hash == undisturbed
+    ((_, _, cause),) = blamed(folder)
+    assert cause == "raised"
+    assert "the server is busy" in of(events.WorkerFailed, folder)[0].reason
+    check_exactly_once(folder)
+
+
+def test_a_connection_that_is_reset_once_in_a_loader_process_is_forgiven(tmp_path, undisturbed):
+    folder = tmp_path / "run"
+    flaky = Flaky(tmp_path / "mark", ConnectionResetError("reset by peer"))
+    loader = torch.utils.data.DataLoader(flaky, num_workers=1)
+    history = trainer(looked_after(folder, 2)).fit(loader, data())
+    assert history.state_hash == undisturbed
+    assert [cause for _, _, cause in blamed(folder)] == ["raised"]
+
+
+def test_a_sample_that_can_never_be_read_is_tried_twice_and_ends_the_run(tmp_path):
+    torn = Flaky(tmp_path / "mark", OSError("the file is torn"), always=True)
+    with pytest.raises(paceline.PacelineError, match="the file is torn"):
+        trainer(looked_after(tmp_path / "run", 2)).fit(torn, data())
+    assert [cause for _, _, cause in blamed(tmp_path / "run")] == ["raised", "raised"]
+
+
+@pytest.mark.parametrize("how", ["killed", "raises"])
+def test_a_worker_lost_in_the_search_for_a_micro_batch_is_no_end(tmp_path, undisturbed, how, caplog):
+    def objective(model, batch):
+        if is_first(tmp_path / "mark"):
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise OSError("once")
+        return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    folder = tmp_path / "run"
+    history = fit(looked_after(folder, 2, micro_batch="auto"), objective=objective)
+    assert history.state_hash == undisturbed
+    assert blamed(folder) == []
+    assert 'the search for micro_batch="auto" begins again' in caplog.text
 
 
 def groups_can_be_made() -> bool:

@@ -64,7 +64,7 @@ class PacelineError(Exception):
 class UsageError(PacelineError, ValueError):
     """The caller asked for something that cannot be."""
 
-    fault = "user"
+    fault: ClassVar[Fault] = "user"
 
 
 class ConfigError(UsageError):

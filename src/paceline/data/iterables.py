@@ -24,6 +24,7 @@ from paceline.data.arguments import whole
 from paceline.data.batches import Batch, Indices
 from paceline.data.generators import Generators, new_numpy, one_thread, set_aside
 from paceline.data.randomness import seed_everything
+from paceline.data.read_errors import read_error
 from paceline.data.records import from_record, to_record
 
 _log = logging.getLogger(__name__)
@@ -93,9 +94,9 @@ class Stream:
             raise
         except Exception as error:
             place = self._position + len(samples)
-            self._failure = UsageError(
-                f"sample {place} of epoch {self._epoch} of {self.name} cannot be read: "
-                f"{type(error).__name__}: {error}",
+            self._failure = read_error(
+                f"sample {place} of epoch {self._epoch} of {self.name} cannot be read",
+                error,
                 remedy="fix the dataset: what follows in the stream cannot be reached past an error",
                 samples=(place,),
             )
@@ -120,9 +121,9 @@ class Stream:
         except PacelineError:
             raise
         except Exception as error:
-            raise UsageError(
-                f"{len(samples)} samples of {self.name} cannot be put into one batch: "
-                f"{type(error).__name__}: {error}",
+            raise read_error(
+                f"{len(samples)} samples of {self.name} cannot be put into one batch",
+                error,
                 remedy="yield samples of equal shapes and types, or pass a DataLoader with a collate_fn",
             ) from error
 
@@ -223,8 +224,9 @@ class Stream:
             except PacelineError:
                 raise
             except Exception as error:
-                raise UsageError(
-                    f"{self.name} cannot be opened: {type(error).__name__}: {error}",
+                raise read_error(
+                    f"{self.name} cannot be opened",
+                    error,
                     remedy="a dataset's __iter__, or a function without arguments, must return an iterator",
                 ) from error
             self._generators = Generators.current()

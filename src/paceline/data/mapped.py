@@ -14,6 +14,7 @@ from torch.utils.data import default_collate
 
 from paceline.core.errors import PacelineError, UsageError
 from paceline.data.batches import Batch, Indices, Skipped, SkippedSampleError
+from paceline.data.read_errors import read_error
 
 
 @final
@@ -106,16 +107,17 @@ class MapSource:
         except PacelineError:
             raise
         except Exception as error:
-            raise UsageError(
-                f"samples {_some(numbers)} of {self._name} cannot be put into one batch: "
-                f"{type(error).__name__}: {error}",
+            raise read_error(
+                f"samples {_some(numbers)} of {self._name} cannot be put into one batch",
+                error,
                 remedy="return samples of equal shapes and types, or pass a DataLoader with a collate_fn",
                 samples=tuple(numbers),
             ) from error
 
     def _failed(self, what: str, error: Exception, *numbers: int) -> UsageError:
-        return UsageError(
-            f"{what} cannot be read: {type(error).__name__}: {error}",
+        return read_error(
+            f"{what} cannot be read",
+            error,
             remedy=f"look at {self._name}'s own error above; `dataset[{numbers[0]}]` should show it",
             samples=numbers,
         )

@@ -20,12 +20,13 @@ import torch
 from torch._C import _remove_worker_pids
 from torch.utils.data import DataLoader, Dataset
 
-from paceline.core.errors import PacelineError, PlatformError, UsageError
+from paceline.core.errors import PacelineError, PlatformError
 from paceline.data.arrays import ArraySource
 from paceline.data.batches import Batch, Request, Source, can_pin
 from paceline.data.generators import new_numpy, one_thread, set_aside
 from paceline.data.mapped import Loading, MapSource
 from paceline.data.randomness import seed_everything
+from paceline.data.read_errors import read_error
 
 _GRACE_SECONDS = 0.2
 # How torch's messages about workers that died or are late begin; anything else comes from the requests.
@@ -157,10 +158,7 @@ class _Requested(Dataset[Any]):
             return _Failure(error)
         except Exception as error:
             name = type(self._source).__qualname__
-            wrapped = UsageError(
-                f"{name} could not read samples: {type(error).__name__}: {error}",
-                remedy=f"fix {name}.fetch",
-            )
+            wrapped = read_error(f"{name} could not read samples", error, remedy=f"fix {name}.fetch")
             wrapped.__cause__ = error
             wrapped.add_note("in a worker process of the loader:\n" + traceback.format_exc().rstrip())
             return _Failure(wrapped)

@@ -8,6 +8,7 @@ a run is prepared, started and handed back. Importing this module does not impor
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
-from paceline.core.errors import ConfigError, PacelineError, PeerLostError, UsageError
+from paceline.core.errors import ConfigError, PacelineError, PeerLostError, ResourceError, UsageError
 from paceline.core.events import WorkerFailed
 from paceline.core.journal import Journal
 from paceline.engines.local import payload
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
     from paceline.train.worker import Trained, TrainJob
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
 # Optimizers and deterministic kernels import torch's compiler, hundreds of modules: once for all workers.
 _PRELOAD = ("paceline.train.worker", "torch._inductor.config")
 _LOOK_SECONDS = 0.25
@@ -148,7 +151,7 @@ class Trainer:
             found = (
                 worker.find_micro_batch(context, dataclasses.replace(job, model=self._built()))
                 if context is not None
-                else self._spawn(worker.find_micro_batch, job)
+                else self._search(job)
             )
             # Part of the run's definition from now on: the same for whoever computes it.
             config = self._settled = dataclasses.replace(config, micro_batch=found)
@@ -224,6 +227,28 @@ class Trainer:
         config = dataclasses.replace(self._settled or as_recorded(self.config), workers=workers)
         job = TrainJob(self.model, self.objective, None, config, as_source(data))
         return function(context, job) if context is not None else self._spawn(function, job)
+
+    def _search(self, job: TrainJob) -> int:
+        """The search for a micro-batch leaves no trace, so what befalls its workers befalls only the search:
+        it begins again, for as many lost processes as a worker has in its budget, and once after an error
+        that need not come again."""
+        from paceline.train import worker
+
+        care = job.config.fault_tolerance
+        lost = raised = 0
+        while True:
+            try:
+                return self._spawn(worker.find_micro_batch, job)
+            except PacelineError as error:
+                if isinstance(error, PeerLostError):
+                    lost += 1
+                    over = lost > care.max_worker_failures
+                else:
+                    raised += 1
+                    over = raised > 1 or error.fault == "user" or isinstance(error, ResourceError)
+                if over or not care.enabled:
+                    raise
+                _log.warning('the search for micro_batch="auto" begins again: %s', error.message)
 
     def _spawn(self, function: Callable[[DistributedContext, TrainJob], T], job: TrainJob) -> T:
         config = job.config
