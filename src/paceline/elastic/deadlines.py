@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Literal, final
 
+from paceline.elastic.links import broken_link
 from paceline.elastic.liveness import cannot_speak, probe_limit, silence_limit
 from paceline.elastic.model import Phase, Standing
 from paceline.elastic.state import State, Worker, in_view, ranks
@@ -180,7 +181,11 @@ def _stuck(job: State, now: float) -> list[Finding]:
             ]
         culprits = sorted(busy, key=lambda worker: -lasted[worker.number])[:1]
     if not culprits and late and len(late) == len(members) and all(w.number in waits for w in late):
-        # They wait for each other: a lost message, or a deadlock. Whoever most wait for has to go.
+        # They wait for each other: a link that does not carry everything, a lost message, or a deadlock.
+        link = broken_link(job, waits, [worker.number for worker in late])
+        if link is not None:
+            return [_finding(job, link.end, now, "does not go on", because=link.says)]
+        # The member that most wait for has to go.
         culprits = [max(late, key=lambda w: (waited_for[w.number], lasted[w.number], w.slot))]
     return [_finding(job, worker, now, "does not go on") for worker in culprits]
 
@@ -194,6 +199,9 @@ def _culprits_in(job: State, now: float) -> list[int]:
     named = [number for number in idle if waited_for[number]]
     if named or idle:
         return named or idle
+    link = broken_link(job, waits, job.waiting)
+    if link is not None:
+        return [link.end.number]
     return [max(job.waiting, key=lambda n: (waited_for[n], _lasted(job, n, now), job.workers[n].slot))]
 
 
@@ -215,12 +223,14 @@ def _lasted(job: State, number: int, now: float) -> float:
     return beat.seconds + now - job.heard[number] if beat is not None else 0.0
 
 
-def _finding(job: State, worker: Worker, now: float, says: str) -> Finding:
+def _finding(job: State, worker: Worker, now: float, says: str, because: str = "") -> Finding:
     phase = phase_of(job, worker)
     takes = f"; a step takes {job.pace:.3g} s" if job.pace > 0 else ""
     if cannot_speak(job, worker.number, now):
         takes += "; it does not beat though its process runs: something holds the interpreter's lock"
     what = f"rank {worker.slot} {says}: it is in {phase} for {_lasted(job, worker.number, now):.1f} s{takes}"
+    if because:
+        what += f"; {because}"
     return Finding(worker, "hung", phase, what, _who_waits(job, worker.number, now))
 
 

@@ -6,12 +6,14 @@ another generation, or of somebody unknown, changes nothing. Must not know the c
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 from paceline.core.control.messages import Progress
 from paceline.elastic import audit_votes, audits
 from paceline.elastic.deadlines import Finding, phase_of
 from paceline.elastic.ending import all_done, end, finish
+from paceline.elastic.links import broken_link
 from paceline.elastic.liveness import probe_limit
 from paceline.elastic.model import (
     Action,
@@ -45,6 +47,7 @@ from paceline.elastic.regroup import (
 from paceline.elastic.seats import depart, expel, hand_over_slot, lose
 from paceline.elastic.state import IN_VIEW, State, Worker, be_due
 
+_NOT_DONE = "the others could not finish a step with it"
 BREAKS_BEFORE_BLAME = 3
 """So often in a row collectives may break with nobody gone; then whoever was named most has to go."""
 
@@ -180,7 +183,7 @@ def has_broken(job: State, event: HasBroken, now: float, out: list[Action]) -> s
             lose(job, bad, "corrupt", what, now, out, kill=what, phase="collective")
         return mend(job, corrupt, why, now, out)
     for named in event.unreachable or _waited_for(job, event.member):
-        job.suspicion[named] = job.suspicion.get(named, 0) + 1
+        job.suspicion[event.member, named] = job.suspicion.get((event.member, named), 0) + 1
     if job.phase is Phase.PREPARING and job.abort:
         return f"{why}; its members are being asked already"
     job.breaks += 1
@@ -214,17 +217,23 @@ def _waited_for(job: State, number: int) -> tuple[int, ...]:
 
 
 def _most_suspect(job: State, reporter: Worker) -> Finding:
-    suspects = [
-        (count, worker.slot, worker)
-        for number, count in job.suspicion.items()
-        if (worker := job.workers.get(number)) is not None and worker.standing in IN_VIEW
-    ]
-    worst = max(suspects, key=lambda suspect: suspect[:2])[2] if suspects else reporter
-    what = (
-        f"collectives broke {BREAKS_BEFORE_BLAME} times in a row with nobody gone, "
-        f"and rank {worst.slot} is the one that was most often not reached"
-    )
-    return Finding(worst, "silent", phase_of(job, worst), what, "the others could not finish a step with it")
+    counts: Counter[int] = Counter()
+    named: dict[int, set[int]] = {}
+    for (accuser, accused), count in job.suspicion.items():
+        suspect = job.workers.get(accused)
+        if suspect is not None and suspect.standing in IN_VIEW:
+            counts[accused] += count
+            named.setdefault(accuser, set()).add(accused)
+    broke = f"collectives broke {BREAKS_BEFORE_BLAME} times in a row with nobody gone"
+    most = max(counts.values(), default=0)
+    worst = max((n for n in counts if counts[n] == most), key=lambda n: job.workers[n].slot, default=None)
+    link = broken_link(job, named, counts.keys())
+    if link is not None and 2 * counts[link.end.number] > most:
+        # Unless one of them was named far more often: then it is that one's own trouble.
+        return Finding(link.end, "silent", phase_of(job, link.end), f"{broke}, and {link.says}", _NOT_DONE)
+    culprit = reporter if worst is None else job.workers[worst]
+    what = f"{broke}, and rank {culprit.slot} is the one that was most often not reached"
+    return Finding(culprit, "silent", phase_of(job, culprit), what, _NOT_DONE)
 
 
 def lost(job: State, event: Lost, now: float, out: list[Action]) -> str:

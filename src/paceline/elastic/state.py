@@ -118,7 +118,8 @@ class State:
     furthest    the furthest progress anybody told, at `moved_at`; `pace` is a typical time per step of those
                 who are in the view, `shard_seconds` per shard, also of those who were before them
     committed   whether any step was ever committed
-    breaks      how often in a row collectives broke with nobody gone; `suspicion`: who was named then
+    breaks      how often in a row collectives broke with nobody gone; `suspicion`: how often
+                each member named each other one then
     raised      steps in which somebody's code raised
     votes       hashes of steps that have not been judged, by member
     agreed      the last step after which all were seen to hold the same state
@@ -165,7 +166,7 @@ class State:
 
     preemptions: int = 0
     breaks: int = 0
-    suspicion: dict[int, int] = field(default_factory=dict)
+    suspicion: dict[tuple[int, int], int] = field(default_factory=dict)
     raised: frozenset[int] = frozenset()
     votes: dict[Ballot, Mapping[int, str]] = field(default_factory=dict)
     agreed: int = 0
