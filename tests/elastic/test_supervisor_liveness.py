@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 
+import pytest
 from tests.elastic.supervised_jobs import Run, drop, running
 from tests.elastic.test_supervisor_outside import JOIN, script
 
-from paceline.core.events import Verdict, ViewChanged, WorkerFailed
+from paceline.core.events import Note, SupervisorStarted, Verdict, ViewChanged, WorkerFailed
+from paceline.elastic.shell.memory import STATE_FILE
 from paceline.elastic.shell.seats import is_stopped, kernel_state
 
 STOPPED_SECONDS = 3.5  # longer than the 2 s after which silence is judged
@@ -87,6 +89,33 @@ def test_the_one_that_stays_stopped_when_the_others_go_on_is_named(tmp_path):
     (verdict,) = run.of(Verdict)
     assert (verdict.rank, verdict.pid) == (2, pids[2])
     assert "SIGSTOP" in verdict.text
+
+
+@pytest.mark.parametrize("harm", ["removed", "halved", "emptied"])
+def test_a_supervisor_whose_predecessors_memory_is_gone_says_so_and_goes_on(tmp_path, harm, capfd):
+    with running(tmp_path, steps=10**6) as run:
+        run.until_step(20)
+        before = run.pids()
+        os.kill(run.supervised.pid, signal.SIGSTOP)
+        file = tmp_path / STATE_FILE
+        if harm == "removed":
+            file.unlink()
+        else:
+            whole = file.read_bytes()
+            file.write_bytes(whole[: len(whole) // 2 if harm == "halved" else 0])
+        os.kill(run.supervised.pid, signal.SIGKILL)
+        run.until(lambda: len(run.of(SupervisorStarted)) == 2 and len(run.of(ViewChanged)) == 2)
+        run.until_step(run.steps[-1] + 30)
+        assert run.pids() == before
+        run.supervised.stop("seen")
+        assert drop(run.finish()).ok
+    first, second = run.of(ViewChanged)
+    assert second.generation > first.generation
+    (note,) = [note for note in run.of(Note) if "supervisor before this one knew is lost" in note.text]
+    assert str(file) in note.text
+    assert note.text in capfd.readouterr().err
+    assert not run.of(WorkerFailed)
+    assert run.steps == list(range(1, len(run.steps) + 1))
 
 
 def test_what_the_kernel_says_of_a_process():

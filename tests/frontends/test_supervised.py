@@ -223,6 +223,29 @@ def test_the_supervisor_is_killed(tmp_path, undisturbed):
     check_exactly_once(folder)
 
 
+@pytest.mark.parametrize("left", [None, 0.0, 0.5])
+def test_the_supervisor_is_killed_and_its_snapshot_is_gone(tmp_path, undisturbed, left):
+    """Removed, emptied or halved: it is said, no worker is restarted, and the audit holds."""
+    folder = tmp_path / "run"
+
+    def kill() -> None:
+        pid = json.loads((folder / "control.json").read_text())["pid"]
+        os.kill(pid, signal.SIGSTOP)
+        snapshot = folder / "supervisor.json"
+        whole = snapshot.read_bytes()
+        snapshot.unlink()
+        if left is not None:
+            snapshot.write_bytes(whole[: int(len(whole) * left)])
+        os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: len(of(events.SupervisorStarted, folder)) >= 2)
+
+    history = behind_gate(looked_after(folder, 3), tmp_path / "gate", kill)
+    assert history.state_hash == undisturbed
+    assert not of(events.WorkerFailed, folder)
+    assert any("is lost" in note.text and "supervisor.json" in note.text for note in of(events.Note, folder))
+    check_exactly_once(folder)
+
+
 def test_a_dissenting_worker_is_named_and_its_steps_are_done_again(tmp_path):
     """Silent corruption of one worker's weights: audited, expelled, and gone back before it."""
     folder = tmp_path / "run"

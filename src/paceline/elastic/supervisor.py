@@ -25,7 +25,7 @@ from paceline.core.control import address, auth
 from paceline.core.control.address import Whereabouts
 from paceline.core.control.channel import Channel
 from paceline.core.control.messages import Answer, Ask, Seen
-from paceline.core.errors import PacelineError, WireError
+from paceline.core.errors import PacelineError, PlatformError, WireError
 from paceline.core.events import Note, SupervisorStarted
 from paceline.elastic import machine
 from paceline.elastic.job import Spec
@@ -51,7 +51,7 @@ from paceline.elastic.model import (
     Ticked,
     WantsToLeave,
 )
-from paceline.elastic.shell import gate, unheard
+from paceline.elastic.shell import gate, recovery, unheard
 from paceline.elastic.shell.actions import Actions
 from paceline.elastic.shell.caller import Caller
 from paceline.elastic.shell.chronicle import Chronicle
@@ -192,7 +192,7 @@ class Supervisor:
             SupervisorStarted(time=now, pid=os.getpid(), attempt=self.spec.attempt, address=where)
         )
         self.caller.say("up", host=host, port=port)
-        began = self.recalled.began if self.spec.attempt > 1 else Began()
+        began = self._what_was_known() if self.spec.attempt > 1 else Began()
         for _, place in began.members.values():
             if place != HOME:
                 self.places.resume(place)
@@ -200,6 +200,25 @@ class Supervisor:
         self.feed(began)
         self.staff.expect(began.members)
         self._decide_all()
+
+    def _what_was_known(self) -> Began:
+        """What the supervisor before this one wrote down, or what the journal and the caller know."""
+        if not self.memory.trouble:
+            return self.recalled.began
+        began = recovery.from_journal(self.folder / JOURNAL_FILE, self.caller.kept)
+        if began is None:
+            return Began()
+        self.complain(
+            PlatformError(
+                f"what the supervisor before this one knew is lost: {self.memory.trouble}. "
+                f"{len(began.members)} workers are known from the journal and train on; failures and speeds "
+                "are counted anew, and workers of other machines start again",
+                remedy="see who removes or changes files in the run's folder while it is used, and whether "
+                "its disk is full",
+            )
+        )
+        recovery.end_unknown(self.caller.kept, began.members)
+        return began
 
     def _loop(self) -> None:
         components = (

@@ -40,12 +40,20 @@ class Memory:
         self._path = folder / STATE_FILE
         self._written: Remembered | None = None
         self.failed = False
+        self.trouble = ""  # why nothing was recalled
 
     def recall(self) -> Remembered | None:
         """What the supervisor before this one knew."""
         try:
             found = typed.convert(json.loads(self._path.read_text()), Remembered, STATE_FILE)
-        except (OSError, ValueError, typed.MismatchError, typed.MissingKeyError, typed.UnknownKeyError):
+        except FileNotFoundError:
+            self.trouble = f"{self._path} is missing"
+            return None
+        except OSError as error:
+            self.trouble = f"{self._path} cannot be read: {error.strerror}"
+            return None
+        except (ValueError, typed.MismatchError, typed.MissingKeyError, typed.UnknownKeyError) as error:
+            self.trouble = f"{self._path} is damaged: {error}"
             return None
         assert isinstance(found, Remembered)
         return found
