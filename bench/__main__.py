@@ -14,6 +14,7 @@ MODULES = (
     "canonical",
     "counts",
     "network",
+    "links",
     "disagreement",
     "spawn_latency",
     "cycles",

@@ -7,7 +7,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,12 @@ class Outcome:
 
 
 def run_on_hosts(
-    function: Callable[..., Any], *args: Any, hosts: int, ranks_per_host: int = 1, rate: str | None = None
+    function: Callable[..., Any],
+    *args: Any,
+    hosts: int,
+    ranks_per_host: int = 1,
+    rate: str | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> Outcome:
     """Calls `function(ctx, *args)` on every rank; ranks of host 0 come first."""
     reason = why_not()
@@ -44,8 +49,9 @@ def run_on_hosts(
         before = [lab.sent_bytes(host) for host in range(hosts)]
         processes = []
         for rank in range(world):
-            environment = {
+            variables = {
                 **os.environ,
+                **(environment or {}),
                 "RANK": str(rank),
                 "WORLD_SIZE": str(world),
                 "LOCAL_RANK": str(rank % ranks_per_host),
@@ -56,7 +62,7 @@ def run_on_hosts(
             }
             command = [sys.executable, "-m", "bench.hosts", str(job), str(Path(folder, str(rank)))]
             processes.append(
-                lab.start(rank // ranks_per_host, command, env=environment, stderr=subprocess.PIPE, text=True)
+                lab.start(rank // ranks_per_host, command, env=variables, stderr=subprocess.PIPE, text=True)
             )
         for rank, process in enumerate(processes):
             _, errors = process.communicate(timeout=300)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import socket
 import struct
-import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from datetime import timedelta
 
 import pytest
 
-from paceline.comm.store import ForTorch, StoreClient, StoreServer
+from paceline.comm.store import StoreClient, StoreServer
 from paceline.comm.transport.link import Kind
 from paceline.core.errors import WireError
 
@@ -70,7 +68,8 @@ def test_strangers_disturb_nobody(
         if nonsense:
             # Closed, or reset where some of it was not read.
             with suppress(ConnectionResetError):
-                assert stranger.recv(100) == b""
+                while stranger.recv(100):
+                    pass  # the challenge, which says nothing
     client.set("still", "there")
     assert client.get("still") == b"there"
 
@@ -87,19 +86,3 @@ def test_the_end_of_the_server(server: tuple[StoreServer, int], client: StoreCli
 def test_somebody_else_at_the_port() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(WireError, match="no answer"):
         StoreClient("127.0.0.1", silent.getsockname()[1], 0.2)
-
-
-def test_torchs_view(server: tuple[StoreServer, int], client: StoreClient) -> None:
-    store = ForTorch(client, "group/", 5.0)
-    waiting: list[bytes] = []
-    other = StoreClient("127.0.0.1", server[1], 5.0)
-    thread = threading.Thread(target=lambda: waiting.append(ForTorch(other, "group/", 5.0).get("k")))
-    thread.start()
-    store.set("k", b"v")
-    thread.join()
-    other.close()
-    assert waiting == [b"v"]
-    assert client.get("group/k") == b"v"
-    assert store.add("n", 2) == 2
-    with pytest.raises(TimeoutError, match="nobody set"):
-        store.wait(["missing"], timedelta(seconds=0.05))

@@ -23,10 +23,12 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: i
 
 from paceline.comm.calls import ranks_text
 from paceline.comm.environment import Address
+from paceline.comm.group_secret import SECRET_VARIABLE
 from paceline.comm.processes import start_time
-from paceline.comm.store import ForTorch, StoreClient, StoreServer
+from paceline.comm.store import StoreClient, StoreServer
 from paceline.comm.transport.dial import Look, nothing_to_see
 from paceline.core.errors import GroupInterruptedError, RendezvousError, WireError
+from paceline.core.handshake import KeyedDifferentlyError
 from paceline.core.listening import ANY_PORT, INTERFACE_VARIABLE, Listening, from_here, resolves_to_loopback
 
 T = TypeVar("T")
@@ -72,7 +74,9 @@ class Patience:
             _log.warning("%s", what())
 
 
-def serve(address: Address, listening: Listening = ANY_PORT) -> tuple[StoreServer, Address]:
+def serve(
+    address: Address, listening: Listening = ANY_PORT, secret: bytes = b""
+) -> tuple[StoreServer, Address]:
     """Rank 0's store at `address`, and where rank 0 itself reaches it. Only this machine can reach it where
     the address is a loopback one."""
     try:
@@ -83,7 +87,7 @@ def serve(address: Address, listening: Listening = ANY_PORT) -> tuple[StoreServe
             remedy="another program, group or rank 0 is there: choose another port (address= or MASTER_PORT)",
         ) from error
     own = Address(*from_here(listener))
-    return StoreServer(listener), own
+    return StoreServer(listener, secret), own
 
 
 def _listener(address: Address, listening: Listening) -> socket.socket:
@@ -143,8 +147,13 @@ def _patiently(rank: int, address: Address, deadline: float, attempt: Callable[[
             reason = f"that name is not known here ({error.strerror})"
         except OSError as error:
             reason = f"it cannot be reached ({error.strerror or error})"
+        except KeyedDifferentlyError as error:
+            raise RendezvousError(
+                f"rank {rank} does not agree with rank 0 at {address} on having a secret: {error.message}",
+                remedy=f"set {SECRET_VARIABLE} on all ranks, or on none",
+            ) from error
         except (WireError, DistError):
-            reason = "what listens there is not a rendezvous"
+            reason = "what listens there is not a rendezvous, or its secret is another"
         patience.pause(_constant(f"rank {rank} waits for rank 0 at {address}: {reason}"))
 
 
@@ -194,13 +203,6 @@ class Meeting:
                 time.sleep(10 * _MAX_PAUSE)
         except (DistError, OSError, GroupInterruptedError):
             _log.debug("nobody left to be told that rank %d gave up", self.rank)
-
-    def store_for(self, topic: str) -> Store:
-        """A store of torch's kind, in which process groups can meet; for as long as the meeting lasts."""
-        if isinstance(self._store, StoreClient):
-            left = max(self.deadline - time.monotonic(), 1.0)
-            return ForTorch(self._store, self._key(f"{topic}/"), left, [self._key(_BAD)])
-        return PrefixStore(topic, self._store)
 
     def _key(self, name: str) -> str:
         return self._prefix + name

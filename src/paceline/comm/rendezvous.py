@@ -2,8 +2,8 @@
 
     one rank                  shared memory of its own, no network
     all ranks on one host     shared memory; the first rank makes it, the others open it through /proc
-    several hosts             torch.distributed; inside a host that has several ranks, shared memory (hybrid)
-    gloo, nccl, mpi           torch.distributed, also on one host; large CPU messages always go over Gloo
+    several hosts             proven connections; inside a host that has several ranks, shared memory (hybrid)
+    gloo, nccl, mpi           proven connections, also on one host; the name is that of the native all-reduce
 
 Knows who meets where and when it is over; how transports are made is in wiring.py.
 """
@@ -28,6 +28,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 import paceline
 from paceline.comm.cost import Links, load_links
 from paceline.comm.environment import Address, Place, find_place
+from paceline.comm.group_secret import group_secret, mesh_secret
 from paceline.comm.meeting import Meeting, StoreGoneError, connect, connect_to_agent, serve
 from paceline.comm.transport.base import Transport
 from paceline.comm.transport.handshake import source_address
@@ -59,12 +60,11 @@ def join(
         return alone(), load_links()
     deadline = time.monotonic() + timeout
     try:
+        me = _hello(backend)
         if place.agent_store:
-            return _join_at_agent(place, backend, deadline)
+            return _join_at_agent(place, me, deadline)
         return (
-            _serve_and_join(place, backend, deadline)
-            if place.rank == 0
-            else _find_and_join(place, backend, deadline)
+            _serve_and_join(place, me, deadline) if place.rank == 0 else _find_and_join(place, me, deadline)
         )
     except StoreGoneError as error:
         raise RendezvousError(
@@ -119,29 +119,29 @@ def check_name(backend: object) -> None:
         raise UnavailableError("backend='shm' needs Linux", remedy="use backend='gloo'")
 
 
-def _join_at_agent(place: Place, backend: str, deadline: float) -> tuple[Transport, Links]:
+def _join_at_agent(place: Place, me: Hello, deadline: float) -> tuple[Transport, Links]:
     store = connect_to_agent(place.rank, place.address, deadline)
     apart = PrefixStore(f"paceline/{place.attempt}/{next(_agent_meetings)}", store)
     meeting = Meeting(apart, place.rank, place.world_size, deadline, str(place.address))
-    return met(meeting, place.address.host, _hello(backend))
+    return met(meeting, place.address.host, me)
 
 
-def _serve_and_join(place: Place, backend: str, deadline: float) -> tuple[Transport, Links]:
-    server, address = serve(place.address, Listening.from_environment(os.environ))
+def _serve_and_join(place: Place, me: Hello, deadline: float) -> tuple[Transport, Links]:
+    server, address = serve(place.address, me.listening, me.token)
     try:
-        with closing(connect(0, address, deadline)) as client:
+        with closing(connect(0, address, deadline, secret=me.token)) as client:
             meeting = Meeting(client, 0, place.world_size, deadline, str(place.address))
-            return met(meeting, place.address.host, _hello(backend), server.close)
+            return met(meeting, place.address.host, me, server.close)
     finally:
         server.close()
 
 
-def _find_and_join(place: Place, backend: str, deadline: float) -> tuple[Transport, Links]:
+def _find_and_join(place: Place, me: Hello, deadline: float) -> tuple[Transport, Links]:
     while True:
-        with closing(connect(place.rank, place.address, deadline)) as client:
+        with closing(connect(place.rank, place.address, deadline, secret=me.token)) as client:
             meeting = Meeting(client, place.rank, place.world_size, deadline, str(place.address))
             try:
-                return met(meeting, place.address.host, _hello(backend))
+                return met(meeting, place.address.host, me)
             except StoreGoneError:
                 # Rank 0 ended, or this was the end of an earlier group's meeting: a new one may begin soon.
                 if time.monotonic() >= deadline:
@@ -151,12 +151,14 @@ def _find_and_join(place: Place, backend: str, deadline: float) -> tuple[Transpo
 
 @dataclass(frozen=True)
 class Hello:
-    """How a rank comes to a meeting; what is not given is found out here, or made up by rank 0."""
+    """How a rank comes to a meeting; what is not given is found out here, or made up by rank 0. `secret` is
+    that of the connections, where it is known before; `token` the one that the user gave the ranks."""
 
     backend: str = "auto"
     host: str = ""
     hostname: str = ""
     secret: bytes = b""
+    token: bytes = b""
     links: Links | None = None
     native: Any = None
     listening: Listening = ANY_PORT
@@ -164,7 +166,12 @@ class Hello:
 
 def _hello(backend: str = "auto", native: Any = None) -> Hello:
     """Of a rank whose starter sets environment variables and nothing else."""
-    return Hello(backend, native=native, listening=Listening.from_environment(os.environ))
+    return Hello(
+        backend,
+        token=group_secret(os.environ),
+        native=native,
+        listening=Listening.from_environment(os.environ),
+    )
 
 
 def met(
@@ -180,16 +187,17 @@ def met(
             "endpoint": [source, listener.getsockname()[1]],
             "version": paceline.__version__,
             "backend": me.backend,
+            "keyed": bool(me.token),
         }
         if meeting.rank == 0:
             links = load_links() if me.links is None else me.links
             hello |= {"links": links.to_plain(), "secret": "" if me.secret else secrets.token_hex(32)}
         hellos = meeting.enter(hello)
-        secret = me.secret or bytes.fromhex(hellos[0]["secret"])
+        check_alike(hellos)
+        secret = me.secret or mesh_secret(me.token, bytes.fromhex(hellos[0]["secret"]))
         group = Group(
             meeting, hellos, topology_of(hellos), me.backend, master, secret, me.native, me.listening
         )
-        check_alike(hellos)
         transport = wire(group, listener)
         try:
             meeting.finish(leave)

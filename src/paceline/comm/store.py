@@ -5,48 +5,52 @@ It does what torch's TCPStore would do here, without two of its habits: it never
 (TCPStore looks up the names of both ends of each connection, even on loopback, and waits seconds where no
 name server answers), and a server that ends is an ordinary error for its clients, not pages of C++ frames
 in their logs. Keys are text, values are bytes. A client that waits for keys is answered when they come:
-nobody asks in turns. Where there is a secret, both ends prove that they know it before anything else is
-said. Knows nothing of ranks.
+nobody asks in turns.
+
+Both ends prove that they know the secret before anything else is said (core.handshake: bytes of a fixed
+size, few strangers, 3 seconds each), and every frame afterwards carries a tag of the session. Where there
+is no secret the same is done with an empty one: it keeps strangers apart that do not speak the protocol,
+and no others. What a proven client says is JSON of limited size and checked form; whatever goes wrong with
+one client ends that client's connection and nothing else. Knows nothing of ranks.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
+import base64
+import json
+import logging
 import os
 import select
 import selectors
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
-from torch.distributed import Store as TorchStore  # type: ignore[attr-defined]
-
-from paceline.comm.transport.dial import LOOK_SECONDS, Look, dial, nothing_to_see
+from paceline.comm.transport.dial import LOOK_SECONDS, Look, dial, nothing_to_see, read_exactly
+from paceline.comm.transport.entrance import Entrance, Proven
 from paceline.comm.transport.link import Kind, Link
-from paceline.core import wire
 from paceline.core.errors import WireError
+from paceline.core.handshake import Connector, KeyedDifferentlyError, Protocol, no_answer
 
-_GREETING = "paceline store 2"
-_MAX_BYTES = 1 << 20
-_NONCE_BYTES = 16
+_log = logging.getLogger("paceline.comm")
 
-
-def _proof(secret: bytes, role: bytes, asked: bytes, answered: bytes) -> bytes:
-    return hmac.new(secret, b"store" + role + asked + answered, hashlib.sha256).digest()
+_PROTOCOL = Protocol(b"PLstore3")
+_MAX_BYTES = 2 << 20
+_MAX_VALUE = 1 << 20
+_MAX_KEY = 1024
+_MAX_KEYS = 1 << 16
+_MAX_STORED = 256 << 20
+_MAX_OUTBOX = 64 << 20
 
 
 @dataclass(slots=True)
 class _Guest:
-    """One connection of the server: who it may be, and for which keys it waits."""
+    """One proven connection of the server, and for which keys it waits."""
 
     link: Link
-    proof: bytes = b""  # what it has to say next
-    proven: bool = False
     question: int = -1
     awaited: tuple[list[str], list[str]] | None = None
 
@@ -56,14 +60,14 @@ class StoreServer:
 
     def __init__(self, listener: socket.socket, secret: bytes = b"") -> None:
         self._listener = listener
-        self._secret = secret
         self._values: dict[str, bytes] = {}
+        self._stored = 0
         self._guests: dict[socket.socket, _Guest] = {}
         self._selector = selectors.DefaultSelector()
         self._wake_in, self._wake_out = os.pipe2(os.O_CLOEXEC)
-        listener.setblocking(False)
-        self._selector.register(listener, selectors.EVENT_READ)
-        self._selector.register(self._wake_in, selectors.EVENT_READ)
+        self._stopped = False
+        self._selector.register(self._wake_in, selectors.EVENT_READ, self._stop)
+        self._entrance = Entrance(listener, _PROTOCOL, secret, self._selector, self._let_in)
         self._thread: threading.Thread | None = threading.Thread(
             target=self._run, name="paceline-store", daemon=True
         )
@@ -76,6 +80,7 @@ class StoreServer:
         os.write(self._wake_out, b"\0")
         self._thread.join()
         self._thread = None
+        self._entrance.close()
         for guest in self._guests.values():
             guest.link.close()
         self._listener.close()
@@ -84,87 +89,95 @@ class StoreServer:
         os.close(self._wake_out)
 
     def _run(self) -> None:
-        while True:
-            for key, _ in self._selector.select():
-                if key.fileobj == self._wake_in:
-                    return
-                if key.fileobj is self._listener:
-                    self._welcome()
-                elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._guests:
-                    self._serve(key.fileobj)
+        while not self._stopped:
+            due = self._entrance.due
+            wait = None if due is None else max(due - time.monotonic(), 0.0)
+            for key, mask in self._selector.select(wait):
+                key.data(mask)
+            self._entrance.tick(time.monotonic())
 
-    def _welcome(self) -> None:
-        try:
-            sock, _ = self._listener.accept()
-        except OSError:
-            return  # the caller is gone again
-        sock.setblocking(False)
+    def _stop(self, mask: int) -> None:
+        self._stopped = True
+
+    def _let_in(self, context: bytes, proven: Proven) -> None:
+        sock = proven.sock
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._guests[sock] = _Guest(Link(sock, max_message=_MAX_BYTES))
-        self._selector.register(sock, selectors.EVENT_READ)
+        self._guests[sock] = _Guest(Link(proven, max_message=_MAX_BYTES))
+        self._selector.register(sock, selectors.EVENT_READ, self._serving(sock))
+
+    def _serving(self, sock: socket.socket) -> Callable[[int], None]:
+        return lambda mask: self._serve(sock)
 
     def _serve(self, sock: socket.socket) -> None:
-        guest = self._guests[sock]
+        guest = self._guests.get(sock)
+        if guest is None:
+            return  # dropped in this turn
         changed = False
         try:
             guest.link.flush()
             frames, ended = guest.link.read()
             for frame in frames:
-                changed |= self._hear(guest, wire.decode(frame.body))
-        except (WireError, ValueError, TypeError, KeyError, IndexError):
-            ended = True  # not one of ours
+                if frame.kind is not Kind.MESSAGE:
+                    raise ValueError(f"a {frame.kind.name} frame")
+                changed |= self._hear(guest, json.loads(frame.body))
+            if guest.link.put_bytes - guest.link.sent_bytes > _MAX_OUTBOX:
+                raise ValueError("it asks and does not read the answers")
+        except Exception as error:
+            # Of whatever kind: this client is not believed any longer, the others are served on.
+            _log.warning("a client of the store was dropped: %s: %.200s", type(error).__name__, error)
+            ended = True
         if ended:
-            self._selector.unregister(sock)
-            del self._guests[sock]
-            guest.link.close()
+            self._drop(sock)
         else:
             self._want(sock, guest)
         if changed:
             self._answer_waiting()
 
+    def _drop(self, sock: socket.socket) -> None:
+        self._selector.unregister(sock)
+        self._guests.pop(sock).link.close()
+
     def _want(self, sock: socket.socket, guest: _Guest) -> None:
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if guest.link.waiting else 0)
-        self._selector.modify(sock, wanted)
+        self._selector.modify(sock, wanted, self._serving(sock))
 
     def _hear(self, guest: _Guest, said: Any) -> bool:
         """Answers a question, at once or later; True if it changed a value."""
-        number, question = said
-        guest.question, guest.awaited = int(number), None
-        if not guest.proven:
-            self._reply(guest, self._meet(guest, question))
-            return False
-        match question:
-            case ["await", [*keys], [*instead]]:
-                guest.awaited = ([str(key) for key in keys], [str(key) for key in instead])
+        match said:
+            case [int(number), [str(operation), *arguments]]:
+                guest.question, guest.awaited = number, None
+            case _:
+                raise ValueError("not a question")
+        match operation, arguments:
+            case "await", [list(keys), list(instead)]:
+                guest.awaited = (_keys(keys), _keys(instead))
                 self._answer_one(guest)
                 return False
-            case ["set", str(key), bytes(value)]:
-                self._values[key] = value
-                self._reply(guest, None)
+            case "set", [str(key), str(value)]:
+                self._keep(key, base64.b64decode(value, validate=True))
+                _reply(guest, None)
                 return True
-            case ["add", str(key), int(amount)]:
+            case "add", [str(key), int(amount)]:
                 total = int(self._values.get(key, b"0")) + amount
-                self._values[key] = b"%d" % total
-                self._reply(guest, total)
+                self._keep(key, b"%d" % total)
+                _reply(guest, total)
                 return True
-            case ["get", [*keys]]:
-                self._reply(guest, [self._values.get(key) for key in keys])
+            case "get", [list(keys)]:
+                found = [self._values.get(key) for key in _keys(keys)]
+                _reply(guest, [None if value is None else _plain(value) for value in found])
                 return False
-            case ["has", [*keys]]:
-                self._reply(guest, all(key in self._values for key in keys))
+            case "has", [list(keys)]:
+                _reply(guest, all(key in self._values for key in _keys(keys)))
                 return False
-        raise ValueError(f"not a question: {question!r}")
+        raise ValueError("not a question")
 
-    def _meet(self, guest: _Guest, question: Any) -> Any:
-        match question:
-            case ["hello", bytes(asked)] if not guest.proof and len(asked) == _NONCE_BYTES:
-                answered = os.urandom(_NONCE_BYTES)
-                guest.proof = _proof(self._secret, b"client", asked, answered)
-                return [_GREETING, answered, _proof(self._secret, b"server", asked, answered)]
-            case ["prove", bytes(proof)] if guest.proof and hmac.compare_digest(proof, guest.proof):
-                guest.proven = True
-                return True
-        raise ValueError("a stranger")
+    def _keep(self, key: str, value: bytes) -> None:
+        if len(key) > _MAX_KEY or len(value) > _MAX_VALUE:
+            raise ValueError(f"a key of {len(key)} characters with a value of {len(value)} bytes")
+        stored = self._stored + len(value) - len(self._values.get(key, b""))
+        if stored > _MAX_STORED or (key not in self._values and len(self._values) >= _MAX_KEYS):
+            raise ValueError("the store is full")
+        self._values[key], self._stored = value, stored
 
     def _answer_waiting(self) -> None:
         for sock, guest in self._guests.items():
@@ -178,16 +191,27 @@ class StoreServer:
         if not there and not any(key in self._values for key in instead):
             return False
         guest.awaited = None
-        self._reply(guest, there)
+        _reply(guest, there)
         return True
 
-    def _reply(self, guest: _Guest, answer: Any) -> None:
-        guest.link.put(Kind.MESSAGE, [memoryview(b"".join(wire.encode([guest.question, answer])))])
+
+def _reply(guest: _Guest, answer: Any) -> None:
+    guest.link.put(Kind.MESSAGE, [memoryview(json.dumps([guest.question, answer]).encode())])
+
+
+def _keys(said: list[Any]) -> list[str]:
+    if len(said) > _MAX_KEYS or not all(isinstance(key, str) for key in said):
+        raise ValueError(f"{len(said)} keys, or some that are no text")
+    return said
+
+
+def _plain(value: bytes) -> str:
+    return base64.b64encode(value).decode()
 
 
 class StoreClient:
-    """One connection to a store. Raises OSError when the server is gone or does not answer; `look` is
-    called while it waits."""
+    """One connection to a store. Raises OSError when the server is gone or does not answer, WireError where
+    it is not a store with this secret; `look` is called while it waits."""
 
     def __init__(
         self, host: str, port: int, timeout: float, *, secret: bytes = b"", look: Look | None = None
@@ -196,30 +220,20 @@ class StoreClient:
         self._look = look
         self._lock = threading.Lock()
         self._questions = 0
-        sock = dial(host, port, time.monotonic() + timeout, look or nothing_to_see)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._link = Link(sock, max_message=_MAX_BYTES)
+        deadline = time.monotonic() + timeout
+        sock = dial(host, port, deadline, look or nothing_to_see)
         try:
-            self._meet(secret)
-        except OSError as error:
-            self.close()
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._link = Link(_prove(sock, secret, deadline, look or nothing_to_see), max_message=1 << 40)
+        except (OSError, EOFError) as error:
+            sock.close()
             raise WireError(f"no answer of a store: {error}") from error
         except BaseException:
-            self.close()
+            sock.close()
             raise
 
-    def _meet(self, secret: bytes) -> None:
-        asked = os.urandom(_NONCE_BYTES)
-        match self._ask(["hello", asked]):
-            case [str(greeting), bytes(answered), bytes(proof)] if greeting == _GREETING:
-                if not hmac.compare_digest(proof, _proof(secret, b"server", asked, answered)):
-                    raise WireError("the store does not know this group's secret")
-                self._ask(["prove", _proof(secret, b"client", asked, answered)])
-            case _:
-                raise WireError("the answer is not a store's")
-
     def set(self, key: str, value: str | bytes) -> None:
-        self._ask(["set", key, value.encode() if isinstance(value, str) else value])
+        self._ask(["set", key, _plain(value.encode() if isinstance(value, str) else value)])
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all the keys are there."""
@@ -233,8 +247,8 @@ class StoreClient:
             return False  # the next question makes the server forget this one
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes | None]:
-        found: list[bytes | None] = self._ask(["get", list(keys)])
-        return found
+        found = cast("list[str | None]", self._ask(["get", list(keys)]))
+        return [None if value is None else base64.b64decode(value) for value in found]
 
     def get(self, key: str) -> bytes | None:
         return self.multi_get([key])[0]
@@ -248,12 +262,12 @@ class StoreClient:
     def _ask(self, question: list[Any], seconds: float | None = None) -> Any:
         with self._lock:
             self._questions += 1
-            self._link.put(Kind.MESSAGE, [memoryview(b"".join(wire.encode([self._questions, question])))])
+            self._link.put(Kind.MESSAGE, [memoryview(json.dumps([self._questions, question]).encode())])
             end = time.monotonic() + (self._timeout if seconds is None else seconds)
             while True:
                 frames, ended = self._link.read()
                 for frame in frames:
-                    number, answer = wire.decode(frame.body)
+                    number, answer = json.loads(frame.body)
                     if number == self._questions:  # else of a question that was given up
                         return answer
                 if ended:
@@ -264,37 +278,20 @@ class StoreClient:
                 if self._look is not None:
                     self._look()
                     left = min(left, LOOK_SECONDS)
-                writers = [self._link.sock] if self._link.waiting else []
-                select.select([self._link.sock], writers, [], left)
+                poll = select.poll()
+                poll.register(self._link.sock, select.POLLIN | (select.POLLOUT if self._link.waiting else 0))
+                poll.poll(left * 1000)
                 self._link.flush()
 
 
-class ForTorch(TorchStore):
-    """What a process group of torch needs of a store to come up, over a client and under a prefix."""
-
-    def __init__(self, client: StoreClient, prefix: str, timeout: float, instead: Sequence[str] = ()) -> None:
-        super().__init__()
-        self._instead = instead
-        self._client = client
-        self._prefix = prefix
-        self._timeout = timeout
-
-    def set(self, key: str, value: str | bytes) -> None:
-        self._client.set(self._prefix + key, value)
-
-    def get(self, key: str) -> bytes:
-        self.wait([key], timedelta(seconds=self._timeout))
-        value = self._client.get(self._prefix + key)
-        assert value is not None
-        return value
-
-    def add(self, key: str, amount: int) -> int:
-        return self._client.add(self._prefix + key, amount)
-
-    def check(self, keys: Sequence[str]) -> bool:
-        return self._client.check([self._prefix + key for key in keys])
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        seconds = self._timeout if timeout is None else timeout.total_seconds()
-        if not self._client.await_keys([self._prefix + key for key in keys], seconds, self._instead):
-            raise TimeoutError(f"nobody set {', '.join(keys)}")
+def _prove(sock: socket.socket, secret: bytes, deadline: float, look: Look) -> Proven:
+    connector = Connector(_PROTOCOL, secret)
+    try:
+        while not connector.done:
+            answer = connector.feed(read_exactly(sock, connector.wanted, deadline, look))
+            if answer:
+                sock.sendall(answer)
+    except KeyedDifferentlyError:
+        sock.sendall(no_answer(_PROTOCOL, secret))  # so that the other end can say it too
+        raise
+    return Proven(sock, connector.session())

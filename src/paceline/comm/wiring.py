@@ -9,24 +9,25 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
 import socket
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
+from paceline.comm.calls import ranks_text
+from paceline.comm.group_secret import SECRET_VARIABLE
 from paceline.comm.meeting import Meeting
 from paceline.comm.transport.base import Topology, Transport
 from paceline.comm.transport.bulk import Bulk
-from paceline.comm.transport.dial import LOOK_SECONDS, nothing_to_see
-from paceline.comm.transport.handshake import connect_all
+from paceline.comm.transport.gloo import open_group
+from paceline.comm.transport.handshake import Connected, connect_all
 from paceline.comm.transport.hybrid import HybridTransport
 from paceline.comm.transport.mesh import Mesh
 from paceline.comm.transport.native import BACKENDS, NativeGroup, nccl_group, own_group
@@ -69,6 +70,12 @@ def topology_of(hellos: Mapping[int, Mapping[str, Any]]) -> Topology:
 
 
 def check_alike(hellos: Mapping[int, Mapping[str, Any]]) -> None:
+    without = [rank for rank, hello in sorted(hellos.items()) if not hello["keyed"]]
+    if without and len(without) < len(hellos):
+        raise RendezvousError(
+            f"{ranks_text(without)} came without a secret, the others have one",
+            remedy=f"set {SECRET_VARIABLE} on all ranks, or on none",
+        )
     for what in ("version", "backend"):
         values = {rank: hello[what] for rank, hello in sorted(hellos.items())}
         if len(set(values.values())) > 1:
@@ -143,7 +150,7 @@ def _share(group: Group) -> ShmTransport | None:
             f"shared memory does not work here ({listing})", remedy="use backend='auto' or 'gloo'"
         )
     if rank == 0:
-        _log.warning("shared memory does not work here (%s): using Gloo", listing)
+        _log.warning("shared memory does not work here (%s): using connections", listing)
     return None
 
 
@@ -159,7 +166,7 @@ def open_segment(told: Mapping[str, Any], pid: int) -> int:
 
 
 def _connect(group: Group, listener: socket.socket) -> TorchTransport:
-    """Mesh and Gloo group among all ranks."""
+    """Proven connections among all ranks: a mesh, and one for bulk data beside each of its connections."""
     meeting, topology, hellos = group.meeting, group.topology, group.hellos
     rank = meeting.rank
     # Who has no address of its own that others can use is on the master's host.
@@ -168,85 +175,43 @@ def _connect(group: Group, listener: socket.socket) -> TorchTransport:
         for peer, hello in hellos.items()
         if peer != rank
     }
-    connections = connect_all(rank, listener, endpoints, group.secret, meeting.deadline, meeting.look)
-    address = _own_address(connections, topology, rank)
+    connected = connect_all(rank, listener, endpoints, group.secret, meeting.deadline, meeting.look)
+    address = _own_address(connected, topology, rank)
     names = {peer: f"process {hello['pid']} on {hello['hostname']}" for peer, hello in hellos.items()}
-    mesh = Mesh(rank, connections, names)
-    bulk: Bulk | None = None
+    mesh = Mesh(rank, {peer: pair.control for peer, pair in connected.items()}, names)
+    bulk = Bulk({peer: pair.bulk for peer, pair in connected.items()}, mesh.notify)
     try:
-        left = max(meeting.deadline - time.monotonic(), 1.0)
-        store = meeting.store_for("gloo")
-        bulk = _unless_called_off(
-            meeting, lambda: Bulk(store, rank, meeting.world_size, address, left, mesh.notify)
-        )
-        return TorchTransport(mesh, bulk, topology, _native(group, bulk))
+        return TorchTransport(mesh, bulk, topology, _native(group, mesh, address))
     except Exception as error:
         if isinstance(error, GroupInterruptedError):
             mesh.interrupt(error)
         mesh.close(error)
-        if bulk is not None:
-            bulk.close()
-        meeting.cancel()
-        raise RendezvousError(f"rank {rank} could not make the torch.distributed group: {error}") from error
-
-
-def _unless_called_off(meeting: Meeting, make: Callable[[], Bulk]) -> Bulk:
-    """What `make` makes. Gloo waits for its peers without looking around: where somebody may call the
-    meeting off, a thread does it, and is left alone then."""
-    if meeting.cancel is nothing_to_see:
-        return make()
-    made: queue.SimpleQueue[Bulk | BaseException] = queue.SimpleQueue()
-    over, given_up = threading.Lock(), threading.Event()
-
-    def run() -> None:
-        try:
-            bulk = make()
-        except BaseException as error:
-            made.put(error)
-            return
-        with over:
-            if not given_up.is_set():
-                made.put(bulk)
-                return
         bulk.close()
-
-    threading.Thread(target=run, name="paceline-bulk-start", daemon=True).start()
-    while True:
-        try:
-            found = made.get(timeout=LOOK_SECONDS)
-        except queue.Empty:
-            try:
-                meeting.cancel()
-            except BaseException:
-                with over:
-                    given_up.set()
-                if not made.empty() and isinstance(late := made.get(), Bulk):
-                    late.close()
-                raise
-            continue
-        if isinstance(found, BaseException):
-            raise found
-        return found
+        meeting.cancel()
+        raise RendezvousError(
+            f"rank {rank} could not make the {group.backend} group of torch.distributed: {error}"
+        ) from error
 
 
-def _own_address(connections: Mapping[int, socket.socket], topology: Topology, rank: int) -> str:
+def _own_address(connected: Mapping[int, Connected], topology: Topology, rank: int) -> str:
     """The address under which this rank talks to other hosts, if there are any."""
     mine = topology.host_of[rank]
-    peer = next((peer for peer in connections if topology.host_of[peer] != mine), next(iter(connections)))
-    return str(connections[peer].getsockname()[0]).removeprefix("::ffff:")
+    peer = next((peer for peer in connected if topology.host_of[peer] != mine), next(iter(connected)))
+    return str(connected[peer].control.sock.getsockname()[0]).removeprefix("::ffff:")
 
 
-def _native(group: Group, bulk: Bulk) -> NativeGroup:
+def _native(group: Group, mesh: Mesh, address: str) -> NativeGroup:
     meeting = group.meeting
     rank, world_size = meeting.rank, meeting.world_size
     if group.native is None:
         backend = group.backend if group.backend in BACKENDS else "gloo"
         if backend != "nccl":
-            return own_group(backend, bulk.group, rank, world_size)
+            gloo = partial(open_group, mesh, address)
+            return own_group(backend, gloo, rank, world_size)
         return nccl_group(_lasting_store(group), rank, world_size, group.mates.index(rank))
     name = str(dist.get_backend(group.native))
     backend = "nccl" if "nccl" in name else "mpi" if name == "mpi" else "gloo"
-    return NativeGroup(backend, group.native, world_size, rank, _device_of(backend))
+    return NativeGroup(backend, lambda deadline: group.native, world_size, rank, _device_of(backend))
 
 
 def _lasting_store(group: Group) -> Store:

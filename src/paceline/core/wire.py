@@ -154,7 +154,8 @@ def decode(buffer: bytes | bytearray | memoryview, *, copy: bool = True) -> Any:
         )
     except WireError:
         raise
-    except (ValueError, TypeError, IndexError, SyntaxError, OverflowError, msgpack.UnpackException) as error:
+    except Exception as error:
+        # Of whatever kind: a length can be too large for the memory, a dtype too deep for the stack.
         raise WireError(f"a message of {len(view)} bytes cannot be read: {error}") from error
 
 

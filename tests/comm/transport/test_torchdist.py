@@ -11,6 +11,7 @@ from tests.comm.transport.ranks import run_contexts, values
 from paceline.comm.algorithms import ring
 from paceline.comm.context import DistributedContext
 from paceline.comm.ops import ReduceOp
+from paceline.comm.transport.bulk import overhead
 from paceline.core.errors import UsageError
 
 
@@ -38,8 +39,10 @@ def test_ring_sends_the_optimum_to_the_byte(ranks: int) -> None:
             assert between == 0
             parts = max(1, min(ring.PARTS, segment // ring.PART_BYTES))
             assert messages == rounds * parts
-            # Over 64 KB the receiver says that it takes the message, and that it has it.
-            assert headers == messages * (32 if segment // parts <= 64 * 1024 else 96)
+            # A header and a body have a tag of 16 bytes each. Over 64 KB the receiver says that it takes the
+            # message, and that it has it; the message has a header of its own and a tag for each chunk.
+            part = segment // parts
+            assert headers == messages * (64 if part <= 64 * 1024 else 3 * 48 + overhead(part))
 
 
 def overlap_or_not(ctx: DistributedContext) -> list[bool]:

@@ -56,6 +56,8 @@ def read_exactly(sock: socket.socket, size: int, deadline: float, look: Look = n
     data = b""
     while len(data) < size:
         _until_ready(sock, select.POLLIN, deadline, look)
+        if time.monotonic() >= deadline:
+            raise TimeoutError("timed out")  # also where single bytes keep coming
         more = sock.recv(size - len(data))
         if not more:
             raise EOFError("the connection was closed")

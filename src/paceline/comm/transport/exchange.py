@@ -1,4 +1,4 @@
-"""One exchange over mesh and Gloo: every message of a round, in both directions at once.
+"""One exchange over control and bulk connections: every message of a round, in both directions at once.
 
 A message is checked by its header before it is taken. What is still missing is always known exactly:
 headers that have not come, large messages whose receiver is not ready. Bytes that are on their way need
@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from paceline.comm.calls import Call, Status
-from paceline.comm.transport.base import HEADER_BYTES, Topology, Traffic
-from paceline.comm.transport.bulk import Bulk, Transfer, tag_of
-from paceline.comm.transport.link import INLINE_BYTES, Frame, Kind
+from paceline.comm.transport.base import Topology, Traffic
+from paceline.comm.transport.bulk import Bulk, Ticket, Transfer, overhead
+from paceline.comm.transport.link import BODY_TAG_BYTES, HEAD_BYTES, INLINE_BYTES, Frame, Kind
 from paceline.comm.transport.mesh import Mesh
 from paceline.comm.transport.progress import raise_lost
 from paceline.comm.transport.watch import Watch
@@ -31,12 +31,12 @@ class Tally:
         self.traffic = traffic
         self._leaves_host = [host != topology.host_of[rank] for host in topology.host_of]
 
-    def sent(self, peer: int, nbytes: int) -> None:
-        """One message of `nbytes` on its way to `peer`."""
+    def sent(self, peer: int, nbytes: int, besides: int) -> None:
+        """One message of `nbytes` on its way to `peer`, with headers and tags of `besides` bytes."""
         traffic = self.traffic
         traffic.messages += 1
         traffic.sent += nbytes
-        traffic.headers += HEADER_BYTES
+        traffic.headers += besides
         if self._leaves_host[peer]:
             traffic.between_hosts += nbytes
 
@@ -76,11 +76,10 @@ class Exchange:
         self._call = call
         self._marks: dict[int, int] = {}
         self._unaccepted: set[tuple[int, int]] = set()
-        self._undelivered: dict[tuple[int, int], Callable[[], object]] = {}
+        self._undelivered: dict[tuple[int, int], Transfer] = {}
         self._transfers: list[tuple[Transfer, int]] = []
         self._arriving: dict[int, deque[tuple[Tensor, int]]] = {}
-        # Gloo has one queue for each peer. What it tells the peer about a receive must not stand behind the
-        # bytes of a send, or the two directions would take turns: receives come first.
+        # Sending begins in this thread: room for what comes is made first, so that both directions move.
         for peer, tensor in receives:
             self._expect(peer, _bytes_of(tensor), numbers)
         for peer, tensor in sends:
@@ -90,34 +89,29 @@ class Exchange:
         number = 0
         if body.numel() > INLINE_BYTES:
             number = numbers.next_expected(peer)
-            try:
-                transfer = self._bulk.receive(body, peer, self._tag(body, number))
-            except RuntimeError as error:
-                transfer = Transfer(peer, lambda: None, done=True, error=error)
-            self._transfers.append((transfer, number))
+            self._transfers.append((self._bulk.receive(body, peer, self._ticket(body, number)), number))
         self._arriving.setdefault(peer, deque()).append((body, number))
 
     def _send(self, peer: int, body: Tensor, numbers: Numbers) -> None:
         size, sequence, signature = body.numel(), self._call.sequence, self._call.signature
         if size <= INLINE_BYTES:
+            besides = HEAD_BYTES + (BODY_TAG_BYTES if size else 0)
             pieces = [memoryview(body.numpy().data)]
             self._marks[peer] = self._mesh.send(
                 peer, Kind.DATA, pieces, sequence=sequence, signature=signature
             )
         else:
+            besides = HEAD_BYTES + overhead(size)
             number = numbers.next_sent(peer)
             self._marks[peer] = self._mesh.send(
                 peer, Kind.BULK, length=size, sequence=sequence, signature=signature, number=number
             )
             self._unaccepted.add((peer, number))
-            try:
-                self._undelivered[peer, number] = self._bulk.send(body, peer, self._tag(body, number))
-            except RuntimeError as error:
-                self._transfers.append((Transfer(peer, lambda: None, done=True, error=error), number))
-        self._tally.sent(peer, size)
+            self._undelivered[peer, number] = self._bulk.send(body, peer, self._ticket(body, number))
+        self._tally.sent(peer, size, besides)
 
-    def _tag(self, body: Tensor, number: int) -> int:
-        return tag_of(body.numel(), self._call.sequence, self._call.signature, number)
+    def _ticket(self, body: Tensor, number: int) -> Ticket:
+        return Ticket(body.numel(), self._call.sequence, self._call.signature, number)
 
     def advance(self, not_from: Set[int] = frozenset()) -> tuple[bool, bool]:
         """(all done, something moved); what `not_from` sends is for somebody else."""
@@ -158,7 +152,7 @@ class Exchange:
 
     def _tell(self, kind: Kind, peer: int, number: int) -> None:
         self._mesh.send(peer, kind, number=number)
-        self._tally.traffic.headers += HEADER_BYTES
+        self._tally.traffic.headers += HEAD_BYTES
 
     def _finished(self) -> bool:
         """Large messages that have come."""
@@ -172,15 +166,16 @@ class Exchange:
         return len(self._transfers) < before
 
     def _delivered(self) -> bool:
-        """Large messages that their receivers have taken, or have taken up.
-
-        Gloo is asked about a send only when the receiver has all of it: there is no way out of that wait.
-        """
+        """Large messages that their receivers have taken, or have taken up. One is delivered when its
+        receiver says that it has all of it and that its tags were right: until then its memory is in use."""
         accepted = {item for item in self._unaccepted if self._mesh.told(Kind.ACCEPT, *item)}
         self._unaccepted -= accepted
         delivered = [item for item in self._undelivered if self._mesh.told(Kind.DONE, *item)]
         for item in delivered:
-            self._undelivered.pop(item)()
+            del self._undelivered[item]
+        for transfer in self._undelivered.values():
+            if transfer.error is not None:
+                raise_lost(self._mesh, transfer, self.status())
         return bool(accepted or delivered)
 
     def underway_with(self) -> set[int]:

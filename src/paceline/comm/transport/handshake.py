@@ -1,36 +1,33 @@
 """Connections between all ranks, each end proven to know the group's secret before anything it says is
 believed.
 
-    connector -> acceptor   magic, from, to, nonce
-    acceptor -> connector   nonce, HMAC("accept", both of these)
-    connector -> acceptor   HMAC("connect", both of these)
-
-Rank r connects to every lower rank and accepts every higher one. A stranger who connects and says nothing,
-or nonsense, is dropped and delays nobody. Knows sockets, not what they will carry.
+Every pair of ranks has two: one for control and small messages, one for bulk data. Rank r connects to every
+lower rank and accepts every higher one; the proof (core.handshake) covers which rank calls which, and for
+what. A stranger who connects and says nothing, or nonsense, is dropped and delays nobody: limits, deadline
+and `look` go by the clock, however often somebody knocks. Knows sockets, not what they will carry.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-import os
+import enum
 import selectors
 import socket
 import struct
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from paceline.comm.calls import ranks_text
 from paceline.comm.meeting import Patience
 from paceline.comm.transport.dial import Look, dial, nothing_to_see, read_exactly
+from paceline.comm.transport.entrance import Entrance, Proven
 from paceline.core.errors import RendezvousError
+from paceline.core.handshake import Connector, HandshakeError, Protocol
 
-_MAGIC = b"PLmesh1\0"
-_GREETING = struct.Struct("<8sII16s")
-_NONCE_BYTES, _MAC_BYTES = 16, 32
-_STRANGER_SECONDS = 5.0
+_CONTEXT = struct.Struct("<III")  # from, to, stream
+_PROTOCOL = Protocol(b"PLmesh2\0", _CONTEXT.size)
 _LOOK_SECONDS = 0.02
+_AGAIN_SECONDS = 0.02
 # A host that vanished without closing its connections is noticed after about so long, without and with
 # bytes on the way to it.
 _SILENCE_SECONDS, _UNHEARD_SECONDS = 20, 60
@@ -50,6 +47,23 @@ def source_address(host: str) -> str:
     return "" if source.startswith("127.") or source == "::1" else source
 
 
+class Stream(enum.IntEnum):
+    CONTROL = 0
+    BULK = 1
+
+
+@dataclass(frozen=True)
+class Connected:
+    """The two proven connections to one peer."""
+
+    control: Proven
+    bulk: Proven
+
+    def close(self) -> None:
+        self.control.sock.close()
+        self.bulk.sock.close()
+
+
 def connect_all(
     rank: int,
     listener: socket.socket,
@@ -57,160 +71,107 @@ def connect_all(
     secret: bytes,
     deadline: float,
     look: Look = nothing_to_see,
-) -> dict[int, socket.socket]:
-    """A proven connection to every other rank of `endpoints`; `look` is called now and then and may raise."""
-    connected: dict[int, socket.socket] = {}
+) -> dict[int, Connected]:
+    """Proven connections to every other rank of `endpoints`; `look` is called now and then and may raise."""
+    made: dict[tuple[int, Stream], Proven] = {}
     try:
         for peer in sorted(endpoints):
             if peer < rank:
-                connected[peer] = _connect(rank, peer, endpoints[peer], secret, deadline, look)
-        _accept(
-            rank, listener, {peer for peer in endpoints if peer > rank}, secret, deadline, look, connected
-        )
+                for stream in Stream:
+                    made[peer, stream] = connect(rank, peer, stream, endpoints[peer], secret, deadline, look)
+        expected = {(peer, stream) for peer in endpoints if peer > rank for stream in Stream}
+        _accept(rank, listener, expected, secret, deadline, look, made)
+        for proven in made.values():
+            _tune(proven.sock)
     except BaseException:
-        for sock in connected.values():
-            sock.close()
+        for proven in made.values():
+            proven.sock.close()
         raise
-    for sock in connected.values():
-        _tune(sock)
-    return connected
+    return {peer: Connected(made[peer, Stream.CONTROL], made[peer, Stream.BULK]) for peer in endpoints}
 
 
-def _connect(
-    rank: int, peer: int, endpoint: Endpoint, secret: bytes, deadline: float, look: Look
-) -> socket.socket:
+def connect(
+    rank: int, peer: int, stream: Stream, endpoint: Endpoint, secret: bytes, deadline: float, look: Look
+) -> Proven:
+    """One proven connection to a lower rank. Calls again where it is closed before both ends have proved
+    themselves: strangers may have taken all places there for a moment."""
     where = f"{endpoint[0]}:{endpoint[1]}"
     deadline = max(deadline, time.monotonic() + 0.1)
-    try:
-        sock = dial(*endpoint, deadline, look)
-    except OSError as error:
-        raise RendezvousError(
-            f"rank {rank} cannot reach rank {peer} at {where}: {error.strerror or error}",
-            remedy="check that the hosts can connect to each other on any port, and that the rank still runs",
-        ) from error
-    try:
-        greeting = _GREETING.pack(_MAGIC, rank, peer, os.urandom(_NONCE_BYTES))
-        sock.sendall(greeting)
-        answer = read_exactly(sock, _NONCE_BYTES + _MAC_BYTES, deadline, look)
-        nonce, mac = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
-        if not hmac.compare_digest(mac, _mac(secret, b"accept", greeting, nonce)):
+    while True:
+        try:
+            sock = dial(*endpoint, deadline, look)
+        except OSError as error:
             raise RendezvousError(
-                f"what answers at {where} does not know the secret of this group: it is not rank {peer}"
-            )
-        sock.sendall(_mac(secret, b"connect", greeting, nonce))
-    except (OSError, EOFError) as error:
-        sock.close()
-        raise RendezvousError(
-            f"rank {peer} at {where} went away while rank {rank} connected to it: {error}"
-        ) from error
-    except BaseException:
-        sock.close()
-        raise
-    return sock
-
-
-@dataclass
-class _Caller:
-    """Somebody who connected and has not proven who it is."""
-
-    since: float
-    heard: bytearray = field(default_factory=bytearray)
-    greeting: bytes = b""
-    nonce: bytes = b""
+                f"rank {rank} cannot reach rank {peer} at {where}: {error.strerror or error}",
+                remedy="check that the hosts can connect to each other on any port, and that the rank still "
+                "runs",
+            ) from error
+        connector = Connector(_PROTOCOL, secret, _CONTEXT.pack(rank, peer, stream))
+        try:
+            while not connector.done:
+                answer = connector.feed(read_exactly(sock, connector.wanted, deadline, look))
+                if answer:
+                    sock.sendall(answer)
+            return Proven(sock, connector.session())
+        except HandshakeError as error:
+            sock.close()
+            raise RendezvousError(
+                f"what answers at {where} is not rank {peer} of this group: {error.message}"
+            ) from error
+        except (OSError, EOFError) as error:
+            sock.close()
+            if time.monotonic() + _AGAIN_SECONDS >= deadline:
+                raise RendezvousError(
+                    f"rank {peer} at {where} did not take the connection of rank {rank} in time: {error}",
+                    remedy="check that both ranks were started with the same secret and that rank "
+                    f"{peer} is not overrun by connections",
+                ) from error
+        except BaseException:
+            sock.close()
+            raise
+        look()
+        time.sleep(_AGAIN_SECONDS)
 
 
 def _accept(
     rank: int,
     listener: socket.socket,
-    expected: set[int],
+    expected: set[tuple[int, Stream]],
     secret: bytes,
     deadline: float,
     look: Look,
-    connected: dict[int, socket.socket],
+    made: dict[tuple[int, Stream], Proven],
 ) -> None:
+    def claimed(context: bytes) -> tuple[int, int]:
+        peer, to, stream = _CONTEXT.unpack(context)
+        return (peer, stream) if to == rank else (-1, -1)
+
+    def let_in(context: bytes, proven: Proven) -> None:
+        peer, stream = claimed(context)
+        made[peer, Stream(stream)] = proven
+
+    def wanted(context: bytes) -> bool:
+        return claimed(context) in expected - made.keys()
+
+    def missing() -> str:
+        return f"rank {rank} waits for {ranks_text({peer for peer, _ in expected - made.keys()})} to connect"
+
     patience = Patience(deadline)
-    callers: dict[socket.socket, _Caller] = {}
-    listener.setblocking(False)
     with selectors.DefaultSelector() as selector:
-        selector.register(listener, selectors.EVENT_READ)
+        entrance = Entrance(listener, _PROTOCOL, secret, selector, let_in, wanted)
         try:
-            while missing := expected - connected.keys():
-                ready = [key.fileobj for key, _ in selector.select(_LOOK_SECONDS)]
-                for sock in ready:
-                    if sock is listener:
-                        _welcome(listener, selector, callers)
-                        continue
-                    assert isinstance(sock, socket.socket)
-                    peer = _hear(sock, callers[sock], rank, missing, secret)
-                    if peer is not None:
-                        selector.unregister(sock)
-                        del callers[sock]
-                        if peer >= 0:
-                            connected[peer] = sock
-                            missing.discard(peer)
-                        else:
-                            sock.close()
+            looked = time.monotonic()
+            while expected - made.keys():
+                for key, mask in selector.select(_LOOK_SECONDS):
+                    key.data(mask)
                 now = time.monotonic()
-                for sock in [
-                    sock for sock, caller in callers.items() if now - caller.since > _STRANGER_SECONDS
-                ]:
-                    selector.unregister(sock)
-                    del callers[sock]
-                    sock.close()
-                if not ready:
+                entrance.tick(now)
+                if now - looked >= _LOOK_SECONDS and expected - made.keys():
+                    looked = now
                     look()
-                    patience.check(
-                        lambda: f"rank {rank} waits for {ranks_text(expected - connected.keys())} to connect"
-                    )
+                    patience.check(missing)
         finally:
-            for sock in callers:
-                sock.close()
-
-
-def _welcome(
-    listener: socket.socket, selector: selectors.BaseSelector, callers: dict[socket.socket, _Caller]
-) -> None:
-    try:
-        sock, _ = listener.accept()
-    except OSError:
-        return  # the caller is gone again
-    sock.setblocking(False)
-    callers[sock] = _Caller(time.monotonic())
-    selector.register(sock, selectors.EVENT_READ)
-
-
-def _hear(sock: socket.socket, caller: _Caller, rank: int, missing: set[int], secret: bytes) -> int | None:
-    """The proven rank of a caller, -1 if it is nobody of ours, None as long as it has not said enough."""
-    wanted = _MAC_BYTES if caller.greeting else _GREETING.size
-    try:
-        data = sock.recv(wanted - len(caller.heard))
-    except BlockingIOError:
-        return None
-    except OSError:
-        return -1
-    if not data:
-        return -1
-    caller.heard += data
-    if len(caller.heard) < wanted:
-        return None
-    said, caller.heard = bytes(caller.heard), bytearray()
-    if caller.greeting:
-        peer = _GREETING.unpack(caller.greeting)[1]
-        proven = hmac.compare_digest(said, _mac(secret, b"connect", caller.greeting, caller.nonce))
-        return int(peer) if proven and peer in missing else -1
-    magic, peer, to, _ = _GREETING.unpack(said)
-    if magic != _MAGIC or to != rank or peer not in missing:
-        return -1
-    caller.greeting, caller.nonce = said, os.urandom(_NONCE_BYTES)
-    try:
-        sock.sendall(caller.nonce + _mac(secret, b"accept", said, caller.nonce))
-    except OSError:
-        return -1
-    return None
-
-
-def _mac(secret: bytes, role: bytes, greeting: bytes, nonce: bytes) -> bytes:
-    return hmac.new(secret, role + greeting + nonce, hashlib.sha256).digest()
+            entrance.close()
 
 
 def _tune(sock: socket.socket) -> None:

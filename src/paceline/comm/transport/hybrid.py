@@ -1,6 +1,6 @@
-"""Shared memory inside a host, torch.distributed between hosts, as one transport.
+"""Shared memory inside a host, connections between hosts, as one transport.
 
-Messages to ranks of the same host go through the host's segment, all others over mesh and Gloo; one
+Messages to ranks of the same host go through the host's segment, all others over proven connections; one
 exchange moves both at once. A rank that waits sleeps on its bell in the segment, and the mesh rings it too.
 Whoever waits, in shared memory or not, looks around in the whole group. `local` is the host's own
 transport, for algorithms that work inside the host first.

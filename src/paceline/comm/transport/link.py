@@ -1,28 +1,39 @@
 """One proven connection between two ranks: frames out without blocking, frames in as they come.
 
-A frame is a header of 32 bytes (length, sequence or tag, signature, kind, number) and, for most kinds, a
-body of `length` bytes. What the socket does not take at once waits in the outbox. Knows frames, not what
-they ask for.
+A frame is a header of 32 bytes (length, sequence or tag, signature, kind, number) with its tag, and, for
+most kinds, a body of `length` bytes with its own. The tags are those of the session (core.sealing): frames
+that were changed, repeated, left out or made by a third party on the way end the connection. The header's
+tag is checked before its length is believed; the tag of a body is over the body's SHA-256, which is
+computed as the bytes come. What the socket does not take at once waits in the outbox. Knows frames, not
+what they ask for.
 """
 
 from __future__ import annotations
 
 import enum
-import socket
 import struct
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 
 from paceline.comm.transport.base import HEADER_BYTES
+from paceline.comm.transport.entrance import Proven
 from paceline.core.errors import WireError
+from paceline.core.sealing import TAG_BYTES
 
 _HEADER = struct.Struct("<QqQBxxxI")
 assert _HEADER.size == HEADER_BYTES
 
 INLINE_BYTES = 64 * 1024
 """Messages of collectives up to this size travel inside their frame, larger ones beside it."""
+
+HEAD_BYTES = HEADER_BYTES + TAG_BYTES
+"""A header and its tag: what travels of a frame without a body."""
+
+BODY_TAG_BYTES = TAG_BYTES
+"""What travels of a body besides the body."""
 
 _NOTE_BYTES = 256 * 1024
 _READ_BUDGET = 4 << 20
@@ -41,6 +52,7 @@ class Kind(enum.IntEnum):
     BYE = 9
     DONE = 11  # the receiver of a BULK has all of it
     HEARD = 10  # everything up to the BYE or FAILURE was read
+    NOTE = 12  # a key and a value for a store that all ranks share
 
 
 _LIMITS = {
@@ -48,6 +60,7 @@ _LIMITS = {
     Kind.STATUS: _NOTE_BYTES,
     Kind.HERE: _NOTE_BYTES,
     Kind.FAILURE: _NOTE_BYTES,
+    Kind.NOTE: _NOTE_BYTES,
 }
 
 
@@ -64,16 +77,20 @@ class Frame:
 class Link:
     """Many threads may put frames in, one thread reads."""
 
-    def __init__(self, sock: socket.socket, max_message: int = 1 << 40) -> None:
-        self.sock = sock
+    def __init__(self, proven: Proven, max_message: int = 1 << 40) -> None:
+        self.sock = proven.sock
+        self._sealer = proven.session.outgoing
+        self._opener = proven.session.incoming
         self._limits = {**_LIMITS, Kind.MESSAGE: max_message}
         self.put_bytes = 0
         self.sent_bytes = 0
         self._outbox: deque[memoryview] = deque()
         self._lock = threading.Lock()
-        self._header = bytearray(HEADER_BYTES)
+        self._head = bytearray(HEAD_BYTES)
+        self._tag = bytearray(BODY_TAG_BYTES)
         self._have = 0
         self._frame: Frame | None = None
+        self._digest = sha256()
         self._broken = False
 
     def put(
@@ -87,12 +104,19 @@ class Link:
         number: int = 0,
     ) -> int:
         """Sends a frame as far as the socket takes it; `pieces` are in use until `sent_bytes` is so far."""
+        pieces = [piece for piece in pieces if len(piece)]
         size = sum(len(piece) for piece in pieces)
         header = _HEADER.pack(size if length is None else length, sequence, signature, kind, number)
+        digest = sha256()
+        for piece in pieces:
+            digest.update(piece)
         with self._lock:
-            self._outbox.append(memoryview(header))
-            self._outbox.extend(piece for piece in pieces if len(piece))
-            self.put_bytes += HEADER_BYTES + size
+            self._outbox.append(memoryview(header + self._sealer.tag(header)))
+            self.put_bytes += HEAD_BYTES
+            if pieces:
+                self._outbox.extend(pieces)
+                self._outbox.append(memoryview(self._sealer.tag(digest.digest())))
+                self.put_bytes += size + BODY_TAG_BYTES
             mark = self.put_bytes
             self._flush()
         return mark
@@ -133,13 +157,13 @@ class Link:
             self._outbox.clear()
 
     def read(self) -> tuple[list[Frame], bool]:
-        """The frames that are complete by now, and whether the connection has ended. Never blocks."""
+        """The frames that are complete by now, and whether the connection has ended. Never blocks. WireError:
+        what came is not the other end's; the connection is of no use from then on."""
         frames: list[Frame] = []
         budget = _READ_BUDGET
         try:
             while budget > 0:
-                view = self._next_room()
-                count = self.sock.recv_into(view)
+                count, *_ = self.sock.recvmsg_into(self._next_room())
                 if count == 0:
                     return frames, True
                 budget -= count
@@ -156,24 +180,42 @@ class Link:
             self._outbox.clear()
         self.sock.close()
 
-    def _next_room(self) -> memoryview:
+    def _next_room(self) -> list[memoryview]:
         if self._frame is None:
-            return memoryview(self._header)[self._have :]
-        return memoryview(self._frame.body)[self._have :]
+            return [memoryview(self._head)[self._have :]]
+        size = len(self._frame.body)
+        if self._have >= size:
+            return [memoryview(self._tag)[self._have - size :]]
+        return [memoryview(self._frame.body)[self._have :], memoryview(self._tag)]
 
     def _took(self, count: int, frames: list[Frame]) -> None:
-        self._have += count
         if self._frame is None:
-            if self._have < HEADER_BYTES:
+            self._have += count
+            if self._have < HEAD_BYTES:
                 return
-            self._frame, self._have = _opened(self._header, self._limits), 0
-        if self._have == len(self._frame.body):
-            frames.append(self._frame)
-            self._frame, self._have = None, 0
+            head = memoryview(self._head)
+            self._opener.check(head[HEADER_BYTES:], head[:HEADER_BYTES])
+            self._frame, self._have = _opened(self._head, self._limits), 0
+            self._digest = sha256()
+            if not self._frame.body:
+                self._completed(frames)
+            return
+        size = len(self._frame.body)
+        if self._have < size:
+            self._digest.update(memoryview(self._frame.body)[self._have : min(self._have + count, size)])
+        self._have += count
+        if self._have == size + BODY_TAG_BYTES:
+            self._opener.check(self._tag, self._digest.digest())
+            self._completed(frames)
+
+    def _completed(self, frames: list[Frame]) -> None:
+        assert self._frame is not None
+        frames.append(self._frame)
+        self._frame, self._have = None, 0
 
 
-def _opened(header: bytearray, limits: Mapping[Kind, int]) -> Frame:
-    length, sequence, signature, code, number = _HEADER.unpack(header)
+def _opened(head: bytearray, limits: Mapping[Kind, int]) -> Frame:
+    length, sequence, signature, code, number = _HEADER.unpack_from(head)
     try:
         kind = Kind(code)
     except ValueError:

@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import selectors
-import socket
 import sys
 import threading
 import time
@@ -24,8 +23,9 @@ from typing import Any
 
 from paceline.comm.calls import Peer, RankState, Status, failure_from
 from paceline.comm.transport.base import ANY_SOURCE, Message
+from paceline.comm.transport.entrance import Proven
 from paceline.comm.transport.link import Frame, Kind, Link
-from paceline.core.errors import GroupInterruptedError, InternalError, PacelineError, UsageError, WireError
+from paceline.core.errors import GroupInterruptedError, InternalError, PacelineError, UsageError
 
 _log = logging.getLogger("paceline.comm")
 
@@ -41,12 +41,12 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__fil
 class Mesh:
     """This rank's connections to all others. `names[rank]` says which process that is, for messages."""
 
-    def __init__(self, rank: int, connections: Mapping[int, socket.socket], names: Mapping[int, str]) -> None:
+    def __init__(self, rank: int, connections: Mapping[int, Proven], names: Mapping[int, str]) -> None:
         self.rank = rank
         self.world_size = len(connections) + 1
         self.on_change: Callable[[], None] = lambda: None
         self._names = dict(names)
-        self._links = {peer: Link(sock) for peer, sock in connections.items()}
+        self._links = {peer: Link(proven) for peer, proven in connections.items()}
         self._changed = threading.Condition()
         self._version = 0
         self._peers = {peer: Peer(RankState.RUNNING) for peer in self._links}
@@ -56,6 +56,8 @@ class Mesh:
         self._told: set[tuple[Kind, int, int]] = set()
         self._mailbox: deque[Message] = deque()
         self._heard: set[int] = set()
+        self.notes: dict[str, bytes] = {}
+        """What the ranks told each other by `note`."""
         self._over: PacelineError | None = None
         self._ended = False
         self._closing = threading.Lock()
@@ -89,6 +91,12 @@ class Mesh:
     def settle(self, peer: int) -> None:
         """What still waits to be sent to `peer` no longer needs its senders' memory."""
         self._links[peer].settle()
+
+    def note(self, key: str, value: bytes) -> None:
+        """Shows a value to all ranks under a key, once: in `notes`."""
+        self.notes[key] = value
+        for peer in self._running():
+            self.send(peer, Kind.NOTE, [memoryview(key.encode() + b"\0" + value)])
 
     # waiting
 
@@ -265,7 +273,8 @@ class Mesh:
             frames, ended = link.read()
             for frame in frames:
                 self._handle(peer, frame)
-        except (WireError, ValueError, KeyError, TypeError, IndexError) as error:
+        except Exception as error:
+            # Of whatever kind (a frame can be too large for the memory): it is about this peer alone.
             self._lost(peer, f"{self._names[peer]} sent what is not a message of Paceline: {error}")
             ended = True
         if ended:
@@ -313,6 +322,10 @@ class Mesh:
                 self.send(peer, Kind.HEARD)
             case Kind.HEARD:
                 self._heard.add(peer)
+            case Kind.NOTE:
+                key, _, value = bytes(frame.body).partition(b"\0")
+                with self._changed:
+                    self.notes[key.decode()] = value
 
     def _set(self, peer: int, known: Peer) -> None:
         with self._changed:

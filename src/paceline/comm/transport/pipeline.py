@@ -28,7 +28,7 @@ class Pipeline(Protocol):
 
 
 class Exchanges:
-    """A pipeline over a mesh and a Gloo group; `begin` and `wait_for` are those of the transport."""
+    """A pipeline over control and bulk connections; `begin` and `wait_for` are those of the transport."""
 
     def __init__(
         self, begin: Callable[[Call, Messages, Messages], Exchange], wait_for: Callable[[Work, float], None]

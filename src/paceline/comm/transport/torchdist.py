@@ -1,10 +1,10 @@
-"""torch.distributed between hosts: headers and small messages over the mesh, large ones over a Gloo group.
+"""Messages between hosts: headers and small ones over the mesh, large ones over bulk connections.
 
 Every message has a header that the receiver checks against its own call before it takes the message, so
 ranks that disagree find out instead of mixing data up. Messages up to 64 KB travel with their header; of
-larger ones the header goes ahead, the bytes go through a Gloo group, and the receiver says when it takes
-them and when it has them. `native_all_reduce` hands a tensor to the all-reduce of the backend itself (Gloo,
-NCCL, MPI).
+larger ones the header goes ahead, the bytes go over the pair's bulk connection, and the receiver says when
+it takes them and when it has them. All of it is authenticated. `native_all_reduce` hands a tensor to the
+all-reduce of the backend itself (Gloo, NCCL, MPI), which is not.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from paceline.comm.ops import ReduceOp
 from paceline.comm.transport.base import ANY_SOURCE, Message, Topology, Traffic, Window
 from paceline.comm.transport.bulk import Bulk, Transfer
 from paceline.comm.transport.exchange import Exchange, Numbers, Tally
-from paceline.comm.transport.link import Kind
+from paceline.comm.transport.link import BODY_TAG_BYTES, HEAD_BYTES, Kind
 from paceline.comm.transport.mesh import Mesh
 from paceline.comm.transport.native import NativeGroup
 from paceline.comm.transport.pipeline import Exchanges, Pipeline
@@ -30,7 +30,7 @@ from paceline.core.errors import GroupInterruptedError
 
 
 class TorchTransport:
-    """One rank of a group over a mesh and a Gloo group. `native` is the backend's own collective group."""
+    """One rank of a group over mesh and bulk connections. `native` is the backend's own collective group."""
 
     def __init__(self, mesh: Mesh, bulk: Bulk, topology: Topology, native: NativeGroup) -> None:
         self.backend = native.backend
@@ -90,9 +90,7 @@ class TorchTransport:
             right, left = (self.rank + distance) % self.world_size, (self.rank - distance) % self.world_size
             self.exchange(call, [(right, nothing)], [(left, nothing)], deadline)
             distance *= 2
-        reducing = Reducing(
-            self, call, self._bulk.follow(-1, lambda: self._native.all_reduce(op, tensor, deadline))
-        )
+        reducing = Reducing(self, call, self._native.start(op, tensor, deadline, self.mesh.notify))
         try:
             self.wait_for(reducing, deadline)
         except BaseException:
@@ -116,8 +114,8 @@ class TorchTransport:
                 return
             self._closed = True
             self.mesh.close(error)
-            self._native.close()
-            self._bulk.close(in_haste=self.mesh.interrupted)
+            self._bulk.close()
+            self._native.close(in_haste=self.mesh.interrupted)
 
     def wait_for(self, work: Work, deadline: float) -> None:
         """Lets `work` advance until it is done, looking around when it does not move."""
@@ -138,7 +136,8 @@ class Sending:
         self._status = Status(f"send(dest_rank={dest}, tag={tag})", call_site(), (dest,))
         transport.mesh.check_open()
         self._mark = transport.mesh.send(dest, Kind.MESSAGE, parts, sequence=tag)
-        transport.tally.sent(dest, sum(len(part) for part in parts))
+        size = sum(len(part) for part in parts)
+        transport.tally.sent(dest, size, HEAD_BYTES + (BODY_TAG_BYTES if size else 0))
 
     def advance(self) -> tuple[bool, bool]:
         done = self._mesh.sent(self._dest, self._mark)
@@ -181,7 +180,7 @@ class Taking:
 
 
 class Reducing:
-    """The backend's own all-reduce under way in the bulk thread."""
+    """The backend's own all-reduce under way in its thread."""
 
     def __init__(self, transport: TorchTransport, call: Call, transfer: Transfer) -> None:
         self._mesh = transport.mesh
