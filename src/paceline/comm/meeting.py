@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Self, TypeVar
 
-from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, Store, TCPStore  # type: ignore[attr-defined]
 
 from paceline.comm.calls import ranks_text
 from paceline.comm.environment import Address
