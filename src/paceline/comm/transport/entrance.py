@@ -126,7 +126,10 @@ class Entrance:
     def _welcome(self, sock: socket.socket, host: str) -> None:
         if len(self._strangers) >= STRANGERS:
             crowd = self._hosts.most_common(1)[0][0]
-            self._drop(next(one for one in self._strangers.values() if one.host == crowd))
+            oldest = next(one for one in self._strangers.values() if one.host == crowd)
+            self._hear(oldest)  # its answer may be here already
+            if oldest.sock in self._strangers:
+                self._drop(oldest)
         sock.setblocking(False)
         stranger = _Stranger(
             sock, host, Acceptor(self._protocol, self._secret), time.monotonic() + STRANGER_SECONDS
