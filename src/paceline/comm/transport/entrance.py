@@ -152,9 +152,14 @@ class Entrance:
                 self._said = True
                 _log.warning("a caller from %s was refused: %s", stranger.host, error.message)
             return
-        if proved:
-            self._forget(stranger)
+        if not proved:
+            return
+        self._forget(stranger)
+        try:
             self._let_in(stranger.acceptor.context, Proven(stranger.sock, stranger.acceptor.session()))
+        except Exception as error:
+            stranger.sock.close()  # it may be gone already
+            _log.debug("a member from %s was dropped: %r", stranger.host, error)
 
     def _converse(self, stranger: _Stranger) -> bool:
         """One more piece of the way; True when the stranger has proved itself and has our proof."""
