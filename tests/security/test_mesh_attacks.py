@@ -152,7 +152,7 @@ def besieged(ctx: DistributedContext) -> tuple[list[int], float]:
     ports = ctx.all_gather(ports_of_this_process())
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = max(int(entry.name) for entry in Path("/proc/self/fd").iterdir()) + 1
-    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 60, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 30, hard))
     ctx.barrier()
     with ExitStack() as stack:
         for _ in range(50):
