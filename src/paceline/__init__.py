@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from paceline.core.version import VERSION
+
 if TYPE_CHECKING:
     from paceline.comm.compression import (
         PowerSGD as PowerSGD,
@@ -98,7 +100,7 @@ if TYPE_CHECKING:
     )
     from paceline.train.state import state_hash as state_hash
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 _MODULES = {
     "paceline.comm.compression": ("PowerSGD", "cast_gradients", "quantize_gradients", "sparsify_gradients"),

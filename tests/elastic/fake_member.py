@@ -17,10 +17,12 @@ from typing import Any
 from paceline.core import events, phase_page
 from paceline.core.control import address
 from paceline.core.control.auth import Tls
+from paceline.core.control.dialing import Dialer
 from paceline.core.control.host import host_identity, host_name
 from paceline.core.control.member_link import MemberLink
 from paceline.core.control.messages import (
     Beat,
+    Dial,
     Dismissed,
     Done,
     Hello,
@@ -36,6 +38,7 @@ from paceline.core.control.messages import (
     View,
 )
 from paceline.core.events import StepCommitted
+from paceline.core.listening import Listening
 from paceline.engines.local import payload
 from paceline.engines.local.child import Task
 
@@ -45,7 +48,7 @@ ENTRY = "tests.elastic.fake_member:main"
 def main(task: Task) -> int:
     """Entry of the engine."""
     member = FakeMember(dict(task.options))
-    with contextlib.closing(member.link):
+    with contextlib.closing(member):
         return payload.dump(member.run())
 
 
@@ -71,16 +74,28 @@ class FakeMember:
         self.stop: str | None = None
         self.gripped = False
         signal.signal(signal.SIGTERM, self._on_term)
+        self.listener = Listening().open(str(options.get("listen", "127.0.0.1")))
         self.link = MemberLink(
             (options["address"][0], options["address"][1]),
             bytes.fromhex(options["secret"]),
             self.hello,
             self.beat,
-            lambda message: None,
+            self.hear,
             tls=Tls(*map(Path, options["tls"])) if options["tls"] else None,
             lookup=lambda: address.lookup(self.folder),
             runs=self.page.tick if self.page is not None else lambda: None,
         )
+        secret = bytes.fromhex(options["secret"])
+        self.dialer = Dialer(self.number, self.slot, secret, self.listener, self.link.send)
+
+    def hear(self, message: Message) -> None:
+        if isinstance(message, Dial):
+            self.dialer.dial(message.peers)
+
+    def close(self) -> None:
+        self.dialer.close()
+        self.link.close()
+        self.listener.close()
 
     def hello(self) -> Hello:
         return Hello(
@@ -89,7 +104,7 @@ class FakeMember:
             pid=os.getpid(),
             host=host_identity(),
             hostname=host_name(),
-            endpoint=("", 0),
+            endpoint=self.listener.getsockname()[:2],
             fingerprint=dict(self.options.get("fingerprints", {}).get(str(self.slot), {"cpu": "same"})),
             generation=self.generation,
             progress=(self.step, 0, 0) if self.generation else None,

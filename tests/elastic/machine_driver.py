@@ -12,6 +12,7 @@ from paceline.elastic.model import (
     Beaten,
     Began,
     Event,
+    HasDialed,
     HasInstalled,
     Joined,
     Phase,
@@ -19,6 +20,7 @@ from paceline.elastic.model import (
     Settings,
     Standing,
     StartWorker,
+    TellDial,
     TellPrepare,
     TellView,
     Ticked,
@@ -80,12 +82,22 @@ class Driven:
         assert self.state.phase is Phase.RUNNING
         return self
 
-    def join_all(self) -> list[Action]:
+    def join_all(self, meet: bool = True) -> list[Action]:
+        """All who were started come; `meet`: those of other places reach their peers, and are reached."""
         told: list[Action] = []
         for worker in list(self.state.workers.values()):
             if worker.standing is Standing.STARTING:
                 told += self.tell(Joined(worker.number, worker.slot, worker.place))
-        return told
+        return told + self.meet_all(told) if meet else told
+
+    def meet_all(self, told: Sequence[Action]) -> list[Action]:
+        """Every probe that was asked for succeeds, in both directions."""
+        more: list[Action] = []
+        for action in some(told, TellDial):
+            for peer in action.peers:
+                more += self.tell(HasDialed(action.member, peer))
+                more += self.tell(HasDialed(peer, action.member))
+        return more
 
     def report_all(self, progress: Progress | None = (5, 0, 0), **held: tuple[int, ...]) -> list[Action]:
         """All who are asked report; joiners have nothing. `held` by "m3" for member 3."""

@@ -37,7 +37,7 @@ def pairs() -> list[Pair]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(machine, "validate_change", look)
-        for seed in range(1, 11):
+        for seed in range(1, 17):
             assert not world.run(seed, 6).violations
     assert len(found) > 100
     return found

@@ -116,8 +116,26 @@ def test_good_work_gives_the_weight_back_that_a_kill_for_memory_took():
     job.regroup()
     job.beat_all()
     job.now += 61.0
+    job.beat_all(steps=9)
     fail(job, 1, "crash")
     assert job.state.slots[1].weight == 1.0
+
+
+def test_time_without_a_committed_step_is_no_good_work():
+    """A worker that keeps a view from forming was forgiven every failure, for 90 s of installing."""
+    job = Driven(4, 8, forgive_seconds=60.0, max_worker_failures=3).running()
+    job.beat_all()
+    for count in (1, 2, 3):
+        fail(job, 1, "silent")
+        job.wait(10.0)
+        job.join_all()
+        job.report_all()
+        job.now += 90.0
+        job.install_all()
+        job.beat_all()
+        assert job.state.slots[1].failures == count
+    fail(job, 1, "silent")
+    assert job.state.slots[1].given_up
 
 
 def test_an_error_of_the_user_ends_the_job_at_once():

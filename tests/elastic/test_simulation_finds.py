@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paceline.elastic import deadlines, dealing, from_outside, machine, regroup, seats
+from paceline.elastic import admission, deadlines, dealing, from_outside, machine, regroup, seats
 from paceline.elastic.model import Phase, TellView, ViewPlan
 from paceline.elastic.simulation.world import run
 
@@ -27,6 +27,11 @@ def first_violation(schedules: int, check_laws: bool = False) -> str:
 
 def test_a_machine_that_is_well_is_not_found_out():
     assert first_violation(30) == ""
+
+
+def test_workers_that_are_in_a_view_before_they_have_met(monkeypatch):
+    monkeypatch.setattr(admission, "have_met", lambda one, other: True)
+    assert "across a wall" in first_violation(200)
 
 
 def test_a_shard_that_is_dropped(monkeypatch):

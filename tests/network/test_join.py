@@ -45,7 +45,7 @@ class Run:
         self._told: list[events.Event] = []
         self._offset = 0
         program = [sys.executable, "-m", "tests.network.joined_run", str(self.folder), str(self._open)]
-        self.process = self._start(0, [*program, "bind=0.0.0.0", *options], stdout=subprocess.PIPE)
+        self.process = self._start(0, [*program, *options], stdout=subprocess.PIPE)
         wait_for(lambda: len(self.of(events.StepCommitted)) > 2, "the run begins")
         shutil.copy(self.folder / "control.secret", self.token)
 
@@ -63,7 +63,9 @@ class Run:
         self, *options: str, token: Path | None = None, before: str = "", **environment: str
     ) -> subprocess.Popen[str]:
         """`paceline join` on the second host."""
-        command = [sys.executable, "-m", "paceline", "join", f"{self.hosts.addresses[0]}:{self.port}"]
+        host = self.hosts.addresses[0]
+        where = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+        command = [sys.executable, "-m", "paceline", "join", where]
         command += ["--workers", "2", "--token-file", str(token or self.token), *options]
         if before:
             command = ["sh", "-c", f'{before} && exec "$@"', "sh", *command]
@@ -106,9 +108,9 @@ class Run:
 
 
 @contextmanager
-def training(tmp_path: Path, *options: str) -> Iterator[Run]:
+def training(tmp_path: Path, *options: str, where: str = "bind=0.0.0.0") -> Iterator[Run]:
     with Hosts(2) as hosts:
-        yield Run(hosts, tmp_path, *options)
+        yield Run(hosts, tmp_path, where, *options)
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from tests.security.hostile_peer import facts, hello_as, hostile
 from paceline.core.control import messages
 from paceline.core.control.messages import Ask, Beat, Exited, Installed, Message, Receipt, Report, Told
 from paceline.core.events import Note, SupervisorStarted, WorkerFailed
+from paceline.core.version import PROTOCOL, VERSION
 
 STEP = '{{"type":"step_committed","time":1.0,"step":{}}}'
 
@@ -103,7 +104,8 @@ def test_sizes_that_no_job_can_have_are_refused(job):
             peer.send(Ask(what="scale", number=number))
             assert b"workers are" in peer.sock.recv(4096)
     with hostile(job) as peer:
-        peer.send([0, "Offer", {"workers": 10**9, "host": "h", "hostname": "h", "pid": 1}])
+        fields = {"workers": 10**9, "host": "h", "hostname": "h", "pid": 1}
+        peer.send([0, "Offer", {**fields, "protocol": PROTOCOL, "version": VERSION}])
         assert peer.is_dropped()
     after = facts(job)
     assert (after["attempt"], after["dropped"]) == (before["attempt"], before["dropped"] + 1)

@@ -25,7 +25,6 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-import paceline
 from paceline.comm.cost import Links, load_links
 from paceline.comm.environment import Address, Place, find_place
 from paceline.comm.group_secret import group_secret, mesh_secret
@@ -40,6 +39,7 @@ from paceline.comm.wiring import Group, check_alike, topology_of, wire
 from paceline.core.control.host import host_identity, host_name
 from paceline.core.errors import RendezvousError, UnavailableError, UsageError
 from paceline.core.listening import ANY_PORT, Listening
+from paceline.core.version import VERSION
 
 _log = logging.getLogger("paceline.comm")
 
@@ -185,7 +185,7 @@ def met(
             "hostname": me.hostname or host_name(),
             "pid": os.getpid(),
             "endpoint": [source, listener.getsockname()[1]],
-            "version": paceline.__version__,
+            "version": VERSION,
             "backend": me.backend,
             "keyed": bool(me.token),
         }

@@ -27,6 +27,7 @@ from paceline.core.control.messages import (
     Granted,
     LookAt,
     Message,
+    Notice,
     Offer,
     Piece,
     Seen,
@@ -48,6 +49,7 @@ _RECONNECT_SECONDS: Final = 3.0
 _AWAY_SECONDS: Final = 60.0
 _SAVE_SECONDS: Final = 600.0  # after which workers that do not end without a supervisor are ended
 _PAUSE_SECONDS: Final = 0.2
+_LONGEST_PAUSE_SECONDS: Final = 10.0
 _END_SECONDS: Final = 30.0
 _EXIT_SECONDS: Final = 0.5  # within which the fork server says how a process ended
 
@@ -75,6 +77,8 @@ class Agent:
         self._reached_at = ""
         self._channel: Channel | None = None
         self._cut = ""
+        self._attempts = 0  # connections since the supervisor last granted anything
+        self._away_since: float | None = None
         self._selector = selectors.DefaultSelector()
         self._workers: dict[int, Worker] = {}
         self._looks: dict[int, Look] = {}
@@ -93,8 +97,6 @@ class Agent:
         """Until the job is over."""
         try:
             self._connect(_CONNECT_SECONDS)
-            where = f"{self._address[0]}:{self._address[1]}"
-            self._say(f"joined the job at {where}, with {self._offered} workers")
             while self._ended is None:
                 if self._going and not self._workers:
                     self._tell(self._offer(0))
@@ -113,6 +115,7 @@ class Agent:
 
     def _connect(self, seconds: float) -> None:
         opened = open_channel(self._address, self._secret, self._tls, seconds)
+        self._attempts += 1
         opened.send(self._offer(self._offered))
         for message in self._unsent:
             opened.send(message)
@@ -135,23 +138,32 @@ class Agent:
 
     def _reconnect(self) -> bool:
         """Look for the supervisor; False when it stayed away and no worker is left that could need it."""
-        gone_at = time.monotonic()
-        self._say(f"the connection to the supervisor is cut: {self._cut}")
+        if self._away_since is None:
+            self._away_since = time.monotonic()
+            self._say(f"the connection to the supervisor is cut: {self._cut}")
         given = self._granted.options["options"] if self._granted is not None else {}
         patience = float(given.get("patience", _AWAY_SECONDS))
+        # One that takes the connection and closes it again without a word is not asked 50 times a second.
+        again_at = time.monotonic() + self._back_off()
         while True:
-            try:
-                self._connect(_RECONNECT_SECONDS)
-                self._say("the supervisor is back")
-                return True
-            except RendezvousError:
-                self._turn(_PAUSE_SECONDS)
-            away = time.monotonic() - gone_at
+            if time.monotonic() >= again_at:
+                try:
+                    self._connect(_RECONNECT_SECONDS)
+                    return True
+                except RendezvousError:
+                    again_at = time.monotonic() + _PAUSE_SECONDS
+            self._turn(_PAUSE_SECONDS)
+            away = time.monotonic() - self._away_since
             if not self._workers and (away > patience or self._going):
                 return False
             if away > patience + _SAVE_SECONDS:
                 for worker in self._workers.values():
                     worker.kill()
+
+    def _back_off(self) -> float:
+        if not self._attempts:
+            return 0.0
+        return min(_PAUSE_SECONDS * 2.0 ** min(self._attempts, 16), _LONGEST_PAUSE_SECONDS)
 
     def _turn(self, seconds: float) -> None:
         if not self._selector.get_map():
@@ -197,6 +209,8 @@ class Agent:
                     self._start(message)
             case LookAt(member=member, probe=True):
                 self._probe(member)
+            case Notice(text=text):
+                self._say(text)
             case LookAt(member=member):
                 if member in self._workers:
                     self._looks[member] = Look(self._workers[member], time.monotonic())
@@ -210,6 +224,12 @@ class Agent:
                 raise WireError(f"the supervisor sent a {message.kind} to an agent")
 
     def _grant(self, granted: Granted) -> None:
+        where = f"{self._address[0]}:{self._address[1]}"
+        if self._granted is None:
+            self._say(f"joined the job at {where}, with {self._offered} workers")
+        else:
+            self._say("the supervisor is back")
+        self._attempts, self._away_since = 0, None
         again = self._complete and self._granted is not None and granted.digest == self._granted.digest
         self._granted, self._number = granted, granted.agent
         if again:

@@ -2,8 +2,8 @@
 
 The first replacement starts at once. Further failures in a row wait backoff * 2**(k-2) seconds, of which a
 share is random, drawn from the seed, the slot and the count: the same job waits the same time again. After
-`forgive_seconds` of good work failures count from nothing. Preemptions have their own budget, for all slots
-together. Must not know views.
+`forgive_seconds` of committed steps failures count from nothing. Preemptions have their own budget, for all
+slots together. Must not know views.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def wait_before_start(settings: Settings, slot: int, failures: int, total: int) 
 
 
 def after_failure(settings: Settings, slot: Slot, kind: FailureKind, worked: float, now: float) -> Slot:
-    """The slot after its worker failed, having worked in views for so long."""
+    """The slot after its worker failed, having taken part in committed steps for so long."""
     forgiven = worked >= settings.forgive_seconds
     failures = 1 if forgiven else slot.failures + 1
     weight = 1.0 if forgiven else slot.weight

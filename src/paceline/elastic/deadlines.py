@@ -21,6 +21,7 @@ from paceline.elastic.state import State, Worker, in_view, ranks
 SLOW_PHASES = frozenset({"start", "checkpoint", "evaluation"})
 _passive = frozenset({"wait", "collective"})
 _least_gap = 0.01  # between two ticks
+_clocks = ("moved_at", "asked_at", "started_at", "dealt_at", "gather_at", "stop_at", "worked_at", "due")
 _all_busy = 4.0  # times the limit, where all are busy and nobody waits: slow is likelier than hung
 
 
@@ -66,6 +67,11 @@ def abort_limit(job: State, worker: Worker) -> float:
 def install_limit(job: State) -> float:
     restores = job.view is not None and job.view.restore
     return job.settings.slow_phase_seconds if restores else max(job.settings.install_seconds, hang_limit(job))
+
+
+def forming_since(job: State) -> float:
+    """Since when a view forms although the job is to stop or a member to leave."""
+    return max(job.asked_at, job.stop_at) if job.stop is not None else job.asked_at
 
 
 def return_deadline(job: State) -> float:
@@ -140,6 +146,8 @@ def _has_not(job: State, now: float, done: str) -> list[Finding]:
         worker = job.workers[number]
         if worker.standing is Standing.READY:
             limit = hang_limit(job)
+        elif job.narrow:
+            limit = job.settings.cut_short_seconds
         elif job.abort:
             limit = abort_limit(job, worker)
         else:
@@ -252,6 +260,8 @@ def next_due(job: State, now: float) -> float:
         if worker.standing is Standing.STARTING:
             times.append(worker.since + settings.start_seconds)
         elif worker.back or job.phase is Phase.RETURNING:
+            if worker.standing is Standing.READY and worker.dialed:
+                times.append(worker.dialed_at + settings.dial_seconds)
             heard = job.heard[worker.number]
             # Silence is looked into once in a heartbeat until it is judged.
             times.append(
@@ -261,12 +271,16 @@ def next_due(job: State, now: float) -> float:
     if job.stop is not None:
         times.append(job.stop_at + settings.stop_seconds)
     match job.phase:
+        case Phase.PREPARING if job.narrow:
+            times.append(job.asked_at + settings.cut_short_seconds)
         case Phase.PREPARING if job.abort:
             times += [job.asked_at + abort_limit(job, job.workers[number]) for number in job.waiting]
         case Phase.RUNNING | Phase.STOPPING | Phase.PREPARING:
             times.append(job.moved_at + hang_limit(job))
         case Phase.INSTALLING:
             times.append(job.asked_at + install_limit(job))
+            if job.stop is not None or any(w.leaves == "preempted" for w in in_view(job)):
+                times.append(forming_since(job) + settings.cut_short_seconds)
         case Phase.RETURNING:
             times.append(return_deadline(job))
         case Phase.STARTING:
@@ -278,14 +292,17 @@ def next_due(job: State, now: float) -> float:
 
 def shifted(job: State, seconds: float) -> None:
     """Forget that so much time has passed."""
-    job.workers = {n: replace(worker, since=worker.since + seconds) for n, worker in job.workers.items()}
+    job.workers = {
+        n: replace(worker, since=worker.since + seconds, dialed_at=worker.dialed_at + seconds)
+        for n, worker in job.workers.items()
+    }
     job.slots = {
         n: slot if slot.starts_at is None else replace(slot, starts_at=slot.starts_at + seconds)
         for n, slot in job.slots.items()
     }
     job.heard = {number: at + seconds for number, at in job.heard.items()}
     job.probed = {number: (at + seconds, probe) for number, (at, probe) in job.probed.items()}
-    for clock in ("moved_at", "asked_at", "started_at", "dealt_at", "gather_at", "stop_at", "due"):
+    for clock in _clocks:
         setattr(job, clock, getattr(job, clock) + seconds)
     if job.failed_at is not None:
         job.failed_at += seconds

@@ -83,7 +83,7 @@ def table() -> str:
 def laws() -> str:
     """The laws, as they stand at the top of machine.py."""
     text = machine.__doc__ or ""
-    found = re.findall(r"^ (\d)\. (.*?)(?=^ \d\. |^$)", text, re.DOTALL | re.MULTILINE)
+    found = re.findall(r"^ ?(\d+)\. (.*?)(?=^ ?\d+\. |^$)", text, re.DOTALL | re.MULTILINE)
     return "".join(f"{number}. {' '.join(law.split())}\n" for number, law in found)
 
 

@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import replace
 
 from paceline.core.control.messages import Progress
-from paceline.elastic import audit_votes, audits
+from paceline.elastic import admission, audit_votes, audits
 from paceline.elastic.deadlines import Finding, phase_of
 from paceline.elastic.ending import all_done, end, finish
 from paceline.elastic.links import broken_link
@@ -20,6 +20,7 @@ from paceline.elastic.model import (
     Beaten,
     Dismiss,
     HasBroken,
+    HasDialed,
     Hashed,
     HasInstalled,
     HasRaised,
@@ -36,6 +37,7 @@ from paceline.elastic.model import (
     WantsToLeave,
 )
 from paceline.elastic.regroup import (
+    cut_short,
     go_on_preparing,
     heed_wishes,
     mend,
@@ -69,6 +71,7 @@ def joined(job: State, event: Joined, now: float, out: list[Action]) -> str:
     job.heard[event.member] = now
     be_due(job, now + probe_limit(job))
     said = f"rank {worker.slot} is ready"
+    admission.dial(job, now, out)
     if job.phase is Phase.STARTING:
         return try_start(job, said, now, out)
     wish = heed_wishes(job, now, out)
@@ -78,6 +81,10 @@ def joined(job: State, event: Joined, now: float, out: list[Action]) -> str:
 def _came_back(job: State, worker: Worker, event: Joined, now: float, out: list[Action]) -> str:
     job.heard[worker.number] = now
     said = f"rank {worker.slot} is connected again"
+    if job.phase is not Phase.RETURNING:
+        admission.ask_again(job, worker.number)
+        admission.dial(job, now, out)
+        worker = job.workers[worker.number]
     if job.phase is Phase.PREPARING:
         if worker.number in job.waiting:
             out.append(TellPrepare((worker.number,), job.generation, job.abort, job.reason))
@@ -105,6 +112,28 @@ def _came_back(job: State, worker: Worker, event: Joined, now: float, out: list[
     return prepare(job, True, f"{said} and is in generation {event.generation}", now, out)
 
 
+def has_dialed(job: State, event: HasDialed, now: float, out: list[Action]) -> str:
+    """A worker has reached a peer, or has not."""
+    worker, peer = job.workers.get(event.member), job.workers.get(event.peer)
+    if worker is None or peer is None:
+        return f"members {event.member} and {event.peer} met, and one of them is gone"
+    said = f"rank {worker.slot} reached rank {peer.slot}"
+    if not event.trouble:
+        job.workers[worker.number] = replace(worker, reached=worker.reached | {peer.number})
+        if job.phase is Phase.STARTING:
+            return try_start(job, said, now, out)
+        wish = heed_wishes(job, now, out)
+        return f"{said}; {wish}" if wish else said
+    if peer.number in worker.reached:
+        return f"{said} before, and not this time: {event.trouble}"
+    newcomers = [one for one in (worker, peer) if one.standing is Standing.READY]
+    if not newcomers:
+        return f"{event.trouble}, and both are in the view"
+    late = max(newcomers, key=lambda one: (one.slot, one.number))
+    admission.refuse(job, late, event.trouble, now, out)
+    return mend(job, [late], event.trouble, now, out)
+
+
 def beaten(job: State, event: Beaten, now: float, out: list[Action]) -> str:
     """The most frequent event: looks at nobody else."""
     number = event.member
@@ -126,6 +155,8 @@ def _has_moved(job: State, progress: Progress | None, now: float) -> bool:
         return False
     if job.furthest is not None and progress[0] > job.furthest[0]:
         job.committed = True
+        job.worked += now - job.worked_at
+        job.worked_at = now
         job.breaks = 0
         job.suspicion = {}
     job.furthest = progress
@@ -186,6 +217,8 @@ def has_broken(job: State, event: HasBroken, now: float, out: list[Action]) -> s
         job.suspicion[event.member, named] = job.suspicion.get((event.member, named), 0) + 1
     if job.phase is Phase.PREPARING and job.abort:
         return f"{why}; its members are being asked already"
+    if job.phase is Phase.INSTALLING and job.stop is not None:
+        return cut_short(job, why, now, out)
     job.breaks += 1
     if job.breaks >= BREAKS_BEFORE_BLAME:
         found = _most_suspect(job, worker)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from paceline.core.control.messages import MOST_WORKERS
-from paceline.elastic import dealing, liveness, stragglers
+from paceline.elastic import admission, dealing, liveness, stragglers
 from paceline.elastic.deadlines import (
     next_due,
     overdue,
@@ -38,6 +38,8 @@ from paceline.elastic.model import (
     ViewPlan,
 )
 from paceline.elastic.regroup import (
+    cut_short,
+    forms_too_long,
     go_on_preparing,
     heed_wishes,
     mend,
@@ -54,7 +56,7 @@ def began(job: State, event: Began, now: float, out: list[Action]) -> str:
     """Start workers, or wait for those that train on without us."""
     if job.workers or job.slots:
         return "the job has begun already"
-    job.started_at = job.asked_at = job.moved_at = job.dealt_at = now
+    job.started_at = job.asked_at = job.moved_at = job.dealt_at = job.worked_at = now
     job.generation = event.generation
     job.next_member = max([event.next_member, 1, *(number + 1 for number in event.members)])
     job.preemptions = event.preemptions
@@ -300,6 +302,11 @@ def _look(job: State, now: float, out: list[Action]) -> list[str]:
     if found:
         what = "; ".join(finding.what for finding in found)
         reasons.append(mend(job, [finding.worker for finding in found], what, now, out))
+    for worker, why in admission.overdue(job, now):
+        admission.refuse(job, worker, why, now, out)
+        reasons.append(mend(job, [worker], why, now, out))
+    if (hurry := forms_too_long(job, now)) is not None:
+        reasons.append(cut_short(job, hurry, now, out))
     if job.phase is Phase.RETURNING and now >= return_deadline(job):
         reasons.append(_give_up_waiting(job, now, out))
     quiet = liveness.to_probe(job, now)
@@ -309,6 +316,7 @@ def _look(job: State, now: float, out: list[Action]) -> list[str]:
     started = start_due(job, now, out)
     if started:
         reasons.append(f"{ranks(started)} is started again")
+    admission.dial(job, now, out)
     if job.phase is Phase.STARTING:
         reasons.append(try_start(job, "workers are awaited", now, out))
     if job.phase is Phase.RUNNING:

@@ -11,6 +11,7 @@ from math import inf
 from operator import is_not
 from typing import TypeVar
 
+from paceline.elastic.admission import have_met
 from paceline.elastic.model import Action, EndJob, Phase, Standing, TellView, ViewPlan
 from paceline.elastic.state import IN_VIEW, State, in_view
 
@@ -88,11 +89,25 @@ def validate_step(before: State, after: State, actions: tuple[Action, ...], reas
         view.plan.generation > before.generation or _answers(before, view.plan) for view in views
     ):
         wrong.append("law 3: a view was sent for a generation that was over")
+    for view in views:
+        wrong += _unmet(before, after, view.plan)
     if sum(isinstance(action, EndJob) for action in actions) != (after.phase is not before.phase) * (
         after.phase is Phase.ENDED
     ):
         wrong.append("law 8: EndJob is the step to ENDED, and nothing else is")
     return wrong
+
+
+def _unmet(before: State, after: State, plan: ViewPlan) -> list[str]:
+    """Pairs of a new view of which one was in no view before, and that have not met."""
+    known = [after.workers[number] for number in plan.members if number in after.workers]
+    return [
+        f"law 10: members {new.number} and {other.number} are in a view and have not met"
+        for new in known
+        if not _is_in_view(before, new.number)
+        for other in known
+        if other is not new and not have_met(new, other)
+    ]
 
 
 def _answers(before: State, plan: ViewPlan) -> bool:

@@ -15,6 +15,8 @@ and in the simulation):
  7. Whoever is waited for lives and was asked, and there is a time at which waiting ends.
  8. The end is final, and there is one EndJob.
  9. Every decision has a reason.
+10. A worker comes into a view only with peers that it has met, each having reached the other; those of one
+    place need no proof.
 
 The table below says which event is heard in which phase and where it can lead; docs/machine.md is drawn from
 it. Handlers are in from_members.py and from_outside.py. Must not know sockets, processes, files or clocks.
@@ -38,6 +40,7 @@ from paceline.elastic.model import (
     Began,
     Event,
     HasBroken,
+    HasDialed,
     Hashed,
     HasInstalled,
     HasRaised,
@@ -114,6 +117,12 @@ TABLE: tuple[Row, ...] = (
             _T: (_T, _P),
             _B: (_B, _R, _T, _P, _E),
         },
+    ),
+    _row(
+        HasDialed,
+        members.has_dialed,
+        "a worker dialed a peer",
+        {**_after_loss, _R: (_R, _P, _E), _I: (_I, _E), _T: (_T, _E)},
     ),
     _row(Beaten, members.beaten, "a heartbeat", _stay),
     _row(Probed, outside.probed, "a silent worker's process was looked at", _stay),

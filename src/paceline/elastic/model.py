@@ -55,11 +55,13 @@ FailureKind = Literal[
     "straggler",
     "unattended",
     "restart",
+    "unreachable",
 ]
 """crash: killed by a signal; silent: no heartbeats; hung: beats but does not go on; memory: the kernel killed
 it for memory; preempted: it was asked to go (SIGTERM) or its machine left: another budget; unattended: it
 left because no supervisor was there: no budget at all; restart: it starts over, because another member was
-lost with state that no other has, and there is no checkpoint to go back to: no budget either."""
+lost with state that no other has, and there is no checkpoint to go back to: no budget either; unreachable: it
+and a peer could not connect."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class Settings:
     backoff: float = 0.5  # before the second start in a row; the first replacement starts at once
     backoff_most: float = 30.0
     jitter: float = 0.25  # share of a back-off that is random
-    forgive_seconds: float = 60.0  # of good work, after which failures in a row count from nothing
+    forgive_seconds: float = 60.0  # of committed steps, after which failures in a row count from nothing
     seed: int = 0
     heartbeat: float = 0.25
     silence_least: float = 2.0  # a member that says nothing for longer may be gone ...
@@ -91,6 +93,8 @@ class Settings:
     rebalance_seconds: float = 2.0  # between two changes of the deal
     agent_seconds: float = 10.0  # that an agent's connection may be away
     install_seconds: float = 60.0  # what handing over the state in a new view may take
+    dial_seconds: float = 10.0  # after which workers are asked again whether they reach each other
+    cut_short_seconds: float = 3.0  # that a view may take to form while the job stops or a member leaves
     gather_seconds: float = 0.25  # a joiner waits so long for others that were started with it
     begins_at: int = 0  # committed steps in the checkpoint that the job begins from; known to be good
 
@@ -165,6 +169,16 @@ class Joined:
     place: int = HOME
     generation: int = 0
     progress: Progress | None = None
+
+
+@dataclass(frozen=True)
+class HasDialed:
+    """A worker dialed a peer's endpoint, and the peer proved itself there; else `trouble` says what failed,
+    from where to which address."""
+
+    member: int
+    peer: int
+    trouble: str = ""
 
 
 @dataclass(frozen=True)
@@ -332,6 +346,7 @@ class Ticked:
 Event: TypeAlias = (
     Began
     | Joined
+    | HasDialed
     | Beaten
     | Probed
     | Reported
@@ -379,6 +394,14 @@ class ProbeWorkers:
 
 
 @dataclass(frozen=True)
+class TellDial:
+    """Ask a worker to dial each of these, and each of them to dial it; see HasDialed."""
+
+    member: int
+    peers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class TellPrepare:
     """Ask members to stop and report; it may come again to a member that had lost its connection."""
 
@@ -409,6 +432,14 @@ class Dismiss:
     """Let a worker end in peace. It may be one the machine does not know (any more)."""
 
     member: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class SendAway:
+    """A machine that joined cannot take part: its agent is told why, and ends."""
+
+    place: int
     reason: str
 
 
@@ -461,10 +492,12 @@ Action: TypeAlias = (
     StartWorker
     | KillWorker
     | ProbeWorkers
+    | TellDial
     | TellPrepare
     | TellView
     | TellStop
     | Dismiss
+    | SendAway
     | NoteFailure
     | NoteRepair
     | NoteVerdict

@@ -12,11 +12,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import inf
 
-from paceline.elastic import audits, dealing, stragglers
-from paceline.elastic.deadlines import hang_limit
+from paceline.elastic import admission, audits, dealing, stragglers
+from paceline.elastic.deadlines import forming_since, hang_limit
 from paceline.elastic.ending import all_done, end, finish, hopeless
 from paceline.elastic.model import (
     Action,
+    Dismiss,
     NoteRepair,
     Phase,
     Reported,
@@ -26,7 +27,7 @@ from paceline.elastic.model import (
     TellView,
     ViewPlan,
 )
-from paceline.elastic.seats import depart
+from paceline.elastic.seats import depart, forget
 from paceline.elastic.state import IN_VIEW, State, Worker, be_due, in_view, nobody_in_view, ranks, ready
 
 
@@ -67,8 +68,10 @@ def prepare(job: State, abort: bool, why: str, now: float, out: list[Action]) ->
     if nobody_in_view(job):
         return start_over(job, why, now, out)
     asked = []
+    newcomers = {worker.number for worker in admission.admitted(job)}
     for worker in job.workers.values():
-        if worker.standing is Standing.STARTING:
+        fresh = worker.standing in (Standing.STARTING, Standing.READY)
+        if fresh and worker.number not in newcomers:
             continue
         asked.append(worker.number)
         if worker.standing is Standing.DONE:
@@ -115,6 +118,8 @@ def install(job: State, why: str, now: float, out: list[Action]) -> str:
         return go_on_preparing(job, f"{why}; {judged}", now, out)
     told = job.reports
     reporters = [job.workers[number] for number in told]
+    if job.narrow:
+        return _install_alone(job, reporters, why, now, out)
     stay = [worker for worker in reporters if not worker.leaves]
     knows = any(told[worker.number].progress is not None for worker in stay)
     if not stay or (not knows and any(report.progress is not None for report in told.values())):
@@ -181,7 +186,9 @@ def send_view(
     _remember_lineage(job, plan, told)
     for worker in order:
         if worker.standing is Standing.READY:
-            job.workers[worker.number] = replace(worker, standing=Standing.MEMBER, since=now)
+            job.workers[worker.number] = replace(
+                worker, standing=Standing.MEMBER, since=now, worked=job.worked
+            )
         elif worker.standing is Standing.DONE:
             job.workers[worker.number] = _undone(worker)
     job.phase = Phase.INSTALLING
@@ -218,7 +225,7 @@ def _remember_lineage(job: State, plan: ViewPlan, told: Mapping[int, Reported]) 
 def run(job: State, now: float, out: list[Action]) -> str:
     """Everybody is in the view."""
     job.phase = Phase.RUNNING
-    job.moved_at = now
+    job.moved_at = job.worked_at = now
     job.furthest = None
     job.orphaned = job.restore = job.abort = False
     if job.tainted < 0:
@@ -231,6 +238,7 @@ def run(job: State, now: float, out: list[Action]) -> str:
     if job.stop is not None:
         tell_stop(job, out)
         return f"{said}, and are asked to stop: {job.stop}"
+    admission.dial(job, now, out)
     wish = heed_wishes(job, now, out)
     return f"{said}; {wish}" if wish else said
 
@@ -248,7 +256,7 @@ def heed_wishes(job: State, now: float, out: list[Action]) -> str | None:
     members = in_view(job)
     if any(worker.standing is Standing.DONE for worker in members):
         return None
-    joiners = ready(job)
+    joiners = admission.admitted(job)
     leaving = [worker for worker in members if worker.standing is Standing.LEAVING]
     if leaving and len(leaving) == len(members) and not joiners:
         if _none_to_come(job):
@@ -271,8 +279,11 @@ def heed_wishes(job: State, now: float, out: list[Action]) -> str | None:
 def _gathered(job: State, now: float) -> float:
     """Until when joiners wait: a moment, where others were started lately and have not come."""
     if job.gather_at == inf:
+        come = {worker.number for worker in admission.admitted(job)}
         lately = any(
-            worker.standing is Standing.STARTING and now - worker.since < 4 * job.settings.gather_seconds
+            worker.standing in (Standing.STARTING, Standing.READY)
+            and worker.number not in come
+            and now - worker.since < 4 * job.settings.gather_seconds
             for worker in job.workers.values()
         )
         job.gather_at = now + job.settings.gather_seconds if lately else now
@@ -280,7 +291,8 @@ def _gathered(job: State, now: float) -> float:
 
 
 def _none_to_come(job: State) -> bool:
-    starting = any(worker.standing is Standing.STARTING for worker in job.workers.values())
+    fresh = (Standing.STARTING, Standing.READY)
+    starting = any(worker.standing in fresh for worker in job.workers.values())
     return not starting and not any(slot.usable and slot.starts_at is not None for slot in job.slots.values())
 
 
@@ -302,16 +314,65 @@ def start_over(job: State, why: str, now: float, out: list[Action]) -> str:
 
 def try_start(job: State, why: str, now: float, out: list[Action]) -> str:
     """Send the first view when all came, or when waiting longer helps nobody."""
-    here = ready(job)
+    here = admission.admitted(job)
+    meeting = len(ready(job)) - len(here)
     enough = len(here) >= max(1, job.settings.min_workers)
     soon = now + job.settings.silence_least
     missing = sum(worker.standing is Standing.STARTING for worker in job.workers.values()) + sum(
         slot.starts_at is not None and slot.starts_at <= soon and slot.usable for slot in job.slots.values()
     )
+    missing += meeting
     if enough and (missing == 0 or now - job.started_at >= job.settings.start_seconds):
         job.generation += 1
         return send_view(job, here, {}, why, now, out)
     return f"{why}; {len(here)} workers are ready, {missing} are to come"
+
+
+def forms_too_long(job: State, now: float) -> str | None:
+    """Why a view that has not formed is not waited for: the job is to stop, or a member to leave, and whoever
+    asked for it kills what has not ended by then. None: there is no hurry."""
+    if job.phase is not Phase.INSTALLING or now - forming_since(job) < job.settings.cut_short_seconds:
+        return None
+    late = f"generation {job.generation} has not formed in {job.settings.cut_short_seconds:g} s"
+    if job.stop is not None:
+        return f"{late}, and the job is stopping"
+    view = job.view
+    source = view.members[view.source] if view is not None and view.source >= 0 else None
+    leaving = [worker for worker in in_view(job) if worker.leaves == "preempted"]
+    if not leaving or any(worker.number == source for worker in leaving):
+        return None  # who has the only state hands it over first
+    if len(leaving) == len(in_view(job)):
+        return None
+    return f"{late}, and {ranks([worker.slot for worker in leaving])} leaves"
+
+
+def cut_short(job: State, why: str, now: float, out: list[Action]) -> str:
+    """Form another view instead: without those who leave; while the job stops, of one member, which needs
+    nobody to save what all of them have."""
+    if job.stop is None:
+        return prepare(job, True, why, now, out)
+    if job.view is not None and job.view.restore:
+        # Nobody has anything that is not in the checkpoint.
+        return end(job, out, ok=True, reason=f"{why}; nobody has gone on", stopped=job.stop)
+    job.narrow = True
+    return prepare(job, True, f"{why}: one member saves alone", now, out)
+
+
+def _install_alone(job: State, reporters: list[Worker], why: str, now: float, out: list[Action]) -> str:
+    told = job.reports
+    known = [worker for worker in reporters if told[worker.number].progress is not None]
+    others = job.view is not None and len(job.view.members) > 1
+    private = others and any(told[worker.number].alone for worker in reporters)
+    if not known or private or job.orphaned or job.restore:
+        reason = f"{why}; what the members have is in no state that one of them could save"
+        return end(job, out, ok=True, reason=reason, stopped=job.stop)
+    best = max(known, key=lambda worker: (told[worker.number].progress, -worker.slot))
+    for worker in reporters:
+        if worker is not best:
+            out.append(Dismiss(worker.number, f"the job is stopping: rank {best.slot} saves for all"))
+            forget(job, worker)
+            job.slots.pop(worker.slot, None)
+    return send_view(job, [best], told, job.reason, now, out)
 
 
 def settle_return(job: State, why: str, now: float, out: list[Action]) -> str:

@@ -131,5 +131,6 @@ def _vacate(job: State, worker: Worker, kind: FailureKind, now: float) -> None:
     elif kind in ("unattended", "restart"):
         job.slots[slot.number] = budgets.after_absence(job.settings, slot, now)
     else:
-        worked = now - worker.since if worker.standing in IN_VIEW else 0.0
+        # Only committed steps are good work: a worker that keeps views from forming does none.
+        worked = job.worked - worker.worked if worker.standing in IN_VIEW else 0.0
         job.slots[slot.number] = budgets.after_failure(job.settings, slot, kind, worked, now)

@@ -38,6 +38,9 @@ class Worker:
     back     False: it is expected back after the supervisor's restart and has not come
     digest   of its weights, when it is DONE
     leaves   why it is to leave: "preempted", "scaled" or "straggler"; empty: it is not
+    reached  peers of other places that it dialed, and that proved themselves
+    dialed   of a ready worker: peers that it was asked to meet, since `dialed_at`
+    worked   what State.worked was when it was first in a view
     """
 
     number: int
@@ -50,6 +53,10 @@ class Worker:
     digest: str = ""
     stopped: str | None = None
     leaves: str = ""
+    reached: frozenset[int] = frozenset()
+    dialed: frozenset[int] = frozenset()
+    dialed_at: float = 0.0
+    worked: float = 0.0
 
 
 @final
@@ -118,6 +125,9 @@ class State:
     furthest    the furthest progress anybody told, at `moved_at`; `pace` is a typical time per step of those
                 who are in the view, `shard_seconds` per shard, also of those who were before them
     committed   whether any step was ever committed
+    worked      seconds of this job in which steps were committed, up to the last commit at `worked_at`;
+                forming views, restoring and waiting do not count
+    narrow      the job is stopping, and its view does not form: one member goes on alone, to save
     breaks      how often in a row collectives broke with nobody gone; `suspicion`: how often
                 each member named each other one then
     raised      steps in which somebody's code raised
@@ -164,6 +174,9 @@ class State:
     restore_before: int = -1
     tainted: int = -1
 
+    worked: float = 0.0
+    worked_at: float = 0.0
+    narrow: bool = False
     preemptions: int = 0
     breaks: int = 0
     suspicion: dict[tuple[int, int], int] = field(default_factory=dict)

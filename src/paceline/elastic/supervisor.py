@@ -25,7 +25,7 @@ from paceline.core.control import address, auth
 from paceline.core.control.address import Whereabouts
 from paceline.core.control.channel import Channel
 from paceline.core.control.messages import Answer, Ask, Seen
-from paceline.core.errors import PacelineError, PlatformError, WireError
+from paceline.core.errors import PacelineError, PlatformError, RendezvousError, WireError
 from paceline.core.events import Note, SupervisorStarted
 from paceline.elastic import machine
 from paceline.elastic.job import Spec
@@ -115,7 +115,12 @@ class Supervisor:
         self.injections = Injections(self)
         self.staff = Staff(self, payload)
         self.chronicle.on_flush = self.staff.confirm
-        self.guests = Guests(self.staff.come, lambda *offer: self.places.come(*offer), self._asked)
+        self.guests = Guests(
+            self.staff.come,
+            lambda *offer: self.places.come(*offer),
+            self._asked,
+            lambda text: self.complain(RendezvousError(text, remedy="use one version on all machines")),
+        )
         granted = {
             "options": {**spec.options, "ports": spec.listening.ports},
             **{name: spec.order[name] for name in ("entry", "preload", "threads")},

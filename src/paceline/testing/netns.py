@@ -28,6 +28,7 @@ _serial = itertools.count()
 _libc = ctypes.CDLL(None, use_errno=True)
 _CLONE_NEWNET = 0x40000000
 _END_SECONDS = 5.0
+_WALL = ("table", "77")
 _REMEDY = "run as root, with iproute2 installed, on a Linux that allows network namespaces"
 
 
@@ -48,14 +49,20 @@ def why_not() -> str:
 
 @final
 class Hosts:
-    """`count` hosts with the addresses 10.77.0.1, 10.77.0.2, ... on one switch."""
+    """`count` hosts with the addresses 10.77.0.1, 10.77.0.2, ... on one switch; with `ipv6` fd77::1, fd77::2,
+    ... and no IPv4 address but loopback's."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, *, ipv6: bool = False) -> None:
         self._prefix = f"pl{os.getpid()}x{next(_serial)}"
+        self._ipv6 = ipv6
         self.names = [f"{self._prefix}h{number}" for number in range(count)]
-        self.addresses = [f"10.77.0.{number + 1}" for number in range(count)]
+        self._family = ("-6",) if ipv6 else ()
+        self.addresses = [self._address(number + 1) for number in range(count)]
         self._switch = f"{self._prefix}sw"
         self._processes: list[subprocess.Popen[Any]] = []
+
+    def _address(self, number: int) -> str:
+        return f"fd77::{number:x}" if self._ipv6 else f"10.77.0.{number}"
 
     def __enter__(self) -> Self:
         try:
@@ -67,7 +74,9 @@ class Hosts:
                 _ip("-n", name, "link", "set", "lo", "up")
                 peer = ("peer", "name", f"p{number}", "netns", self._switch)
                 _ip("-n", name, "link", "add", "eth0", "type", "veth", *peer)
-                _ip("-n", name, "addr", "add", f"{self.addresses[number]}/24", "dev", "eth0")
+                # Without duplicate address detection, which would keep the address unusable for a second.
+                size = ("/64", "nodad") if self._ipv6 else ("/24",)
+                _ip("-n", name, "addr", "add", self.addresses[number] + size[0], "dev", "eth0", *size[1:])
                 _ip("-n", name, "link", "set", "eth0", "up")
                 _ip("-n", self._switch, "link", "set", f"p{number}", "master", "br0")
                 _ip("-n", self._switch, "link", "set", f"p{number}", "up")
@@ -101,6 +110,28 @@ class Hosts:
         # Packets for a station that nobody is: the switch carries them, and no host takes them in.
         nobody = ("lladdr", "02:00:00:00:00:01", "dev", "eth0", "nud", "permanent")
         _ip("-n", self.names[sender], "neigh", "replace", self.addresses[receiver], *nobody)
+
+    def block(self, sender: int, receiver: int, ports: str) -> None:
+        """A firewall: what `sender` sends to these TCP ports ("42000-42019") of `receiver` vanishes."""
+        name, nobody = self.names[sender], self._address(250)
+        # The packets go to a station that nobody is, by a routing table of their own.
+        lost = ("lladdr", "02:00:00:00:00:01", "dev", "eth0", "nud", "permanent")
+        _ip("-n", name, "neigh", "replace", nobody, *lost)
+        _ip("-n", name, "route", "replace", self.addresses[receiver], "via", nobody, "dev", "eth0", *_WALL)
+        _ip("-n", name, *self._family, "rule", "add", *self._rule(receiver, ports))
+
+    def unblock(self, sender: int, receiver: int, ports: str) -> None:
+        """Ends what `block` did."""
+        _ip("-n", self.names[sender], *self._family, "rule", "del", *self._rule(receiver, ports))
+
+    def _rule(self, receiver: int, ports: str) -> tuple[str, ...]:
+        return ("to", self.addresses[receiver], "ipproto", "tcp", "dport", ports, "lookup", _WALL[1])
+
+    def listeners(self, number: int) -> list[tuple[str, int]]:
+        """Where processes of a host listen: address and TCP port."""
+        told = _run("ip", "netns", "exec", self.names[number], "ss", "-Hltn").splitlines()
+        found = [line.split()[3].rpartition(":") for line in told]
+        return [(address.strip("[]").partition("%")[0], int(port)) for address, _, port in found]
 
     def pids(self, number: int) -> list[int]:
         """The processes that run on a host."""

@@ -114,6 +114,7 @@ def train_member(job: TrainJob, place: Place) -> Trained:
             ports=place.ports,
         )
         membership = Membership(seat, team, phases, stop, injector, listener)
+        stack.callback(membership.close)
         link = MemberLink(
             place.address,
             place.secret,

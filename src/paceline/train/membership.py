@@ -22,9 +22,11 @@ from paceline.comm.processes import resident_bytes, start_time
 from paceline.comm.regroup import ViewPeer, open_view
 from paceline.comm.waiting import waiting_for
 from paceline.core import events
+from paceline.core.control.dialing import Dialer
 from paceline.core.control.messages import (
     Beat,
     Claimed,
+    Dial,
     Dismissed,
     Done,
     Hello,
@@ -77,6 +79,7 @@ class Membership:
     ) -> None:
         self.seat, self._team, self._phases, self._stop = seat, team, phases, stop
         self._injector, self._listener = injector, listener
+        self._dialer = Dialer(seat.member, seat.slot, seat.secret, listener, lambda m: self._link().send(m))
         self.link: MemberLink | None = None
         self._assembled: Assembled | None = None
         self._run: Run | None = None
@@ -98,6 +101,10 @@ class Membership:
         self._disputed = -1  # a step that is computed again because members differed after it
         self.fingerprint: dict[str, str] = {}
         self.model = ""
+
+    def close(self) -> None:
+        """End what answers peers that dial this worker."""
+        self._dialer.close()
 
     def attach(self, link: MemberLink, assembled: Assembled, run: Run) -> None:
         self.link, self._assembled, self._run = link, assembled, run
@@ -156,6 +163,8 @@ class Membership:
                 self._asked = message
                 if message.abort:
                     self._interrupt(message.reason)
+        elif isinstance(message, Dial):
+            self._dialer.dial(message.peers)
         elif isinstance(message, Claimed):
             self._claims.add(message.step, message.shard)
         elif isinstance(message, Dismissed):
@@ -438,19 +447,20 @@ class Membership:
                 view.pids, view.hosts, view.hostnames, view.endpoints, strict=True
             )
         ]
-        return open_view(
-            rank=rank,
-            world_size=len(view.members),
-            segment=view.segment,
-            members=peers,
-            listener=self._listener,
-            secret=self.seat.secret,
-            generation=view.generation,
-            timeout=self.seat.comm_timeout,
-            links=self.seat.links,
-            cancelled=self._cancelled,
-            ports=self.seat.ports,
-        )
+        with self._dialer.paused():
+            return open_view(
+                rank=rank,
+                world_size=len(view.members),
+                segment=view.segment,
+                members=peers,
+                listener=self._listener,
+                secret=self.seat.secret,
+                generation=view.generation,
+                timeout=self.seat.comm_timeout,
+                links=self.seat.links,
+                cancelled=self._cancelled,
+                ports=self.seat.ports,
+            )
 
     def _waits_for(self, phase: str) -> tuple[int, ...]:
         view = self._view

@@ -22,7 +22,7 @@ from typing import Final, final
 from paceline.core.control import auth, channel
 from paceline.core.control.auth import Tls
 from paceline.core.control.channel import Channel
-from paceline.core.control.messages import Beat, Dismissed, Heard, Hello, Message, Welcome
+from paceline.core.control.messages import Beat, Dial, Dismissed, Heard, Hello, Message, Welcome
 from paceline.core.errors import PacelineError, RendezvousError
 from paceline.core.last_resort import LastResort
 
@@ -33,6 +33,7 @@ Address = tuple[str, int]
 KEPT_BYTES: Final = 32 << 20
 _CONNECT_SECONDS: Final = 3.0
 _PAUSES: Final = (0.02, 0.05, 0.1, 0.2)
+_DROPPED_DOUBLINGS: Final = 8  # up to 5 s
 _CLOSE_SECONDS: Final = 2.0
 _SAVE_SECONDS: Final = 600.0  # for a worker that leaves because no supervisor is there
 _FIRST_HEARTBEAT: Final = 0.25
@@ -92,6 +93,7 @@ class MemberLink:
         self._answers: queue.SimpleQueue[Welcome | Dismissed] = queue.SimpleQueue()
         self._trouble = "nobody answered"
         self._dismissed = False
+        self._spoken_to = False
         self._closing = False
         self._wake = -1
         self._thread = threading.Thread(target=self._run, name="paceline-control", daemon=True)
@@ -201,7 +203,7 @@ class MemberLink:
     # below: in the link's thread, but for _push and _poke
 
     def _run(self) -> None:
-        failures = 0
+        failures = unheard = 0
         while not self._closing and not self._dismissed:
             self._wait_out_mute()
             self._runs()
@@ -216,6 +218,10 @@ class MemberLink:
                 continue
             failures = 0
             self._serve(opened)
+            # Who is taken in and dropped without a word comes back ever more slowly.
+            unheard = 0 if self._spoken_to else min(unheard + 1, _DROPPED_DOUBLINGS)
+            if unheard and not self._closing:
+                self._wait(_PAUSES[0] * 2.0**unheard)
 
     def _connect(self) -> Channel:
         sock = channel.dial(self._address, _CONNECT_SECONDS)
@@ -233,6 +239,7 @@ class MemberLink:
         finally:
             with self._lock:
                 self._dialing = None
+        self._spoken_to = False
         opened.send(self._hello())
         self._last_resort.disarm()
         with self._lock:
@@ -294,6 +301,7 @@ class MemberLink:
             self._take(message)
 
     def _take(self, message: Message) -> None:
+        self._spoken_to = True
         match message:
             case Heard(number=number):
                 self.heard_at = time.monotonic()
@@ -310,7 +318,8 @@ class MemberLink:
                 self._dismissed = True
                 self._answers.put(message)
         self._urgent(message)
-        self._inbox.put(message)
+        if not isinstance(message, Dial):
+            self._inbox.put(message)
 
     def _push(self) -> bool:
         """With the lock held: send what was not sent on this connection; True when some of it waits."""

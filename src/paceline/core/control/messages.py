@@ -1,15 +1,16 @@
 """What supervisor and members say to each other, as frozen dataclasses that travel as plain data.
 
-    member  ->  supervisor    Hello, Beat, Report, Installed, Broken, Told, Receipt, Injected, Raised,
+    member  ->  supervisor    Hello, Beat, Dialed, Report, Installed, Broken, Told, Receipt, Injected, Raised,
                               Leaving, Done
     agent   ->  supervisor    Offer, Exited                (a machine that joined and starts workers there)
     tool    ->  supervisor    Ask                          (paceline scale, stop, status)
-    supervisor  ->  member    Welcome, Heard, Prepare, View, Stop, Dismissed, Claimed
-    supervisor  ->  agent     Granted, Start, End
+    supervisor  ->  member    Welcome, Heard, Dial, Prepare, View, Stop, Dismissed, Claimed
+    supervisor  ->  agent     Granted, Start, Notice, End
     supervisor  ->  tool      Answer
 
 A message that does not convert exactly, or whose numbers no run can have, is a WireError, and its sender is
-dropped. Must not know sockets.
+dropped. The first message of a connection (Hello, Offer, Ask) names protocol and version; one of another
+version is not converted at all, and becomes a Foreign. Must not know sockets.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Annotated, Any, ClassVar, Final, TypeVar, final
 
 from paceline.core.control import exact
 from paceline.core.errors import WireError
+from paceline.core.version import PROTOCOL, VERSION
 
 M = TypeVar("M", bound="type[Message]")
 
@@ -82,6 +84,8 @@ class Hello(Message):
     model: Name = ""
     generation: Count = 0
     progress: Progress | None = None
+    protocol: Small = PROTOCOL
+    version: Name = VERSION
 
 
 @final
@@ -105,6 +109,16 @@ class Beat(Message):
     step_seconds: float = 0.0
     longest: float = 0.0
     rss: Count = 0
+
+
+@final
+@_register
+@dataclass(frozen=True, kw_only=True)
+class Dialed(Message):
+    """The endpoint of `peer` was dialed from here. `trouble` is empty where the peer proved itself there."""
+
+    peer: Small
+    trouble: Name = ""
 
 
 @final
@@ -251,6 +265,8 @@ class Offer(Message):
     hostname: Name
     pid: Small
     agent: Small = 0
+    protocol: Small = PROTOCOL
+    version: Name = VERSION
 
 
 @final
@@ -288,6 +304,8 @@ class Ask(Message):
     what: Name
     number: Annotated[int, exact.Range(-(1 << 31), 1 << 31)] = 0
     text: str = ""
+    protocol: Small = PROTOCOL
+    version: Name = VERSION
 
 
 # from the supervisor
@@ -313,6 +331,16 @@ class Heard(Message):
     that were not are said again after a reconnect."""
 
     number: int
+
+
+@final
+@_register
+@dataclass(frozen=True, kw_only=True)
+class Dial(Message):
+    """Dial these peers, and answer those who dial you, while you do what you do: [member, slot, host, port]
+    of each. A Dialed follows for each of them."""
+
+    peers: tuple[tuple[Small, Small, Name, Port], ...]
 
 
 @final
@@ -438,6 +466,15 @@ class LookAt(Message):
 @final
 @_register
 @dataclass(frozen=True, kw_only=True)
+class Notice(Message):
+    """To an agent: something that its user should read."""
+
+    text: str
+
+
+@final
+@_register
+@dataclass(frozen=True, kw_only=True)
 class End(Message):
     """To an agent: kill worker `member`; -1: all of them, and leave, with this exit code."""
 
@@ -457,6 +494,42 @@ class Answer(Message):
     facts: dict[str, Any] = field(default_factory=dict)
 
 
+@final
+@dataclass(frozen=True, kw_only=True)
+class Foreign(Message):
+    """A first message of another version, of which only this much is understood. It never travels."""
+
+    what: str
+    protocol: int
+    version: str
+
+    @property
+    def text(self) -> str:
+        """For both terminals."""
+        who = {"Hello": "a worker", "Offer": "a machine that wants to join"}.get(self.what, "a tool")
+        return (
+            f"{who} has Paceline {self.version} and speaks protocol {self.protocol}; the supervisor has "
+            f"Paceline {VERSION} and speaks protocol {PROTOCOL}"
+        )
+
+
+_FIRST = frozenset({Hello.kind, Offer.kind, Ask.kind})
+
+
+def _foreign(kind: str, fields: dict[Any, Any]) -> Foreign | None:
+    """What a first message says of another version; None: it is of this one."""
+    protocol, version = fields.get("protocol", 1), fields.get("version", "0.1.0 or earlier")
+    same = protocol == PROTOCOL and (version == VERSION or kind == Ask.kind)
+    if same:
+        return None
+    known = isinstance(protocol, int) and isinstance(version, str)
+    return Foreign(
+        what=kind,
+        protocol=int(protocol) if known else 0,
+        version="".join(filter(str.isprintable, str(version)))[:40] if known else "of unknown kind",
+    )
+
+
 def to_plain(message: Message) -> list[Any]:
     """[kind, fields], for `core.wire`."""
     if _known.get(message.kind) is not type(message):
@@ -468,6 +541,8 @@ def to_plain(message: Message) -> list[Any]:
 def from_plain(plain: Any) -> Message:
     """The message; WireError for anything that is not exactly one."""
     match plain:
+        case [str(kind), dict(fields)] if kind in _FIRST and (foreign := _foreign(kind, fields)) is not None:
+            return foreign
         case [str(kind), dict(fields)] if kind in _known:
             make = _makers.get(kind)
             if make is None:

@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final, final
 
 from paceline.core.control import channel
-from paceline.core.control.messages import Dismissed, Message, Prepare, Stop, View
+from paceline.core.control.messages import Dial, Dismissed, Message, Prepare, Stop, View
 from paceline.core.events import Repaired, ViewChanged
 from paceline.elastic.model import (
+    HOME,
     Action,
     Dismiss,
     EndJob,
@@ -18,12 +19,15 @@ from paceline.elastic.model import (
     NoteRepair,
     NoteVerdict,
     ProbeWorkers,
+    SendAway,
     StartWorker,
+    TellDial,
     TellPrepare,
     TellStop,
     TellView,
 )
 from paceline.elastic.shell.seats import Seat
+from paceline.elastic.shell.views import endpoints
 
 if TYPE_CHECKING:
     from paceline.elastic.supervisor import Supervisor
@@ -31,6 +35,10 @@ if TYPE_CHECKING:
 # A worker that raised reports its traceback and ends by itself; one that was dismissed closes its files.
 RAISED_SECONDS: Final = 10.0
 DISMISSED_SECONDS: Final = 30.0
+REACH_REMEDY: Final = (
+    "let the machines connect to each other on the ports of the workers, in both directions; ports= (or "
+    "--ports) and interface= (or --interface) choose which"
+)
 
 
 @final
@@ -50,6 +58,10 @@ class Actions:
                 self._kill(action)
             case ProbeWorkers():
                 self._supervisor.probing.look(action.members)
+            case TellDial():
+                self._dial(action)
+            case SendAway():
+                self._supervisor.places.expel(action.place, action.reason)
             case TellPrepare():
                 message = Prepare(generation=action.generation, abort=action.abort, reason=action.reason)
                 for seat in self._tell(action.members, message):
@@ -65,6 +77,8 @@ class Actions:
             case NoteFailure():
                 seat = self._staff.find(action.member)
                 self._supervisor.verdicts.failure(action, seat, told=action.member in told)
+                if action.kind == "unreachable" and seat.place != HOME:
+                    self._supervisor.places.notify(seat.place, f"{action.reason}\n  try: {REACH_REMEDY}")
             case NoteVerdict():
                 seat = self._staff.find(action.member)
                 self._supervisor.verdicts.open(action, seat, time.monotonic())
@@ -102,6 +116,17 @@ class Actions:
             action.member, lambda: self._staff.kill(seat, action.reason)
         ):
             self._staff.kill(seat, action.reason)
+
+    def _dial(self, action: TellDial) -> None:
+        seats = [seat for number in action.peers if (seat := self._staff.seats.get(number)) is not None]
+        newcomer = self._staff.seats.get(action.member)
+        if newcomer is None:
+            return
+        found = endpoints([newcomer, *seats])
+        asked = ((seat.member, seat.slot, *at) for seat, at in zip(seats, found[1:], strict=True))
+        self._tell([newcomer.member], Dial(peers=tuple(asked)))
+        back = Dial(peers=((newcomer.member, newcomer.slot, *found[0]),))
+        self._tell([seat.member for seat in seats], back)
 
     def _view(self, action: TellView) -> None:
         supervisor, plan = self._supervisor, action.plan

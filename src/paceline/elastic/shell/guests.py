@@ -9,11 +9,12 @@ import time
 from collections.abc import Callable
 from typing import Final, final
 
-from paceline.core.control.messages import Ask, Hello, Message, Offer
+from paceline.core.control.messages import Answer, Ask, Dismissed, End, Foreign, Hello, Message, Offer
 from paceline.core.errors import WireError
 from paceline.elastic.shell.connection import Connection
 
 GUEST_SECONDS: Final = 5.0
+_COMPLAINTS: Final = 64
 
 
 @final
@@ -25,10 +26,13 @@ class Guests:
         member: Callable[[Connection, Hello], None],
         agent: Callable[[Connection, Offer], None],
         tool: Callable[[Connection, Ask], None],
+        complain: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._member = member
         self._agent = agent
         self._tool = tool
+        self._complain = complain
+        self._complained: set[tuple[str, str]] = set()
         self._waiting: dict[Connection, float] = {}
 
     @property
@@ -56,8 +60,29 @@ class Guests:
             case Ask():
                 # A tool may ask again, and stays a guest while it does.
                 self._tool(connection, message)
+            case Foreign():
+                self._waiting.pop(connection, None)
+                self._refuse(connection, message)
             case _:
                 raise WireError(f"a {message.kind} message before a Hello, an Offer or an Ask")
+
+    def _refuse(self, connection: Connection, foreign: Foreign) -> None:
+        """Another version: tell both terminals. These answers are understood by every version."""
+        text = foreign.text
+        refusal: Message
+        match foreign.what:
+            case "Hello":
+                refusal = Dismissed(reason=text, code=1)
+            case "Offer":
+                refusal = End(member=-1, reason=text, code=1)
+            case _:
+                refusal = Answer(done=False, text=text)
+        connection.send(refusal)
+        self.part(connection)
+        case = (connection.host, text)
+        if case not in self._complained and len(self._complained) < _COMPLAINTS:
+            self._complained.add(case)
+            self._complain(f"{connection.host}: {text}")
 
     def lose(self, connection: Connection, why: str) -> None:
         self._waiting.pop(connection, None)

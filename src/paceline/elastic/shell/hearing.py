@@ -10,6 +10,7 @@ from paceline.core.control.messages import (
     Beat,
     Broken,
     Claimed,
+    Dialed,
     Done,
     Injected,
     Installed,
@@ -25,6 +26,7 @@ from paceline.core.errors import WireError
 from paceline.elastic.model import (
     Beaten,
     HasBroken,
+    HasDialed,
     Hashed,
     HasInstalled,
     HasRaised,
@@ -106,6 +108,8 @@ class Ear:
                     supervisor.feed(Hashed(member, int(step), digest, message.generation, message.agreed))
             case Injected():
                 supervisor.injections.hear(seat, message)
+            case Dialed():
+                supervisor.feed(HasDialed(member, message.peer, message.trouble))
             case Report():
                 seat.progress = message.progress
                 supervisor.feed(

@@ -12,7 +12,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, final
 
-from paceline.core.control.messages import End, Exited, Granted, LookAt, Message, Offer, Piece, Seen, Start
+from paceline.core.control.messages import (
+    End,
+    Exited,
+    Granted,
+    LookAt,
+    Message,
+    Notice,
+    Offer,
+    Piece,
+    Seen,
+    Start,
+)
 from paceline.core.errors import WireError
 from paceline.elastic.model import AgentCame, AgentLost, Event
 from paceline.elastic.shell.connection import Connection
@@ -148,6 +159,10 @@ class Places:
                 # Not closed here: what was said last is to arrive.
                 held.connection.owner = _Nobody()
             self._leave(held, reason)
+
+    def notify(self, place: int, text: str) -> None:
+        """Show this to whoever started the agent."""
+        self._say(place, Notice(text=text))
 
     def close(self, reason: str) -> None:
         for place in self._places.values():

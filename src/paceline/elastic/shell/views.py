@@ -45,7 +45,7 @@ class Views:
             pids=tuple(0 if hello is None else hello.pid for hello in hellos),
             hosts=tuple("" if hello is None else hello.host for hello in hellos),
             hostnames=tuple("" if hello is None else hello.hostname for hello in hellos),
-            endpoints=_endpoints([seats[member] for member in plan.members]),
+            endpoints=endpoints([seats[member] for member in plan.members]),
             # Where bits may differ, each member is one slice of the batch.
             shards=plan.shards if self._exact else tuple((rank,) for rank in range(len(plan.members))),
             source=plan.source,
@@ -92,7 +92,7 @@ class Views:
         return os.getpid(), self._segment, made.st_ino, made.st_dev
 
 
-def _endpoints(seats: list[Seat]) -> tuple[tuple[str, int], ...]:
+def endpoints(seats: list[Seat]) -> tuple[tuple[str, int], ...]:
     """Where members can be met. One that knows no address of its own has the one it was seen with; for those
     on this machine that is the one by which the others found us."""
     ours = ""

@@ -23,8 +23,10 @@ from paceline.elastic.model import (
     NoteVerdict,
     ProbeWorkers,
     Reported,
+    SendAway,
     Settings,
     StartWorker,
+    TellDial,
     TellPrepare,
     TellStop,
     TellView,
@@ -49,6 +51,8 @@ class Shell(Protocol):
     def start(self, number: int, slot: int, place: int) -> None: ...
     def kill(self, number: int) -> None: ...
     def probe(self, number: int) -> None: ...
+    def send_away(self, place: int) -> None: ...
+    def check_ways(self, plan: ViewPlan) -> None: ...
     def blamed(self, verdict: NoteVerdict) -> None: ...
     def ended(self, end: EndJob) -> None: ...
     def crashed(self) -> None: ...
@@ -179,6 +183,10 @@ class Coordinator:
                 case ProbeWorkers(members):
                     for number in members:
                         shell.probe(number)
+                case TellDial(number, peers):
+                    self._dial(number, peers)
+                case SendAway(place, _):
+                    shell.send_away(place)
                 case TellPrepare(members, generation, abort, _):
                     for number in members:
                         member = shell.member(number)
@@ -200,10 +208,17 @@ class Coordinator:
                 case EndJob():
                     shell.ended(action)
 
+    def _dial(self, number: int, peers: tuple[int, ...]) -> None:
+        for one, other in [(number, peer) for peer in peers] + [(peer, number) for peer in peers]:
+            member = self._shell.member(one)
+            if member is not None:
+                member.line.send_down(member.on_dial, other)
+
     def _send(self, plan: ViewPlan, before: ViewPlan | None) -> None:
         reports = {n: r for n, r in self._reports.items() if r.generation == plan.generation}
         self._reports = {}
         self._check_nothing_thrown_away(plan, reports)
+        self._shell.check_ways(plan)
         if before is not None and self._shell.plan.private_state and not plan.restore:
             had_none = {n for n, r in reports.items() if not r.alone}
             left_out = sorted(set(before.members) - set(plan.members) - had_none)

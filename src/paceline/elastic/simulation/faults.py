@@ -33,6 +33,7 @@ KINDS: dict[str, int] = {
     "coordinator stall": 2,
     "suspend": 2,
     "agent comes": 4,
+    "walled agent comes": 3,
     "agent goes": 3,
     "scale": 5,
     "leave": 5,
@@ -65,6 +66,7 @@ LASTING = frozenset(
         "isolate",
         "packet loss",
         "coordinator stall",
+        "walled agent comes",
     }
 )
 """Kinds that are over after a while, most of the time."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
-from paceline.elastic.model import AgentCame, AgentLost, Event, ScaleAsked, StopAsked
+from paceline.elastic.model import HOME, AgentCame, AgentLost, Event, ScaleAsked, StopAsked
 from paceline.elastic.simulation.faults import Fault
 from paceline.elastic.simulation.member import Member
 from paceline.elastic.simulation.process import Process
@@ -250,6 +250,19 @@ def _agent_comes(world: World, fault: Fault, living: list[Member]) -> None:
     _tell(world, AgentCame(place, world.agents[place], f"host{place}"))
 
 
+def _walled_agent_comes(world: World, fault: Fault, living: list[Member]) -> None:
+    """A machine that reaches the control port and nothing else, or that nobody else reaches: for a while or
+    for good. The others must not notice."""
+    place = 1 + len(world.agents) + len(world.gone_agents)
+    others = [HOME, *world.agents]
+    walls = {(place, other) for other in others} if fault.amount % 3 else set()
+    walls |= {(other, place) for other in others} if fault.amount % 3 != 1 else set()
+    world.weather.walls |= walls
+    if fault.lasts:
+        world.time.after(fault.lasts, world.weather.walls.difference_update, walls)
+    _agent_comes(world, fault, living)
+
+
 def _agent_goes(world: World, fault: Fault, living: list[Member]) -> None:
     """A machine is lost: its workers end, or live on where nobody reaches them."""
     if not world.agents:
@@ -331,6 +344,7 @@ _harms: dict[str, Callable[[World, Fault, list[Member]], None]] = {
     "coordinator stall": _coordinator_stall,
     "suspend": _suspend,
     "agent comes": _agent_comes,
+    "walled agent comes": _walled_agent_comes,
     "agent goes": _agent_goes,
     "scale": _scale,
     "leave": _leave,

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, final
 
-from paceline.elastic.model import HasBroken, Hashed, HasInstalled, IsDone, Reported, ViewPlan
+from paceline.elastic.model import HasBroken, HasDialed, Hashed, HasInstalled, IsDone, Reported, ViewPlan
 from paceline.elastic.simulation.process import Process
 from paceline.elastic.simulation.rounds import Round
+
+DIAL_SECONDS = 5.0
 
 
 @final
@@ -43,6 +45,22 @@ class Member(Process):
         if self.number in plan.members:
             self.asked = plan.generation
             self.main(0.001, lambda: self._install(plan))
+
+    def on_dial(self, peer: int) -> None:
+        """The control thread dials a peer; the main thread does not matter."""
+        if self.stopped and self.alive:
+            self.time.after(0.1, self.on_dial, peer)
+        elif self.alive:
+            self.time.after(self.world.rounds.delay(), self._dialed, peer, self.time.now)
+
+    def _dialed(self, peer: int, began: float) -> None:
+        way = self.world.way_to(self, peer)
+        if way is None:
+            return  # it is gone, or does not run: nothing is heard, and the supervisor learns of it elsewhere
+        if way and self.time.now - began < DIAL_SECONDS:
+            self.time.after(0.2, self._dialed, peer, began)
+            return
+        self.send(HasDialed(self.number, peer, way))
 
     def on_stop(self, reason: str) -> None:
         self.told_stop = reason

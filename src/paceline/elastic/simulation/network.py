@@ -27,6 +27,8 @@ class Weather:
     loss: float = 0.01
     twice: float = 0.01
     cut_links: dict[tuple[int, int], float] = field(default_factory=dict)
+    walls: set[tuple[int, int]] = field(default_factory=set)
+    """From which place to which no connection can be made; those that are there stay."""
 
     def unreachable(self, receiver: int, senders: Collection[int], now: float) -> dict[int, float]:
         """Whose data does not get to a member now, and when it does."""

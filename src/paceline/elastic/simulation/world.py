@@ -198,6 +198,17 @@ class World:
         if self.traps:
             harm.spring(self, member, phase)
 
+    def way_to(self, member: Process, peer: int) -> str | None:
+        """Whether a member can connect to a peer now: empty, what is in the way, or None: nobody answers."""
+        other = self.members.get(peer)
+        if other is None or not other.alive or other.stopped:
+            return None
+        here, there = member.number, peer
+        ways = ((here, there), (there, here))  # a connection needs both
+        cut = any(self.weather.cut_links.get(way, 0.0) > self.time.now for way in ways)
+        walled = (member.place, other.place) in self.weather.walls
+        return f"rank {member.slot} cannot reach rank {other.slot}" if cut or walled else ""
+
     # what the supervisor does
 
     def member(self, number: int) -> Member | None:
@@ -235,6 +246,19 @@ class World:
         stopped = member.stopped and not member.gripped
         seen = Probed(number, stopped, member.phase, now - member.phase_began(), ran)
         self.time.after(0.0 if member.place == HOME else self.weather.delay, self.hear, seen)
+
+    def send_away(self, place: int) -> None:
+        """The agent of a machine that cannot take part ends."""
+        if self.agents.pop(place, None) is not None:
+            self.gone_agents.add(place)
+            self.time.after(0.01, self.hear, AgentLost(place, "it was sent away"))
+
+    def check_ways(self, plan: ViewPlan) -> None:
+        """A view whose members cannot connect would never form, and all would wait for it."""
+        places = {member.place for number in plan.members if (member := self.members.get(number)) is not None}
+        for wall in self.weather.walls:
+            if places.issuperset(wall):
+                self.truth.violation(f"generation {plan.generation} joins places {wall} across a wall")
 
     def die(self, number: int, kind: FailureKind, reason: str) -> None:
         """A process ends; the supervisor is told by whoever started it."""

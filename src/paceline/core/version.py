@@ -1,0 +1,13 @@
+"""Which Paceline this is, and which control protocol it speaks.
+
+PROTOCOL grows with every change of a control message, of a frame or of the handshake: two numbers that differ
+do not talk. Workers and agents of another version are refused too, as their arithmetic may differ. The shape
+of the first messages' two fields and of the refusals (messages.Dismissed, End, Answer) is for ever.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+VERSION = "0.1.0"
+PROTOCOL: Final = 2

@@ -1,0 +1,143 @@
+"""Workers that dial each other before they are in a view."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+import pytest
+from tests.waiting import wait_for
+
+from paceline.core.control import dialing
+from paceline.core.control.dialing import Dialer, Peer
+from paceline.core.control.messages import Dialed
+from paceline.core.listening import listener
+
+SECRET = b"s" * 32
+
+
+class Worker:
+    """A listener, a dialer, and what it told."""
+
+    def __init__(self, member: int, secret: bytes = SECRET) -> None:
+        self.told: queue.SimpleQueue[Dialed] = queue.SimpleQueue()
+        self.listener = listener("127.0.0.1", 0)
+        self.dialer = Dialer(member, member - 1, secret, self.listener, self.told.put)
+        host, port = self.listener.getsockname()
+        self.peer: Peer = (member, member - 1, host, port)
+
+    def result(self) -> Dialed:
+        return self.told.get(timeout=60)
+
+    def close(self) -> None:
+        self.dialer.close()
+        self.listener.close()
+
+
+@contextmanager
+def workers(*secrets: bytes) -> Iterator[list[Worker]]:
+    made = [Worker(number + 1, secret) for number, secret in enumerate(secrets)]
+    try:
+        yield made
+    finally:
+        for worker in made:
+            worker.close()
+
+
+def test_two_workers_reach_each_other_in_both_directions():
+    with workers(SECRET, SECRET) as (one, other):
+        one.dialer.dial([other.peer])
+        other.dialer.dial([one.peer])
+        assert one.result() == Dialed(peer=2)
+        assert other.result() == Dialed(peer=1)
+
+
+def test_the_address_and_the_direction_are_named():
+    with workers(SECRET) as (one,):
+        with listener("127.0.0.1", 0) as gone:
+            port = gone.getsockname()[1]
+        one.dialer.dial([(7, 6, "127.0.0.1", port)])
+        expected = f"rank 0 cannot reach rank 6 at 127.0.0.1:{port}: Connection refused"
+        assert one.result() == Dialed(peer=7, trouble=expected)
+
+
+@pytest.mark.parametrize("host", ["", "nonsense.invalid"])
+def test_an_address_that_is_none(host):
+    with workers(SECRET) as (one,):
+        one.dialer.dial([(7, 6, host, 1)])
+        assert one.result().trouble.startswith("rank 0 cannot reach rank 6 at ")
+
+
+def test_another_secret_is_no_proof(monkeypatch):
+    monkeypatch.setattr(dialing, "ANSWER_SECONDS", 0.5)
+    with workers(SECRET, b"x" * 32) as (one, other):
+        other.dialer.dial([])
+        one.dialer.dial([other.peer])
+        # It is dropped, as a stranger would be, and comes again until its time is over.
+        assert "closed there" in one.result().trouble
+
+
+def test_whoever_listens_there_must_prove_itself():
+    with workers(SECRET) as (one,), listener("127.0.0.1", 0) as other:
+
+        def answer() -> None:
+            sock, _ = other.accept()
+            with sock:
+                sock.recv(64)
+                sock.sendall(bytes(32))
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        one.dialer.dial([(2, 1, *other.getsockname())])
+        assert "does not know this job's secret" in one.result().trouble
+        thread.join()
+
+
+def test_who_connects_and_does_not_answer(monkeypatch):
+    monkeypatch.setattr(dialing, "ANSWER_SECONDS", 0.3)
+    with workers(SECRET) as (one,), listener("127.0.0.1", 0) as other:
+        one.dialer.dial([(2, 1, *other.getsockname())])
+        assert one.result().trouble.endswith("it did not answer")
+
+
+def test_a_listener_that_is_busy_with_a_view_answers_afterwards():
+    with workers(SECRET, SECRET) as (one, other):
+        with other.dialer.paused():
+            other.dialer.dial([])
+            one.dialer.dial([other.peer])
+            # Whoever has the listener now takes the connection and drops it.
+            other.listener.setblocking(True)
+            sock, _ = other.listener.accept()
+            sock.close()
+        assert one.result() == Dialed(peer=2)
+
+
+def test_strangers_are_dropped_and_delay_nobody(monkeypatch):
+    monkeypatch.setattr(dialing, "GUEST_SECONDS", 0.2)
+    with workers(SECRET, SECRET) as (one, other):
+        other.dialer.dial([])
+        for said in (b"GET / HTTP/1.1\r\n", b"PLdial1\0" + bytes(56), b"PL"):
+            with closing(socket.create_connection(other.listener.getsockname(), timeout=20)) as stranger:
+                stranger.sendall(said)
+                assert stranger.recv(1) == b""
+        silent = [socket.create_connection(other.listener.getsockname()) for _ in range(dialing.GUESTS + 9)]
+        one.dialer.dial([other.peer])
+        assert one.result() == Dialed(peer=2)
+        for sock in silent:
+            sock.close()
+
+
+def test_the_thread_ends_when_nothing_was_asked_for_a_while(monkeypatch):
+    monkeypatch.setattr(dialing, "LINGER_SECONDS", 0.05)
+    with workers(SECRET, SECRET) as (one, other):
+        for _ in range(2):
+            other.dialer.dial([])
+            one.dialer.dial([other.peer])
+            assert one.result().peer == 2
+            wait_for(
+                lambda: not [t for t in threading.enumerate() if t.name == "paceline-dial"],
+                "no thread is left",
+            )

@@ -1,0 +1,214 @@
+"""A worker is admitted after it and its peers have met, in both directions, while the old view trains on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.elastic.machine_driver import Driven, asked, only, some, started
+
+from paceline.elastic import machine
+from paceline.elastic.model import (
+    AgentCame,
+    Beaten,
+    Dismiss,
+    EndJob,
+    HasBroken,
+    HasDialed,
+    Joined,
+    Lost,
+    NoteFailure,
+    Phase,
+    Reported,
+    SendAway,
+    StartWorker,
+    StopAsked,
+    TellDial,
+    TellPrepare,
+    TellStop,
+    TellView,
+    ViewPlan,
+    WantsToLeave,
+)
+
+BLOCKED = "rank 2 cannot reach rank 0 at 10.77.0.1:41233: connecting timed out"
+
+
+def with_joiner(**settings: Any) -> tuple[Driven, int]:
+    """Two members at home; a worker of another place has said hello."""
+    job = Driven(2, 8, **settings).running()
+    job.beat_all()
+    job.tell(AgentCame(1, 1, "other"))
+    joiner = job.of_slot(2)
+    probe = only(job.tell(Joined(joiner, 2, 1)), TellDial)
+    assert (probe.member, probe.peers) == (joiner, (1, 2))
+    return job, joiner
+
+
+def test_nobody_is_asked_to_stop_before_both_directions_of_all_pairs_were_proved():
+    job, joiner = with_joiner()
+    for one, other in ((joiner, 1), (1, joiner), (joiner, 2)):
+        assert job.tell(HasDialed(one, other)) == []
+        assert job.state.phase is Phase.RUNNING
+    assert asked(job.tell(HasDialed(2, joiner))).members == (1, 2, joiner)
+    assert job.regroup().slots == (0, 1, 2)
+
+
+def test_a_job_of_one_place_never_probes():
+    job = Driven(3, 6)
+    told = job.join_all()
+    assert not some(told, TellDial)
+    job.install_all()
+    job.beat_all()
+    told = job.tell(machine_loss(job, 1))
+    told += job.join_all()
+    assert not some(told, TellDial)
+
+
+def machine_loss(job: Driven, slot: int) -> Lost:
+    return Lost(job.of_slot(slot), "crash", "killed")
+
+
+def test_who_cannot_be_met_is_dismissed_and_counted_while_the_view_trains_on():
+    job, joiner = with_joiner()
+    told = job.tell(HasDialed(1, joiner, BLOCKED))
+    assert only(told, Dismiss) == Dismiss(joiner, BLOCKED)
+    failure = only(told, NoteFailure)
+    assert (failure.kind, failure.reason, failure.slot) == ("unreachable", BLOCKED, 2)
+    assert job.state.phase is Phase.RUNNING
+    assert started(told) == [2]
+    assert job.state.slots[2].failures == 1
+
+
+def test_a_machine_that_can_never_be_met_is_sent_away_after_its_budget():
+    job, joiner = with_joiner(max_worker_failures=2)
+    waits = []
+    for _ in range(3):
+        told = job.tell(HasDialed(joiner, 1, BLOCKED))
+        before = job.now
+        while not some(told, StartWorker | SendAway):  # type: ignore[arg-type]
+            told = job.wait(0.1)
+        if away := some(told, SendAway):
+            assert away == [SendAway(1, BLOCKED)]
+            break
+        waits.append(job.now - before)
+        joiner = job.of_slot(2)
+        job.tell(Joined(joiner, 2, 1))
+    assert job.state.slots[2].given_up
+    assert waits[0] < 0.1 < waits[1]
+    assert job.state.phase is Phase.RUNNING
+
+
+def test_a_joiner_that_nobody_answers_is_asked_about_again_and_at_last_refused():
+    job, joiner = with_joiner(dial_seconds=10.0, start_seconds=35.0)
+    job.beat_all()
+    job.tell(Beaten(joiner, "wait", 0.0))
+    told = job.wait(34.0)
+    assert [probe.member for probe in some(told, TellDial)] == [joiner] * 3
+    told = job.wait(2.0)
+    assert "rank 2 and ranks 0 and 1 have not met within 35 s" in only(told, NoteFailure).reason
+
+
+def test_who_lost_its_connection_is_asked_again():
+    job, joiner = with_joiner()
+    probe = only(job.tell(Joined(1, 0, 0, job.state.generation, (5, 0, 0))), TellDial)
+    assert probe == TellDial(joiner, (1,))
+
+
+def test_of_two_that_are_ready_the_later_has_to_go():
+    job = Driven(1, 4)
+    job.tell(AgentCame(1, 1, "other"))
+    assert job.tell(Joined(1, 0)) == []
+    joiner = job.of_slot(1)
+    assert only(job.tell(Joined(joiner, 1, 1)), TellDial).peers == (1,)
+    told = job.tell(HasDialed(1, joiner, "rank 0 cannot reach rank 1 at 10.77.0.2:4: connecting timed out"))
+    assert only(told, Dismiss).member == joiner
+
+
+def test_the_first_view_waits_for_those_who_are_meeting():
+    job = Driven(1, 4)
+    job.tell(AgentCame(1, 1, "other"))
+    job.tell(Joined(1, 0))
+    joiner = job.of_slot(1)
+    told = job.tell(Joined(joiner, 1, 1))
+    assert not some(told, TellView)
+    told = job.meet_all(told)
+    assert only(told, TellView).plan.members == (1, joiner)
+
+
+def test_law_ten_finds_a_view_of_workers_that_have_not_met():
+    job, joiner = with_joiner()
+    plan = ViewPlan(9, (1, 2, joiner), (0, 1, 2), ((0, 1, 2), (3, 4, 5), (6, 7)))
+    broken = machine.validate_step(job.state, job.state, (TellView(plan, "why"),), "why")
+    assert [text for text in broken if "law 10" in text]
+
+
+def installing(stop: bool = True) -> Driven:
+    """Four members of which one was lost; the others are in a view that does not form."""
+    job = Driven(4, 8).running()
+    job.beat_all()
+    job.tell(machine_loss(job, 3))
+    job.report_all((7, 0, 0))
+    assert job.state.phase is Phase.INSTALLING
+    if stop:
+        job.tell(StopAsked("enough"))
+    return job
+
+
+def test_a_stop_wins_over_a_view_that_does_not_form():
+    job = installing()
+    told = job.wait(4.0)
+    prepare = only(told, TellPrepare)
+    assert prepare.abort
+    told = []
+    for number, progress in ((1, (7, 0, 0)), (2, (8, 0, 0)), (3, None)):
+        told += job.tell(Reported(number, job.state.generation, progress))
+    assert only(told, TellView).plan.members == (2,)
+    assert sorted(one.member for one in some(told, Dismiss)) == [1, 3]
+    assert only(job.install_all(), TellStop).members == (2,)
+    assert job.state.phase is Phase.STOPPING
+
+
+def test_who_does_not_report_then_is_not_waited_for_either():
+    job = installing()
+    job.wait(4.0)
+    job.tell(Reported(1, job.state.generation, (7, 0, 0)))
+    told = job.wait(4.0)
+    assert only(told, TellView).plan.members == (1,)
+
+
+def test_a_collective_that_breaks_while_the_job_stops_is_not_tried_again():
+    job = installing()
+    told = job.tell(HasBroken(1, job.state.generation, "a peer is away", (), (2,)))
+    assert only(told, TellPrepare).abort
+    told = job.report_all((7, 0, 0))
+    assert len(only(told, TellView).plan.members) == 1
+
+
+def test_state_that_only_one_member_has_cannot_be_saved_by_another():
+    job = installing()
+    job.wait(4.0)
+    told = []
+    for number in (1, 2, 3):
+        told += job.tell(Reported(number, job.state.generation, (7, 0, 0), alone=True))
+    end = only(told, EndJob)
+    assert (end.ok, end.stopped) == (True, "enough")
+
+
+def test_a_stop_while_all_restore_has_nothing_to_save():
+    job = Driven(2, 4)
+    job.join_all()
+    assert job.state.phase is Phase.INSTALLING
+    job.beat_all()
+    job.tell(StopAsked("enough"))
+    end = only(job.wait(4.0), EndJob)
+    assert (end.ok, end.stopped) == (True, "enough")
+
+
+def test_who_is_asked_to_go_does_not_wait_for_a_view_that_does_not_form():
+    job = installing(stop=False)
+    job.tell(WantsToLeave(2, "SIGTERM"))
+    told = job.wait(4.0)
+    assert only(told, TellPrepare).abort
+    told = job.report_all((7, 0, 0))
+    assert 2 not in only(told, TellView).plan.members
+    assert 2 in [one.member for one in some(told, Dismiss)]
