@@ -15,7 +15,7 @@ from typing import Annotated, Any, cast
 import typer
 
 import paceline
-from paceline.cli import audit, bench, checkpoint, info, join, replay, scale, simulate, train
+from paceline.cli import audit, bench, checkpoint, info, join, replay, scale, simulate, train, verify
 from paceline.core.errors import PacelineError, UsageError
 
 # Typer carries its own copy of click since 0.2x and used the real one before: these are whichever it uses.
@@ -46,6 +46,7 @@ app.command("join")(join.join)
 app.command("stop")(scale.stop)
 app.command("audit")(audit.audit)
 app.command("replay")(replay.replay)
+app.command("verify")(verify.verify)
 app.command("simulate")(simulate.simulate)
 app.command("info")(info.info)
 app.add_typer(bench.app, name="bench")

@@ -16,6 +16,7 @@ import typer
 from paceline.core.errors import UsageError
 
 if TYPE_CHECKING:
+    from paceline.frontends import overrides
     from paceline.train.replay import Replayed
 
 _SHOWN = 12
@@ -40,18 +41,9 @@ def replay(
 
     Example: paceline replay runs/20250301-120000-train --step 40 --shard 3
     """
-    from paceline.frontends import overrides, replaying
+    from paceline.frontends import replaying
 
-    recorded = replaying.recorded_command(run)
-    if recorded is None and script is None:
-        raise UsageError(
-            f"{run} does not say which script made it (a notebook, or an older version)",
-            remedy="give the script, and its arguments after --: paceline replay RUN ... --script train.py",
-        )
-    command = recorded or overrides.Command(script or "", (), ".")
-    if arguments:
-        command = dataclasses.replace(command, arguments=tuple(arguments))
-    chosen = script or command.script
+    chosen, command = chosen_command(run, script, arguments, "replay")
     if not as_json:
         typer.echo(f"script      {shlex.join([chosen, *command.arguments])}")
     found = replaying.replay_script(run, step, shard, chosen, command)
@@ -63,6 +55,24 @@ def replay(
         _print(found)
     if found.same is False:
         raise typer.Exit(1)
+
+
+def chosen_command(
+    run: str, script: str | None, arguments: list[str] | None, name: str
+) -> tuple[str, overrides.Command]:
+    """The script that is run again, and how: as it was recorded, unless something else is given."""
+    from paceline.frontends import overrides, replaying
+
+    recorded = replaying.recorded_command(run)
+    if recorded is None and script is None:
+        raise UsageError(
+            f"{run} does not say which script made it (a notebook, or an older version)",
+            remedy=f"give the script, and its arguments after --: paceline {name} RUN ... --script train.py",
+        )
+    command = recorded or overrides.Command(script or "", (), ".")
+    if arguments:
+        command = dataclasses.replace(command, arguments=tuple(arguments))
+    return script or command.script, command
 
 
 def _print(found: Replayed) -> None:

@@ -1,6 +1,7 @@
-"""A recorded shard computed again with a `Trainer`'s own parts, or with those that a script makes.
+"""What a run recorded, computed again with a `Trainer`'s own parts or with those that a script makes.
 
-`Trainer.replay` and `paceline replay` meet here. Must not know how a shard is computed, nor print.
+`Trainer.replay`, `paceline replay` and `paceline verify` meet here. Must not know how it is computed, nor
+print.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, TypeVar, cast, final
 
 from paceline.core.errors import ConfigError, PacelineError, UsageError
 from paceline.frontends import overrides
@@ -22,29 +23,45 @@ from paceline.train.run_folder import RunFolder
 if TYPE_CHECKING:
     from paceline.frontends.trainer import Trainer
     from paceline.train.replay import Replayed
+    from paceline.train.verify import Verified
+    from paceline.train.worker import TrainJob
+
+T = TypeVar("T")
 
 
 @final
 class _Found(BaseException):
     """Leaves the script: what is asked for is there. Not an Exception, which scripts may catch."""
 
-    def __init__(self, replayed: Replayed) -> None:
+    def __init__(self, result: Any) -> None:
         super().__init__()
-        self.replayed = replayed
+        self.result = result
 
 
 def replay_fit(
     trainer: Trainer, run: str | os.PathLike[str], step: int, shard: int, train_data: Any
 ) -> Replayed:
     """One shard of the run that `trainer.fit(train_data)` made, in this process."""
-    from paceline.data.sources import as_source
     from paceline.train.replay import replay_shard
+
+    return replay_shard(_job(trainer, run, train_data), run, step, shard)
+
+
+def verify_fit(trainer: Trainer, run: str | os.PathLike[str], steps: int | None, train_data: Any) -> Verified:
+    """Steps of the run that `trainer.fit(train_data)` made, in this process; None: all of them."""
+    from paceline.train.verify import verify_run
+
+    return verify_run(_job(trainer, run, train_data), run, steps)
+
+
+def _job(trainer: Trainer, run: str | os.PathLike[str], train_data: Any) -> TrainJob:
+    from paceline.data.sources import as_source
     from paceline.train.worker import TrainJob
 
     folder = RunFolder.open(run)
     config = overrides.current().apply(trainer.config)
     config = as_recorded(dataclasses.replace(config, run_dir=str(folder.path), resume="auto"))
-    job = TrainJob(
+    return TrainJob(
         model=trainer.model,
         objective=trainer.objective,
         optimizer=trainer.optimizer,
@@ -52,7 +69,6 @@ def replay_fit(
         train=as_source(train_data),
         callbacks=trainer.callbacks,
     )
-    return replay_shard(job, folder.path, step, shard)
 
 
 def recorded_command(run: str | os.PathLike[str]) -> overrides.Command | None:
@@ -77,16 +93,29 @@ def recorded_command(run: str | os.PathLike[str]) -> overrides.Command | None:
 def replay_script(
     run: str | os.PathLike[str], step: int, shard: int, script: str, command: overrides.Command
 ) -> Replayed:
-    """Runs the script up to the `fit` that made the run, and replays the shard with what that was given.
+    """Replays the shard with what the script gives to the `fit` that made the run."""
+    path = Path(run).absolute()
+    return _compute(script, command, lambda trainer, data: replay_fit(trainer, path, step, shard, data))
+
+
+def verify_script(
+    run: str | os.PathLike[str], steps: int | None, script: str, command: overrides.Command
+) -> Verified:
+    """Computes steps again with what the script gives to the `fit` that made the run."""
+    path = Path(run).absolute()
+    return _compute(script, command, lambda trainer, data: verify_fit(trainer, path, steps, data))
+
+
+def _compute(script: str, command: overrides.Command, compute: Callable[[Trainer, Any], T]) -> T:
+    """Runs the script up to the `fit` that made the run, and computes with what that was given.
 
     A `fit` of other settings is passed over: it returns None, and the script goes on.
     """
-    path = Path(run).absolute()
     refused: list[PacelineError] = []
 
     def look(trainer: Trainer, train_data: Any, val_data: Any) -> None:
         try:
-            raise _Found(replay_fit(trainer, path, step, shard, train_data))
+            raise _Found(compute(trainer, train_data))
         except ConfigError as error:
             refused.append(error)
 
@@ -95,7 +124,7 @@ def replay_script(
         with overrides.in_force(settings), overrides.intercept(look), _inside(command.folder):
             run_script(script, command.arguments)
     except _Found as found:
-        return found.replayed
+        return cast(T, found.result)
     except SystemExit:
         _refuse(script, refused)
     except PacelineError:
@@ -114,7 +143,7 @@ def _refuse(script: str, refused: Sequence[PacelineError]) -> None:
         raise refused[0] from None
     raise UsageError(
         f"{script} ended without Trainer.fit",
-        remedy="give the script and the arguments that made the run: paceline replay RUN ... -- arguments",
+        remedy="give the script and the arguments that made the run: paceline ... RUN ... -- arguments",
     )
 
 

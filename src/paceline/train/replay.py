@@ -12,7 +12,8 @@ import copy
 import dataclasses
 import json
 import os
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -20,6 +21,7 @@ from paceline.checkpoint.store import CheckpointStore
 from paceline.comm.context import DistributedContext
 from paceline.core import journal
 from paceline.core.errors import ConfigError, PlatformError, UsageError
+from paceline.core.events import RunStarted
 from paceline.data.generators import new_numpy, set_aside
 from paceline.data.permutation import InOrder, Permutation
 from paceline.data.plan import slices_of_step
@@ -69,25 +71,7 @@ def replay_shard(job: TrainJob, run: str | os.PathLike[str], step: int, shard: i
     folder = RunFolder.open(run)
     record = audit_record.read(journal.iterate(folder.journal_file))
     check_replayable(record, job.config, job.train, step, shard)
-    config = _settings(job.config, step)
-    # Optimizers hold the parameters of their model, so they are copied together; the caller's stay as they
-    # are.
-    model, objective, optimizer, callbacks = copy.deepcopy(
-        (job.model, job.objective, job.optimizer, [one for one in job.callbacks if isinstance(one, Modifier)])
-    )
-    alone = dataclasses.replace(
-        job, model=model, objective=objective, optimizer=optimizer, config=config, callbacks=callbacks,
-        validation=None, folder=None, stop_file=None, process=None,
-    )  # fmt: skip
-    with ExitStack() as stack:
-        stack.enter_context(set_aside(new_numpy()))
-        stack.enter_context(run_setup.prepared(config))
-        context = stack.enter_context(DistributedContext(1, 0))
-        built = build(alone, stack, 0)
-        assembled = Assembled(new_team(context, config), built.given, built.device, StopRequest())
-        stack.push(assembled)
-        _check_fingerprint(record, assembled)
-        walked = assembled.run()
+    with alone(job, record, step) as (built, assembled, walked):
         if job.config.checkpoint.enabled:
             assembled.store = CheckpointStore(folder.checkpoint_url(job.config))
             assembled.take_up(walked, "auto", step - 1)
@@ -116,13 +100,33 @@ def replay_shard(job: TrainJob, run: str | os.PathLike[str], step: int, shard: i
     )
 
 
+@contextmanager
+def alone(job: TrainJob, record: Record, last: int) -> Iterator[tuple[Built, Assembled, Run]]:
+    """The run in this process, at its beginning, with nothing but the numbers: it saves, evaluates and tells
+    nothing. It goes no further than step `last`. The caller's own parts stay as they are."""
+    config = _settings(job.config, last)
+    # Optimizers hold the parameters of their model, so they are copied together.
+    model, objective, optimizer, callbacks = copy.deepcopy(
+        (job.model, job.objective, job.optimizer, [one for one in job.callbacks if isinstance(one, Modifier)])
+    )
+    alone = dataclasses.replace(
+        job, model=model, objective=objective, optimizer=optimizer, config=config, callbacks=callbacks,
+        validation=None, folder=None, stop_file=None, process=None,
+    )  # fmt: skip
+    with ExitStack() as stack:
+        stack.enter_context(set_aside(new_numpy()))
+        stack.enter_context(run_setup.prepared(config))
+        context = stack.enter_context(DistributedContext(1, 0))
+        built = build(alone, stack, 0)
+        assembled = Assembled(new_team(context, config), built.given, built.device, StopRequest())
+        stack.push(assembled)
+        _check_fingerprint(record, assembled)
+        yield built, assembled, assembled.run()
+
+
 def check_replayable(record: Record, config: TrainConfig, data: Any, step: int, shard: int) -> None:
     """Refuses what cannot be replayed, or not to the same bits, with the reason."""
-    started = record.started
-    if started is None or not record.steps:
-        raise UsageError(
-            "the run's journal has no step", remedy="give the folder of a run that was trained for a while"
-        )
+    started = _started(record)
     if step not in record.steps:
         raise UsageError(
             f"step {step} is not in the run: its journal has steps {min(record.steps)} to {record.last}",
@@ -133,16 +137,30 @@ def check_replayable(record: Record, config: TrainConfig, data: Any, step: int, 
             f"shard {shard} is not in the run: it has shards 0 to {started.shards - 1}",
             remedy="choose one of these",
         )
+    check_recomputable(record, config, data)
+
+
+def _started(record: Record) -> RunStarted:
+    if record.started is None or not record.steps:
+        raise UsageError(
+            "the run's journal has no step", remedy="give the folder of a run that was trained for a while"
+        )
+    return record.started
+
+
+def check_recomputable(record: Record, config: TrainConfig, data: Any) -> None:
+    """Refuses a run that cannot be computed again here to the same bits, with the reason."""
+    started = _started(record)
     source = as_source(data)
     if started.samples is None or source.size is None:
         raise UsageError(
             "the run trained on a stream, and a stream cannot be read again from the middle of a step",
-            remedy="replay needs data with a length and samples by number",
+            remedy="give a run that was trained on data with a length and samples by number",
         )
     if config.mode != "exact":
         raise UsageError(
             f"the run has mode={config.mode!r}, where a gradient depends on the number of workers",
-            remedy='replay is for mode="exact"',
+            remedy='give a run of mode="exact"',
         )
     # Through JSON, as the journal has it: tuples are lists there.
     changes = changes_of_definition(started.definition, json.loads(json.dumps(definition(config))))
@@ -151,7 +169,7 @@ def check_replayable(record: Record, config: TrainConfig, data: Any, step: int, 
     if changes:
         raise ConfigError(
             f"these are the settings of another run: {'; '.join(changes)}",
-            remedy="replay with the script, the arguments and the data that made the run",
+            remedy="give the script, the arguments and the data that made the run",
         )
 
 
@@ -197,7 +215,7 @@ def _check_fingerprint(record: Record, assembled: Assembled) -> None:
     if differ:
         raise PlatformError(
             f"the run was computed elsewhere, and its bits may differ here: {'; '.join(differ)}",
-            remedy="replay on a machine, with a torch and with threads like the run's",
+            remedy="compute it on a machine, with a torch and with threads like the run's",
         )
 
 
