@@ -37,7 +37,7 @@ def report(job: Driven, digests: dict[int, str], agreed: int = 8, step: int = 12
     return told
 
 
-def test_who_differs_from_a_majority_is_named_whoever_it_is():
+def test_the_member_that_differs_from_a_majority_is_named_by_any_rank():
     for odd in (1, 2, 3):
         job = Driven(3, 6).running()
         job.beat_all(steps=12)
@@ -48,7 +48,7 @@ def test_who_differs_from_a_majority_is_named_whoever_it_is():
         assert (plan.restore, plan.restore_before, odd in plan.members) == (True, 8, False)
 
 
-def test_members_that_saw_a_difference_go_back_although_nobody_is_left_to_compare_with():
+def test_members_that_saw_a_difference_go_back_although_none_is_left_to_compare_with():
     """Who voted last may be the one that is wrong: its state is handed to none."""
     job = Driven(2, 4).running()
     job.beat_all(steps=12)

@@ -2,7 +2,7 @@
 last step that all agreed on, because a dissenter's gradients are in the weights of all.
 
     a majority       who differs from it is named and expelled
-    no majority      nobody is expelled yet: all go back and compute the step again, and what comes out says
+    no majority      none is expelled yet: all go back and compute the step again, and what comes out says
                      who was right
     computed again   who had said something else is named and expelled; the others go on from where they are
 
@@ -61,7 +61,7 @@ def judge_reports(
     job: State, told: Mapping[int, Reported], now: float, out: list[Action]
 ) -> tuple[str, list[Worker]]:
     """Judge, before a view is made, what the members' reports say of the step that the furthest have come to:
-    whoever hands its state on holds what independent members hold, or all go back."""
+    a member that hands its state on holds what independent members hold, or all go back."""
     for report in told.values():
         if report.agreed >= 0 and not job.restore:
             job.agreed = max(job.agreed, report.agreed)

@@ -325,7 +325,7 @@ def hashed(job: State, event: Hashed, now: float, out: list[Action]) -> str:
     if job.ended is not None:
         return judged
     if (all_go_back or differs) and not expelled:
-        # Who dissented is gone already or not known yet, but what it did is in everybody's weights.
+        # Who dissented is gone already or not known yet, but what it did is in the weights of all.
         why = judged if all_go_back else f"the members differ after step {event.step}"
         return prepare(job, True, why, now, out)
     return mend(job, expelled, judged, now, out)

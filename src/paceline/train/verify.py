@@ -73,7 +73,7 @@ class Verified:
 
 
 def verify_run(job: TrainJob, run: str | os.PathLike[str], steps: int | None = None) -> Verified:
-    """`job` is the run's own, its config resolved; `run` its folder. `steps`: so many, spread over the
+    """`job` is the run's own, its config resolved; `run` its folder. `steps`: this number, spread over the
     beginning and the kept versions; None: all, from the beginning."""
     folder = RunFolder.open(run)
     record = audit_record.read(journal.iterate(folder.journal_file))

@@ -368,8 +368,8 @@ class View(Message):
               [pid, descriptor, inode, device]
     journaled the last step that is in the journal: the first rank tells what is missing
     backup    the shards of slow members are computed by idle ones too
-    disputed  >= 0: a step after which members differed and no majority said who is right: whoever comes to it
-              again sends its hashes
+    disputed  >= 0: a step after which members differed and no majority said who is right: each member
+              that comes to it again sends its hashes
     """
 
     generation: int
