@@ -72,12 +72,15 @@ class WeightSample:
     def _bytes(self, index: int) -> memoryview:
         """The tensor's memory. Kept from step to step: making a view takes longer than hashing a small one.
         The address is asked for each time, so that memory that was given back is never read."""
-        tensor, size = self._tensors[index], self._sizes[index]
+        tensor = self._tensors[index]
+        if not tensor.is_cpu:
+            return memoryview(b"")  # it was moved to a device since
         address, seen = tensor.data_ptr(), self._seen[index]
         if seen is not None and seen[0] == address:
             return seen[1]
         if not tensor.is_contiguous():
             return memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        size = tensor.numel() * tensor.element_size()
         view = memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
         self._seen[index] = (address, view)
         return view
