@@ -240,24 +240,6 @@ def test_a_member_that_was_cut_off_is_asked_again():
     assert asked(told).abort is True
 
 
-def test_a_lost_member_with_state_of_its_own_takes_everybody_back():
-    job = Driven(3, 6).running()
-    job.tell(Lost(1, "crash", "killed"))
-    for member in (2, 3):
-        told = job.tell(Reported(member, 2, (5, 0, 0), alone=True))
-    plan = only(told, TellView).plan
-    assert (plan.restore, plan.source) == (True, -1)
-
-
-def test_state_of_ones_own_that_nobody_lost_is_no_reason_to_go_back():
-    job = Driven(2, 4).running()
-    job.beat_all()
-    job.tell(HasBroken(1, 1, "a line is cut"))
-    for member in (1, 2):
-        told = job.tell(Reported(member, 2, (5, 0, 0), alone=True))
-    assert only(told, TellView).plan.restore is False
-
-
 def test_a_stop_is_told_to_the_members_and_again_after_a_repair():
     job = Driven(3, 6).running()
     assert only(job.tell(StopAsked("ctrl-c")), TellStop).members == (1, 2, 3)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paceline.elastic import admission, deadlines, dealing, from_outside, machine, regroup, seats
+from paceline.elastic import admission, deadlines, dealing, from_outside, machine, private, regroup, seats
 from paceline.elastic.model import Phase, TellView, ViewPlan
 from paceline.elastic.simulation.world import run
 
@@ -106,7 +106,7 @@ def test_a_checkpoint_that_was_found_to_be_wrong_and_is_restored(monkeypatch):
 
 
 def test_private_state_that_is_forgotten(monkeypatch):
-    monkeypatch.setattr(regroup, "_remember_alone", lambda job, told, going: None)
+    monkeypatch.setattr(private, "missing", lambda shards, reports: ())
     assert "private state" in first_violation(200)
 
 

@@ -222,6 +222,7 @@ class Reported:
     alone: bool = False
     digest: str = ""
     agreed: int = -1
+    owed: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import inf
 
-from paceline.elastic import admission, audits, dealing, stragglers
+from paceline.elastic import admission, audits, dealing, private, stragglers
 from paceline.elastic.deadlines import forming_since, hang_limit
 from paceline.elastic.ending import all_done, end, finish, hopeless
 from paceline.elastic.model import (
@@ -29,6 +29,9 @@ from paceline.elastic.model import (
 )
 from paceline.elastic.seats import depart, forget
 from paceline.elastic.state import IN_VIEW, State, Worker, be_due, in_view, nobody_in_view, ranks, ready
+
+_LEAVES = 1e-9
+"""A speed: who leaves and still is in a view computes what it holds, and nothing that another can."""
 
 
 def mend(job: State, lost: list[Worker], why: str, now: float, out: list[Action]) -> str:
@@ -125,28 +128,21 @@ def install(job: State, why: str, now: float, out: list[Action]) -> str:
     if not stay or (not knows and any(report.progress is not None for report in told.values())):
         # Those who leave have the only state there is: they hand it over first.
         stay = reporters
+    reason = judged if job.restore and job.dispute else job.reason
+    if private.missing(job.settings.shards, [told[worker.number] for worker in stay]):
+        # As above, for state that is spread over the members: who leaves is dealt no shards this time, and
+        # can go when the others have what its shards owe.
+        stay = reporters
+        lost = private.missing(job.settings.shards, list(told.values()))
+        if lost and any(report.progress is not None for report in told.values()):
+            job.restore = True
+            reason = f"{reason}; {private.words(lost)} is lost, so all go back to a checkpoint"
+            stay = [worker for worker in reporters if not worker.leaves] or reporters
     staying = {worker.number for worker in stay}
-    going = [worker for worker in reporters if worker.number not in staying]
-    _remember_alone(job, told, going)
-    for worker in going:
-        depart(job, worker, now, out)
-    return send_view(job, stay, told, judged if job.restore and job.dispute else job.reason, now, out)
-
-
-def _remember_alone(job: State, told: Mapping[int, Reported], going: list[Worker]) -> None:
-    """State that nobody else has is gone with its member: then everybody goes back to a checkpoint. A lost
-    member said nothing, so it is taken to have had what the others have."""
-    gone = set(job.view.members) - set(told) if job.view is not None else set()
-    if (job.lost or gone) and any(report.alone for report in told.values()):
-        job.orphaned = True
-    if any(told[worker.number].alone for worker in going):
-        job.orphaned = True
-    if job.orphaned:
-        job.restore = True
-    for number, report in told.items():
-        worker = job.workers[number]
-        if worker.alone != report.alone:
-            job.workers[number] = replace(worker, alone=report.alone)
+    for worker in reporters:
+        if worker.number not in staying:
+            depart(job, worker, now, out)
+    return send_view(job, stay, told, reason, now, out)
 
 
 def send_view(
@@ -161,6 +157,8 @@ def send_view(
     if restore and job.tainted >= 0:
         job.tainted = max([job.tainted, *(far[0] for far in known)])
     speeds = stragglers.speeds(job, order, now)
+    if not all(worker.leaves for worker in order):
+        speeds = [_LEAVES if worker.leaves else speed for worker, speed in zip(order, speeds, strict=True)]
     held = [
         told[worker.number].held if job.abort and not restore and far == furthest else ()
         for worker, far in zip(order, progress, strict=True)
@@ -227,7 +225,7 @@ def run(job: State, now: float, out: list[Action]) -> str:
     job.phase = Phase.RUNNING
     job.moved_at = job.worked_at = now
     job.furthest = None
-    job.orphaned = job.restore = job.abort = False
+    job.restore = job.abort = False
     if job.tainted < 0:
         job.restore_before = -1
     if job.failed_at is not None:
@@ -265,7 +263,8 @@ def heed_wishes(job: State, now: float, out: list[Action]) -> str | None:
             tell_stop(job, out)
             return job.stop
         return f"{ranks([w.slot for w in leaving])} can leave when somebody has taken over"
-    urgent = [worker for worker in leaving if worker.leaves != "straggler"]
+    # A slow member stays until another has come, unless it has handed its shards over already.
+    urgent = [worker for worker in leaving if worker.leaves != "straggler" or not _dealt(job, worker)]
     if urgent or (leaving and joiners):
         return prepare(job, False, f"{ranks([w.slot for w in leaving])} leaves", now, out)
     if joiners:
@@ -274,6 +273,16 @@ def heed_wishes(job: State, now: float, out: list[Action]) -> str | None:
             return f"{ranks([w.slot for w in joiners])} waits for others that were started too"
         return prepare(job, False, f"{ranks([w.slot for w in joiners])} joins", now, out)
     return None
+
+
+def _dealt(job: State, worker: Worker) -> bool:
+    """Whether it computes shards in this view."""
+    view = job.view
+    if view is None or not view.shards:
+        return True  # after a supervisor's restart the deal may not be known
+    return any(
+        number == worker.number and mine for number, mine in zip(view.members, view.shards, strict=True)
+    )
 
 
 def _gathered(job: State, now: float) -> float:
@@ -305,7 +314,7 @@ def start_over(job: State, why: str, now: float, out: list[Action]) -> str:
     job.waiting = frozenset()
     job.reports = {}
     job.furthest = None
-    job.orphaned = job.abort = False
+    job.abort = False
     job.gather_at = inf
     job.started_at = now
     be_due(job, now + job.settings.start_seconds)
@@ -361,12 +370,10 @@ def cut_short(job: State, why: str, now: float, out: list[Action]) -> str:
 def _install_alone(job: State, reporters: list[Worker], why: str, now: float, out: list[Action]) -> str:
     told = job.reports
     known = [worker for worker in reporters if told[worker.number].progress is not None]
-    others = job.view is not None and len(job.view.members) > 1
-    private = others and any(told[worker.number].alone for worker in reporters)
-    if not known or private or job.orphaned or job.restore:
+    best = max(known, key=lambda worker: (told[worker.number].progress, -worker.slot), default=None)
+    if best is None or private.missing(job.settings.shards, [told[best.number]]) or job.restore:
         reason = f"{why}; what the members have is in no state that one of them could save"
         return end(job, out, ok=True, reason=reason, stopped=job.stop)
-    best = max(known, key=lambda worker: (told[worker.number].progress, -worker.slot))
     for worker in reporters:
         if worker is not best:
             out.append(Dismiss(worker.number, f"the job is stopping: rank {best.slot} saves for all"))

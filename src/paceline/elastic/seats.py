@@ -68,7 +68,6 @@ def lose(
     if worker.standing in IN_VIEW:
         job.lost = (*job.lost, worker.slot)
         job.failed_at = now if job.failed_at is None else job.failed_at
-        job.orphaned = job.orphaned or worker.alone
     forget(job, worker)
     _vacate(job, worker, kind, now)
     start_due(job, now, out)

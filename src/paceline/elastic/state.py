@@ -34,7 +34,6 @@ class Worker:
     """One incarnation of a worker process.
 
     since    when it was asked for, said hello, or was first in a view, whichever came last
-    alone    its last report said that it has state that nobody else has
     back     False: it is expected back after the supervisor's restart and has not come
     digest   of its weights, when it is DONE
     leaves   why it is to leave: "preempted", "scaled" or "straggler"; empty: it is not
@@ -48,7 +47,6 @@ class Worker:
     place: int
     standing: Standing
     since: float
-    alone: bool = False
     back: bool = True
     digest: str = ""
     stopped: str | None = None
@@ -121,7 +119,6 @@ class State:
     asked_at    when the members were last asked for something
     abort       whether they were asked to abort, or to stop at a boundary
     lost        slots whose worker failed since `failed_at`, before the view was whole again
-    orphaned    a worker was lost that may have had state nobody else has
     furthest    the furthest progress anybody told, at `moved_at`; `pace` is a typical time per step of those
                 who are in the view, `shard_seconds` per shard, also of those who were before them
     committed   whether any step was ever committed
@@ -169,7 +166,6 @@ class State:
     reason: str = ""
     lost: tuple[int, ...] = ()
     failed_at: float | None = None
-    orphaned: bool = False
     restore: bool = False
     restore_before: int = -1
     tainted: int = -1

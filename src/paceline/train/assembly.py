@@ -245,7 +245,8 @@ class Assembled:
         """All ranks together: the beginning, or the state of a checkpoint; `before` >= 0: of at most that
         step. `fresh`: this rank has not trained before."""
         resuming.check_alike(self.team.context, self.config, self.fingerprint, self.module, fresh=fresh)
-        position = self._resume(which, before)
+        position, residuals = self._resume(which, before)
+        self.transaction.load_residuals(residuals, position.step)
         self._mark = str(self.team.context.broadcast(self._mark))
         self.first_step = position.step
         self._start_journal(position, disowned=before >= 0)
@@ -272,23 +273,29 @@ class Assembled:
     # the state of a member for one that lacks it: a checkpoint that never lies on a disk
 
     def hand_over(self, run: Run) -> Contents:
-        """Everything that the run is, and what is due."""
+        """Everything that the run is, and what is due; not what this member's shards owe: those who need that
+        get it from the members that have it (`share_residuals`)."""
         self.recorder.flush()
+        self.transaction.settle(run.position.step)
         contents = self.contents(run)
         extra = {
             "agenda": run.agenda_dict(),
             "saving": None if self.saver is None else self.saver.state_dict(),
             "first_step": self.first_step,
         }
-        return Contents(contents.tensors, contents.own, {**contents.state, **extra})
+        return Contents(contents.tensors, {}, {**contents.state, **extra})
 
     def take_over(self, run: Run, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
-        """The state of another member becomes this one's."""
+        """The state of another member becomes this one's; what only this one has goes the same way."""
+        position = Position(**state["position"])
+        self.transaction.settle(position.step)
+        # Before, not after: it puts the buffers back that the open step began with.
+        self.transaction.abandon()
         self._put(state, tensors)
         self.first_step = state["first_step"]
         if self.saver is not None and state["saving"] is not None:
             self.saver.load_state_dict(state["saving"])
-        run.begin_at(Position(**state["position"]))
+        run.begin_at(position)
         run.evaluated_step = state["evaluated"]
         run.load_agenda_dict(state["agenda"])
 
@@ -391,30 +398,29 @@ class Assembled:
 
     # taking up a run
 
-    def _resume(self, which: str | int | None, before: int) -> Position:
+    def _resume(self, which: str | int | None, before: int) -> tuple[Position, dict[str, torch.Tensor]]:
+        """Where the run goes on from, and what its shards owe there."""
         if which is None or self.store is None:
-            return Position()
+            return Position(), {}
         readers = None if self.saver is None else self.saver.writers
         found = resuming.fetch(self.team.context, self.store, which, before, readers)
         if found is None:
-            return Position()
+            return Position(), {}
         resuming.check_same_run(found, self._given.config, self._given.data.size)
         self._put(found.state, model_state.from_pairs(found.tensors, found.state["pairs"]))
         self.parent, self._mark = found.version, found.run or self._mark
-        return Position(**found.state["position"])
+        residuals = {
+            name.removeprefix(model_state.RESIDUAL): tensor
+            for name, tensor in found.tensors.items()
+            if name.startswith(model_state.RESIDUAL)
+        }
+        return Position(**found.state["position"]), residuals
 
     def _put(self, saved: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         """A saved state becomes that of model, optimizers and everything else."""
         config = self._given.config
         model_state.load_model(self._given.module, tensors)
         optimizers.load(self.optimizers, self._given.module, saved["optimizers"], tensors)
-        self.transaction.load_residuals(
-            {
-                name.removeprefix(model_state.RESIDUAL): tensor
-                for name, tensor in tensors.items()
-                if name.startswith(model_state.RESIDUAL)
-            }
-        )
         if self.update.scaler is not None and saved["scaler"] is not None:
             self.update.scaler.load_state_dict(saved["scaler"])
         if self._noise is not None and saved["dynamic_batch"] is not None:

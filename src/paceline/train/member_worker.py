@@ -207,6 +207,10 @@ def _save_alone(membership: Membership, run: Run, assembled: Assembled, why: str
     _log.warning("%s, and the group is broken", why)
     if not membership.is_first_alive or assembled.saver is None:
         return
+    assembled.transaction.settle(run.position.step)
+    if not assembled.transaction.owes_all:
+        _log.warning("not saved: what compression still owes is spread over members that cannot be reached")
+        return
     context = DistributedContext.from_transport(alone())
     assembled.team.install(context)
     assembled.rebind()

@@ -166,7 +166,7 @@ class Membership:
         elif isinstance(message, Dial):
             self._dialer.dial(message.peers)
         elif isinstance(message, Claimed):
-            self._claims.add(message.step, message.shard)
+            self._claims.add(message.generation, message.step, message.shard)
         elif isinstance(message, Dismissed):
             with self._lock:
                 self._interrupt(message.reason)
@@ -247,7 +247,7 @@ class Membership:
     def todo(self, step: int, missing: Sequence[int]) -> Iterator[int]:
         for shard in missing:
             self.check()
-            if not (self._team.backup and self._claims.has(step, shard)):
+            if not (self._team.backup and self._claims.has(self._team.generation, step, shard)):
                 yield shard
         while self._team.backup:
             spare = self._claims.wait_for_spare(step, self._team, self._shard_seconds, self.check)
@@ -258,7 +258,7 @@ class Membership:
     def shard_done(self, step: int, shard: int, seconds: float) -> None:
         self._shard_seconds = _mean(self._shard_seconds, seconds + self._injector.slow(seconds))
         if self._team.backup:
-            self._claims.add(step, shard)
+            self._claims.add(self._team.generation, step, shard)
             self._link().send(ShardDone(generation=self._team.generation, step=step, shard=shard))
 
     def committed(
@@ -368,10 +368,9 @@ class Membership:
             send_state(context, view.behind, {**given.tensors, **given.own}, given.state)
         elif rank in view.behind:
             tensors, state = receive_state(context, view.source)
-            # Before, not after: it puts the buffers back that the open step began with.
-            assembled.transaction.abandon()
             assembled.take_over(run, tensors, state)
         if not view.restore:
+            assembled.transaction.settle(run.position.step)
             assembled.transaction.share_residuals()
         self._has_state = self._trained = True
         self._fresh = False
@@ -422,6 +421,7 @@ class Membership:
                 alone=assembled.transaction.has_state_of_its_own,
                 digest=self._digest() if self._has_state else "",
                 agreed=run.agreed if self._has_state else -1,
+                owed=assembled.transaction.owed,
             )
         )
 

@@ -287,7 +287,13 @@ class Run:
         if parts.draws_after_exchange:
             # What draws numbers from here on does so on every rank, and must draw the same ones.
             seed_everything(config.seed, epoch, step, parts.transaction.shards)
-        applied = parts.update.apply(parts.schedule.factor(step, batch), need_norm=parts.noise is not None)
+        try:
+            factor = parts.schedule.factor(step, batch)
+            applied = parts.update.apply(factor, need_norm=parts.noise is not None)
+        except GROUP_TROUBLE:
+            # A modifier talks to the other ranks, and one of them is gone: the step is done again.
+            parts.transaction.undo()
+            raise
         if parts.noise is not None:
             self._observe_noise(reduced, applied)
         self.position = position.after(self._planned, reduced.applied)

@@ -5,13 +5,12 @@ The names are those of the first batch, on every rank. Must not know how the num
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, final
 
 import torch
 from torch import Tensor
 
-from paceline.comm.context import DistributedContext
 from paceline.core.errors import UsageError
 from paceline.train.objective import check_metrics
 
@@ -60,10 +59,9 @@ class ShardMetrics:
         ]
         self.values = [a + b for a, b in zip(self.values, values, strict=True)] if self.values else values
 
-    def agree(self, context: DistributedContext, applied: int) -> bool:
-        """Ranks whose first shards were empty learn the names, and different names are found out; False:
-        nobody has had a sample yet. `applied` are this rank's."""
-        told = context.all_gather([list(self.names), applied])
+    def agree(self, told: Sequence[Sequence[Any]]) -> bool:
+        """`told`: the names and the number of samples of each rank. Ranks whose first shards were empty learn
+        the names, and different names are found out; False: no rank has had a sample yet."""
         if not any(samples for _, samples in told):
             return False
         named = {tuple(names) for names, samples in told if samples}

@@ -1,19 +1,21 @@
 """Gradients of sparse embeddings: rows and their values travel, and are summed in the order of the shards.
 
 Every rank gets every shard's rows and adds them up in the same order, so the bits do not depend on who
-computed which shard, and optimizers such as SparseAdam see the rows that were touched and no others.
+computed which shard, and optimizers such as SparseAdam see the rows that were touched and no others. The rows
+travel before the step is decided and are applied after it: the exchange is repeatable.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from paceline.comm.context import DistributedContext
+Rows = list[list[Any]]
+"""As it travels: [shard, for each parameter the rows' indices and values, or None] of each shard."""
 
 
 def sparse_parameters(module: nn.Module) -> set[str]:
@@ -56,15 +58,18 @@ class SparseGradients:
         """The rows' values that a shard of this rank has collected."""
         return [pair[1] for pair in self._held.get(shard, ()) if pair is not None]
 
-    def reduce(self, context: DistributedContext) -> None:
-        """Every parameter's gradient becomes the sum over all shards; None where no shard has one."""
-        if not self._parameters:
-            return
-        by_shard: dict[int, list[Any]] = dict(self._held)
-        if context.world_size > 1:
-            mine = [[shard, [_to_host(pair) for pair in pairs]] for shard, pairs in self._held.items()]
-            for told in context.all_gather(mine):
-                by_shard |= dict(told)
+    @property
+    def used(self) -> bool:
+        return bool(self._parameters)
+
+    def rows(self, shards: Sequence[int]) -> Rows:
+        """What these shards of this rank have collected, as it travels."""
+        return [[shard, [_to_host(pair) for pair in self._held[shard]]] for shard in shards]
+
+    def apply(self, told: Sequence[Rows]) -> None:
+        """Every parameter's gradient becomes the sum over the shards of all ranks; None where no shard has
+        one. Of a shard that several ranks computed the bits are equal."""
+        by_shard: dict[int, list[Any]] = {shard: pairs for rows in told for shard, pairs in rows}
         for position, parameter in enumerate(self._parameters.values()):
             pairs = [by_shard[shard][position] for shard in sorted(by_shard)]
             parts = [pair for pair in pairs if pair is not None]

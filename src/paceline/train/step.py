@@ -3,18 +3,24 @@
     open        weights of the shards are known; nothing of an abandoned attempt remains
     shard       each shard of this rank's block: same start, own randomness, gradients deposited
     reduce      the sum over all shards is the parameters' gradient on every rank
+                  confer   what ranks must know of each other first: changes nothing, can be repeated
+                  decide   the sum of the dense gradients with the ballot, the last exchange of the step
+                  apply    what both brought becomes the model's; nothing here waits for another rank
     (commit)    what follows, the optimizer's step, is update.py's
 
-Until `reduce` returns, parameters, buffers and optimizer are as they were, so the step can be done again,
-with the shards dealt in another way: what this rank has computed of it stays held, and only what it lacks is
-computed. Must not know where batches come from, nor what is done with the gradient.
+The step has one point of decision. Until the deciding exchange has ended here, parameters, buffers, residuals
+and optimizer are as they were, and the step can be done again with the shards dealt in another way: what this
+rank has computed of it stays held, and only what it lacks is computed. Once it has ended, nothing that
+another rank does can undo the step. An exchange after it would break this: see
+docs/design/0017-one-point-of-decision.md. Must not know where batches come from, nor what is done with the
+gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -22,18 +28,18 @@ from torch.nn import Parameter
 
 from paceline.aggregate.strategy import Aggregation
 from paceline.comm.shards import Holdings
-from paceline.core.errors import InternalError, PeerLostError, UsageError
 from paceline.data.randomness import seed_everything
-from paceline.train import agreement
+from paceline.train import agreement, step_refusals
 from paceline.train.carried_state import CarriedState
-from paceline.train.compressed_summation import CompressedSummation
+from paceline.train.claims import first_holders
+from paceline.train.compressed_summation import CompressedSummation, Owed
 from paceline.train.config import TrainConfig
 from paceline.train.gradients import Layout, expose
 from paceline.train.loop_guard import GradientWatch
 from paceline.train.module_buffers import ModuleBuffers
 from paceline.train.shard_hash import shard_hash
 from paceline.train.shard_metrics import MOST_METRICS, ShardMetrics
-from paceline.train.sparse_gradients import SparseGradients, sparse_parameters
+from paceline.train.sparse_gradients import Rows, SparseGradients, sparse_parameters
 from paceline.train.summation import Checks
 from paceline.train.summation_choice import choose_summation
 from paceline.train.team import Team
@@ -152,7 +158,7 @@ class StepTransaction:
     @property
     def held(self) -> tuple[int, ...]:
         """The shards of the open step that need not be computed again, whoever is in the group."""
-        if self._open is None or self._summation is None or not self._summation.keeps or self._team.backup:
+        if self._open is None or self._summation is None or not self._summation.keeps:
             return ()
         return tuple(sorted(self._computed))
 
@@ -171,7 +177,7 @@ class StepTransaction:
             self._prepare()
             return
         if not self.held or not set(self.held) <= set(self._team.block):
-            self.abandon()
+            self._forget()
         elif self._buffers.size:
             # Whoever takes the state over from here starts its shards from the same buffers as we did.
             self._buffers.restore()
@@ -184,7 +190,9 @@ class StepTransaction:
     def open(self, epoch: int, step: int, counts: Sequence[int], scale: float = 1.0) -> None:
         """Begins a step whose shards have so many samples; `scale` is what fp16 multiplies the loss by."""
         if [p.requires_grad for p in self._all_parameters] != self._learning:
-            self._refuse_freezing()
+            learns = zip(self._all_names, self._all_parameters, self._learning, strict=True)
+            changed = [name for name, parameter, before in learns if parameter.requires_grad != before]
+            step_refusals.freezing(changed, self._step + 1)
         self._watch.opened(step)
         if self._open == (epoch, step):
             return  # done again with another group
@@ -197,8 +205,8 @@ class StepTransaction:
             self._buffers.remember()
         if self._summation is not None:
             self._summation.start()
-        if isinstance(self._summation, CompressedSummation):
-            self._summation.scale = scale
+        if self._ledger is not None:
+            self._ledger.begin(step, scale)
 
     def start_shard(self, shard: int) -> None:
         """The shard starts from the step's state, with randomness of its own."""
@@ -216,7 +224,7 @@ class StepTransaction:
     def backward(self, loss: Tensor, count: int, metrics: Mapping[str, Any] | None = None) -> None:
         """Adds one micro-batch of `count` samples to the current shard; `loss` is their mean."""
         if not isinstance(loss, Tensor) or not loss.requires_grad or loss.numel() != 1:
-            _refuse_loss(loss)
+            step_refusals.loss(loss)
         self._watch.check_gradients(self._step + 1)
         weight = count / self._planned
         factor = weight * self._scale
@@ -256,10 +264,7 @@ class StepTransaction:
     def reduce(self, wishes: Wishes | None = None) -> Reduced:
         """Sums all shards of all ranks; afterwards the parameters' `grad` is the gradient of the step."""
         wishes = wishes or Wishes()
-        if not self._agreed:
-            applied = sum(one.applied for one in self._computed.values())
-            self._agreed = self._metrics.agree(self._team.context, applied)
-        holdings = self._choose() if self._team.backup else None
+        holdings, rows = self._confer()
         self.counted = tuple(sorted(self._computed) if holdings is None else holdings.blocks[self._team.rank])
         computed = [self._computed[shard] for shard in self.counted]
         used = [any(marks) for marks in zip(*(one.used for one in computed), strict=True)]
@@ -290,12 +295,14 @@ class StepTransaction:
             counts = dict(zip(self.trained, ballot[_WISHES:], strict=True))
             expose(self._parameters, flat, [counts[name] > 0 for name in self._names])
             tail = flat.tail
-        self._sparse.reduce(self._team.context)
+        # From here on nothing can fail because of another rank: the step is decided.
+        self._sparse.apply(rows)
         applied, left_out, stops, saved, failed, pauses, *marks = ballot
         if applied + left_out != self._planned:
-            self._refuse_sum(applied, left_out)
-        # From here on nothing can fail because of another rank: the step is decided.
+            step_refusals.lacking(self._step + 1, self._planned, applied, left_out)
         self._open = None
+        if self._ledger is not None:
+            self._ledger.decide()
         if self._buffers.size and self._summation is not None and applied:
             movement = tail[_FIRST_METRIC + MOST_METRICS : self._norms_start]
             self._buffers.move(movement, applied / self._planned)
@@ -317,28 +324,46 @@ class StepTransaction:
             tail[self._norms_start :].clone() if self._noise else None,
         )
 
-    def _choose(self) -> Holdings:
-        """Whose of the shards that were computed by several counts: the first rank's. The bits are equal."""
-        told: list[list[int]] = self._team.context.all_gather(sorted(self._computed))
-        owner: dict[int, int] = {}
-        for rank, shards in enumerate(told):
-            for shard in shards:
-                owner.setdefault(shard, rank)
-        if len(owner) < self._team.shards:
-            missing = sorted(set(range(self._team.shards)) - owner.keys())
-            raise PeerLostError(f"step {self._step + 1}: shards {missing} were left to a rank that is gone")
-        ranks = range(self._team.world_size)
-        return Holdings(
-            self._team.shards,
-            tuple(tuple(shard for shard in sorted(owner) if owner[shard] == rank) for rank in ranks),
-        )
+    def _confer(self) -> tuple[Holdings | None, list[Rows]]:
+        """What ranks must know of each other before they sum: metric names, who has computed what, and the
+        rows of sparse gradients. In one exchange that changes nothing, so that it can be repeated; whose
+        shards count (the first rank's: the bits are equal), and everyone's rows."""
+        mine: dict[str, Any] = {}
+        if not self._agreed:
+            mine["metrics"] = [list(self._metrics.names), sum(one.applied for one in self._computed.values())]
+        if self._team.backup:
+            mine["computed"] = sorted(self._computed)
+        if self._sparse.used:
+            mine["rows"] = self._sparse.rows(sorted(self._computed))
+        told: list[dict[str, Any]] = [mine]
+        if mine and self._team.world_size > 1:
+            told = self._team.context.all_gather(mine)
+        holdings = None
+        if self._team.backup:
+            holdings = first_holders([one["computed"] for one in told], self._team.shards, self._step + 1)
+        if not self._agreed:
+            self._agreed = self._metrics.agree([one["metrics"] for one in told])
+        return holdings, [one["rows"] for one in told] if self._sparse.used else []
+
+    def undo(self) -> None:
+        """What follows `reduce` failed because of another rank: the model is as it was before `open`."""
+        if self._buffers.size:
+            self._buffers.restore()
+        self.abandon()
 
     def abandon(self) -> None:
         """Gives the step up: the model is as it was before `open`."""
+        self._forget()
+        if self._summation is not None:
+            self._summation.start()
+
+    def _forget(self) -> None:
+        """Nothing stays held. What compression owes is left as it is: whether the step was decided elsewhere
+        shows only when the members have met (`settle`)."""
         if self._buffers.size and self._open is not None:
             self._buffers.restore()
         self._open, self._computed = None, {}
-        if self._summation is not None:
+        if self._summation is not None and self._ledger is None:
             self._summation.start()
         for parameter in self.trained.values():
             parameter.grad = None
@@ -353,43 +378,41 @@ class StepTransaction:
     @property
     def has_state_of_its_own(self) -> bool:
         """Whether this rank's shards have state that no other rank has a copy of."""
-        compression = self._config.compression
-        return (
-            compression is not None
-            and compression.error_feedback
-            and isinstance(self._summation, CompressedSummation)
-        )
+        return self._ledger is not None and self._ledger.keeps_residuals
+
+    @property
+    def owed(self) -> Owed:
+        """Of which shards this rank has what is owed, by the number of committed steps; `elastic` decides by
+        it whether the run can go on from there."""
+        return () if self._ledger is None else self._ledger.owed
+
+    @property
+    def owes_all(self) -> bool:
+        """Whether this rank alone has the whole state of the run."""
+        return self._ledger is None or self._ledger.covers_all
+
+    def settle(self, step: int) -> None:
+        """The state of this rank is that after `step` steps, its own or one it took over: what its shards owe
+        becomes that of the same moment."""
+        if self._ledger is not None:
+            self._ledger.settle(step)
 
     def residuals(self) -> dict[str, Tensor]:
-        return self._summation.residuals() if isinstance(self._summation, CompressedSummation) else {}
+        return {} if self._ledger is None else self._ledger.residuals()
 
-    def load_residuals(self, residuals: Mapping[str, Tensor]) -> None:
-        if isinstance(self._summation, CompressedSummation):
-            self._summation.load_residuals(residuals, self._team.block)
+    def load_residuals(self, residuals: Mapping[str, Tensor], step: int) -> None:
+        """Those of a checkpoint of `step`; a shard that has none there owes nothing."""
+        if self._ledger is not None:
+            self._ledger.load(residuals, step)
 
     def share_residuals(self) -> None:
         """The shards were dealt anew: what each of them owes goes to the rank that computes it now."""
-        if isinstance(self._summation, CompressedSummation):
-            told = self._team.context.all_gather(self.residuals())
-            self.load_residuals({name: tensor for theirs in told for name, tensor in theirs.items()})
+        if self._ledger is not None and self._ledger.keeps_residuals:
+            self._ledger.share()
 
-    def _refuse_freezing(self) -> None:
-        learns = zip(self._all_names, self._all_parameters, self._learning, strict=True)
-        changed = [name for name, parameter, before in learns if parameter.requires_grad != before]
-        raise UsageError(
-            f"requires_grad of {', '.join(changed[:5])}{' ...' if len(changed) > 5 else ''} changed during "
-            f"the run, before step {self._step + 1}: which parameters are trained is fixed when it starts",
-            remedy="end the run, change it, and begin another run with these weights; or train them from "
-            "the start, with a learning rate of their own",
-        )
-
-    def _refuse_sum(self, applied: int, left_out: int) -> NoReturn:
-        """The last line of defence of "every sample once": what the sum says of itself must add up."""
-        raise InternalError(
-            f"step {self._step + 1} has {self._planned} samples, and in the sum of all shards are {applied}, "
-            f"with {left_out} left out: it was not applied",
-            remedy="report this with the run's journal; the run can be resumed from its last checkpoint",
-        )
+    @property
+    def _ledger(self) -> CompressedSummation | None:
+        return self._summation if isinstance(self._summation, CompressedSummation) else None
 
     # the shard's numbers
 
@@ -415,17 +438,3 @@ class StepTransaction:
     def _square_norm(self, shard: int) -> Tensor:
         grads = [p.grad for p in self._parameters if p.grad is not None] + self._sparse.values(shard)
         return total_norm(grads).square().to(self._device) / self._scale**2
-
-
-def _refuse_loss(loss: Any) -> NoReturn:
-    if not isinstance(loss, Tensor):
-        what = f"the loss is a {type(loss).__name__}"
-    elif loss.numel() != 1:
-        what = f"the loss is a tensor of shape {tuple(loss.shape)}"
-    else:
-        what = "the loss does not depend on any parameter that is trained"
-    raise UsageError(
-        what,
-        remedy="give the mean loss of the micro-batch's samples as one number that the model computed, "
-        "not detached, not under torch.no_grad()",
-    )

@@ -107,7 +107,9 @@ class CanonicalSummation:
         self.keeps = True
 
     def start(self) -> None:
-        self.keeps = True
+        # Kept apart, shards of several ranks are the same, and which of them count is not known before the
+        # exchange. Of the group that computed them, not of the one that asks: it may be another by then.
+        self.keeps = not self._team.backup
         self._fold.start(self._team.shards, apart=self._team.backup)
 
     def deposit(self, shard: int, gradients: Sequence[Tensor | None], tail: Tensor) -> None:
@@ -138,7 +140,8 @@ class CanonicalSummation:
                 )
             except PacelineError as error:
                 # Of a GPU's gradients it is the copies in the host's memory that were written over.
-                self.keeps = self._staging.needed or (number == 0 and UNTOUCHED in error.facts)
+                untouched = self._staging.needed or (number == 0 and UNTOUCHED in error.facts)
+                self.keeps = self.keeps and untouched
                 raise
         return self._staging.back(result, target)
 

@@ -66,11 +66,12 @@ class Update:
 
     def _apply(self, factor: float, need_norm: bool) -> Applied:
         gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
+        overflow = False
         if self.scaler is not None:
             _scale(gradients, 1.0 / self.scaler.scale)
             overflow = not all_finite(gradients)
-            self.scaler.update(overflow)
             if overflow:
+                self.scaler.update(overflow)
                 return Applied(None, True, self._learning_rate())
         measured = norm = total_norm(gradients) if need_norm else None
         if self._change is not None:
@@ -81,6 +82,9 @@ class Update:
         if self._clip_norm is not None and norm is not None:
             # As torch's clip_grad_norm_: a product instead of a branch, so that a GPU is not waited for.
             _scale(gradients, torch.clamp(self._clip_norm / (norm + 1e-6), max=1.0))
+        if self.scaler is not None:
+            # Not earlier: a modifier may have failed because of another rank, and the step is done again.
+            self.scaler.update(overflow)
         groups = self._groups()
         self._check_untouched(groups)
         for group in groups:

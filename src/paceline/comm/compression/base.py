@@ -20,6 +20,7 @@ second one is what makes `abort` possible, and it is kept because fresh pages co
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Protocol, final
 
 import torch
@@ -205,6 +206,18 @@ class Compression:
         ):
             return torch.zeros_like(flat, memory_format=torch.contiguous_format)
         return spare.zero_()
+
+    @property
+    def residuals(self) -> Mapping[str, Tensor]:
+        """What is still owed, by name: the tensors themselves, to be read before the next call."""
+        self._refuse_while_open("read")
+        return MappingProxyType(self._residuals)
+
+    def keep(self, residuals: Mapping[str, Tensor]) -> None:
+        """Owe these and nothing else; unlike `load_state_dict` it does not copy them."""
+        self._refuse_while_open("loaded")
+        self._residuals = dict(residuals)
+        self._spares = {name: spare for name, spare in self._spares.items() if name in residuals}
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return copies of the residuals by name, and the name of the codec they belong to."""

@@ -126,9 +126,10 @@ class Dialed(Message):
 @dataclass(frozen=True, kw_only=True)
 class Report(Message):
     """Stopped for `generation`: how far I am, and of which shards of the open step I hold the gradient.
-    `alone` is set when this member has state that nobody else has a copy of. `digest` is of parameters and
-    optimizers' state: members that are equally far have the same. `agreed`: the last step after which all
-    members of a view were seen to hold the same state."""
+    `alone` is set where shards have state that only the member has which computes them; `owed` says of which
+    shards this one has it: (committed steps, shards) for each moment that it can be given for. `digest` is of
+    parameters and optimizers' state: members that are equally far have the same. `agreed`: the last step
+    after which all members of a view were seen to hold the same state."""
 
     generation: Count
     progress: Progress | None
@@ -136,6 +137,7 @@ class Report(Message):
     alone: bool = False
     digest: Name = ""
     agreed: MaybeCount = -1
+    owed: tuple[tuple[Count, tuple[Small, ...]], ...] = ()
 
 
 @final
@@ -413,10 +415,11 @@ class Dismissed(Message):
 @_register
 @dataclass(frozen=True, kw_only=True)
 class Claimed(Message):
-    """Backup policy: somebody has computed this shard of this step."""
+    """Backup policy: a member of the view of `generation` has computed this shard of this step."""
 
-    step: int
-    shard: int
+    step: Count
+    shard: Small
+    generation: Count = 0
 
 
 @final

@@ -121,6 +121,7 @@ class Ear:
                         message.alone,
                         message.digest,
                         message.agreed,
+                        message.owed,
                     )
                 )
             case Installed():
@@ -155,7 +156,7 @@ class Ear:
         views, staff = self._supervisor.views, self._supervisor.staff
         if views.latest is None or not views.claim(done.generation, done.step, done.shard):
             return
-        data = channel.frame(Claimed(step=done.step, shard=done.shard))
+        data = channel.frame(Claimed(step=done.step, shard=done.shard, generation=done.generation))
         for member in views.latest.members:
             other = staff.seats.get(member)
             if other is not None and other is not self._seat and other.connection is not None:

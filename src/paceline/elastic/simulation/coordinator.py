@@ -150,7 +150,7 @@ class Coordinator:
             self._reports[event.member] = event
         if actions:
             self.decisions += 1
-            self._carry_out(actions, before.view)
+            self._carry_out(actions)
         if self.up:
             self._plan_tick()
 
@@ -164,7 +164,7 @@ class Coordinator:
         for law in broken:
             self._shell.truth.violation(f"{law} (after {event})")
 
-    def _carry_out(self, actions: tuple[Action, ...], before: ViewPlan | None) -> None:
+    def _carry_out(self, actions: tuple[Action, ...]) -> None:
         shell = self._shell
         for action in actions:
             if self.crash_after is not None:
@@ -193,7 +193,7 @@ class Coordinator:
                         if member is not None:
                             member.line.send_down(member.on_prepare, generation, abort)
                 case TellView(plan, _):
-                    self._send(plan, before)
+                    self._send(plan)
                 case TellStop(members, reason):
                     for number in members:
                         member = shell.member(number)
@@ -214,16 +214,11 @@ class Coordinator:
             if member is not None:
                 member.line.send_down(member.on_dial, other)
 
-    def _send(self, plan: ViewPlan, before: ViewPlan | None) -> None:
+    def _send(self, plan: ViewPlan) -> None:
         reports = {n: r for n, r in self._reports.items() if r.generation == plan.generation}
         self._reports = {}
         self._check_nothing_thrown_away(plan, reports)
         self._shell.check_ways(plan)
-        if before is not None and self._shell.plan.private_state and not plan.restore:
-            had_none = {n for n, r in reports.items() if not r.alone}
-            left_out = sorted(set(before.members) - set(plan.members) - had_none)
-            if left_out:
-                self._shell.truth.violation(f"the private state of members {left_out} is lost")
         for number in plan.members:
             member = self._shell.member(number)
             if member is not None:

@@ -114,9 +114,14 @@ class Member(Process):
 
     def _report_again(self) -> None:
         held = tuple(sorted(self.computed)) if self.state is not None else ()
-        alone = self.world.plan.private_state and self.state is not None
         digest = "" if self.state is None else f"report:{self.state:x}"
-        self.send(Reported(self.number, self.asked, self.progress, held, alone, digest))
+        alone = self.world.plan.private_state
+        owed: list[tuple[int, tuple[int, ...]]] = []
+        if alone and self.state is not None:
+            owed.append((self.steps, tuple(sorted(self.owns))))
+        if alone and self.sent:
+            owed.append((self.steps + 1, tuple(sorted(self.sent))))
+        self.send(Reported(self.number, self.asked, self.progress, held, alone, digest, owed=tuple(owed)))
 
     # the main thread: a new view
 
@@ -150,10 +155,11 @@ class Member(Process):
             gives = (self.steps, self.duties, self.state, self.stopping)
             self._meet(plan, "hand over", members, gives, lambda met: self._handed(plan, met))
             return
-        self._installed(plan)
+        self._settled(plan)
 
     def _restored(self, plan: ViewPlan) -> None:
         self.steps, self.state = self.world.stored(plan)
+        self.owns, self.sent = frozenset(plan.shards[self.rank]), frozenset()
         self.duties = len(self.world.plan.duties(self.steps))
         self.computed = {}
         self.stopping = ""
@@ -163,11 +169,33 @@ class Member(Process):
     def _handed(self, plan: ViewPlan, met: Round) -> None:
         if self.rank != plan.source:
             given = met.brought[plan.members[plan.source]]
+            if self.state is None or given[0] != self.steps:
+                # Its own bytes were in the step that the others have decided: it knows what follows.
+                decided = self.state is not None and given[0] == self.steps + 1
+                self.owns, self.sent = self.sent if decided else frozenset(), frozenset()
             self.steps, self.duties, self.state, self.stopping = given
             self.computed = {}
             if self.is_bad:
                 self.is_bad = False
                 self.world.truth.cured(self.number)
+        self._settled(plan)
+
+    def _settled(self, plan: ViewPlan) -> None:
+        """All have the same state; what each shard has of its own goes to the member that computes it now."""
+        self.sent = frozenset()
+        if not self.world.plan.private_state:
+            self._installed(plan)
+            return
+        self.enter("collective")
+        self._meet(plan, "share", plan.members, (self.steps, self.owns), lambda met: self._shared(plan, met))
+
+    def _shared(self, plan: ViewPlan, met: Round) -> None:
+        there = {shard for steps, owned in met.brought.values() if steps == self.steps for shard in owned}
+        missing = sorted(set(range(self.world.plan.settings.shards)) - there)
+        if missing:
+            self.world.truth.violation(f"the private state of shards {missing} is lost")
+        # What went to others is kept until a step is decided: they may not have come so far.
+        self.owns |= set(plan.shards[self.rank])
         self._installed(plan)
 
     def _installed(self, plan: ViewPlan) -> None:
@@ -238,6 +266,7 @@ class Member(Process):
         parts = [(shard, self.computed.get(shard, 0)) for shard in self.view.shards[self.rank]]
         vote = self.asked if self.asked > self.generation and not self.abort else 0
         self.then = self._reduced
+        self.sent = frozenset(self.view.shards[self.rank])
         damaged, self.damages = self.damages, False
         step = self.world.rounds.of((self.generation, "step", self.steps), self.view.members)
         step.bring(self, (parts, vote, self.told_stop), damaged)
@@ -267,6 +296,7 @@ class Member(Process):
         self.steps = step
         self.duties = 0
         self.computed = {}
+        self.owns, self.sent = self.sent, frozenset()
         self.state = round.result
         if self.turns_bad:
             # A bit has flipped in its weights: from now on its gradients are of another model.

@@ -17,7 +17,8 @@ from paceline.elastic.model import Settings
 class RunPlan:
     """Steps, duties and times of a run; seconds are virtual.
 
-    private_state   each member has state that nobody else has: if one is lost, all go back to a checkpoint
+    private_state   each shard has state that only the member has which computes it: if it is lost, all go
+                    back to a checkpoint
     """
 
     settings: Settings

@@ -67,6 +67,8 @@ class Process(ABC):
         self.duties = 0
         self.state: int | None = None
         self.computed: dict[int, int] = {}
+        self.owns: frozenset[int] = frozenset()  # shards whose private state after `steps` it has
+        self.sent: frozenset[int] = frozenset()  # and after the next one, if that is decided
         # where it is
         self.view: ViewPlan | None = None
         self.rank = -1

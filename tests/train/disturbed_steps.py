@@ -1,0 +1,323 @@
+"""Members of a run as threads, with faults at every point where one of them talks to another.
+
+Real: the step's transaction, the update, shared memory, the machine's decision about the next view. Played
+here: the connection to the supervisor, and the loop around the step. A fault hits one member in one section
+(the steps of a view, or its installation) at one point: before or after any call of its transport. "killed":
+the member is gone; "cut": its group is interrupted there, and the member lives on.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from tests.comm.ranks import sha
+from tests.train.running import regression, seeded, settings
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from paceline.comm.context import DistributedContext
+from paceline.comm.rendezvous import alone
+from paceline.comm.transport.threads import run_ranks
+from paceline.core.errors import CommTimeoutError, GroupInterruptedError, PeerError, PeerLostError
+from paceline.elastic.model import Action, Phase, Reported, Settings, Standing, ViewPlan
+from paceline.elastic.regroup import install
+from paceline.elastic.state import State, Worker, initial
+from paceline.train.precision import LossScaler
+from paceline.train.state import state_hash
+from paceline.train.step import StepTransaction
+from paceline.train.team import Team
+from paceline.train.update import Update
+
+SHARDS = 4
+STEPS = 3
+COUNTS = [3, 3, 3, 3]
+RANKS = 3
+X, Y = regression(12)
+TROUBLE = (PeerError, CommTimeoutError)
+Section = tuple[str, int, int]  # "install" or "step", generation, step
+
+
+class Dead(BaseException):
+    """What a killed member does not live to see."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    kind: Literal["killed", "cut"]
+    member: int
+    section: Section
+    point: int
+
+
+@dataclass(frozen=True)
+class Feature:
+    """What a run has. `extra`: shards that a member computes besides its own."""
+
+    model: Callable[[], nn.Module]
+    config: dict[str, Any] = field(default_factory=dict)
+    backup: bool = False
+    scaled: bool = False
+    left_out: int = 0
+
+
+class Counter:
+    """Counts the points of a member's calls, and strikes at one of them."""
+
+    def __init__(self, member: int, faults: tuple[Fault, ...]) -> None:
+        self._faults = {fault.section: fault for fault in faults if fault.member == member}
+        self.section: Section = ("", 0, 0)
+        self.points: dict[Section, int] = {}
+        self._context: DistributedContext | None = None
+
+    def watch(self, context: DistributedContext) -> None:
+        self._context = context
+        self._wrap(context.transport, "exchange", "post", "take")
+        self._wrap(context.transport.window, "tick", "wait", "meet", "locations")
+
+    def _wrap(self, owner: Any, *names: str) -> None:
+        for name in names:
+            call = getattr(owner, name)
+
+            def wrapped(*args: Any, call: Any = call, **named: Any) -> Any:
+                self._point()
+                result = call(*args, **named)
+                self._point()
+                return result
+
+            setattr(owner, name, wrapped)
+
+    def _point(self) -> None:
+        passed = self.points[self.section] = self.points.get(self.section, 0) + 1
+        fault = self._faults.get(self.section)
+        if fault is None or fault.point != passed:
+            return
+        if fault.kind == "killed":
+            raise Dead
+        assert self._context is not None
+        self._context.interrupt("it was cut off")
+        raise GroupInterruptedError("cut off")
+
+
+class Member:
+    def __init__(self, number: int, feature: Feature, faults: tuple[Fault, ...] = ()) -> None:
+        self.number, self.feature = number, feature
+        self.counter = Counter(number, faults)
+        self.alive, self.has_state, self.fresh = True, False, True
+        self.config = settings(shards=SHARDS, **feature.config)
+        fixed = None if self.config.mode == "fast" else SHARDS
+        self.team = Team(DistributedContext.from_transport(alone()), fixed)
+        self.module = seeded(feature.model)
+        self._first = copy.deepcopy(self.module.state_dict())
+        self._build()
+        self.transaction = StepTransaction(self.team, self.module, self.config, torch.device("cpu"))
+        self.restored = 0
+
+    def _build(self) -> None:
+        self.optimizer = torch.optim.SGD(self.module.parameters(), 0.1, momentum=0.9)
+        scaler = LossScaler(self.config.loss_scaling) if self.feature.scaled else None
+        self.update = Update(
+            dict(self.module.named_parameters()), [self.optimizer], clip_norm=1.0, scaler=scaler
+        )
+        self.step = 0
+        self.records: dict[int, str] = {}
+
+    # as the worker's membership does it
+
+    def report(self, generation: int) -> Reported:
+        progress = (self.step, 0, 0) if self.has_state else None
+        transaction = self.transaction
+        return Reported(
+            self.number,
+            generation,
+            progress,
+            transaction.held,
+            transaction.has_state_of_its_own,
+            owed=transaction.owed,
+        )
+
+    def live(self, context: DistributedContext, plan: ViewPlan) -> None:
+        """In one view, until the run is done or the group breaks."""
+        shards = plan.shards if self.team.fixed_shards else None
+        self.team.install(context, shards, plan.generation, backup=self.feature.backup)
+        self.counter.section = ("install", plan.generation, 0)
+        self.counter.watch(context)
+        try:
+            self._enter(context, plan)
+            while self.step < STEPS:
+                self.counter.section = ("step", plan.generation, self.step)
+                self._train()
+        except TROUBLE as trouble:
+            context.close(trouble)
+        except Dead:
+            self.alive = False
+            context.close(PeerLostError(f"member {self.number} was killed", rank=context.rank))
+
+    def _enter(self, context: DistributedContext, plan: ViewPlan) -> None:
+        transaction = self.transaction
+        transaction.rebind()
+        if plan.restore:
+            self.has_state = False
+            transaction.abandon()
+            self.module.load_state_dict(self._first)
+            self._build()
+            transaction.load_residuals({}, 0)
+            self.restored += plan.generation > 1
+        elif context.rank == plan.source and plan.behind:
+            transaction.settle(self.step)
+            for rank in plan.behind:
+                context.send(self._state(), rank)
+        elif context.rank in plan.behind:
+            self._take_over(context.receive(plan.source))
+        if not plan.restore:
+            transaction.settle(self.step)
+            transaction.share_residuals()
+        self.has_state = True
+
+    def _state(self) -> Tensor:
+        scaler = self.update.scaler
+        kept = {
+            "module": self.module.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": None if scaler is None else scaler.state_dict(),
+            "step": self.step,
+            "records": self.records,
+        }
+        file = io.BytesIO()
+        torch.save(kept, file)
+        return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+
+    def _take_over(self, sent: Tensor) -> None:
+        kept = torch.load(io.BytesIO(sent.numpy().tobytes()), weights_only=True)
+        self.transaction.settle(kept["step"])
+        self.transaction.abandon()
+        self.module.load_state_dict(kept["module"])
+        self.optimizer.load_state_dict(kept["optimizer"])
+        self.update.watch()
+        if self.update.scaler is not None:
+            self.update.scaler.load_state_dict(kept["scaler"])
+        self.step, self.records = kept["step"], kept["records"]
+
+    # as the run does it
+
+    def _train(self) -> None:
+        transaction, scaler = self.transaction, self.update.scaler
+        transaction.open(0, self.step, COUNTS[: transaction.shards], scaler.scale if scaler else 1.0)
+        for shard in transaction.missing:
+            self._compute(shard)
+        if self.team.backup:
+            # Those of a slow rank, which computes them as well.
+            self._compute((self.team.block[-1] + 1) % SHARDS if self.team.block else 0)
+        reduced = transaction.reduce()
+        applied = self.update.apply(1.0, need_norm=True)
+        self.step += 1
+        numbers = [reduced.numbers, torch.tensor([float(reduced.applied), reduced.pauses])]
+        if reduced.shard_square_norms is not None:
+            numbers.append(reduced.shard_square_norms)
+        if applied.norm is not None:
+            numbers.append(applied.norm.reshape(1))
+        self.records[self.step] = sha(torch.cat(numbers))
+
+    def _compute(self, shard: int) -> None:
+        transaction = self.transaction
+        if transaction.has(shard):
+            return
+        transaction.start_shard(shard)
+        first, stop = 3 * shard, 3 * shard + 3
+        if shard == 1 and self.feature.left_out:
+            transaction.leave_out(self.feature.left_out)
+            first += self.feature.left_out
+        out = self.module(X[first:stop])
+        loss = F.mse_loss(out, Y[first:stop])
+        transaction.backward(loss, stop - first, {"size": out.detach().abs().mean()})
+        transaction.finish_shard(shard)
+
+    @property
+    def digest(self) -> str:
+        state = self.optimizer.state_dict()["state"]
+        momenta = [one["momentum_buffer"].to_dense() for one in state.values()]
+        return state_hash(self.module) + sha(torch.cat([one.double().flatten() for one in momenta]))
+
+
+class Crew:
+    """All members of a run and the supervisor's part."""
+
+    def __init__(self, feature: Feature, ranks: int, faults: tuple[Fault, ...] = (), joins: int = 0) -> None:
+        self._feature, self._faults, self._joins = feature, faults, joins
+        self.members = {number: Member(number, feature, faults) for number in range(1, ranks + 1)}
+        self.views: list[ViewPlan] = []
+
+    def train(self) -> Crew:
+        generation = 1
+        while any(member.step < STEPS for member in self._living):
+            plan = self._decide(generation)
+            self.views.append(plan)
+            crew = [self.members[number] for number in plan.members]
+
+            def rank(context: DistributedContext, crew: list[Member] = crew, plan: ViewPlan = plan) -> None:
+                crew[context.rank].live(context, plan)
+
+            if len(crew) == 1:
+                crew[0].live(DistributedContext.from_transport(alone()), plan)
+            else:
+                run_ranks(len(crew), rank, timeout=60)
+            generation += 1
+            if self._joins and generation == 2:
+                for number in range(100, 100 + self._joins):
+                    self.members[number] = Member(number, self._feature, self._faults)
+            assert generation < 10, "the run does not come to its end"
+        return self
+
+    @property
+    def _living(self) -> list[Member]:
+        return [member for member in self.members.values() if member.alive]
+
+    def _decide(self, generation: int) -> ViewPlan:
+        job = _job(generation)
+        for member in self._living:
+            standing = Standing.MEMBER if member.has_state else Standing.READY
+            job.workers[member.number] = Worker(member.number, member.number, 0, standing, 0.0)
+            job.reports[member.number] = member.report(generation)
+        out: list[Action] = []
+        install(job, "a test", 0.0, out)
+        assert job.view is not None
+        return job.view
+
+    @property
+    def outcome(self) -> tuple[str, dict[int, str]]:
+        """The same on every member, or the test fails here."""
+        (digest,) = {member.digest for member in self._living}
+        records: dict[int, str] = {}
+        for member in self._living:
+            for step, record in member.records.items():
+                assert records.setdefault(step, record) == record
+        return digest, records
+
+    @property
+    def restored(self) -> bool:
+        return any(member.restored for member in self._living)
+
+
+def _job(generation: int) -> State:
+    job = initial(Settings(workers=RANKS, shards=SHARDS))
+    job.phase, job.generation, job.abort = Phase.PREPARING, generation, True
+    return job
+
+
+def every_point(
+    feature: Feature, kind: Literal["killed", "cut"], step: int, ranks: int = RANKS
+) -> Iterator[Fault]:
+    """A fault at each point of one step of an undisturbed run, on each rank."""
+    section = ("step", 1, step)
+    undisturbed = Crew(feature, ranks).train()
+    for number, member in undisturbed.members.items():
+        for point in range(1, member.counter.points[section] + 1):
+            yield Fault(kind, number, section, point)
+
+
+def alone_with(feature: Feature) -> tuple[str, dict[int, str]]:
+    return copy.deepcopy(Crew(feature, 1).train().outcome)
