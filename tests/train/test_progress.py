@@ -163,3 +163,29 @@ def test_a_loss_that_was_not_a_number_is_forgotten_when_it_is_over():
 )
 def test_numbers_for_a_glance(text, expected):
     assert text == expected
+
+
+def shown_after(*records, between=0.0, workers=None):
+    """The last line of a run of four workers whose steps are told `between` seconds after each other."""
+    out, clock = io.StringIO(), VirtualClock()
+    progress = Progress(Console(file=out, width=200, color_system=None), clock=clock)
+    progress.on_start(RunInfo(config=TrainConfig(log_every=1), workers=4, total_steps=100))
+    for record in records:
+        clock.advance(between)
+        progress.on_step(record)
+        if workers is not None:
+            progress.on_workers(workers)
+    return out.getvalue().splitlines()[-1]
+
+
+def test_steps_that_are_told_in_a_burst_took_as_long_as_they_took():
+    """The caller reads the journal now and then: ten steps of a second each come within microseconds."""
+    records = [StepRecord(step=n, epoch=0, loss=1.0, samples=32, seconds=1.0) for n in range(1, 12)]
+    line = shown_after(*records, between=1e-6)
+    assert "32 samples/s" in line
+    assert "0:01:29 left" in line
+
+
+def test_the_number_of_workers_is_that_of_now():
+    records = [StepRecord(step=n, epoch=0, loss=1.0, samples=32, seconds=1.0) for n in (1, 2)]
+    assert shown_after(*records, between=1.0, workers=1).endswith("1 worker")

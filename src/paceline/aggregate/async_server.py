@@ -28,6 +28,7 @@ from paceline.aggregate.async_saving import Keeper
 from paceline.aggregate.async_sgd import Desk, Judgement
 from paceline.checkpoint.manifest import Info
 from paceline.core import events
+from paceline.core.system_calls import open_process
 from paceline.data.plan import deal
 
 Tell = Callable[[events.Event], None]
@@ -179,7 +180,7 @@ class Server:
     def _welcome(self, member: _Member, message: Mapping[str, Any]) -> None:
         member.pid, member.host = message["pid"], message["host"]
         with contextlib.suppress(OSError):
-            member.handle = os.pidfd_open(member.pid)
+            member.handle = open_process(member.pid)
         send(self._control, {"say": "joined", "worker": member.worker, "pid": member.pid})
         self._tell(
             events.WorkerStarted(time=time.time(), rank=member.worker, pid=member.pid, host=member.host)

@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 import paceline
+from paceline.core import machine
 
 _PACKAGES = ("torch", "numpy", "msgpack", "cloudpickle", "ray", "optuna", "starlette", "mlflow", "matplotlib")
 
@@ -55,8 +56,12 @@ def collect() -> dict[str, object]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: _version(name) for name in _PACKAGES},
-        "cores": {"cores_usable": len(os.sched_getaffinity(0)), "cores_total": os.cpu_count()},
-        "memory": {"memory_total": memory.total, "memory_available": memory.available},
+        "cores": {"cores_usable": machine.cores(), "cores_total": os.cpu_count()},
+        "memory": {
+            "memory_total": memory.total,
+            "memory_available": memory.available,
+            "memory_limit": machine.memory_limit(),
+        },
         "shared_memory": _shared_memory(),
         "limits": {
             "open_files": _limit(resource.RLIMIT_NOFILE),

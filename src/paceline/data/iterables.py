@@ -20,6 +20,7 @@ from typing import Any, final
 from torch.utils.data import default_collate
 
 from paceline.core.errors import PacelineError, UsageError, WireError
+from paceline.data import shared_memory
 from paceline.data.arguments import whole
 from paceline.data.batches import Batch, Indices
 from paceline.data.generators import Generators, new_numpy, one_thread, set_aside
@@ -121,6 +122,9 @@ class Stream:
         except PacelineError:
             raise
         except Exception as error:
+            trouble = shared_memory.full(error)
+            if trouble is not None:
+                raise trouble from error
             raise read_error(
                 f"{len(samples)} samples of {self.name} cannot be put into one batch",
                 error,

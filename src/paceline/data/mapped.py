@@ -13,6 +13,7 @@ from typing import Any, final
 from torch.utils.data import default_collate
 
 from paceline.core.errors import PacelineError, UsageError
+from paceline.data import shared_memory
 from paceline.data.batches import Batch, Indices, Skipped, SkippedSampleError
 from paceline.data.read_errors import read_error
 
@@ -107,6 +108,9 @@ class MapSource:
         except PacelineError:
             raise
         except Exception as error:
+            trouble = shared_memory.full(error)
+            if trouble is not None:
+                raise trouble from error
             raise read_error(
                 f"samples {_some(numbers)} of {self._name} cannot be put into one batch",
                 error,

@@ -21,6 +21,7 @@ from torch._C import _remove_worker_pids
 from torch.utils.data import DataLoader, Dataset
 
 from paceline.core.errors import PacelineError, PlatformError
+from paceline.data import shared_memory
 from paceline.data.arrays import ArraySource
 from paceline.data.batches import Batch, Request, Source, can_pin
 from paceline.data.generators import new_numpy, one_thread, set_aside
@@ -126,6 +127,9 @@ def _begin_worker(worker_init: Callable[[int], None] | None, number: int) -> Non
 
 
 def _lost(source: Source, loading: Loading, error: RuntimeError) -> PacelineError:
+    trouble = shared_memory.full(error)
+    if trouble is not None:
+        return trouble
     dataset = source.dataset if isinstance(source, MapSource) else source
     return PlatformError(
         f"a worker process of the loader of {type(dataset).__qualname__} failed: {error}",
@@ -152,13 +156,18 @@ class _Requested(Dataset[Any]):
     def __getitem__(self, request: Request) -> Batch | _Failure:
         try:
             seed_everything(*request.key)
-            return self._source.fetch(request.indices)
+            batch = self._source.fetch(request.indices)
+            shared_memory.shared(batch.data)
+            return batch
         except PacelineError as error:
             error.add_note("in a worker process of the loader:\n" + traceback.format_exc().rstrip())
             return _Failure(error)
         except Exception as error:
             name = type(self._source).__qualname__
-            wrapped = read_error(f"{name} could not read samples", error, remedy=f"fix {name}.fetch")
+            full = shared_memory.full(error)
+            wrapped: PacelineError = full or read_error(
+                f"{name} could not read samples", error, remedy=f"fix {name}.fetch"
+            )
             wrapped.__cause__ = error
             wrapped.add_note("in a worker process of the loader:\n" + traceback.format_exc().rstrip())
             return _Failure(wrapped)

@@ -36,6 +36,7 @@ from paceline.core.control.messages import (
 from paceline.core.control.unheard import SUPERVISOR_LOST_EXIT_CODE
 from paceline.core.errors import PacelineError, RendezvousError, WireError
 from paceline.core.listening import ANY_PORT, Listening
+from paceline.core.system_calls import memory_file
 from paceline.elastic.shell.deaths import how_it_died
 from paceline.elastic.shell.look import LOOK_SECONDS, Look
 from paceline.elastic.shell.seats import is_stopped
@@ -236,7 +237,7 @@ class Agent:
             return
         if self._payload >= 0:
             os.close(self._payload)
-        self._payload = os.memfd_create("paceline-payload")
+        self._payload = memory_file("paceline-payload")
         self._complete = False
         self._waiting.clear()  # of an earlier connection
 

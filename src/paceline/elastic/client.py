@@ -18,9 +18,10 @@ import threading
 import time
 from typing import Any, Final, final
 
-from paceline.core import typed
+from paceline.core import loopback, typed
 from paceline.core.control import crew
 from paceline.core.errors import PeerLostError, ResourceError, UnavailableError, UsageError
+from paceline.core.system_calls import open_process
 from paceline.elastic import job as jobs
 from paceline.elastic.job import Job, Outcome
 from paceline.engines.local import client, launch, protocol
@@ -148,6 +149,7 @@ class Supervised:
                 "this Python does not know its own executable, so no supervisor can be started",
                 remedy="set sys.executable to the path of a Python with Paceline installed",
             )
+        loopback.check()
         self._attempt += 1
         self._started_at = time.monotonic()
         if self._server is None or not self._server.is_alive():
@@ -171,7 +173,7 @@ class Supervised:
             ) from error
         finally:
             theirs.close()
-        self._socket, self._watch = ours, os.pidfd_open(self._process.pid)
+        self._socket, self._watch = ours, open_process(self._process.pid)
         assert self._epoll is not None
         self._epoll.register(ours, select.EPOLLIN)
         self._epoll.register(self._watch, select.EPOLLIN)
@@ -301,7 +303,7 @@ class Supervised:
         self._kept[member] = pid, files
         if pid:
             with contextlib.suppress(ProcessLookupError):
-                self._watches[member] = os.pidfd_open(pid)
+                self._watches[member] = open_process(pid)
 
     def _drop(self, member: int) -> None:
         _, files = self._kept.pop(member, (0, ()))

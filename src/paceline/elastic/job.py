@@ -24,6 +24,7 @@ from paceline.core import errors, typed
 from paceline.core.control.auth import Tls
 from paceline.core.errors import InternalError, PacelineError, ResourceError
 from paceline.core.listening import ANY_PORT, Listening
+from paceline.core.system_calls import memory_file
 from paceline.elastic.model import Settings
 from paceline.engines.local import protocol
 from paceline.engines.local.protocol import Order, Plain
@@ -124,7 +125,7 @@ def spec_of(job: Job, order: Order, attempt: int, server_pid: int) -> Spec:
 
 def write_spec(spec: Spec) -> int:
     """A memory file with the spec."""
-    descriptor = os.memfd_create("paceline-job")
+    descriptor = memory_file("paceline-job")
     with os.fdopen(os.dup(descriptor), "wb") as file:
         file.write(json.dumps(asdict(spec)).encode())
     return descriptor

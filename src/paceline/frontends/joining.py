@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.core.control import address, crew, unheard
 from paceline.core.errors import ConfigError, PacelineError, UsageError
+from paceline.core.machine import cores
 from paceline.frontends import unused
 from paceline.train.config import TrainConfig
 from paceline.train.nesting import refuse_inside
@@ -42,10 +43,6 @@ def running_job(what: str = "fit") -> DistributedContext | None:
         init_process_group()
         context = default_group.current()
     return context
-
-
-def cores() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 def prepare(

@@ -8,7 +8,6 @@ Knows slots and buckets; nothing of modules or of how parameters were made equal
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from paceline.comm.context import DistributedContext
 from paceline.comm.ops import ReduceOp
 from paceline.comm.sequence import Handle
 from paceline.core.errors import PeerError, UsageError
+from paceline.core.machine import cores
 from paceline.parallel.buckets import Bucket, Slot
 
 
@@ -221,7 +221,7 @@ def spare_cores(context: DistributedContext) -> bool:
     """Whether a rank of this host has more than one core, so that a reduction can run beside backward."""
     topology = context.transport.topology
     neighbours = len(topology.ranks_on(topology.host_of[context.rank]))
-    return len(os.sched_getaffinity(0)) > neighbours
+    return cores() > neighbours
 
 
 def _arrival_hook(me: weakref.ref[GradientSync], index: int) -> Callable[[Tensor], None]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 from paceline.core.control import address
 from paceline.core.events import RunFailed
+from paceline.core.system_calls import memory_file
 from paceline.elastic.model import HOME, EndJob
 from paceline.elastic.shell.seats import Seat
 
@@ -90,7 +91,7 @@ class Ending:
             "pid": blamed.pid if blamed is not None else None,
             "text": "" if end.ok else supervisor.verdicts.last_text,
         }
-        told = os.memfd_create("paceline-outcome")
+        told = memory_file("paceline-outcome")
         os.write(told, json.dumps(facts).encode())
         supervisor.memory.forget()
         address.remove(supervisor.folder)

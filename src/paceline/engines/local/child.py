@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 from typing import NoReturn, final
 
 from paceline.core.errors import InternalError
+from paceline.core.machine import cores
+from paceline.core.system_calls import memory_file
 from paceline.engines.local import payload, protocol, randomness, report, system, threads
 from paceline.engines.local.protocol import Message, Order, Plain
 
@@ -91,9 +93,7 @@ def _work(order: Order, task: Task) -> int:
     code = 0
     try:
         _take_surroundings(order, task.rank)
-        threads.apply(
-            threads.choose(order.threads, order.environ, len(os.sched_getaffinity(0)), order.ranks_in_all)
-        )
+        threads.apply(threads.choose(order.threads, order.environ, cores(), order.ranks_in_all))
         result = _resolve(order.entry)(task)
         protocol.send(
             task.job, Message(protocol.RETURNED, task.rank, when=time.monotonic(), descriptors=(result,))
@@ -174,7 +174,7 @@ def _take_surroundings(order: Order, rank: int) -> None:
 
 def _offer_stacks(job: socket.socket, rank: int) -> None:
     """Give the parent a file in which stacks appear, on a crash by themselves and on request by signal."""
-    stacks = os.memfd_create("paceline-stacks")
+    stacks = memory_file("paceline-stacks")
     faulthandler.enable(file=stacks, all_threads=True)
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True, chain=False)
     protocol.send(job, Message(protocol.READY, rank, pid=os.getpid(), descriptors=(stacks,)))

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import final
 
 from paceline.core.errors import ResourceError, UnavailableError
+from paceline.core.system_calls import open_process
 from paceline.engines.local import protocol, threads
 
 _END_SECONDS = 5.0
@@ -169,6 +170,7 @@ def _start() -> Server:
             "this Python does not know its own executable, so no fork server can be started",
             remedy="set sys.executable to the path of a Python with Paceline installed",
         )
+    os.close(open_process(os.getpid()))  # refused now, where that is not allowed, and not in the server
     ours, theirs = protocol.pair()
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     arguments = [str(theirs.fileno()), str(os.getpid()), *import_paths()]
@@ -190,7 +192,7 @@ def _start() -> Server:
         ) from error
     finally:
         theirs.close()
-    return Server(process.pid, ours, os.pidfd_open(process.pid), process)
+    return Server(process.pid, ours, open_process(process.pid), process)
 
 
 def import_paths() -> list[str]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import final
 
 from paceline.core.errors import InternalError, PacelineError, PeerLostError
+from paceline.core.system_calls import open_process
 from paceline.engines.local import client, payload, protocol, stacks, system
 from paceline.engines.local.protocol import Message
 from paceline.engines.local.verdict import Died, Raised
@@ -194,7 +195,7 @@ class Group:
         if message.kind == protocol.STARTED:
             rank.pid = message.pid
             with contextlib.suppress(ProcessLookupError):
-                rank.watch = os.pidfd_open(message.pid)
+                rank.watch = open_process(message.pid)
         elif message.kind == protocol.READY:
             rank.stack_file = rank.files.pop()
         elif message.kind == protocol.EXITED:

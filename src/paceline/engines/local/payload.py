@@ -26,6 +26,8 @@ from typing import Any, TypeAlias
 
 import cloudpickle
 
+from paceline.core.system_calls import memory_file
+
 Reducers: TypeAlias = Mapping[type, Callable[[Any], Any]]
 
 _ALIGN = 64
@@ -46,7 +48,7 @@ def dump(
 
     Functions and classes that had to travel by value are appended to `definitions` as they are met.
     """
-    descriptor = os.memfd_create("paceline-payload")
+    descriptor = memory_file("paceline-payload")
     try:
         with os.fdopen(os.dup(descriptor), "wb") as file:
             buffers: list[pickle.PickleBuffer] = []

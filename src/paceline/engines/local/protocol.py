@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final, TypeAlias
 
 from paceline.core.errors import ResourceError
+from paceline.core.system_calls import memory_file
 
 Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
 
@@ -107,7 +108,7 @@ def receive(sock: socket.socket) -> Message | None:
 
 def write_order(order: Order) -> int:
     """Put an order into a memory file and return its descriptor."""
-    descriptor = os.memfd_create("paceline-order")
+    descriptor = memory_file("paceline-order")
     with os.fdopen(os.dup(descriptor), "wb") as file:
         file.write(json.dumps(asdict(order)).encode())
     return descriptor

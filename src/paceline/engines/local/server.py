@@ -22,6 +22,7 @@ import weakref
 from typing import NoReturn
 
 from paceline.core.errors import PacelineError, UsageError
+from paceline.core.system_calls import open_process
 from paceline.engines.local import protocol, system
 from paceline.engines.local.fleet import Fleet
 from paceline.engines.local.protocol import Order
@@ -48,7 +49,7 @@ def _serve(control: socket.socket, parent_pid: int) -> None:
     system.adopt_orphans()
     wake_read, wake_write = _wake_on_child_exit()
     try:
-        parent = os.pidfd_open(parent_pid)
+        parent = open_process(parent_pid)
     except ProcessLookupError:
         return
     fleet = Fleet(private=(control.fileno(), parent, wake_read, wake_write))

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Self, final
 
 from paceline.core.errors import PacelineError, PeerLostError
+from paceline.core.system_calls import open_process
 from paceline.engines.local import child, client, payload, protocol, stacks, system
 from paceline.engines.local.protocol import Message, Order
 
@@ -92,7 +93,7 @@ class Worker:
             return
         self.pid = pid
         with contextlib.suppress(ProcessLookupError):
-            self._watch = os.pidfd_open(pid)
+            self._watch = open_process(pid)
         if self._doomed:
             self.signal(signal.SIGKILL)
 

@@ -20,6 +20,7 @@ from paceline.aggregate.async_messages import pair, receive, send
 from paceline.core.errors import PacelineError, PeerLostError
 from paceline.core.events import Note
 from paceline.core.journal import Journal
+from paceline.core.system_calls import memory_file
 from paceline.engines.local import call, payload
 from paceline.engines.local.launch import order_here
 from paceline.engines.local.verdict import Died, Raised, judge
@@ -150,7 +151,7 @@ class AsyncJob(InThread):
                 continue
             seat.start_at = None
             ours, theirs = pair()
-            memory = os.memfd_create(f"paceline-async-{seat.number}")
+            memory = memory_file(f"paceline-async-{seat.number}")
             try:
                 with ours, theirs:
                     files = (ours.fileno(), memory)

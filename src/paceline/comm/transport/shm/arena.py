@@ -8,6 +8,7 @@ no locks between ranks.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import ctypes
 import mmap
 import threading
@@ -58,7 +59,8 @@ class Arena:
                     return offset
         raise ResourceError(
             f"no room for {length} bytes of shared memory: {self._size} are set aside for this rank",
-            remedy="free shared tensors, or use torch.empty",
+            remedy="raise the limit on address space where there is one (`ulimit -v`), use fewer workers, or "
+            "free tensors of shared_empty()",
         )
 
     def _give_back(self, offset: int, length: int) -> None:
@@ -77,7 +79,9 @@ class Arena:
         # MADV_REMOVE frees the pages of the file behind the mapping; without it they stay until the group
         # ends.
         if not self._retired and not self._mapping.closed and hasattr(mmap, "MADV_REMOVE"):
-            self._mapping.madvise(mmap.MADV_REMOVE, offset, length)
+            # A file that takes a memory file's place may be of a file system that cannot do it.
+            with contextlib.suppress(OSError):
+                self._mapping.madvise(mmap.MADV_REMOVE, offset, length)
 
 
 def map_segment(fd: int, size: int) -> mmap.mmap:
@@ -86,8 +90,8 @@ def map_segment(fd: int, size: int) -> mmap.mmap:
         mapping = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_NORESERVE", 0))
     except (OSError, ValueError, OverflowError) as error:
         raise ResourceError(
-            f"cannot map {size >> 30} GiB of address space for the group's shared memory: {error}",
-            remedy="lift the address-space limit (`ulimit -v unlimited`), or use backend='gloo'",
+            f"cannot map {size >> 20} MiB of address space for the group's shared memory: {error}",
+            remedy="lift or raise the limit on address space (`ulimit -v unlimited`), or use fewer workers",
         ) from error
     if hasattr(mmap, "MADV_DONTDUMP"):
         mapping.madvise(mmap.MADV_DONTDUMP)

@@ -10,10 +10,12 @@ The file is sparse: address space is generous, memory is used only where somethi
 from __future__ import annotations
 
 import os
+import resource
 import struct
 from dataclasses import dataclass
 
 from paceline.core.errors import ResourceError, UsageError
+from paceline.core.system_calls import memory_file
 
 MAGIC = b"PACELINE"
 VERSION = 1
@@ -22,14 +24,17 @@ ROW_BYTES = 8192
 LANES = 2
 RING_HEADER = 128
 MAX_WORLD = 4096
+_LEAST_ARENA = 16 << 20
+_SHARE_OF_LIMIT = 4
 _HEADER = struct.Struct("<8sIIQ")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Offsets into a segment for `world_size` ranks."""
+    """Offsets into a segment for `world_size` ranks, each with an arena of so many bytes."""
 
     world_size: int
+    arena_bytes: int
 
     @property
     def ring_bytes(self) -> int:
@@ -44,10 +49,6 @@ class Layout:
     def stage_bytes(self) -> int:
         """One rank's staging slot; all slots together should stay in a shared cache."""
         return max(64 * 1024, min(1 << 20, _power_below((8 << 20) // self.world_size)))
-
-    @property
-    def arena_bytes(self) -> int:
-        return 256 << 30 if self.world_size <= 64 else 16 << 30
 
     def row(self, rank: int) -> int:
         return PAGE + rank * ROW_BYTES
@@ -84,18 +85,18 @@ def create_segment(world_size: int) -> int:
     """A new segment for a group; returns its file descriptor, which the caller passes to the ranks and
     closes."""
     check_world_size(world_size)
-    layout = Layout(world_size)
+    layout = Layout(world_size, usual_arena(world_size))
     fd = -1
     try:
-        fd = os.memfd_create("paceline", os.MFD_CLOEXEC)
+        fd = memory_file("paceline")
         os.ftruncate(fd, layout.total)
     except (AttributeError, OSError) as error:
         if fd >= 0:
             os.close(fd)
         raise ResourceError(
             f"no shared memory for {world_size} ranks: {error}",
-            remedy="shared memory needs Linux and a free file descriptor (see `ulimit -n`, `ulimit -f`); "
-            "backend='gloo' works without it",
+            remedy="shared memory needs Linux, a free file descriptor and no limit on the size of files (see "
+            "`ulimit -n`, `ulimit -f`)",
         ) from error
     os.pwrite(fd, _HEADER.pack(MAGIC, VERSION, world_size, layout.total), 0)
     return fd
@@ -109,14 +110,25 @@ def read_segment(fd: int, world_size: int) -> Layout:
             "this file descriptor is not a Paceline segment",
             remedy="pass the descriptor made by create_segment()",
         )
-    _, version, ranks, _ = _HEADER.unpack(raw)
+    _, version, ranks, total = _HEADER.unpack(raw)
     if (version, ranks) != (VERSION, world_size):
         raise UsageError(
             f"the segment was made for {ranks} ranks (layout {version}), not for {world_size} "
             f"(layout {VERSION})",
             remedy="start all ranks of a group with the same world_size and the same Paceline version",
         )
-    return Layout(world_size)
+    return Layout(world_size, (total - Layout(world_size, 0).total) // world_size)
+
+
+def usual_arena(world_size: int) -> int:
+    """Bytes of address space for one rank's tensors: more than there is memory, since only what is written
+    costs any; a part of what is allowed where the address space is limited (`ulimit -v`)."""
+    most = 256 << 30 if world_size <= 64 else 16 << 30
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return most
+    # Every rank maps the arenas of all, and while a group is replaced those of two groups.
+    return max(_LEAST_ARENA, min(most, limit // _SHARE_OF_LIMIT // world_size // PAGE * PAGE))
 
 
 def check_world_size(world_size: object) -> None:

@@ -70,10 +70,6 @@ def _no_fence() -> None:
 fence = _no_fence if _MACHINE in ("x86_64", "AMD64", "i686") else _fence_by_lock
 
 
-def cores() -> int:
-    return len(os.sched_getaffinity(0))
-
-
 def reached(word: int, target: int) -> bool:
     """Whether a 32-bit counter that wraps has come as far as `target`."""
     return (word - target) & 0xFFFFFFFF < 0x80000000

@@ -25,7 +25,6 @@ from paceline.comm.transport.base import (
     Window,
     memory_of,
 )
-from paceline.comm.transport.shm import sync
 from paceline.comm.transport.shm.arena import Arena, address_of, map_segment
 from paceline.comm.transport.shm.board import Board
 from paceline.comm.transport.shm.layout import read_segment
@@ -33,6 +32,7 @@ from paceline.comm.transport.shm.messages import HEADER, Incoming, Lane, Outgoin
 from paceline.comm.transport.shm.window import ShmWindow
 from paceline.comm.transport.watch import Watch, Widen
 from paceline.core.errors import GroupInterruptedError
+from paceline.core.machine import cores
 
 Step = Callable[[], tuple[bool, bool]]
 Waiting = Callable[[], tuple[int, ...]]
@@ -55,7 +55,7 @@ class ShmTransport:
         memory = memoryview(self._mapping)
         segment = torch.frombuffer(self._mapping, dtype=torch.uint8)
         self._board = Board(memory, address_of(memory), layout, rank, same_process=threads)
-        crowded = world_size > sync.cores()
+        crowded = world_size > cores()
         spins = 0 if threads else 20 if crowded else 20_000
         self.window: Window | None = ShmWindow(self._board, layout, segment, spins=spins, crowded=crowded)
         self._collective = Lane(memory, layout, self._board, 1)
