@@ -69,6 +69,8 @@ def test_without_a_loopback_interface(tmp_path: Path) -> None:
 
 LOADER = """
 import sys
+import torch
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
 import paceline
 

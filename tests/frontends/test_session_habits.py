@@ -228,6 +228,9 @@ def wrapped(ctx: Any, folder: Path, inside: bool) -> str:
         optimizer = torch.optim.AdamW(given.parameters(), 0.01)
         with pytest.raises(UsageError) as caught, paceline.session(given, optimizer, config(run_dir=folder)):
             raise AssertionError
+        trainer = paceline.Trainer(given, nn.MSELoss(), optimizer=optimizer, config=config(run_dir=folder))
+        with pytest.raises(UsageError, match="summed twice"):
+            trainer.fit((X, Y))
         return str(caught.value)
     finally:
         torch.distributed.destroy_process_group()

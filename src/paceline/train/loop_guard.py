@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from paceline.core.errors import UsageError
 
 _ABSENT = object()
+_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 _LOOKED_AT = 64  # parameters in a step
 _gradient: Callable[[Parameter], Tensor | None] = attrgetter("grad")
 _version: Callable[[Tensor], int] = attrgetter("_version")
@@ -163,13 +164,13 @@ def _replaced(
 
 
 def refuse_wrapped(module: nn.Module) -> None:
-    """A model whose gradients a wrapper of torch exchanges as well."""
+    """A model whose gradients a wrapper exchanges as well: torch's, or ours for loops without a run."""
     for name, child in module.named_modules():
-        kind = type(child).__name__
-        if isinstance(child, DistributedDataParallel) or kind.startswith("FullyShardedDataParallel"):
+        kind = next((one.__name__ for one in type(child).__mro__ if one.__name__ in _WRAPPERS), None)
+        if kind is not None:
             where = f"the model's {name}" if name else "the model"
             raise UsageError(
-                f"{where} is wrapped in torch's {kind}, which exchanges gradients between ranks itself: they "
+                f"{where} is wrapped in {kind}, which exchanges gradients between ranks itself: they "
                 "would be summed twice",
                 remedy="give the plain module (model.module); the run sums over all workers",
             )

@@ -27,6 +27,7 @@ from paceline.train.config import TrainConfig
 from paceline.train.ending import conclude
 from paceline.train.evaluation import Forward
 from paceline.train.history import History
+from paceline.train.loop_guard import refuse_wrapped
 from paceline.train.micro_batch_finder import find_for_run, is_out_of_memory
 from paceline.train.nesting import inside_a_run
 from paceline.train.objective import Objective
@@ -88,6 +89,7 @@ def build(job: TrainJob, stack: ExitStack, number: int, observers: Sequence[Obse
     config = job.config
     device = run_setup.choose_device(config, number)
     module = run_setup.build_model(job.model, config.seed).to(device).train()
+    refuse_wrapped(module)
     objective = Objective(job.objective)
     objective.to(device)
     stack.enter_context(run_setup.recomputing(module, config.activation_checkpointing))
