@@ -152,6 +152,16 @@ def test_a_folder_in_which_something_happened_is_never_cleared(tmp_path: Path) -
     assert (folder / "failed-1" / "config.toml").exists()
 
 
+def test_final_loss_of_a_supervised_run_is_of_the_whole_epoch(tmp_path: Path) -> None:
+    """After a resume in the middle of an epoch, too; `history.steps` are those of this start."""
+    whole = trainer(settings(tmp_path / "whole", workers=1, epochs=2)).fit(data())
+    trainer(settings(tmp_path / "run", max_steps=8)).fit(data())
+    resumed = trainer(settings(tmp_path / "run", epochs=2, resume="auto")).fit(data())
+    assert resumed.state_hash == whole.state_hash
+    assert [record.step for record in resumed.steps] == [9, 10]
+    assert resumed.final_loss == pytest.approx(whole.final_loss, rel=1e-12)
+
+
 def nested(model: nn.Module, batch: Any) -> Tensor:
     paceline.Trainer(build, nn.CrossEntropyLoss(), optimizer=adam).fit(data())
     raise AssertionError

@@ -113,3 +113,12 @@ def test_a_modifier_sees_no_time():
     record = step(1, 0, 1.0, learning_rate=0.1)
     assert record.seconds == 0.5
     assert record.timeless() == step(1, 0, 1.0, seconds=0.0, learning_rate=0.1)
+
+
+def test_final_loss_of_an_epoch_that_was_stopped_and_partly_done_by_an_earlier_start():
+    """The record of the epoch knows the steps that this start did not do."""
+    step = StepRecord(step=7, epoch=1, loss=0.5, samples=10)
+    unfinished = EpochRecord(epoch=1, steps=3, samples=30, loss=2.0)
+    history = History(total_time=1.0, state_hash="", steps=(step,), unfinished=unfinished)
+    assert history.final_loss == 2.0
+    assert History.from_dict(history.to_dict()) == history

@@ -106,6 +106,7 @@ def test_a_modifiers_tensors_are_saved_and_come_back(tmp_path: Path) -> None:
     whole = train(job(mlp(), DATA, epochs=3, shards=2), 1, lambda: [Momentum()])
     first = job(mlp(), DATA, max_steps=3, shards=2, run_dir=tmp_path / "run")
     train(first, 2, lambda: [Momentum()])
+    assert list((tmp_path / "run" / "checkpoints").glob("v*"))
     second = job(mlp(), DATA, epochs=3, shards=2, run_dir=tmp_path / "run", resume="auto")
     assert train(second, 1, lambda: [Momentum()]).hash == whole.hash
     assert whole.hash != train(job(mlp(), DATA, epochs=3, shards=2)).hash
