@@ -90,7 +90,8 @@ def test_a_stop_while_a_view_cannot_form_ends_soon_and_saves(tmp_path: Path) -> 
         asked = time.monotonic()
         run.process.send_signal(signal.SIGTERM)
         run.process.wait(60)
-        assert time.monotonic() - asked < 10.0
+        # 3 s for the view, then saving and ending, slowly on a busy machine; it was 60 to 90 s.
+        assert time.monotonic() - asked < 20.0
         assert run.of(events.CheckpointSaved)[-1].step >= run.of(events.StepCommitted)[-1].step
         ended(agent)
 
@@ -113,7 +114,8 @@ def test_ports_of_the_range_and_the_chosen_interface_only(tmp_path: Path, undist
         for host, address in enumerate(run.hosts.addresses):
             found = run.hosts.listeners(host)
             assert {where for where, _ in found} == {address}
-            # A worker's endpoint each, and the control port.
-            assert len([port for _, port in found if 42000 <= port <= 42019]) >= (1 if host else 3), found
+            # A worker's endpoint each, and the control port; perhaps those of a group that is forming.
+            assert len(found) >= (1 if host else 3), found
+            assert all(42000 <= port <= 42019 for _, port in found), found
         assert run.finish() == undisturbed
         assert ended(agent)[0] == 0
