@@ -143,7 +143,9 @@ def test_a_kill_for_memory_on_another_machine_is_named(tmp_path):
         memory_group.make_below(f"paceline-test-{os.getpid()}", 64 << 20).remove()
     except OSError as error:
         pytest.skip(f"no memory cgroup can be made here: {error}; run as root with cgroups mounted")
-    with running(tmp_path, workers=2, steps=10**6, shared=str(tmp_path), oom=2) as run:
+    # Running out of memory takes as long as it does: it is not to be found hanging before.
+    patient = {"hang_least": 60.0}
+    with running(tmp_path, workers=2, steps=10**6, shared=str(tmp_path), oom=2, machine=patient) as run:
         run.until_step(5)
         host, port = run.supervised.address
         with script(JOIN, host, port, tmp_path / "control.secret", 2, PACELINE_HOST="far") as agent:
