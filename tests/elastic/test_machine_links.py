@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.elastic.machine_driver import Driven, only
 from tests.elastic.test_machine_deadlines import keep_beating
 
-from paceline.elastic.model import Action, AgentCame, Beaten, HasBroken, Joined, NoteVerdict
+from paceline.elastic.model import Action, AgentCame, Beaten, HasBroken, NoteVerdict
 
 
 def on_machines(home: int, away: int, more: int = 0) -> Driven:
@@ -14,9 +14,7 @@ def on_machines(home: int, away: int, more: int = 0) -> Driven:
     for place, count in ((1, away), (2, more)):
         if count:
             job.tell(AgentCame(place, count, f"host{place}"))
-    for worker in list(job.state.workers.values()):
-        if worker.place:
-            job.tell(Joined(worker.number, worker.slot, worker.place))
+    job.join_all()
     job.wait(0.5)
     job.regroup()
     return job

@@ -181,8 +181,7 @@ def test_a_single_worker_that_is_stopped_is_named():
 def test_all_workers_of_one_machine_stopped_together_blame_nobody():
     job = Driven(2, 8).running()
     job.tell(AgentCame(1, 2, "host1"))
-    for member in (3, 4):
-        job.tell(Joined(member, job.state.workers[member].slot, 1))
+    job.join_all()
     job.wait(0.5)
     job.regroup()
     job.beat_all()
