@@ -106,7 +106,10 @@ def test_a_users_error_ends_the_job_with_its_report_and_exception(tmp_path, capf
     assert "no good in step 10" in report.summary
     assert isinstance(payload.load(outcome.failure[1]), ValueError)
     drop(outcome)
-    assert capfd.readouterr().err.count("Traceback") == 1
+    # The traceback is in what the caller raises: the terminal has one line.
+    said = capfd.readouterr().err
+    assert "Traceback" not in said
+    assert said.count("raised in phase forward, and the run ends: ValueError: no good in step 10") == 1
 
 
 def test_an_error_in_the_same_step_twice_ends_the_job(tmp_path):
@@ -114,7 +117,10 @@ def test_an_error_in_the_same_step_twice_ends_the_job(tmp_path):
         outcome = drop(run.finish())
     assert not outcome.ok
     assert "not the first time" in outcome.reason
-    assert [failure.cause for failure in run.of(WorkerFailed)] == ["raised", "raised"]
+    # The first is forgiven; the second ends the job, and others may have raised by then.
+    causes = [failure.cause for failure in run.of(WorkerFailed)]
+    assert len(causes) >= 2
+    assert set(causes) == {"raised"}
 
 
 def test_a_member_that_is_asked_to_go_leaves_at_a_boundary(tmp_path):

@@ -75,7 +75,7 @@ def test_a_program_exits_with_75_and_its_process_group_may_be_signalled(tmp_path
             assert all_gone(everybody, 10)
     assert out == ""
     at = steps_of(folder)[-1]
-    assert f"stopped by {number.name} after step {at}; version " in err
+    assert f"stopped after step {at} ({number.name}); version " in err
     assert len(err.splitlines()) == 1
     assert fit(settings(folder, 3, resume="auto")).state_hash == quiet
 
@@ -141,7 +141,7 @@ def test_inside_torchrun(tmp_path, quiet, to):
             assert all_gone(everybody, 10)
     at = steps_of(folder)[-1]
     assert 9 <= at < STEPS
-    assert f"after step {at}; version " in err
+    assert f"stopped after step {at} (" in err
     if to == "one rank":
         assert "exitcode  : 75" in err
     assert fit(settings(folder, 3, resume="auto")).state_hash == quiet

@@ -49,7 +49,7 @@ class BreaksThenStops(small_run.Signals):
 def test_a_stop_whose_save_fails_does_not_claim_to_be_saved(tmp_path, workers, care, capfd):
     folder = tmp_path / "run"
     config = settings(folder, workers, checkpoint=CheckpointConfig(every_steps=None), fault_tolerance=care)
-    with pytest.raises(PlatformError, match=r"stopped by SIGTERM after step 4, and this state could not be"):
+    with pytest.raises(PlatformError, match=r"stopped after step 4 \(SIGTERM\), and this state could not be"):
         fit(config, [BreaksThenStops(folder, 3, ["main"])])
     kinds = [type(event) for event in journal_of(folder)]
     assert events.CheckpointFailed in kinds

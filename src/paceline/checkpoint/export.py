@@ -13,11 +13,10 @@ from torch import Tensor
 
 from paceline.checkpoint.images import ImageBuffer
 from paceline.checkpoint.local import LocalStorage
+from paceline.checkpoint.manifest import MODEL
 from paceline.core.errors import UsageError
 
 Format = Literal["safetensors", "torch"]
-
-MODEL = "model/"
 
 
 def export(

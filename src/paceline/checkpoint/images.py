@@ -6,6 +6,7 @@ allocation. Must not know when anything is saved, nor where to.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import final
 
@@ -35,6 +36,10 @@ def layout_of(tensors: Mapping[str, Tensor], names: Sequence[str]) -> Layout:
             )
         described.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)))
     return plan(described)
+
+
+_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_PIECE = 32_000  # elements; torch works on so few in one thread
 
 
 @final
@@ -86,6 +91,18 @@ class ImageBuffer:
         """The file's bytes."""
         assert self._bytes is not None
         return memoryview(self._bytes.numpy().data)[: layout.nbytes]
+
+    def finite(self, layout: Layout, prefix: str) -> bool:
+        """Whether the tensors whose name begins so are all finite; in pieces, so that no other thread is
+        called in to help, and without any more memory."""
+        for entry, place in zip(layout.entries, self._places, strict=True):
+            if entry.name.startswith(prefix) and place.dtype in _FLOATS and place.numel():
+                flat = place.reshape(-1)
+                for start in range(0, flat.numel(), _PIECE):
+                    low, high = torch.aminmax(flat[start : start + _PIECE])
+                    if not math.isfinite(float(low)) or not math.isfinite(float(high)):
+                        return False
+        return True
 
     def release(self) -> None:
         """Give the memory back."""

@@ -17,6 +17,7 @@ FORMAT: Final = "paceline-checkpoint-1"
 MANIFEST: Final = "manifest.json"
 STATE: Final = "state.json"
 OWNER: Final = "owner.json"
+MODEL: Final = "model/"  # the names of the weights begin so
 
 _FOLDER: Final = re.compile(r"v(\d{8,})")
 _PART: Final = re.compile(r"part-(\d+)-of-(\d+)\.safetensors")
@@ -24,13 +25,15 @@ _PART: Final = re.compile(r"part-(\d+)-of-(\d+)\.safetensors")
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One file: how many tensors it holds, and the names of those that only its writer had."""
+    """One file: how many tensors it holds, the names of those that only its writer had, and whether the
+    model's are all finite (None: written before that was noted)."""
 
     name: str
     nbytes: int
     checksum: str
     tensors: int = 0
     own: tuple[str, ...] = ()
+    finite: bool | None = None
 
     def to_plain(self) -> dict[str, Any]:
         return {
@@ -39,6 +42,7 @@ class FileRecord:
             "xxh3_128": self.checksum,
             "tensors": self.tensors,
             "own": list(self.own),
+            **({} if self.finite is None else {"finite": self.finite}),
         }
 
     @classmethod
@@ -49,6 +53,7 @@ class FileRecord:
             str(plain["xxh3_128"]),
             int(plain["tensors"]),
             tuple(str(name) for name in plain["own"]),
+            None if plain.get("finite") is None else bool(plain["finite"]),
         )
 
 
@@ -85,6 +90,12 @@ class Manifest:
     @property
     def parts(self) -> tuple[FileRecord, ...]:
         return tuple(file for file in self.files if file.name != STATE)
+
+    @property
+    def finite(self) -> bool | None:
+        """Whether all weights are; None where that is not known."""
+        known = [file.finite for file in self.parts]
+        return False if False in known else None if None in known else True
 
     def to_bytes(self) -> bytes:
         info = self.info

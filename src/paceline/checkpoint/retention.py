@@ -42,11 +42,14 @@ class Retention:
 def kept(
     manifests: Sequence[Manifest], retention: Retention, protected: Collection[int] = ()
 ) -> frozenset[int]:
-    """The versions that stay; `protected` ones (tagged, or the latest) always do."""
+    """The versions that stay; `protected` ones (tagged, or the latest) always do, and the newest one whose
+    weights are finite."""
     versions = sorted(manifest.version for manifest in manifests)
     if retention.keep_last is None:
         return frozenset(versions)
     stay = set(versions[-retention.keep_last :]) | (set(protected) & set(versions))
+    # What went wrong with a run is in all versions after it: the last one before is the one to go back to.
+    stay |= set(sorted(manifest.version for manifest in manifests if manifest.finite is not False)[-1:])
     stay |= {manifest.version for manifest in ranked(manifests, retention)[: retention.keep_best]}
     if retention.keep_every is not None:
         seen: set[int] = set()

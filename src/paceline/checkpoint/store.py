@@ -16,12 +16,14 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, Literal, final
 
 from paceline.checkpoint import state_json
 from paceline.checkpoint.documents import BrokenDocument, checksum, seal, unseal
 from paceline.checkpoint.manifest import (
     MANIFEST,
+    MODEL,
     OWNER,
     STATE,
     Damage,
@@ -120,7 +122,8 @@ class CheckpointStore:
         buffer = ImageBuffer()
         layout = buffer.fill(tensors, sorted(tensors))
         buffer.wait()
-        return self.write_image(version, part, parts, buffer.image(layout), len(layout.entries))
+        record = self.write_image(version, part, parts, buffer.image(layout), len(layout.entries))
+        return replace(record, finite=buffer.finite(layout, MODEL))
 
     def write_image(self, version: int, part: int, parts: int, image: memoryview, tensors: int) -> FileRecord:
         """Write a part whose file is already laid out in memory."""

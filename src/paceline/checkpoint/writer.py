@@ -26,7 +26,7 @@ from torch import Tensor
 from paceline.checkpoint import state_json
 from paceline.checkpoint.digests import image_digest
 from paceline.checkpoint.images import ImageBuffer
-from paceline.checkpoint.manifest import FileRecord, Info, Manifest
+from paceline.checkpoint.manifest import MODEL, FileRecord, Info, Manifest
 from paceline.checkpoint.retention import Retention
 from paceline.checkpoint.sharing import share_of
 from paceline.checkpoint.store import CheckpointStore
@@ -116,7 +116,7 @@ class BackgroundWriter:
             self._buffer.wait()
             image = self._buffer.image(layout)
             part = self.store.write_image(version, self.rank, self.world, image, len(layout.entries))
-            records = [replace(part, own=private)]
+            records = [replace(part, own=private, finite=self._buffer.finite(layout, MODEL))]
             if encoded is not None:
                 records.append(self.store.write_state_bytes(version, encoded))
             digest = image_digest(layout, image, private)

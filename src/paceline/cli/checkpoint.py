@@ -207,6 +207,7 @@ def _plain(manifest: Manifest, tags: dict[str, int]) -> dict[str, Any]:
         "tags": sorted(name for name, version in tags.items() if version == manifest.version),
         "metrics": {name: finite(value) for name, value in info.metrics.items()},
         "note": info.note,
+        "finite": manifest.finite,
         "bytes": manifest.nbytes,
         "files": [file.to_plain() for file in manifest.files],
     }
@@ -230,7 +231,7 @@ def _print_list(manifests: list[Manifest], tags: dict[str, int]) -> None:
             str(manifest.info.epoch),
             _size(manifest.nbytes),
             "" if manifest.info.parent is None else str(manifest.info.parent),
-            _shown(facts["metrics"]),
+            _shown(facts["metrics"]) + ("" if manifest.finite is not False else " (weights not finite)"),
             _shown(facts["tags"]),
         )
     Console().print(table)

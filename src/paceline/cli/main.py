@@ -96,7 +96,9 @@ def invoke(command: typer.Typer, argv: Sequence[str] | None = None) -> int:
         return _bad_usage(error, session)
     except _CommandError as error:
         return _fail(cast(Any, error).format_message(), error, session, 1)
-    except (KeyboardInterrupt, typer.Abort):
+    except (KeyboardInterrupt, typer.Abort) as error:
+        if str(error):
+            print(error, file=sys.stderr)
         return 130
     except BrokenPipeError:
         # The reader has seen enough (`paceline info | head -1`); what is still buffered goes nowhere, else
@@ -125,5 +127,7 @@ def _bad_usage(error: Exception, session: Session) -> int:
 def _fail(message: str, error: BaseException, session: Session, code: int) -> int:
     if session.debug:
         traceback.print_exception(error)
-    print(f"error: {message}", file=sys.stderr)
+    # Where it was raised, and what was saved.
+    notes = getattr(error, "__notes__", ()) if isinstance(error, PacelineError) else ()
+    print("\n".join([f"error: {message}", *map(str, notes)]), file=sys.stderr)
     return code

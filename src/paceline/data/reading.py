@@ -26,6 +26,7 @@ from paceline.data.arrays import ArraySource
 from paceline.data.batches import Batch, Request, Source, can_pin
 from paceline.data.generators import new_numpy, one_thread, set_aside
 from paceline.data.mapped import Loading, MapSource
+from paceline.data.naming import given_name
 from paceline.data.randomness import seed_everything
 from paceline.data.read_errors import read_error
 
@@ -130,9 +131,8 @@ def _lost(source: Source, loading: Loading, error: RuntimeError) -> PacelineErro
     trouble = shared_memory.full(error)
     if trouble is not None:
         return trouble
-    dataset = source.dataset if isinstance(source, MapSource) else source
     return PlatformError(
-        f"a worker process of the loader of {type(dataset).__qualname__} failed: {error}",
+        f"a worker process of the loader of {given_name(source)} failed: {error}",
         remedy=f"look for a lack of memory; use fewer than num_workers={loading.workers} or a smaller "
         "prefetch_factor, or num_workers=0 to read in the calling process",
     )
@@ -163,11 +163,10 @@ class _Requested(Dataset[Any]):
             error.add_note("in a worker process of the loader:\n" + traceback.format_exc().rstrip())
             return _Failure(error)
         except Exception as error:
-            name = type(self._source).__qualname__
+            name = given_name(self._source)
+            fix = f"fix what {name} does when samples are read"
             full = shared_memory.full(error)
-            wrapped: PacelineError = full or read_error(
-                f"{name} could not read samples", error, remedy=f"fix {name}.fetch"
-            )
+            wrapped: PacelineError = full or read_error(f"{name} could not read samples", error, remedy=fix)
             wrapped.__cause__ = error
             wrapped.add_note("in a worker process of the loader:\n" + traceback.format_exc().rstrip())
             return _Failure(wrapped)

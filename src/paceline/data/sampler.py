@@ -21,6 +21,7 @@ from torch.utils.data import Sampler
 
 from paceline.comm import default_group
 from paceline.core.errors import UsageError
+from paceline.core.words import a_kind
 from paceline.data.arguments import whole
 from paceline.data.permutation import LARGEST_SEED, LARGEST_SIZE, InOrder, Order, Permutation
 
@@ -252,7 +253,7 @@ def _length(dataset: object) -> int:
         return whole("len(dataset)", len(cast("Sized", dataset)), 0, LARGEST_SIZE)
     except TypeError as error:
         raise UsageError(
-            f"DistributedSampler: a {type(dataset).__name__} has no length",
+            f"DistributedSampler: {a_kind(dataset)} has no length",
             remedy="pass a map-style dataset with __len__; an iterable dataset cannot be sampled",
         ) from error
 

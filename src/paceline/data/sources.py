@@ -27,6 +27,7 @@ from torch.utils.data import (
 )
 
 from paceline.core.errors import UsageError
+from paceline.core.words import a_kind
 from paceline.data.arrays import ArraySource, array_source, tensor_dataset_source
 from paceline.data.batches import Batch, Indices, Request, Skipped, SkippedSampleError, Source
 from paceline.data.huggingface import hugging_face_source
@@ -105,7 +106,8 @@ def _is_iterable(data: Any) -> bool:
 def _size_of(dataset: Any) -> int:
     name = type(dataset).__qualname__
     if not hasattr(dataset, "__getitem__") or isinstance(dataset, dict | str | bytes | type):
-        raise UsageError(f"a {name} is no data to train on: {dataset!r:.60}", remedy=f"pass {_KINDS}")
+        what = f"{a_kind(dataset)} is no data to train on: {dataset!r:.60}"
+        raise UsageError(what, remedy=f"pass {_KINDS}")
     try:
         return len(dataset)
     except TypeError as error:

@@ -22,7 +22,10 @@ def end(
     failed: int | None = None,
     stopped: str | None = None,
 ) -> str:
-    """Nothing is decided after this."""
+    """Nothing is decided after this. Where the job was failing, what happened while it saved changes nothing
+    about why it ends."""
+    if job.failing is not None:
+        ok, failed, stopped, reason = False, job.failing[0], None, job.failing[1]
     job.phase = Phase.ENDED
     job.waiting = frozenset()
     job.due = inf

@@ -12,7 +12,8 @@ from dataclasses import replace
 from paceline.core.control.messages import Progress
 from paceline.elastic import admission, audit_votes, audits
 from paceline.elastic.deadlines import Finding, phase_of
-from paceline.elastic.ending import all_done, end, finish
+from paceline.elastic.ending import all_done, finish
+from paceline.elastic.failing import fail, save_without
 from paceline.elastic.links import broken_link
 from paceline.elastic.liveness import probe_limit
 from paceline.elastic.model import (
@@ -27,7 +28,6 @@ from paceline.elastic.model import (
     IsDone,
     Joined,
     Lost,
-    NoteFailure,
     NoteVerdict,
     Phase,
     Reported,
@@ -105,7 +105,7 @@ def _came_back(job: State, worker: Worker, event: Joined, now: float, out: list[
     if event.generation == job.generation:
         if job.phase is Phase.INSTALLING:
             return has_installed(job, HasInstalled(worker.number, event.generation, event.progress), now, out)
-        if job.phase is Phase.STOPPING:
+        if job.phase is Phase.STOPPING and job.failing is None:
             out.append(TellStop((worker.number,), job.stop or ""))
         return said
     # It is in another view than everybody else: what it was told is lost.
@@ -280,10 +280,15 @@ def lost(job: State, event: Lost, now: float, out: list[Action]) -> str:
 
 
 def has_raised(job: State, event: HasRaised, now: float, out: list[Action]) -> str:
-    """A worker's code raised: once is forgiven, the same step twice is not."""
+    """A worker's code raised: once is forgiven, the same step twice is not. Before the job ends for it, those
+    who hold a good state save it."""
     worker = job.workers.get(event.member)
     if worker is None:
+        if event.holds:
+            out.append(Dismiss(event.member, "it raised, and is not counted on"))
         return f"member {event.member} raised, and was not counted on any more"
+    if job.failing is not None:
+        return save_without(job, worker, event, now, out)
     why = f"rank {worker.slot} raised in step {event.step}: {event.summary}"
     final = ""
     if event.fault == "user" or job.stop is not None:
@@ -292,10 +297,11 @@ def has_raised(job: State, event: HasRaised, now: float, out: list[Action]) -> s
     elif event.step in job.raised:
         final = f"{why}; it is not the first time for this step, so trying again would not help"
     if final:
-        out.append(NoteFailure(worker.number, worker.slot, phase_of(job, worker), "raised", event.summary))
-        return end(job, out, ok=False, reason=final, failed=worker.number)
+        return fail(job, worker, final, event, now, out)
     job.raised = job.raised | {event.step}
     lose(job, worker, "raised", event.summary, now, out)
+    if event.holds:
+        out.append(Dismiss(worker.number, "its code raised; another worker takes its place"))
     return mend(job, [worker], why, now, out)
 
 

@@ -64,7 +64,7 @@ def began(job: State, event: Began, now: float, out: list[Action]) -> str:
     job.shard_seconds = event.shard_seconds
     job.agreed = max(job.agreed, event.agreed)
     job.restore, job.restore_before, job.tainted = event.restore, event.restore_before, event.tainted
-    job.stop, job.stop_at = event.stop, now
+    job.stop, job.stop_at, job.failing = event.stop, now, event.failing
     _take_back(job, event, now)
     if not event.slots:
         for number in range(job.settings.workers):

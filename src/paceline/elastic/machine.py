@@ -230,4 +230,5 @@ def remembered(state: State) -> Began:
         restore_before=state.restore_before,
         tainted=state.tainted,
         stop=state.stop,
+        failing=state.failing,
     )

@@ -97,6 +97,7 @@ class Settings:
     cut_short_seconds: float = 3.0  # that a view may take to form while the job stops or a member leaves
     gather_seconds: float = 0.25  # a joiner waits so long for others that were started with it
     begins_at: int = 0  # committed steps in the checkpoint that the job begins from; known to be good
+    saves_on_failure: bool = True  # whether members can save what they have when the job fails for good
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class ViewPlan:
     """A view as the machine decides it: parallel tuples by rank; see messages.View.
 
     `restore_before` >= 0: checkpoints of later steps hold wrong weights. Those who restore remove them, or a
-    later restart could take one.
+    later restart could take one. `ends`: why this is the last view, whose members take no step, save and end.
     """
 
     generation: int
@@ -116,6 +117,7 @@ class ViewPlan:
     restore: bool = False
     restore_before: int = -1
     disputed: int = -1
+    ends: str = ""
 
     @cached_property
     def most_shards(self) -> int:
@@ -141,6 +143,7 @@ class Began:
     shard_seconds  as in State
     restore    a restore was decided and not carried out; `restore_before` as in ViewPlan
     tainted    checkpoints after `restore_before` up to this step are not to be trusted; -1: none
+    failing    member and reason of the failure that ends the job, once those who are left have saved
     """
 
     generation: int = 0
@@ -157,6 +160,7 @@ class Began:
     restore_before: int = -1
     tainted: int = -1
     stop: str | None = None
+    failing: tuple[int, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -258,13 +262,16 @@ class Lost:
 
 @dataclass(frozen=True)
 class HasRaised:
-    """A worker's code raised; it ends. `fault` "user": raising again would help nobody."""
+    """A worker's code raised. `fault` "user": trying again cannot help. `holds`: it has the state of a step
+    boundary and waits, to help save it or to be dismissed; else it ends. `progress`: how far it is."""
 
     member: int
     summary: str
     fault: str
     step: int
     shard: int
+    holds: bool = False
+    progress: Progress | None = None
 
 
 @dataclass(frozen=True)
@@ -446,7 +453,8 @@ class SendAway:
 
 @dataclass(frozen=True)
 class NoteFailure:
-    """For the journal: worker_failed. `sure`: it failed in this phase, wherever it has come since."""
+    """For the journal: worker_failed. `sure`: it failed in this phase, wherever it has come since. `final`:
+    the job ends for it, and whoever started the job is handed the error itself."""
 
     member: int
     slot: int
@@ -454,6 +462,7 @@ class NoteFailure:
     kind: FailureKind
     reason: str
     sure: bool = False
+    final: bool = False
 
 
 @dataclass(frozen=True)

@@ -154,6 +154,8 @@ def send_view(
     known = [far for far in progress if far is not None]
     furthest = max(known, default=None)
     restore = job.restore or furthest is None
+    if job.failing is not None and restore:
+        return end(job, out, ok=False, reason=f"{why}: no member has a state that could be saved")
     if restore and job.tainted >= 0:
         job.tainted = max([job.tainted, *(far[0] for far in known)])
     speeds = stragglers.speeds(job, order, now)
@@ -180,6 +182,7 @@ def send_view(
         restore=restore,
         restore_before=job.restore_before if restore else -1,
         disputed=-1 if job.dispute is None else job.dispute.step,
+        ends=job.failing[1] if job.failing is not None else "",
     )
     _remember_lineage(job, plan, told)
     for worker in order:
@@ -242,8 +245,10 @@ def run(job: State, now: float, out: list[Action]) -> str:
 
 
 def tell_stop(job: State, out: list[Action]) -> None:
-    """Ask the members to save and end."""
+    """Ask the members to save and end. Those of a view that ends do so without: a step might raise again."""
     job.phase = Phase.STOPPING
+    if job.failing is not None:
+        return
     out.append(TellStop(tuple(sorted(worker.number for worker in in_view(job))), job.stop or ""))
 
 

@@ -58,11 +58,12 @@ def lose(
     *,
     kill: str = "",
     phase: str = "",
+    final: bool = False,
 ) -> None:
     """A worker has failed: note it, and give its slot the next start or none any more. `kill` is what was
     done, for a worker that may still live; `phase` is where it failed, if that is known for sure."""
     where = phase or phase_of(job, worker)
-    out.append(NoteFailure(worker.number, worker.slot, where, kind, reason, sure=bool(phase)))
+    out.append(NoteFailure(worker.number, worker.slot, where, kind, reason, bool(phase), final))
     if kill:
         out.append(KillWorker(worker.number, kill))
     if worker.standing in IN_VIEW:

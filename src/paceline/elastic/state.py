@@ -137,6 +137,7 @@ class State:
     tainted     checkpoints after restore_before and up to this step may be wrong; -1: none
     due         when a Ticked is wanted
     gather_at   until when joiners wait for others
+    failing     member and reason of the failure that ends the job, once those who are left have saved
     tidy        the deal is not the one that speeds alone would give: what was held stayed where it was
     """
 
@@ -189,6 +190,7 @@ class State:
     tidy: bool = True
     stop: str | None = None
     stop_at: float = 0.0
+    failing: tuple[int, str] | None = None
     due: float = inf
     ended: EndJob | None = None
 

@@ -32,9 +32,14 @@ class Following:
         self._offset = file.stat().st_size if file.exists() else 0
         self.steps = StepLog()
         self.failures: list[events.WorkerFailed] = []
+        self.saved: tuple[int, int] | None = None  # the newest version that is known, and its step
         self.workers = info.workers
         self.ranks: set[int] = set()
         self.injected: set[int] = set()  # faults on demand that came, by their place in the chaos
+
+    def mute(self) -> None:
+        """From now on no observer is told anything; what is in the journal is still read."""
+        self._callbacks = Callbacks([])
 
     def read(self) -> None:
         """Tells what is new."""
@@ -68,6 +73,8 @@ class Following:
             if self.steps.put(record):
                 callbacks.step(record)
         elif isinstance(event, events.RunStarted | events.RunResumed):
+            if isinstance(event, events.RunResumed):
+                self.saved = event.version, event.step
             self._start(event)
         elif isinstance(event, events.Evaluated):
             callbacks.evaluation(
@@ -92,6 +99,7 @@ class Following:
                 )
             )
         elif isinstance(event, events.CheckpointSaved):
+            self.saved = event.version, event.step
             callbacks.checkpoint(
                 SavedCheckpoint(
                     version=event.version,

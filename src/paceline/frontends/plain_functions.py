@@ -20,6 +20,7 @@ from paceline.comm.context import DistributedContext
 from paceline.comm.ops import ReduceOp
 from paceline.comm.sequence import Handle
 from paceline.core.errors import UsageError
+from paceline.core.words import a_kind
 
 T = TypeVar("T")
 
@@ -250,7 +251,7 @@ def recv(
     source = _one("recv", "source_rank", source_rank, "src", src)
     if tensor is not None and not isinstance(tensor, Tensor):
         raise UsageError(
-            f"recv: cannot receive into a {type(tensor).__name__}",
+            f"recv: cannot receive into {a_kind(tensor)}",
             remedy="pass a tensor to fill, or nothing to get the message back",
         )
     result = _group("recv", group).receive(
@@ -271,7 +272,7 @@ def _group(what: str, group: object) -> DistributedContext:
         return default_group.required(what)
     if not isinstance(group, DistributedContext):
         raise UsageError(
-            f"{what}: group is a {type(group).__name__}",
+            f"{what}: group is {a_kind(group)}",
             remedy="pass a DistributedContext, or nothing for the default group",
         )
     return group

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from paceline.comm.context import DistributedContext
 from paceline.core.errors import ConfigError, UsageError
+from paceline.core.words import a_kind
 from paceline.data.sources import as_source
 from paceline.frontends.joining import prepare, running_job
 from paceline.train import run_setup
@@ -32,12 +33,13 @@ from paceline.train.checks import check
 from paceline.train.config import TrainConfig
 from paceline.train.ending import conclude
 from paceline.train.history import History
+from paceline.train.last_save import save_unsupervised
 from paceline.train.loop_guard import guarded, refuse_wrapped
 from paceline.train.precision import autocast
 from paceline.train.progress import Progress
 from paceline.train.run import Run
 from paceline.train.run_parts import Micro
-from paceline.train.signals import Stopped, StopRequest, listening
+from paceline.train.signals import StopRequest, ending, listening, saved_words
 from paceline.train.worker import new_team
 
 _USUAL = TrainConfig()
@@ -53,13 +55,11 @@ def session(
 ) -> Iterator[Session]:
     """Prepares this process for a run of `model`; `microbatches` of what it gives are the run.
 
-    After the block `run.history` says what happened. SIGTERM and SIGUSR1 finish the step and save; then the
-    block ends with `Stopped`.
+    After the block `run.history` says what happened. SIGTERM, SIGUSR1 and Ctrl-C finish the step and save;
+    then the block ends with `Stopped`, or with a KeyboardInterrupt. A second Ctrl-C interrupts at once.
     """
     if not isinstance(model, nn.Module):
-        raise UsageError(
-            f"a session trains a module, not a {type(model).__name__}", remedy="build the model before"
-        )
+        raise UsageError(f"a session trains a module, not {a_kind(model)}", remedy="build the model before")
     config = config or TrainConfig()
     _check(model, config)
     joined = running_job("session")
@@ -67,7 +67,7 @@ def session(
         context = joined if joined is not None else stack.enter_context(DistributedContext(1, 0))
         settled, folder = prepare(config, context)
         stop = StopRequest()
-        stack.enter_context(listening(stop.ask))
+        stack.enter_context(listening(stop.ask, ctrl_c=True))
         stack.enter_context(run_setup.prepared(settled))
         run = Session(context, model, optimizer, settled, callbacks, folder, stop)
         stack.push(run._close)
@@ -76,7 +76,7 @@ def session(
     # Also a signal that came too late, or before the first step, wants the process to end.
     reason = run.stopped or stop.reason
     if reason is not None:
-        raise Stopped(reason, run.history)
+        raise ending(reason, run.history, run.saved_words)
 
 
 @final
@@ -154,6 +154,13 @@ class Session:
         with torch.autocast(self._device.type, enabled=False):
             self._run.backward(loss, metrics)
 
+    @property
+    def saved_words(self) -> str:
+        saver = None if self._assembled is None else self._assembled.saver
+        if saver is None or saver.newest is None:
+            return "no version is saved"
+        return saved_words(saver.newest, saver.newest_step)
+
     def _conclude(self) -> None:
         if self._run is None or self._assembled is None:
             return
@@ -167,6 +174,8 @@ class Session:
         self._progress.close()
         # A loop that was left by an error is still inside autocast, and its step half done.
         self._micros.close()
+        if self._assembled is not None and self._run is not None and error is not None:
+            save_unsupervised(self._run, self._assembled, error)
         if self._assembled is not None:
             self._assembled.__exit__(kind, error, trace)
 

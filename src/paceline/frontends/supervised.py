@@ -33,7 +33,7 @@ from paceline.train.config import TrainConfig
 from paceline.train.run_folder import RunFolder
 from paceline.train.run_lock import held
 from paceline.train.schedule import total_steps
-from paceline.train.signals import Stopped
+from paceline.train.signals import Stopped, saved_words
 
 if TYPE_CHECKING:
     from paceline.train.worker import Trained, TrainJob
@@ -69,8 +69,10 @@ class RunningFit:
         config = job.config
         self.folder = RunFolder(job.folder)
         self._closing = ExitStack()
+        self._saves = config.checkpoint.enabled
         self._chaos = Chaos(config.fault_tolerance.chaos or "")
         self._outcome: Outcome | None = None
+        self._raised: Exception | None = None  # by an observer
         self._read_at = 0.0
         self._started = time.perf_counter()
         modifiers = tuple(item for item in job.callbacks if isinstance(item, Modifier))
@@ -115,11 +117,21 @@ class RunningFit:
                 )
             now = time.monotonic()
             if self._callbacks.observers or self._outcome is not None or now >= self._read_at:
-                self._following.read()
+                self._follow()
                 self._read_at = now + _UNWATCHED_SECONDS
             if until is not None and time.monotonic() >= until:
                 break
         return self._outcome is not None
+
+    def _follow(self) -> None:
+        """Tells the observers. One of the user's that raises ends the run, which saves first."""
+        try:
+            self._following.read()
+        except Exception as error:
+            self._raised = self._raised or error
+            self._following.mute()
+            self._supervised.stop(f"an observer raised {type(error).__name__}")
+            self._following.read()
 
     def stop(self, reason: str) -> None:
         """Finish the step, save, and end."""
@@ -146,6 +158,9 @@ class RunningFit:
         assert outcome is not None
         if not outcome.ok:
             raise self._error(outcome)
+        if self._raised is not None:
+            self._raised.add_note(self.saved_words)
+            raise self._raised
         trained: Trained | None = None
         if outcome.result is not None:
             trained = call.unpack_result(outcome.result, self._call, outcome.rank or 0)
@@ -181,6 +196,15 @@ class RunningFit:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def saved_words(self) -> str:
+        """What a run that is started again goes on from."""
+        if self._following.saved is not None:
+            return saved_words(*self._following.saved)
+        if not self._saves:
+            return "nothing is saved, because checkpoints are turned off"
+        return "no version is saved: a run that is started again begins anew"
+
     def _warn_of_chaos(self, last_step: int) -> None:
         """A test that tested nothing must not look like one that was passed."""
         unmet = self._chaos.unmet(self._following.injected, self._following.ranks, last_step)
@@ -198,13 +222,12 @@ class RunningFit:
                     error = payload.load(outcome.failure[1], shared=self._call.classes)
             failed = Raised(outcome.rank or 0, outcome.pid or 0, 0.0, report, error)
             raised = judge([failed])
-            if outcome.text:
-                raised.add_note(outcome.text)
+            raised.add_note(self.saved_words)
             return raised
         return PeerLostError(
             outcome.text or outcome.reason,
             rank=outcome.rank,
-            remedy="the run's journal and logs/ say more; start again with resume='auto'",
+            remedy=f"the run's journal and logs/ say more; {self.saved_words}",
             pid=outcome.pid,
         )
 
@@ -226,6 +249,7 @@ def _job(config: TrainConfig, folder: RunFolder, packed: int) -> Job:
         seed=config.seed,
         heartbeat=care.heartbeat,
         stragglers=care.stragglers,
+        saves_on_failure=config.checkpoint.enabled,
     )
     return Job(
         entry=_ENTRY,

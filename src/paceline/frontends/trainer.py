@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, final
 from paceline.core.errors import ConfigError, PacelineError, PeerLostError, ResourceError, UsageError
 from paceline.core.events import WorkerFailed
 from paceline.core.journal import Journal
+from paceline.core.words import a_kind
 from paceline.engines.local import payload
 from paceline.frontends import overrides, supervised, tensor_payload
 from paceline.frontends.joining import as_recorded, prepare, running_job
@@ -30,7 +31,7 @@ from paceline.train.config import TrainConfig
 from paceline.train.nesting import refuse_inside
 from paceline.train.run_folder import RunFolder
 from paceline.train.run_lock import held
-from paceline.train.signals import Stopped, leave_request, listening
+from paceline.train.signals import ending, interrupted, leave_request, listening
 from paceline.train.wrong_names import explained
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class Trainer:
     ) -> None:
         if not callable(model):
             raise UsageError(
-                f"the model is a {type(model).__name__}",
+                f"the model is {a_kind(model)}",
                 remedy="pass a torch.nn.Module or a function that builds one",
             )
         if not callable(optimizer) and not _is_optimizer(optimizer):
@@ -102,8 +103,23 @@ class Trainer:
         """Trains to the end that the config names, or until told to stop, and returns what happened.
 
         SIGTERM and SIGUSR1 finish the step, save and raise `Stopped`, which ends the process with code 75; a
-        state that cannot be saved then is an error instead.
+        state that cannot be saved then is an error instead. Ctrl-C finishes the step, saves and raises a
+        KeyboardInterrupt; a second one ends at once. An error of the model, the objective or the data ends
+        the run too, after the last committed step was saved.
         """
+        try:
+            return self._fit(train_data, val_data)
+        except PacelineError as error:
+            if error.fault == "ours":
+                raise
+            # Paceline's own frames say nothing about what the program did.
+            raise error.with_traceback(None) from error.__cause__
+        except KeyboardInterrupt as error:
+            if str(error):
+                raise error.with_traceback(None) from None
+            raise interrupted("stopped by Ctrl-C before the run had begun") from None
+
+    def _fit(self, train_data: Any, val_data: Any) -> History:
         from paceline.data.sources import as_source, check_apart
         from paceline.train import worker
         from paceline.train.history import History
@@ -163,12 +179,13 @@ class Trainer:
             done = History.from_dict(context.broadcast(trained.history and trained.history.to_dict()))
         elif config.fault_tolerance.enabled:
             record_command(folder)
-            trained, asked = _look_after(job)
+            trained, asked, saved = _look_after(job)
             assert trained.history is not None
             done = trained.history
             self._take_weights(trained.weights)
-            if trained.stopped is None and asked:
-                raise Stopped(asked[0], done)
+            if asked or trained.stopped is not None:
+                # Also where the workers had ended when it came: whoever sent it wants this process to end.
+                raise ending(asked[0] if asked else str(trained.stopped), done, saved)
         else:
             # The lock first: the file is the other run's where there is one.
             with held(folder.lock_file, str(folder.path)), _forwarding_signals(folder.stop_file) as asked:
@@ -182,9 +199,9 @@ class Trainer:
                 self._take_weights(trained.weights)
             if trained.stopped is None and asked:
                 # The workers had ended when it came; whoever sent it wants this process to end.
-                raise Stopped(asked[0], done)
+                raise ending(asked[0], done)
         if trained.stopped is not None:
-            raise Stopped(trained.stopped, done)
+            raise ending(trained.stopped, done, 'start again with resume="auto" to go on')
         return done
 
     def evaluate(self, data: Any) -> dict[str, float]:
@@ -287,8 +304,8 @@ class Trainer:
         return self.model
 
 
-def _look_after(job: TrainJob) -> tuple[Trained, list[str]]:
-    """The run under a supervisor, and the signals that asked it to stop."""
+def _look_after(job: TrainJob) -> tuple[Trained, list[str], str]:
+    """The run under a supervisor, the signals that asked it to stop, and what was saved."""
     asked: list[str] = []
     observers: tuple[Observer, ...] = ()
     with ExitStack() as stack:
@@ -303,15 +320,18 @@ def _look_after(job: TrainJob) -> tuple[Trained, list[str]]:
             running = stack.enter_context(supervised.start(job, observers=observers))
         except UsageError as error:
             raise _name_part(job, error) from error.__cause__
-        stack.enter_context(listening(asked.append))
+        stack.enter_context(listening(asked.append, ctrl_c=True))
         told = False
-        while not running.wait(_LOOK_SECONDS):
-            if asked and not told:
-                told = True
-                running.stop(asked[0])
+        try:
+            while not running.wait(_LOOK_SECONDS):
+                if asked and not told:
+                    told = True
+                    running.stop(asked[0])
+        except KeyboardInterrupt:
+            raise interrupted(f"ended at once by a second Ctrl-C; {running.saved_words}") from None
         if running.stopped_before_it_began is not None:
-            raise Stopped(running.stopped_before_it_began, None)
-        return running.result(), asked
+            raise ending(running.stopped_before_it_began, None)
+        return running.result(), asked, running.saved_words
 
 
 def _is_optimizer(given: object) -> bool:
@@ -338,11 +358,13 @@ def _name_part(job: TrainJob, error: UsageError) -> UsageError:
     if job.config.fault_tolerance.enabled:
         # Observers stay here.
         job = dataclasses.replace(job, callbacks=[one for one in job.callbacks if isinstance(one, Modifier)])
+    from paceline.data.naming import given_name
+
     for name, part in [(field.name, getattr(job, field.name)) for field in dataclasses.fields(job)]:
         try:
             os.close(payload.dump(part, reducers=tensor_payload.reducers()))
         except Exception as reason:
-            kind = type(part).__qualname__
+            kind = given_name(part)
             what = f"the {name.replace('train', 'training data')}, of type {kind},"
             remedy = (
                 "pass a function that builds the model"
@@ -367,7 +389,7 @@ def _forwarding_signals(stop_file: Path) -> Iterator[list[str]]:
 
     stop_file.unlink(missing_ok=True)
     try:
-        with listening(pass_on):
+        with listening(pass_on, ctrl_c=True):
             yield asked
     finally:
         stop_file.unlink(missing_ok=True)

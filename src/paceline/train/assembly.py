@@ -254,6 +254,8 @@ class Assembled:
             self.saver.begin_from(self.parent, position.step, self._mark)
         run.begin_at(position)
         run.ended, run.evaluated_step = self._ended, self._evaluated
+        if self.parent is not None and run.ended is None:
+            run.owe_evaluation()
 
     def disown_after(self, step: int) -> None:
         """What was saved after `step` is not to be trusted: whoever reads for all of them removes it."""

@@ -43,6 +43,15 @@ def _refuse(message: str, remedy: str) -> NoReturn:
     raise ConfigError(message, remedy=remedy)
 
 
+def _nonfinite(config: TrainConfig, samples: int | None) -> None:
+    if config.nonfinite == "stop" and config.mode == "fast":
+        _refuse(
+            'nonfinite="stop" for mode="fast", where each worker knows its own loss only: some would '
+            "stop, and others apply the step",
+            'use mode="exact", or a modifier that stops',
+        )
+
+
 def _workers_and_shards(config: TrainConfig, samples: int | None) -> None:
     shards = _shards(config)
     if config.workers > shards:
@@ -279,4 +288,5 @@ _RULES: tuple[Callable[[TrainConfig, int | None], None], ...] = (
     _compression,
     _algorithm,
     _checkpoints,
+    _nonfinite,
 )

@@ -198,6 +198,7 @@ class TrainConfig:
     evaluate_every: int | None = None
     log_every: int = 50
     early_stopping: EarlyStopping | None = None
+    nonfinite: Literal["warn", "stop"] = "warn"
     audit: bool = False
     audit_every: int = 0
     progress: bool = True

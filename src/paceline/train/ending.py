@@ -24,6 +24,8 @@ def conclude(run: Run, assembled: Assembled, started: float) -> History | None:
         raise InternalError("the run was to end, and went back to an earlier step instead")
     told, recorder, is_master = run.final_hashes, assembled.recorder, assembled.team.is_master
     digest = str(told[0][0])
+    if run.failing:
+        return None  # whoever ends the run tells how
     recorder.note(
         events.RunEnded(
             time=time.time(),
@@ -49,7 +51,7 @@ def conclude(run: Run, assembled: Assembled, started: float) -> History | None:
 def _not_saved(run: Run, reason: str) -> PacelineError:
     """Whoever asked is not told "saved, start again" where that is not so."""
     return PlatformError(
-        f"stopped by {run.ended} after step {run.position.step}, and this state could not be saved: {reason}",
+        f"stopped after step {run.position.step} ({run.ended}), and this state could not be saved: {reason}",
         remedy='make room, or see why the storage does not answer; then start again with resume="auto", '
         "which goes on from the newest version there is",
     )
@@ -84,4 +86,4 @@ def _say_stopped(run: Run, assembled: Assembled) -> None:
         what = "nothing is saved: a run that goes on begins anew"
     else:
         what = f"version {saver.newest} of step {saver.newest_step} is saved"
-    _log.warning("stopped by %s after step %d; %s", run.ended, run.position.step, what)
+    _log.warning("stopped after step %d (%s); %s", run.position.step, run.ended, what)

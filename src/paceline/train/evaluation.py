@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from paceline.comm.context import DistributedContext
 from paceline.core.errors import UsageError
+from paceline.core.words import a_kind
 from paceline.data.containers import packed, plain, unpacked
 from paceline.data.plan import deal
 from paceline.data.randomness import seed_everything
@@ -229,6 +230,6 @@ def _joined(outputs: list[Any]) -> Any:
         joined = [_joined([output[i] for output in outputs]) for i in range(len(first))]
         return type(first)(*joined) if hasattr(first, "_fields") else type(first)(joined)
     raise UsageError(
-        f"the model returned a {type(first).__name__}, and predictions are put together from tensors",
+        f"the model returned {a_kind(first)}, and predictions are put together from tensors",
         remedy="return tensors, or tuples, lists or dicts of them",
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from paceline.comm import default_group
 from paceline.comm.context import DistributedContext
 from paceline.comm.cost import Links
 from paceline.comm.rendezvous import alone
+from paceline.core import own_frames
 from paceline.core.chaos import Chaos
 from paceline.core.control import address, crew
 from paceline.core.control.auth import Tls
@@ -32,7 +32,7 @@ from paceline.core.errors import PacelineError
 from paceline.core.events import FaultInjected, to_json
 from paceline.core.listening import Listening
 from paceline.core.phase_page import PhasePage, page_file
-from paceline.train import last_words, run_setup
+from paceline.train import last_save, last_words, run_setup
 from paceline.train.assembly import Assembled, LookedAfter, local_place
 from paceline.train.chaos import Injector
 from paceline.train.ending import conclude, history_of
@@ -189,7 +189,7 @@ def _train(
         # Not an exception, which would count as a mistake of the program's: the process ends and is replaced.
         os._exit(START_OVER_EXIT_CODE)
     except Exception as error:
-        membership.failed(error, traceback.format_exc())
+        _failed(membership, run, assembled, error)
         raise
     if _rank_here(assembled.team) >= sends:
         return trained(run, built.module, None)
@@ -202,23 +202,37 @@ def _rank_here(team: Team) -> int:
     return topology.ranks_on(topology.host_of[team.rank]).index(team.rank)
 
 
+def _failed(membership: Membership, run: Run, assembled: Assembled, error: Exception) -> None:
+    """This worker's code raised. Its model is at a step boundary, because a step is a transaction: what it
+    holds is saved, by it alone where nobody else has it, else together with the others, if they are to."""
+    phase, text = membership.phase, own_frames.folded(error)
+    alone = assembled.team.world_size == 1
+    holds = membership.may_save
+    if holds and alone:
+        # Now: where the error is forgiven, another worker goes on from here.
+        last_save.save_here(run, assembled)
+    membership.failed(error, text, phase=phase, holds=holds and not alone)
+    if not holds or alone:
+        return
+    try:
+        membership.meet_again(run, None)
+        if run.failing:
+            run.conclude()
+            membership.finish(run, run.final_hashes[0][0])
+    except ReleasedError as released:
+        _log.info("let go: %s", released)
+    except SupervisorGoneError as gone:
+        _save_alone(membership, run, assembled, str(gone))
+        last_words.leave(membership, assembled)
+    except (PacelineError, StartOverError) as again:
+        _log.error("the state of step %d could not be saved: %s", run.position.step, again)
+
+
 def _save_alone(membership: Membership, run: Run, assembled: Assembled, why: str) -> None:
     """The group is broken and nobody puts it together: the first who is left saves what all of them have."""
     _log.warning("%s, and the group is broken", why)
-    if not membership.is_first_alive or assembled.saver is None:
-        return
-    assembled.transaction.settle(run.position.step)
-    if not assembled.transaction.owes_all:
-        _log.warning("not saved: what compression still owes is spread over members that cannot be reached")
-        return
-    context = DistributedContext.from_transport(alone())
-    assembled.team.install(context)
-    assembled.rebind()
-    try:
-        run.save()
-        assembled.saver.finish()
-    except PacelineError as error:
-        _log.error("the state could not be saved: %s", error)
+    if membership.is_first_alive:
+        last_save.save_alone(run, assembled)
 
 
 def _sees_folder(job: TrainJob, place: Place) -> bool:

@@ -205,8 +205,20 @@ class Membership:
         self._tell_all()
         self._receipts.send(self.link)
 
-    def failed(self, error: BaseException, traceback_text: str) -> None:
-        """This worker's own code raised."""
+    @property
+    def phase(self) -> str:
+        return self._phases.name
+
+    @property
+    def may_save(self) -> bool:
+        """Whether this member, whose code has raised, holds a state that is worth a checkpoint."""
+        run, assembled = self._run, self._assembled
+        if run is None or assembled is None or assembled.saver is None or not self._has_state:
+            return False
+        return run.whole and not run.failing and run.position.step > assembled.saver.saved_step
+
+    def failed(self, error: BaseException, traceback_text: str, *, phase: str, holds: bool) -> None:
+        """This worker's own code raised, in this phase. With `holds` it goes on to `meet_again`."""
         assert self.link is not None
         self._tell_all()
         fault = error.fault if isinstance(error, PacelineError) else "code"
@@ -215,9 +227,11 @@ class Membership:
             Raised(
                 summary=f"{type(error).__name__}: {lines[0]}",
                 traceback=traceback_text,
-                phase=self._phases.name,
+                phase=phase,
                 fault=fault,
                 step=self._phases.step,
+                holds=holds,
+                progress=self._run.progress if self._run is not None and self._has_state else None,
             )
         )
 
@@ -376,6 +390,8 @@ class Membership:
         self._fresh = False
         self._committed_at = time.monotonic()
         self._link().send(Installed(generation=view.generation, progress=run.progress))
+        if view.ends:
+            run.save_and_end(view.ends)
         # Told by whoever has the state: the first rank may have just come, and knows nothing of these steps.
         if had_state and not view.restore and rank == (view.source if view.behind else 0):
             for event in assembled.recorder.events_after(view.journaled):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.errors import UsageError
+from paceline.core.words import a_kind
 
 _RULE = (
     "try: an objective that is a function is called with (model, batch), a loss module or a function of "
@@ -57,7 +58,7 @@ class Objective:
     def __init__(self, objective: Callable[..., Any]) -> None:
         if not callable(objective):
             raise UsageError(
-                f"the objective is a {type(objective).__name__}",
+                f"the objective is {a_kind(objective)}",
                 remedy="pass a loss module such as nn.MSELoss() or a function (model, batch) -> loss",
             )
         self._objective = objective
@@ -133,11 +134,7 @@ class Objective:
     @staticmethod
     def _checked(loss: Any) -> Tensor:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            what = (
-                f"a tensor of shape {tuple(loss.shape)}"
-                if isinstance(loss, Tensor)
-                else f"a {type(loss).__name__}"
-            )
+            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{a_kind(loss)}"
             raise UsageError(
                 f"the objective returned {what} as its loss",
                 remedy="return a tensor with one number, the mean over the batch's samples",
@@ -228,7 +225,7 @@ def check_metrics(metrics: Mapping[str, Any]) -> None:
         if isinstance(value, Tensor | np.ndarray):
             what = f"has shape {tuple(value.shape)}"
         else:
-            what = f"is a {type(value).__name__}"
+            what = f"is {a_kind(value)}"
         raise UsageError(
             f"the metric {name!r} {what}",
             remedy="return one number for each metric, the mean over the batch's samples",
@@ -242,7 +239,6 @@ def split_pair(batch: Any) -> tuple[Any, Any]:
     keys = f" with keys {list(batch)}" if isinstance(batch, Mapping) else ""
     size = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
     raise UsageError(
-        "a loss module needs batches that are (input, target); "
-        f"this one is a {type(batch).__name__}{size}{keys}",
+        f"a loss module needs batches that are (input, target); this one is {a_kind(batch)}{size}{keys}",
         remedy="use a function as objective: def objective(model, batch): ... return loss",
     )

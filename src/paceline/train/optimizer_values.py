@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.core.errors import UsageError
+from paceline.core.words import a_kind
 
 OWN = "(own)"  # in the place of a parameter's name: what belongs to the optimizer as a whole
 _KIND, _VALUE = "kind", "value"
@@ -59,8 +60,7 @@ def to_plain(value: Any, path: str, what: str) -> Any:
         ]
         return {_KIND: "dict", _VALUE: pairs}
     raise UsageError(
-        f"{what} is a {type(value).__name__}: a checkpoint could not hold it, and a resumed run would "
-        "lack it",
+        f"{what} is {a_kind(value)}: a checkpoint could not hold it, and a resumed run would lack it",
         remedy="keep numbers, text, tensors and lists or dicts of them in an optimizer, or turn checkpoints "
         "off: CheckpointConfig(enabled=False)",
     )

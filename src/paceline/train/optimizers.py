@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer
 
 from paceline.core.errors import UsageError
+from paceline.core.words import a_kind
 from paceline.train.optimizer_values import (
     OWN,
     from_plain,
@@ -58,7 +59,7 @@ def build(given: OptimizerFactory | Optimizer | Sequence[Optimizer], module: nn.
     if not isinstance(given, Optimizer | Sequence):
         if not callable(given):
             raise UsageError(
-                f"the optimizer is a {type(given).__name__}",
+                f"the optimizer is {a_kind(given)}",
                 remedy="pass a function of the parameters, such as lambda p: torch.optim.AdamW(p, 1e-3)",
             )
         made = given(Parameters(named))
@@ -72,7 +73,7 @@ def build(given: OptimizerFactory | Optimizer | Sequence[Optimizer], module: nn.
 def _check(optimizer: Any) -> None:
     if not isinstance(optimizer, Optimizer):
         raise UsageError(
-            f"the optimizer factory returned a {type(optimizer).__name__}",
+            f"the optimizer factory returned {a_kind(optimizer)}",
             remedy="return a torch.optim.Optimizer, or a list of them",
         )
     closure = inspect.signature(optimizer.step).parameters.get("closure")

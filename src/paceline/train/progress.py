@@ -9,9 +9,11 @@ first step, which compiles and warms up, counts only until there are others. Mus
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import final
 
 from rich.console import Console
@@ -21,6 +23,8 @@ from rich.text import Text
 from paceline.core.clock import Clock, MonotonicClock
 from paceline.train.callbacks import Observer, RunInfo
 from paceline.train.history import EpochRecord, Evaluation, History, StepRecord
+
+_log = logging.getLogger(__name__)
 
 _REDRAW_SECONDS = 0.1
 _LINE_SECONDS = 30.0
@@ -44,15 +48,19 @@ class Progress(Observer):
         self._bar: _Bar | None = None
         self._line_at = 0.0
         self._held: Evaluation | None = None
+        self._lost = False  # nothing can be written
 
     def on_start(self, run: RunInfo) -> None:
+        # Without a stderr (it was closed) rich would write to stdout, which is the program's.
+        self._lost = self._console is None and sys.stderr is None
         console = self._console or Console(file=sys.stderr)
         self._console = console
         now = self._clock.now()
         self._meter = _Meter(run, now)
         self._line_at = now
-        if console.is_terminal and not console.is_dumb_terminal:
-            self._bar = _Bar(console, self._meter)
+        if console.is_terminal and not console.is_dumb_terminal and not self._lost:
+            with self._writing():
+                self._bar = _Bar(console, self._meter)
         self._say(_opening(run))
 
     def on_workers(self, workers: int) -> None:
@@ -67,7 +75,8 @@ class Progress(Observer):
         if self._bar is not None:
             if now - self._line_at >= _REDRAW_SECONDS:
                 self._line_at = now
-                self._bar.draw()
+                with self._writing():
+                    self._bar.draw()
         elif record.step % self._meter.run.config.log_every == 0 or now - self._line_at >= _LINE_SECONDS:
             self._line_at = now
             self._say(self._meter.line())
@@ -97,17 +106,30 @@ class Progress(Observer):
 
     def close(self) -> None:
         """Leave the terminal as it was; also after a run that failed. May be called twice."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            with self._writing():
+                bar.close()
 
     def _say(self, text: str) -> None:
-        if self._console is not None:
+        if self._console is None or self._lost:
+            return
+        with self._writing():
             # Printing puts the bar below the line as it was last drawn, so it has to be up to date.
             if self._bar is not None:
                 self._bar.draw()
             # A line in a log file must not be folded to the width of a terminal that is not there.
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """A full disk, a closed pipe or a closed stream is no reason to end a run: nothing more is shown.
+        (Of a pipe whose reader is gone rich makes a SystemExit.)"""
+        try:
+            yield
+        except (OSError, ValueError, SystemExit) as error:
+            self._bar, self._lost = None, True
+            _log.warning("progress is no longer shown: it cannot be written: %s", error)
 
 
 @final

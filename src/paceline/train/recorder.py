@@ -253,7 +253,10 @@ class Recorder:
         if not math.isfinite(record.loss) and not self._said_not_finite and self._is_main():
             self._said_not_finite = True
             _log.warning(
-                "the loss of step %d is %s: this and what follows may be of no use", record.step, record.loss
+                "the loss of step %d is %s: this and what follows may be of no use; "
+                'TrainConfig(nonfinite="stop") ends a run there',
+                record.step,
+                record.loss,
             )
         if self._is_main():
             self._tell(told)

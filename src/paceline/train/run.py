@@ -30,10 +30,11 @@ from paceline.core.errors import UsageError
 from paceline.data.plan import Position, slices_of_step
 from paceline.data.randomness import seed_everything
 from paceline.data.sources import Batch
-from paceline.train import agreement, modifier_states
+from paceline.train import agreement, modifier_states, nonfinite
 from paceline.train.agenda import Agenda, Duty
 from paceline.train.feed import to_device
 from paceline.train.history import Evaluation
+from paceline.train.nonfinite import NonFiniteLossError
 from paceline.train.phases import BACKWARD, CHECKPOINT, COLLECTIVE, DATA, EVALUATION, FORWARD, OPTIMIZER
 from paceline.train.recorder import CommittedStep
 from paceline.train.run_parts import GROUP_TROUBLE, Micro, Parts
@@ -63,6 +64,8 @@ class Run:
         self._named_unused = self.position.step > 0
         self._learns = False  # a step of this process gave some parameter a gradient
         self._pause = False  # after the step that was just committed
+        self.whole = True  # the state is that of a step boundary, once the open step is abandoned
+        self.failing = False  # the run cannot go on: its last state is saved
         self._agenda = Agenda()  # since the last commit
         self.agreed = self.position.step  # the last step after which all ranks were seen to hold the same
         self._sample = agreement.WeightSample(parts.module.parameters())
@@ -216,7 +219,12 @@ class Run:
         parts.recorder.flush()
         parts.phases.enter(EVALUATION)
         started = time.perf_counter()
-        metrics, samples = parts.evaluate()
+        try:
+            metrics, samples = parts.evaluate()
+        except Exception as error:
+            if not isinstance(error, GROUP_TROUBLE):
+                error.add_note(f"in the evaluation after step {self.position.step}")
+            raise
         parts.recorder.evaluated(
             Evaluation(
                 step=self.position.step,
@@ -246,6 +254,29 @@ class Run:
         # A version is put together from what all ranks write: only where they hold the same is it anything.
         self._compare("saved", combined(shares))
         parts.saver.begin(self.position, contents, self._metrics(), shares)
+
+    def save_and_end(self, reason: str) -> None:
+        """The run cannot go on: from here on this rank, like all others, saves the state of the last
+        committed step and ends. No code of the user's is called: it is what failed."""
+        self.abandon_step()
+        self.ended, self.stopped_on_request, self.failing = reason, True, True
+        self._agenda.clear()
+        self._agenda.concluding = True
+        if self._parts.saver is not None:
+            self._agenda.add("save-last")
+            self._agenda.add("finish-saving")
+        self._agenda.add("compare")
+
+    def abandon_step(self) -> None:
+        """The open step never happened: the model is that of the step before."""
+        self._parts.transaction.abandon()
+        self._pending = 0
+
+    def owe_evaluation(self) -> None:
+        """A run that goes on from a step whose evaluation failed: it comes first."""
+        every, step = self._parts.config.evaluate_every, self.position.step
+        if every is not None and step and step % every == 0 and self.evaluated_step != step:
+            self._agenda.add("evaluate")
 
     # inside
 
@@ -277,8 +308,14 @@ class Run:
         wishes = Wishes(parts.stop.asked(), wrote, failed, pause, sample)
         try:
             reduced = parts.transaction.reduce(wishes)
+        except NonFiniteLossError:
+            # The step before may have spoiled the weights already: then nothing is worth a version.
+            self.whole = nonfinite.is_finite(parts.module)
+            raise
         except agreement.DifferError:
             self._differ("sample", agreement.text(sample))
+        # Buffers have moved: until the update is through, the state is of no step.
+        self.whole = False
         if parts.members is not None:
             parts.members.agree(position.step, f"sample:{agreement.text(sample)}")
         self._check_learns(reduced)
@@ -293,12 +330,14 @@ class Run:
         except GROUP_TROUBLE:
             # A modifier talks to the other ranks, and one of them is gone: the step is done again.
             parts.transaction.undo()
+            self.whole = True
             raise
         if parts.noise is not None:
             self._observe_noise(reduced, applied)
         self.position = position.after(self._planned, reduced.applied)
         self._pause = reduced.pauses > 0
         self._agenda.begin(self._due_after(reduced))
+        self.whole = True
         self._record(reduced, applied, position, sample)
         if parts.saver is not None:
             if not self._prepared and parts.contents is not None:
@@ -439,7 +478,9 @@ class Run:
             record = record or parts.recorder.flush()
             assert record is not None
             # Asked every time, also when the run ends anyway: modifiers keep equal states on every rank.
+            self.whole = False
             reason = parts.callbacks.stop(record)
+            self.whole = True
             self.ended = self.ended or reason
 
     def _observe_noise(self, reduced: Reduced, applied: Applied) -> None:

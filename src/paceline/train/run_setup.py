@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
 
 from paceline.core.errors import UnavailableError, UsageError
+from paceline.core.words import a_kind
 from paceline.data.randomness import seed_everything
 from paceline.train.config import TrainConfig
 
@@ -73,9 +74,7 @@ def build_model(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Mod
         seed_everything(seed)
         made = model()
     if not isinstance(made, nn.Module):
-        raise UsageError(
-            f"the model function returned a {type(made).__name__}", remedy="return a torch.nn.Module"
-        )
+        raise UsageError(f"the model function returned {a_kind(made)}", remedy="return a torch.nn.Module")
     check_initialised(made)
     return made
 

@@ -286,7 +286,7 @@ class Saver:
 
     def unsaved(self, step: int) -> str | None:
         """Why the state after `step` is in no version although it was to be saved; on the first rank."""
-        if self._failure is None or self._failure[0] != step or self._has(step):
+        if self._failure is None or self._failure[0] != step or self.has(step):
             return None
         return self._failure[1]
 
@@ -314,7 +314,8 @@ class Saver:
             return own
         return {**own, **{name: tensor for theirs in told for name, tensor in theirs.items()}}
 
-    def _has(self, step: int) -> bool:
+    def has(self, step: int) -> bool:
+        """Whether the newest version that this rank knows is of this step."""
         return self.newest is not None and self.newest_step == step
 
     def _check_metric(self, metrics: Mapping[str, float]) -> None:
@@ -383,8 +384,11 @@ class Saver:
         if self._team.rank != self._first:
             return
         _log.error(
-            "checkpoint of step %d could not be written, training goes on with the older ones: %s",
+            "checkpoint of step %d could not be written, training goes on; %s: %s",
             step,
+            "there is no version yet"
+            if self.newest is None
+            else f"the newest version is {self.newest} of step {self.newest_step}",
             reason,
         )
         self._tell(events.CheckpointFailed(time=time.time(), version=version, step=step, reason=reason))

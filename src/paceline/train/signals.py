@@ -1,7 +1,8 @@
 """Signals that ask a run to stop: finish the step, save, exit; the second one exits at once.
 
-SIGTERM and SIGUSR1 ask. A run that stopped ends its process with code 75 (EX_TEMPFAIL: saved, start it again
-with resume="auto"); a worker whose supervisor stayed away saves and ends with code 76. Handlers are installed
+SIGTERM and SIGUSR1 ask, and so does Ctrl-C (SIGINT) where it would interrupt the program. A run that stopped
+ends its process with code 75 (EX_TEMPFAIL: saved, start it again with resume="auto"), after Ctrl-C with a
+KeyboardInterrupt; a worker whose supervisor stayed away saves and ends with code 76. Handlers are installed
 for the time of a run only, and only in the main thread; the ones of before come back. Must not know what
 stopping means.
 """
@@ -22,6 +23,7 @@ from paceline.core.errors import PlatformError
 
 STOPPED_EXIT_CODE = 75
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+CTRL_C = "Ctrl-C"
 
 
 @final
@@ -64,6 +66,11 @@ def leave_request(file: Path, reason: str) -> None:
         ) from error
 
 
+def saved_words(version: int, step: int) -> str:
+    """What a run that ended can go on from."""
+    return f'version {version} of step {step} is saved: start again with resume="auto" to go on from there'
+
+
 class Stopped(SystemExit):
     """Raised by `fit` after a run stopped on request and saved: ends the process with STOPPED_EXIT_CODE.
 
@@ -77,15 +84,35 @@ class Stopped(SystemExit):
         self.history = history
 
     def __str__(self) -> str:
-        return f"stopped by {self.reason}: start again with resume='auto' to go on"
+        return f"stopped ({self.reason}): start again with resume='auto' to go on"
+
+
+def interrupted(message: str, history: Any = None) -> KeyboardInterrupt:
+    """What `fit` raises after Ctrl-C; its `history` is as in Stopped. A KeyboardInterrupt itself: Python ends
+    a process by SIGINT, which shells look for, only for this very class."""
+    error = KeyboardInterrupt(message)
+    error.history = history  # type: ignore[attr-defined]
+    return error
+
+
+def ending(reason: str, history: Any, saved: str = "") -> BaseException:
+    """What to raise after a run that was asked to stop."""
+    if reason != CTRL_C:
+        return Stopped(reason, history)
+    step = history.steps[-1].step if history is not None and history.steps else 0
+    after = f"stopped by Ctrl-C after step {step}" if step else "stopped by Ctrl-C before the first step"
+    return interrupted(f"{after}; {saved}" if saved else after, history)
 
 
 @contextmanager
-def listening(on_first: Callable[[str], None], *, to_the_end: bool = False) -> Iterator[None]:
+def listening(
+    on_first: Callable[[str], None], *, to_the_end: bool = False, ctrl_c: bool = False
+) -> Iterator[None]:
     """Calls `on_first` with the signal's name at the first one; ends the process at the second.
 
     With `to_the_end` the process has nothing to do afterwards but to hand over its result, and signals that
-    come then are ignored, instead of killing it.
+    come then are ignored, instead of killing it. With `ctrl_c` the first Ctrl-C asks too, and the next is a
+    KeyboardInterrupt as ever; one that is ignored, or that the program handles itself, is left alone.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -101,10 +128,21 @@ def listening(on_first: Callable[[str], None], *, to_the_end: bool = False) -> I
         asked = True
         on_first(signal.Signals(number).name)
 
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+        on_first(CTRL_C)
+
     previous = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
+    if ctrl_c and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        previous[signal.SIGINT] = signal.signal(signal.SIGINT, interrupt)
     try:
         yield
     finally:
         for number, handler in previous.items():
             kept = signal.SIG_DFL if handler is None else handler
-            signal.signal(number, signal.SIG_IGN if to_the_end else kept)
+            ignored = to_the_end and number != signal.SIGINT
+            signal.signal(number, signal.SIG_IGN if ignored else kept)

@@ -29,7 +29,7 @@ from torch.nn import Parameter
 from paceline.aggregate.strategy import Aggregation
 from paceline.comm.shards import Holdings
 from paceline.data.randomness import seed_everything
-from paceline.train import agreement, step_refusals
+from paceline.train import agreement, nonfinite, step_refusals
 from paceline.train.carried_state import CarriedState
 from paceline.train.claims import first_holders
 from paceline.train.compressed_summation import CompressedSummation, Owed
@@ -101,6 +101,8 @@ class StepTransaction:
     ) -> None:
         self._team = team
         self._config = config
+        # With loss scaling a step that is not finite is skipped, and training goes on.
+        self._stops_at_nonfinite = config.nonfinite == "stop" and config.precision != "fp16"
         self._device = device
         self._checks = checks or Checks()
         self._aggregation = aggregation
@@ -295,6 +297,8 @@ class StepTransaction:
             counts = dict(zip(self.trained, ballot[_WISHES:], strict=True))
             expose(self._parameters, flat, [counts[name] > 0 for name in self._names])
             tail = flat.tail
+        if self._stops_at_nonfinite:
+            nonfinite.check(tail[_LOSS], self._step + 1)
         # From here on nothing can fail because of another rank: the step is decided.
         self._sparse.apply(rows)
         applied, left_out, stops, saved, failed, pauses, *marks = ballot

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from paceline.aggregate.strategy import Aggregation
 from paceline.comm.context import DistributedContext
 from paceline.data.sources import as_source
-from paceline.train import evaluation, run_setup
+from paceline.train import evaluation, last_save, run_setup
 from paceline.train.assembly import Assembled, Given
 from paceline.train.callbacks import Callbacks, Modifier, Observer
 from paceline.train.compilation import compiled
@@ -159,7 +159,8 @@ def train(context: DistributedContext, job: TrainJob) -> Trained:
         job.process.settle()
     stop = StopRequest(job.stop_file)
     with ExitStack() as stack:
-        stack.enter_context(listening(stop.ask, to_the_end=job.stop_file is not None))
+        ours = job.stop_file is not None  # the process was started for this run
+        stack.enter_context(listening(stop.ask, to_the_end=ours, ctrl_c=not ours))
         stack.enter_context(run_setup.prepared(config))
         started = time.perf_counter()
         built = build(job, stack, context.rank, _observers(config, context, stack))
@@ -169,8 +170,12 @@ def train(context: DistributedContext, job: TrainJob) -> Trained:
         run = assembled.run(built.evaluation(team))
         if context.is_master:
             assembled.callbacks.start(assembled.info(run))
-        walk_to_the_end(run, built, assembled)
-        history = conclude(run, assembled, started)
+        try:
+            walk_to_the_end(run, built, assembled)
+            history = conclude(run, assembled, started)
+        except Exception as error:
+            last_save.save_unsupervised(run, assembled, error)
+            raise
         return trained(run, built.module, history)
 
 

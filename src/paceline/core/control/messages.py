@@ -210,7 +210,8 @@ class Injected(Message):
 @_register
 @dataclass(frozen=True, kw_only=True)
 class Raised(Message):
-    """My code raised: the worker ends. `fault` is a PacelineError's, else "code"."""
+    """My code raised. `fault` is a PacelineError's, else "code". `holds`: this worker has the state of a step
+    boundary (`progress`) and waits for a view in which it is saved, or to be dismissed; else it ends."""
 
     summary: str
     traceback: str
@@ -218,6 +219,8 @@ class Raised(Message):
     fault: Name = "code"
     step: Count = 0
     shard: MaybeSmall = -1
+    holds: bool = False
+    progress: Progress | None = None
 
 
 @final
@@ -372,6 +375,7 @@ class View(Message):
     backup    the shards of slow members are computed by idle ones too
     disputed  >= 0: a step after which members differed and no majority said who is right: each member
               that comes to it again sends its hashes
+    ends      why no step is taken in this view: its members save the state that they have, and end
     """
 
     generation: int
@@ -390,6 +394,7 @@ class View(Message):
     journaled: int = 0
     backup: bool = False
     disputed: MaybeCount = -1
+    ends: str = ""
 
 
 @final

@@ -16,6 +16,7 @@ from typing import Any, final
 import xxhash
 
 from paceline.core.errors import PacelineError, UsageError
+from paceline.core.words import a_kind
 from paceline.data.records import to_record
 
 HEAD = b"PLshard1"
@@ -47,7 +48,7 @@ def encode_sample(sample: Any, number: int) -> bytes:
         return to_record(sample, f"sample {number}")
     except PacelineError as error:
         raise UsageError(
-            f"sample {number} (a {type(sample).__qualname__}) cannot be written: {error.message}",
+            f"sample {number} ({a_kind(sample)}) cannot be written: {error.message}",
             remedy="make samples of tensors, NumPy arrays, numbers, texts, bytes, tuples, lists and dicts "
             "(an image: numpy.asarray(image))",
         ) from error

@@ -13,6 +13,7 @@ from typing import Any
 import xxhash
 
 from paceline.core.errors import ResourceError, UsageError
+from paceline.core.words import a_kind
 from paceline.data.arguments import whole
 from paceline.data.arrays import ArraySource
 from paceline.data.checked.layout import ALIGNMENT, HEAD, Entry, checksum, encode_index, encode_sample
@@ -87,7 +88,7 @@ def _samples_of(data: Any) -> Iterator[Any]:
     if isinstance(source, MapSource):
         return (source.sample(number) for number in range(source.size))
     raise UsageError(
-        f"a {type(source).__qualname__} gives batches, and shards hold single samples",
+        f"{a_kind(source)} gives batches, and shards hold single samples",
         remedy="pass a dataset, arrays or an iterable",
     )
 

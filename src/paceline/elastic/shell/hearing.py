@@ -138,7 +138,15 @@ class Ear:
             case Raised():
                 seat.raised = message
                 supervisor.feed(
-                    HasRaised(member, message.summary, message.fault, message.step, message.shard)
+                    HasRaised(
+                        member,
+                        message.summary,
+                        message.fault,
+                        message.step,
+                        message.shard,
+                        message.holds,
+                        message.progress,
+                    )
                 )
             case Leaving():
                 supervisor.feed(WantsToLeave(member, message.reason))

@@ -151,7 +151,11 @@ class Verdicts:
         if len(self._raised) > _FOLDED:
             del self._raised[next(iter(self._raised))]
         if time.monotonic() - before < _FOLD_SECONDS:
-            return f"paceline: {who} raised the same as rank {slot}: {summary}"
+            same = f"paceline: {who} raised the same as rank {slot}: {summary}"
+            return f"{same}; the run ends" if note.final else same
+        if note.final:
+            # The traceback is in the error that the caller raises: once is enough.
+            return f"paceline: {who} raised in phase {note.phase}, and the run ends: {summary}"
         return (
             f"paceline: {who} raised in phase {note.phase}: {summary}\n"
             + seat.raised.traceback.rstrip().replace("\n", "\n  ").join(("  ", ""))

@@ -52,6 +52,7 @@ class Views:
             behind=plan.behind,
             restore=plan.restore,
             restore_before=plan.restore_before,
+            ends=plan.ends,
             segment=segment,
             journaled=journaled,
             backup=self._backup,

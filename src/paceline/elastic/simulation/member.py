@@ -200,7 +200,10 @@ class Member(Process):
 
     def _installed(self, plan: ViewPlan) -> None:
         self.view = plan
+        self.raised = None
         self.world.truth.begins(self.number, self.steps, self.state)
+        if plan.ends:
+            self.stopping = plan.ends
         self.send(HasInstalled(self.number, plan.generation, self.progress))
         self.training = True
         self._next()

@@ -13,7 +13,7 @@ from random import Random
 from typing import Protocol
 
 from paceline.core.control.messages import Progress
-from paceline.elastic.model import Beaten, Event, HasBroken, Joined, ViewPlan, WantsToLeave
+from paceline.elastic.model import Beaten, Event, HasBroken, HasRaised, Joined, ViewPlan, WantsToLeave
 from paceline.elastic.simulation.network import Line
 from paceline.elastic.simulation.plan import RunPlan
 from paceline.elastic.simulation.rounds import Round, Rounds
@@ -77,6 +77,7 @@ class Process(ABC):
         self.training = False
         self.done = False
         self.broken: HasBroken | None = None
+        self.raised: HasRaised | None = None  # its code has, and it waits
         self.installing = 0
         # what it was told
         self.asked = 0
@@ -226,8 +227,21 @@ class Process(ABC):
             self.send(WantsToLeave(self.number, self.wants_out))
         if self.done:
             self.say_done()
+        elif self.raised is not None:
+            self.send(self.raised)
         elif self.broken is not None and self.broken.generation == self.installing:
             self.send(self.broken)
+
+    def wait_raised(self, raised: HasRaised) -> None:
+        """Its code raised: the step is abandoned, and others say what follows."""
+        self.raised = raised
+        self.token += 1
+        self.training = False
+        self.computing = []
+        self.enter("wait")
+        self.send(raised)
+        if self.asked > self.reported and self.asked > self.generation and not self.stuck:
+            self.react()
 
     def leave(self, reason: str) -> None:
         """It was asked to go."""

@@ -185,8 +185,17 @@ class World:
         return True
 
     def _raise(self, member: Process, fault: str, shard: int) -> None:
-        if member.alive:
-            member.send(HasRaised(member.number, "ValueError: simulated", fault, member.steps, shard))
+        if not member.alive:
+            return
+        # Most stay until they are dismissed; the state of some is no good, and these end.
+        holds = self.rng.random() < 0.8
+        raised = HasRaised(
+            member.number, "ValueError: simulated", fault, member.steps, shard, holds, member.progress
+        )
+        if holds:
+            member.wait_raised(raised)
+        else:
+            member.send(raised)
             self.time.after(0.02, self.die, member.number, "exit", "exit code 1")
 
     def reaches_supervisor(self) -> bool:
@@ -410,6 +419,11 @@ class World:
                 if member.steps < self.plan.steps and end.stopped is None:
                     self.truth.violation(f"member {member.number} ends after {member.steps} steps")
             return
+        failing = self.coordinator.state.failing is not None and not self.truth.corrupted
+        for worker in self.coordinator.state.workers.values() if failing else ():
+            member = self.members.get(worker.number)
+            if member is not None and worker.digest and self.checkpoints.get(member.steps) != member.state:
+                self.truth.violation(f"the job failed and {member.steps} steps of it were not saved")
         if not self._may_fail():
             self.truth.violation(f"the job failed without need: {end.reason}")
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
 
+from paceline.core import own_frames
 from paceline.core.errors import CommTimeoutError, DisagreementError, PacelineError, PeerLostError
 
 
@@ -34,11 +35,13 @@ class Report:
     is_ours: bool
     exit_code: str | None
     fault: str = "code"
+    users_lines: str = ""  # where in the user's own code it happened
 
 
 def describe(error: BaseException) -> Report:
     """Turn an exception, caught in a rank, into a report."""
     shown = traceback.TracebackException(type(error), error, _users_frames(error.__traceback__))
+    users = "" if isinstance(error, PacelineError) and error.fault == "ours" else own_frames.fold(shown)
     return Report(
         summary="".join(traceback.format_exception_only(error)).strip(),
         traceback_text="".join(shown.format()),
@@ -46,6 +49,7 @@ def describe(error: BaseException) -> Report:
         is_ours=isinstance(error, PacelineError),
         exit_code=str(error.code) if isinstance(error, SystemExit) else None,
         fault=error.fault if isinstance(error, PacelineError) else "code",
+        users_lines=users,
     )
 
 

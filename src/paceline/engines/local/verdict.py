@@ -81,7 +81,9 @@ def _raised(failure: Raised) -> BaseException:
     report = failure.report
     who = f"rank {failure.rank} (pid {failure.pid})"
     if report.is_ours and isinstance(failure.error, PacelineError):
-        failure.error.add_note(f"raised on {who}:\n\n{report.traceback_text.rstrip()}")
+        # The error itself is shown anyway: of its traceback only what the user wrote, if it came from there.
+        lines = report.users_lines or f"\n{report.traceback_text.rstrip()}"
+        failure.error.add_note(f"raised on {who}:\n{lines}")
         return failure.error
     if report.exit_code is not None:
         message = f"{who} called sys.exit({report.exit_code})"

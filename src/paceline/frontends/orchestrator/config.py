@@ -17,6 +17,7 @@ from paceline.aggregate import strategy
 from paceline.aggregate.async_sgd import Staleness
 from paceline.aggregate.strategy import Aggregation
 from paceline.core.errors import ConfigError
+from paceline.core.words import a_kind
 from paceline.train.value_checks import at_least, conform, positive
 
 # What `size` of the dict is called in the class.
@@ -132,7 +133,7 @@ def read_config(given: TrainingConfig | Mapping[str, Any] | None) -> TrainingCon
         return TrainingConfig()
     if not isinstance(given, Mapping):
         raise ConfigError(
-            f"the settings of the training are a {type(given).__name__}",
+            f"the settings of the training are {a_kind(given)}",
             remedy='give a dict such as {"size": 1_000_000, "batch_size": 32}, or a TrainingConfig',
         )
     names = [one.name for one in dataclasses.fields(TrainingConfig)]
@@ -179,7 +180,7 @@ def _strategy(given: object) -> AggregationStrategy | str:
 def _check_staleness(config: TrainingConfig) -> None:
     if not isinstance(config.staleness, Staleness):
         raise ConfigError(
-            f"TrainingConfig: staleness is a {type(config.staleness).__name__}",
+            f"TrainingConfig: staleness is {a_kind(config.staleness)}",
             remedy="give Staleness(weight=..., limit=..., beyond=...)",
             key="staleness",
         )

@@ -17,6 +17,7 @@ from torch import nn
 from paceline.comm import default_group
 from paceline.comm.environment import find_place
 from paceline.core.errors import ConfigError, UsageError
+from paceline.core.words import a_kind
 from paceline.data.sources import Source, as_source
 from paceline.frontends.joining import prepare
 from paceline.frontends.orchestrator import synthetic
@@ -73,7 +74,7 @@ def read_data(data: Mapping[str, Any] | None) -> tuple[int | None, float | None]
         return None, None
     if not isinstance(data, Mapping):
         raise ConfigError(
-            f"the settings of the data are a {type(data).__name__}",
+            f"the settings of the data are {a_kind(data)}",
             remedy='give {"total_samples": 100_000}, or your own data as dataset=',
         )
     check_keys(data, _DATA_KEYS, "the settings of the data")
@@ -125,7 +126,7 @@ def check_given(
     else:
         if not callable(model):
             raise UsageError(
-                f"the model is a {type(model).__name__}",
+                f"the model is {a_kind(model)}",
                 remedy="pass a torch.nn.Module or a function that builds one",
             )
         if objective is None:
