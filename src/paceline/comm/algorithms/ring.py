@@ -6,8 +6,8 @@ What travels: each rank sends 2(N-1)/N of the message, and 32 bytes of header pe
 summed in fp32 on the way, so their first N-1 rounds carry twice the bytes.
 What it costs: 2(N-1) rounds of latency; bandwidth-optimal on any link, and every link is used equally. Where
 exchanges can overlap (between hosts), long segments go in up to four parts: one is folded, or encoded, while
-the others travel. That is the same bytes in more messages; between hosts headers have tags, and so has each chunk
-of a large message (transport/bulk.py).
+the others travel. That is the same bytes in more messages; between hosts headers have tags, and so
+has each chunk of a large message (transport/bulk.py).
 What it asks: messages between neighbours only.
 """
 
