@@ -156,14 +156,17 @@ class Exchange:
 
     def _finished(self) -> bool:
         """Large messages that have come."""
-        before = len(self._transfers)
-        for transfer, number in self._transfers:
-            if transfer.done and transfer.error is not None:
+        # Asked once: another thread completes them, and one that is done must be told exactly once.
+        finished: list[tuple[Transfer, int]] = []
+        under_way: list[tuple[Transfer, int]] = []
+        for item in self._transfers:
+            (finished if item[0].done else under_way).append(item)
+        for transfer, number in finished:
+            if transfer.error is not None:
                 raise_lost(self._mesh, transfer, self.status())
-            if transfer.done:
-                self._tell(Kind.DONE, transfer.peer, number)
-        self._transfers = [item for item in self._transfers if not item[0].done]
-        return len(self._transfers) < before
+            self._tell(Kind.DONE, transfer.peer, number)
+        self._transfers = under_way
+        return bool(finished)
 
     def _delivered(self) -> bool:
         """Large messages that their receivers have taken, or have taken up. One is delivered when its
