@@ -269,3 +269,21 @@ def test_a_sum_that_lacks_samples_is_not_applied(ranks: int) -> None:
     for remedy, done_again in run_ranks(ranks, one):
         assert "journal" in remedy
         assert done_again
+
+
+@pytest.mark.parametrize("given", [{}, {"compression": GradientCompression(kind="int8")}])
+def test_a_rank_without_shards_is_heard_as_well(given: dict[str, Any]) -> None:
+    """It has no sum for its wishes, and the sample of its weights, to travel with."""
+    config = settings(shards=2, workers=3, **given)
+    model = seeded(Model)
+
+    def one(context: DistributedContext) -> tuple[int, int, int]:
+        module, team = copy.deepcopy(model), Team(context, 2)
+        transaction = StepTransaction(team, module, config, torch.device("cpu"))
+        transaction.open(0, 0, [3, 3])
+        for shard in transaction.missing:
+            compute(transaction, module, shard)
+        known = transaction.reduce(Wishes(stop=not team.block, saved=True, sample=12345))
+        return known.applied, known.stops, known.saved
+
+    assert run_ranks(3, one) == [(6, 1, 3)] * 3

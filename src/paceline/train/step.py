@@ -266,19 +266,11 @@ class StepTransaction:
     def reduce(self, wishes: Wishes | None = None) -> Reduced:
         """Sums all shards of all ranks; afterwards the parameters' `grad` is the gradient of the step."""
         wishes = wishes or Wishes()
-        holdings, rows = self._confer()
+        holdings, rows, idle = self._confer(wishes)
         self.counted = tuple(sorted(self._computed) if holdings is None else holdings.blocks[self._team.rank])
         computed = [self._computed[shard] for shard in self.counted]
         used = [any(marks) for marks in zip(*(one.used for one in computed), strict=True)]
-        ballot = [
-            sum(one.applied for one in computed),
-            sum(one.left_out for one in computed),
-            wishes.stop,
-            wishes.saved,
-            wishes.save_failed,
-            wishes.pause,
-            *(used or [False] * len(self.trained)),
-        ]
+        ballot = self._ballot(wishes, computed, used or [False] * len(self.trained))
         names = self._metrics.names
         if self._summation is None:
             # A step whose samples were all left out has no numbers.
@@ -291,6 +283,8 @@ class StepTransaction:
             flat = self._summation.finish(torch.tensor(ballot, dtype=torch.float32), holdings)
             if world > 1:
                 ballot = [round(number) for number in flat.ballot.tolist()]
+            for theirs in idle:
+                ballot = [one + other for one, other in zip(ballot, theirs, strict=True)]
             ballot, samples = ballot[: -agreement.NUMBERS], ballot[-agreement.NUMBERS :]
             if not agreement.are_equal(samples, world):
                 raise agreement.DifferError  # all ranks do, before any of them has applied the step
@@ -328,10 +322,22 @@ class StepTransaction:
             tail[self._norms_start :].clone() if self._noise else None,
         )
 
-    def _confer(self) -> tuple[Holdings | None, list[Rows]]:
-        """What ranks must know of each other before they sum: metric names, who has computed what, and the
-        rows of sparse gradients. In one exchange that changes nothing, so that it can be repeated; whose
-        shards count (the first rank's: the bits are equal), and everyone's rows."""
+    def _ballot(self, wishes: Wishes, computed: Sequence[_Computed], used: Sequence[bool]) -> list[int]:
+        return [
+            sum(one.applied for one in computed),
+            sum(one.left_out for one in computed),
+            wishes.stop,
+            wishes.saved,
+            wishes.save_failed,
+            wishes.pause,
+            *used,
+        ]
+
+    def _confer(self, wishes: Wishes) -> tuple[Holdings | None, list[Rows], list[list[int]]]:
+        """What ranks must know of each other before they sum: metric names, who has computed what, the rows
+        of sparse gradients, and ballots of ranks of whose shards none counts: with no partial sum to travel
+        with, theirs would be missing. In one exchange that changes nothing, so that it can be repeated;
+        whose shards count (the first rank's: the bits are equal), all rows, and the ballots of the idle."""
         mine: dict[str, Any] = {}
         if not self._agreed:
             mine["metrics"] = [list(self._metrics.names), sum(one.applied for one in self._computed.values())]
@@ -339,6 +345,11 @@ class StepTransaction:
             mine["computed"] = sorted(self._computed)
         if self._sparse.used:
             mine["rows"] = self._sparse.rows(sorted(self._computed))
+        world = self._team.world_size
+        some_idle = self._ledger is None and world > 1 and (self._team.backup or not all(self._team.blocks))
+        if some_idle:
+            nothing = self._ballot(wishes, (), [False] * len(self.trained))
+            mine["ballot"] = [int(one) for one in (*nothing, *agreement.ballot(wishes.sample, world))]
         told: list[dict[str, Any]] = [mine]
         if mine and self._team.world_size > 1:
             told = self._team.context.all_gather(mine)
@@ -347,7 +358,11 @@ class StepTransaction:
             holdings = first_holders([one["computed"] for one in told], self._team.shards, self._step + 1)
         if not self._agreed:
             self._agreed = self._metrics.agree([one["metrics"] for one in told])
-        return holdings, [one["rows"] for one in told] if self._sparse.used else []
+        blocks = self._team.blocks if holdings is None else holdings.blocks
+        idle = (
+            [one["ballot"] for one, block in zip(told, blocks, strict=True) if not block] if some_idle else []
+        )
+        return holdings, [one["rows"] for one in told] if self._sparse.used else [], idle
 
     def undo(self) -> None:
         """What follows `reduce` failed because of another rank: the model is as it was before `open`."""
