@@ -9,8 +9,10 @@ first step, which compiles and warms up, counts only until there are others. Mus
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -53,7 +55,7 @@ class Progress(Observer):
     def on_start(self, run: RunInfo) -> None:
         # Without a stderr (it was closed) rich would write to stdout, which is the program's.
         self._lost = self._console is None and sys.stderr is None
-        console = self._console or Console(file=sys.stderr)
+        console = self._console or _Stderr(file=sys.stderr)
         self._console = console
         now = self._clock.now()
         self._meter = _Meter(run, now)
@@ -124,12 +126,20 @@ class Progress(Observer):
     @contextmanager
     def _writing(self) -> Iterator[None]:
         """A full disk, a closed pipe or a closed stream is no reason to end a run: nothing more is shown.
-        (Of a pipe whose reader is gone rich makes a SystemExit.)"""
+        (Of a pipe whose reader is gone rich makes a SystemExit, where the console was given.)"""
         try:
             yield
         except (OSError, ValueError, SystemExit) as error:
             self._bar, self._lost = None, True
             _log.warning("progress is no longer shown: it cannot be written: %s", error)
+
+
+@final
+class _Stderr(Console):
+    """A pipe whose reader is gone is an error like any other: rich would turn the program's stdout off."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
 @final
