@@ -5,6 +5,8 @@ rank sees the same sums, so all of them find a difference in the same step, befo
 
     n ranks with numbers h hold the same number exactly where  n * sum(h * h) == sum(h) ** 2
 
+A rank that has no shard in the step takes no part in it, nor does any gradient of its weights.
+
 A model of at most `LEAST_BYTES` is looked at whole in every step, a larger one in parts, one part with each
 step in turn, so that a difference that stays is found within `MOST_PARTS` steps. Of the parameters only:
 buffers move while shards are computed, and are compared with each checkpoint. Must not know what is done to
@@ -28,7 +30,7 @@ LEAST_BYTES: Final = 1 << 20
 MOST_PARTS: Final = 16
 _BITS: Final = 48
 _DIGITS: Final = 6
-NUMBERS: Final = 2 * _DIGITS
+NUMBERS: Final = 1 + 2 * _DIGITS
 """Numbers of a ballot that a sample takes."""
 
 _EXACT: Final = 1 << 24  # whole numbers below it are summed exactly in fp32
@@ -101,13 +103,14 @@ def ballot(sample: int, world: int) -> list[int]:
     """The numbers that a rank of `world` adds to the ballot."""
     base = _base(world)
     digits = [(sample >> (8 * place)) % base for place in range(_DIGITS)]
-    return [*digits, *(digit * digit for digit in digits)]
+    return [1, *digits, *(digit * digit for digit in digits)]
 
 
-def are_equal(sums: Sequence[int], world: int) -> bool:
-    """Whether all ranks added the same numbers."""
-    plain, squares = sums[:_DIGITS], sums[_DIGITS:]
-    return all(world * square == one * one for one, square in zip(plain, squares, strict=True))
+def are_equal(sums: Sequence[int]) -> bool:
+    """Whether all ranks that took part added the same numbers. A rank without shards adds no ballot: those
+    that did are counted in it."""
+    count, plain, squares = sums[0], sums[1 : 1 + _DIGITS], sums[1 + _DIGITS :]
+    return all(count * square == one * one for one, square in zip(plain, squares, strict=True))
 
 
 def _base(world: int) -> int:

@@ -286,7 +286,7 @@ class StepTransaction:
             for theirs in idle:
                 ballot = [one + other for one, other in zip(ballot, theirs, strict=True)]
             ballot, samples = ballot[: -agreement.NUMBERS], ballot[-agreement.NUMBERS :]
-            if not agreement.are_equal(samples, world):
+            if not agreement.are_equal(samples):
                 raise agreement.DifferError  # all ranks do, before any of them has applied the step
             counts = dict(zip(self.trained, ballot[_WISHES:], strict=True))
             expose(self._parameters, flat, [counts[name] > 0 for name in self._names])
