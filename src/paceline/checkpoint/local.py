@@ -2,7 +2,11 @@
 
 Large files go past the page cache where the file system allows it (O_DIRECT): the disk reads the buffer
 itself, which costs a tenth of the processor time of a buffered write and leaves the cache to the training
-data. Must not know what is in the files.
+data.
+
+The folder may come from elsewhere. A version is a real folder and a file a regular file: links are neither
+listed nor followed, for reading, for writing or for deleting, and a pipe is not waited for. Must not know
+what is in the files.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -22,7 +27,8 @@ from paceline.core.errors import PacelineError, PlatformError, ResourceError
 
 BLOCK: Final = 4096
 
-_NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+_NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+_OLD: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 # Long enough that a call costs nothing beside its work, short enough that a thread of low priority is polite.
 _CHUNK: Final = 4 << 20
 _LOCK_SECONDS: Final = 30.0
@@ -51,6 +57,7 @@ class LocalStorage(Storage):
         full = self._full(path)
         temporary = full + TEMPORARY
         try:
+            self._check_folder(os.path.dirname(path))
             self._write_file(temporary, memoryview(data), os.O_TRUNC)
             try:
                 self._call(os.rename, temporary, full)
@@ -64,6 +71,7 @@ class LocalStorage(Storage):
     def write(self, path: str, data: memoryview) -> None:
         full = self._full(path)
         try:
+            self._check_folder(os.path.dirname(path))
             self._write_file(full, data, os.O_EXCL)
             self._sync_folder(os.path.dirname(full))
         except FileExistsError as error:
@@ -76,7 +84,11 @@ class LocalStorage(Storage):
 
     def names(self, path: str) -> list[str]:
         try:
-            return sorted(self._call(os.listdir, self._full(path)))
+            self._check_folder(path)
+            names = sorted(self._call(os.listdir, self._full(path)))
+            if path:
+                return names
+            return [name for name in names if not os.path.islink(self._full(name))]
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
@@ -84,13 +96,20 @@ class LocalStorage(Storage):
 
     def size(self, path: str) -> int | None:
         try:
-            return self._call(os.stat, self._full(path)).st_size
+            self._check_folder(os.path.dirname(path))
+            found = self._call(os.lstat, self._full(path))
         except (FileNotFoundError, NotADirectoryError):
             return None
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.ENXIO, "it is not a regular file", self._full(path))
+        return found.st_size
 
     def read_into(self, path: str, view: memoryview, offset: int = 0) -> int:
-        descriptor = self._call(os.open, self._full(path), os.O_RDONLY | os.O_CLOEXEC)
+        self._check_folder(os.path.dirname(path))
+        descriptor = self._call(os.open, self._full(path), _OLD)
         try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise OSError(errno.ENXIO, "it is not a regular file", self._full(path))
             done = 0
             while done < len(view):
                 count = self._call(os.preadv, descriptor, [view[done : done + _CHUNK]], offset + done)
@@ -104,6 +123,7 @@ class LocalStorage(Storage):
     def remove(self, path: str, *, durable: bool = False) -> None:
         full = self._full(path)
         try:
+            self._check_folder(os.path.dirname(path))
             self._call(os.unlink, full)
             if durable:
                 self._sync_folder(os.path.dirname(full))
@@ -125,7 +145,8 @@ class LocalStorage(Storage):
     def lock(self) -> Iterator[None]:
         path = self._full(".lock")
         try:
-            descriptor = self._call(os.open, path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            descriptor = self._call(os.open, path, flags, 0o644)
         except OSError as error:
             raise write_error(f"the file {path}", error) from error
         try:
@@ -155,6 +176,11 @@ class LocalStorage(Storage):
                     raise write_error(f"the lock {path}", error) from error
                 # A file system without locks: the checks before and after are all there is.
                 return
+
+    def _check_folder(self, path: str) -> None:
+        """NotADirectoryError where a folder below the root is a link: what is behind it is not ours."""
+        if path and not stat.S_ISDIR(os.lstat(self._full(path)).st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, "it is a link, not a folder", self._full(path))
 
     def _full(self, path: str) -> str:
         return os.path.join(self.root, path) if path else self.root

@@ -47,8 +47,12 @@ class FileRecord:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> FileRecord:
+        name = str(plain["name"])
+        if name != STATE and _PART.fullmatch(name) is None:
+            # Read, it would be a file outside of the version's folder.
+            raise ValueError(f"{name[:80]!r} is not the name of a checkpoint's file")
         return cls(
-            str(plain["name"]),
+            name,
             int(plain["bytes"]),
             str(plain["xxh3_128"]),
             int(plain["tensors"]),

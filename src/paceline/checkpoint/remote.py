@@ -14,6 +14,7 @@ from typing import Any, Final, final
 
 from paceline.checkpoint.storage import Call, Storage, list_error, write_error
 from paceline.core.errors import PacelineError, PlatformError, UnavailableError, UsageError
+from paceline.core.foreign import without_credentials
 
 # Also the size of the parts of a multipart upload, of which S3 allows ten thousand: files of up to 320 GB.
 _CHUNK: Final = 32 << 20
@@ -24,20 +25,22 @@ def open_remote(url: str, *, call: Call) -> Storage:
     """The storage behind an fsspec URL; what fsspec cannot do is said with the package that is missing."""
     import fsspec
 
+    named = without_credentials(url)
     try:
         filesystem, root = fsspec.core.url_to_fs(url)
     except ImportError as error:
         raise UnavailableError(
-            f"{url} needs a package that is not installed: {error}",
+            f"{named} needs a package that is not installed: {error}",
             remedy="install the fsspec package for this kind of URL (s3fs for s3://)",
         ) from error
     except ValueError as error:
-        raise UsageError(f"{url} is not a URL that fsspec knows: {error}", remedy="check the URL") from error
+        why = without_credentials(str(error))
+        raise UsageError(f"{named} is not a URL that fsspec knows: {why}", remedy="check the URL") from None
     except OSError as error:
-        reason = str(error).partition("\n")[0]
+        reason = without_credentials(str(error).partition("\n")[0])
         raise UnavailableError(
-            f"{url} cannot be reached from here: {reason}", remedy="check what this kind of URL needs"
-        ) from error
+            f"{named} cannot be reached from here: {reason}", remedy="check what this kind of URL needs"
+        ) from None
     return FsspecStorage(filesystem, root, url, call=call)
 
 
@@ -48,7 +51,7 @@ class FsspecStorage(Storage):
     exclusive = False
 
     def __init__(self, filesystem: Any, root: str, url: str, *, call: Call) -> None:
-        self.url = url
+        self.url = without_credentials(url)  # for messages; the file system has the key
         self._files = filesystem
         self._root = root.rstrip("/")
         self._call: Call = call

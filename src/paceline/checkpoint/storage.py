@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 from typing import ParamSpec, Protocol, TypeVar
 
 from paceline.core.errors import PacelineError, PlatformError, ResourceError, UsageError
+from paceline.core.foreign import without_credentials
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -114,7 +115,7 @@ def open_storage(url: str | os.PathLike[str], *, call: Call | None = None) -> St
 
 def list_error(what: str, error: Exception) -> PacelineError:
     """What to raise when the names in `what` cannot be had."""
-    reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+    reason = without_credentials(getattr(error, "strerror", None) or f"{type(error).__name__}: {error}")
     return PlatformError(
         f"{what} cannot be listed: {reason}",
         remedy="check that it may be read, that its server answers, and the key that is used",
@@ -124,7 +125,7 @@ def list_error(what: str, error: Exception) -> PacelineError:
 def write_error(what: str, error: Exception) -> PacelineError:
     """What to raise when `what` could not be written: a full disk is a resource, all else the platform."""
     code = getattr(error, "errno", None)
-    reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+    reason = without_credentials(getattr(error, "strerror", None) or f"{type(error).__name__}: {error}")
     if code in _FULL:
         return ResourceError(
             f"{what} cannot be written: {reason}",

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from paceline.core.foreign import shown
+
 if TYPE_CHECKING:
     from paceline.train.audit import Audit, Epoch
     from paceline.train.run_folder import RunFolder
@@ -58,22 +60,22 @@ def _print_json(found: Audit) -> None:
     import json
 
     plain = dataclasses.asdict(found)
-    typer.echo(json.dumps({"proved": found.proved, **plain}, indent=2, allow_nan=False))
+    _echo(json.dumps({"proved": found.proved, **plain}, indent=2, allow_nan=False))
 
 
 def _print(name: str, found: Audit) -> None:
     for title, text in _lines(found):
-        typer.echo(f"  {title:<9} {text}")
+        _echo(f"  {title:<9} {text}")
     for note in found.notes:
-        typer.echo(f"  note      {note}")
+        _echo(f"  note      {note}")
     for finding in found.wrong[:_SHOWN]:
-        typer.echo(f"  wrong     {finding}")
+        _echo(f"  wrong     {finding}")
     if len(found.wrong) > _SHOWN:
-        typer.echo(f"  wrong     and {len(found.wrong) - _SHOWN} more: --json has all of them")
+        _echo(f"  wrong     and {len(found.wrong) - _SHOWN} more: --json has all of them")
     if found.proved:
-        typer.echo(f"{name}: each step was committed once, each sample applied once")
+        _echo(f"{name}: each step was committed once, each sample applied once")
     else:
-        typer.echo(f"{name}: not proved, {_count(len(found.wrong), 'thing')} wrong")
+        _echo(f"{name}: not proved, {_count(len(found.wrong), 'thing')} wrong")
 
 
 def _lines(found: Audit) -> list[tuple[str, str]]:
@@ -138,3 +140,8 @@ def _taken(epoch: Epoch) -> int:
 
 def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _echo(text: str) -> None:
+    """The run's folder may come from elsewhere."""
+    typer.echo(shown(text))

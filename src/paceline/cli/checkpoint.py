@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.core.errors import UsageError
+from paceline.core.foreign import shown
 
 if TYPE_CHECKING:
     from paceline.checkpoint.compare import Difference
@@ -49,7 +50,7 @@ def list_all(run: Run, as_json: AsJson = False) -> None:
     else:
         _print_list(manifests, tags)
     for item in damage:
-        typer.echo(f"{item.kind}: {item}", err=True)
+        _echo(f"{item.kind}: {item}", err=True)
     if damage and not manifests:
         raise typer.Exit(1)
 
@@ -74,14 +75,14 @@ def show(run: Run, which: Which = "latest", as_json: AsJson = False) -> None:
         return
     for name, value in facts.items():
         if name != "files":
-            typer.echo(f"{name}: {_shown(value)}")
-    typer.echo("files:")
+            _echo(f"{name}: {_shown(value)}")
+    _echo("files:")
     for file in opened.manifest.files:
-        typer.echo(f"  {file.name}  {_size(file.nbytes)}  xxh3_128 {file.checksum}")
-    typer.echo(f"state: {', '.join(sorted(opened.state)) or 'empty'}")
-    typer.echo(f"tensors: {len(tensors)}")
+        _echo(f"  {file.name}  {_size(file.nbytes)}  xxh3_128 {file.checksum}")
+    _echo(f"state: {', '.join(sorted(opened.state)) or 'empty'}")
+    _echo(f"tensors: {len(tensors)}")
     for name, tensor in tensors.items():
-        typer.echo(f"  {name}  {describe(tensor)}")
+        _echo(f"  {name}  {describe(tensor)}")
 
 
 @app.command()
@@ -96,13 +97,13 @@ def verify(
     store = open_store(run)
     damage = store.verify(which)
     for item in damage:
-        typer.echo(f"{item.kind}: {item}")
+        _echo(f"{item.kind}: {item}")
     if damage:
         raise typer.Exit(1)
     checked = (
         f"checkpoint {store.find(which)}" if which is not None else f"{len(store.manifests())} checkpoints"
     )
-    typer.echo(f"{checked}: every file is as it was written")
+    _echo(f"{checked}: every file is as it was written")
 
 
 @app.command()
@@ -138,11 +139,11 @@ def tag(
                 "--remove takes one name", remedy=f"paceline checkpoint tag {run} {which} --remove"
             )
         store.untag(which)
-        typer.echo(f"tag {which} removed")
+        _echo(f"tag {which} removed")
         return
     if name is None:
         raise UsageError("a tag needs a name", remedy=f"paceline checkpoint tag {run} {which} NAME")
-    typer.echo(f"checkpoint {store.tag(which, name)} is now {name}")
+    _echo(f"checkpoint {store.tag(which, name)} is now {name}")
 
 
 @app.command()
@@ -170,7 +171,12 @@ def export(
         everything=everything,
         overwrite=overwrite,
     )
-    typer.echo(f"{written} ({_size(written.stat().st_size)}, {chosen})")
+    _echo(f"{written} ({_size(written.stat().st_size)}, {chosen})")
+
+
+def _echo(text: object, *, err: bool = False) -> None:
+    """Names, notes and metrics of a checkpoint may come from elsewhere."""
+    typer.echo(shown(text), err=err)
 
 
 def open_store(run: str) -> CheckpointStore:
@@ -215,6 +221,7 @@ def _plain(manifest: Manifest, tags: dict[str, int]) -> dict[str, Any]:
 
 def _print_list(manifests: list[Manifest], tags: dict[str, int]) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table()
@@ -231,35 +238,36 @@ def _print_list(manifests: list[Manifest], tags: dict[str, int]) -> None:
             str(manifest.info.epoch),
             _size(manifest.nbytes),
             "" if manifest.info.parent is None else str(manifest.info.parent),
-            _shown(facts["metrics"]) + ("" if manifest.finite is not False else " (weights not finite)"),
-            _shown(facts["tags"]),
+            escape(shown(_shown(facts["metrics"])))
+            + ("" if manifest.finite is not False else " (weights not finite)"),
+            escape(shown(_shown(facts["tags"]))),
         )
     Console().print(table)
 
 
 def _print_difference(difference: Difference) -> None:
     for name in difference.added:
-        typer.echo(f"+ {name}")
+        _echo(f"+ {name}")
     for name in difference.removed:
-        typer.echo(f"- {name}")
+        _echo(f"- {name}")
     for change in difference.changed:
         if change.elements is None:
-            typer.echo(f"~ {change.name}  {change.before} -> {change.after}")
+            _echo(f"~ {change.name}  {change.before} -> {change.after}")
         else:
-            typer.echo(
+            _echo(
                 f"~ {change.name}  {change.before}: {change.elements} elements differ, "
                 f"by at most {change.largest:.6g}"
             )
     for item in difference.state:
-        typer.echo(f"~ {item.place}: {_short(item.before)} -> {_short(item.after)}")
+        _echo(f"~ {item.place}: {_short(item.before)} -> {_short(item.after)}")
     end = "no difference" if difference.empty else f"{difference.same} tensors are the same bits"
-    typer.echo(f"{difference.before} -> {difference.after}: {end}")
+    _echo(f"{difference.before} -> {difference.after}: {end}")
 
 
 def _print_json(value: object) -> None:
     import json
 
-    typer.echo(json.dumps(value, indent=2, allow_nan=False, default=repr))
+    _echo(json.dumps(value, indent=2, allow_nan=False, default=repr))
 
 
 def _finite(value: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from paceline.core.errors import UsageError
+from paceline.core.foreign import shown
 
 
 def join(
@@ -54,7 +55,7 @@ def join(
         read_secret(token_file),
         workers,
         tls,
-        say=typer.echo,
+        say=lambda text: typer.echo(shown(text)),
         listening=Listening(ports, interface),
     )
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -1,6 +1,7 @@
 """The `paceline` command: puts the commands together and turns every error into one message and an exit code.
 
-Exit codes: 0 done, 2 the caller's mistake, 130 interrupted, 1 anything else. Must not do any work itself, and
+Exit codes: 0 done, 2 the caller's mistake, 130 interrupted, what the error itself says (a run that cannot be
+asked: docs/runs.md), 1 anything else. Must not do any work itself, and
 importing it must not import torch: commands import what they need when they run.
 """
 
@@ -17,6 +18,7 @@ import typer
 import paceline
 from paceline.cli import audit, bench, checkpoint, info, join, replay, scale, simulate, train, verify
 from paceline.core.errors import PacelineError, UsageError
+from paceline.core.foreign import shown
 
 # Typer carries its own copy of click since 0.2x and used the real one before: these are whichever it uses.
 _BadUsage = cast("type[Exception]", typer.BadParameter.__bases__[0])
@@ -91,7 +93,8 @@ def invoke(command: typer.Typer, argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except PacelineError as error:
-        return _fail(str(error), error, session, 2 if isinstance(error, UsageError) else 1)
+        code = getattr(error, "exit_code", 2 if isinstance(error, UsageError) else 1)
+        return _fail(str(error), error, session, code)
     except _BadUsage as error:
         return _bad_usage(error, session)
     except _CommandError as error:
@@ -129,5 +132,5 @@ def _fail(message: str, error: BaseException, session: Session, code: int) -> in
         traceback.print_exception(error)
     # Where it was raised, and what was saved.
     notes = getattr(error, "__notes__", ()) if isinstance(error, PacelineError) else ()
-    print("\n".join([f"error: {message}", *map(str, notes)]), file=sys.stderr)
+    print(shown("\n".join([f"error: {message}", *map(str, notes)])), file=sys.stderr)
     return code

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.core.errors import UsageError
+from paceline.core.foreign import REDACTED, shown
 
 if TYPE_CHECKING:
     from paceline.frontends import overrides
@@ -43,14 +43,16 @@ def replay(
     """
     from paceline.frontends import replaying
 
-    chosen, command = chosen_command(run, script, arguments, "replay")
+    chosen, command = chosen_command(run, script, arguments)
     if not as_json:
-        typer.echo(f"script      {shlex.join([chosen, *command.arguments])}")
+        echo(f"script      {shlex.join([chosen, *command.arguments])}")
+        if REDACTED in " ".join(command.arguments):
+            echo("note        what names a secret was not recorded: give all arguments after -- to use it")
     found = replaying.replay_script(run, step, shard, chosen, command)
     if as_json:
         plain = dataclasses.asdict(found)
         plain["loss"] = None if math.isnan(found.loss) else found.loss
-        typer.echo(json.dumps({"script": chosen, "arguments": [*command.arguments], **plain}, indent=2))
+        echo(json.dumps({"script": chosen, "arguments": [*command.arguments], **plain}, indent=2))
     else:
         _print(found)
     if found.same is False:
@@ -58,39 +60,41 @@ def replay(
 
 
 def chosen_command(
-    run: str, script: str | None, arguments: list[str] | None, name: str
+    run: str, script: str | None, arguments: list[str] | None
 ) -> tuple[str, overrides.Command]:
-    """The script that is run again, and how: as it was recorded, unless something else is given."""
+    """The script that is run again, and how: as it was recorded, unless something else is given; a record of
+    another user, or of a script inside the folder, is not followed."""
     from paceline.frontends import overrides, replaying
 
     recorded = replaying.recorded_command(run)
-    if recorded is None and script is None:
-        raise UsageError(
-            f"{run} does not say which script made it (a notebook, or an older version)",
-            remedy=f"give the script, and its arguments after --: paceline {name} RUN ... --script train.py",
-        )
-    command = recorded or overrides.Command(script or "", (), ".")
+    chosen = replaying.script_to_run(run, recorded, script)
+    command = recorded or overrides.Command(chosen, (), ".")
     if arguments:
         command = dataclasses.replace(command, arguments=tuple(arguments))
-    return script or command.script, command
+    return chosen, command
 
 
 def _print(found: Replayed) -> None:
     begin = "the beginning" if found.checkpoint is None else f"checkpoint {found.checkpoint}"
-    typer.echo(f"state       from {begin}, then {found.redone} step{'' if found.redone == 1 else 's'} again")
+    echo(f"state       from {begin}, then {found.redone} step{'' if found.redone == 1 else 's'} again")
     if found.strayed is not None:
-        typer.echo(
+        echo(
             f"warning     from step {found.strayed} on the loss is not the journal's: the script, its data "
             "or the starting weights are not those of the run"
         )
     listed = ", ".join(map(str, found.samples[:_SHOWN]))
     more = ", ..." if len(found.samples) > _SHOWN else ""
-    typer.echo(f"samples     {len(found.samples)}: {listed}{more}; loss {found.loss:.6g}")
+    echo(f"samples     {len(found.samples)}: {listed}{more}; loss {found.loss:.6g}")
     who = "" if found.rank is None else f" on rank {found.rank}"
-    typer.echo(f"computed    {found.hash}  here")
+    echo(f"computed    {found.hash}  here")
     if found.recorded is None:
-        typer.echo(f"recorded    none: step {found.step} was not audited (TrainConfig(audit_every=n))")
+        echo(f"recorded    none: step {found.step} was not audited (TrainConfig(audit_every=n))")
         return
-    typer.echo(f"recorded    {found.recorded} {who}")
+    echo(f"recorded    {found.recorded} {who}")
     what = "the same bits" if found.same else "OTHER BITS"
-    typer.echo(f"step {found.step}, shard {found.shard}: {what}")
+    echo(f"step {found.step}, shard {found.shard}: {what}")
+
+
+def echo(text: str, *, err: bool = False) -> None:
+    """The run's folder may come from elsewhere."""
+    typer.echo(shown(text), err=err)

@@ -12,16 +12,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.core.errors import UsageError
+from paceline.core.foreign import shown
 
 if TYPE_CHECKING:
     from paceline.core.control.messages import Answer
 
 Run = Annotated[Path, typer.Argument(help="The folder of a run that trains now.")]
+Token = Annotated[
+    Path | None,
+    typer.Option("--token-file", help="A copy of control.secret, where the folder belongs to another user."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 
 def scale(
-    run: Run, workers: Annotated[int, typer.Option("--workers", "-n", help="How many workers are wanted.")]
+    run: Run,
+    workers: Annotated[int, typer.Option("--workers", "-n", help="How many workers are wanted.")],
+    token_file: Token = None,
 ) -> None:
     """Give a run more or fewer workers while it trains. The result does not depend on their number.
 
@@ -29,31 +36,33 @@ def scale(
     """
     if workers < 1:
         raise UsageError(f"{workers} workers cannot train", remedy="give 1 or more, or use `paceline stop`")
-    typer.echo(_ask(run, "scale", number=workers).text)
+    typer.echo(shown(_ask(run, token_file, "scale", number=workers).text))
 
 
 def stop(
-    run: Run, reason: Annotated[str, typer.Option(help="Why, for the journal.")] = "paceline stop"
+    run: Run,
+    reason: Annotated[str, typer.Option(help="Why, for the journal.")] = "paceline stop",
+    token_file: Token = None,
 ) -> None:
     """Have a run finish its step, save, and end. It can be resumed.
 
     Example: paceline stop runs/20250301-120000-train
     """
-    typer.echo(_ask(run, "stop", text=reason).text)
+    typer.echo(shown(_ask(run, token_file, "stop", text=reason).text))
 
 
-def status(run: Run, as_json: AsJson = False) -> None:
+def status(run: Run, as_json: AsJson = False, token_file: Token = None) -> None:
     """Show what a run and each of its workers are doing.
 
     Example: paceline status runs/20250301-120000-train
     """
-    facts = _ask(run, "status").facts
+    facts = _ask(run, token_file, "status").facts
     if as_json:
         typer.echo(json.dumps(facts))
         return
     typer.echo(f"{facts['phase']}, generation {facts['generation']}, step {facts['step']}")
     for worker in facts["workers"]:
-        typer.echo(_line(worker))
+        typer.echo(shown(_line(worker)))
 
 
 def _line(worker: dict[str, Any]) -> str:
@@ -65,11 +74,11 @@ def _line(worker: dict[str, Any]) -> str:
     )
 
 
-def _ask(run: Path, what: str, number: int = 0, text: str = "") -> Answer:
+def _ask(run: Path, token: Path | None, what: str, number: int = 0, text: str = "") -> Answer:
     from paceline.core.control.messages import Ask
     from paceline.elastic import tools
 
-    answer = tools.ask(run, Ask(what=what, number=number, text=text))
+    answer = tools.ask(run, Ask(what=what, number=number, text=text), token=token)
     if not answer.done:
         raise UsageError(answer.text, remedy="see `paceline status` for what the run is doing")
     return answer

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.replay import chosen_command
+from paceline.cli.replay import chosen_command, echo
 from paceline.core.errors import PacelineError, UsageError
 
 if TYPE_CHECKING:
@@ -52,15 +52,15 @@ def verify(
     from paceline.frontends import replaying
 
     number = _number(steps)
-    chosen, command = chosen_command(run, script, arguments, "verify")
+    chosen, command = chosen_command(run, script, arguments)
     if not as_json:
-        typer.echo(f"script      {shlex.join([chosen, *command.arguments])}")
+        echo(f"script      {shlex.join([chosen, *command.arguments])}")
     try:
         found = replaying.verify_script(run, number, chosen, command)
     except UsageError:
         raise
     except PacelineError as error:
-        typer.echo(f"error: {error}", err=True)
+        echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
     if as_json:
         typer.echo(json.dumps({"same": found.same, **dataclasses.asdict(found)}, indent=2))
@@ -83,21 +83,21 @@ def _number(steps: str) -> int | None:
 
 def _print(found: Verified) -> None:
     for interval in found.intervals:
-        typer.echo(f"computed    {_span(interval)}")
+        echo(f"computed    {_span(interval)}")
     told = ", ".join(f"{count:,} of {what}" for what, count in found.compared.items())
-    typer.echo(f"the same    {told or 'nothing'}")
+    echo(f"the same    {told or 'nothing'}")
     different = found.different
     if different is not None:
-        typer.echo(f"recorded    {different.recorded}")
-        typer.echo(f"computed    {different.computed}  here")
-        typer.echo(
+        echo(f"recorded    {different.recorded}")
+        echo(f"computed    {different.computed}  here")
+        echo(
             f"step {different.step}: OTHER BITS: {_WORDS[different.what]} came out otherwise, in "
             f"{_span(different.interval)}"
         )
     elif found.complete:
-        typer.echo(f"all {found.steps:,} steps: the same bits")
+        echo(f"all {found.steps:,} steps: the same bits")
     else:
-        typer.echo(f"{found.steps:,} steps: the same bits, from checkpoints that are taken for right")
+        echo(f"{found.steps:,} steps: the same bits, from checkpoints that are taken for right")
 
 
 def _span(interval: Interval) -> str:

@@ -17,13 +17,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, final
 
-from paceline.core import events
+from paceline.core import events, foreign
 from paceline.core.errors import PlatformError, ResourceError, UsageError, WireError
 from paceline.core.events import Event
 
 _log = logging.getLogger(__name__)
 
 _TAIL_BYTES = 1 << 20
+# Not through a link: a folder from elsewhere could have the events appended to any file.
+_APPEND = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 _MOST_AT_ONCE = 64 << 10  # bytes: on a full disk, what waits for hours is not tried again as a whole
 
 
@@ -58,7 +60,7 @@ class Journal:
         self._lock = threading.Lock()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._fd = os.open(self.path, _APPEND, 0o644)
         except OSError as error:
             raise PlatformError(
                 f"the journal {self.path} cannot be opened: {error.strerror}",
@@ -190,7 +192,7 @@ def read(path: str | os.PathLike[str], from_offset: int = 0, *, max_bytes: int |
     `max_bytes` bounds how much is read at once (a single longer line is still read whole).
     """
     try:
-        with open(path, "rb") as file:
+        with os.fdopen(foreign.open_regular(path, links=True), "rb") as file:
             file.seek(from_offset)
             data = file.read(-1 if max_bytes is None else max_bytes)
             if max_bytes is not None and b"\n" not in data:
@@ -216,7 +218,7 @@ def read(path: str | os.PathLike[str], from_offset: int = 0, *, max_bytes: int |
 def last_lines(path: str | os.PathLike[str]) -> list[str]:
     """The lines of the end of a journal, about a megabyte; what is torn, too, as the last of them."""
     try:
-        with open(path, "rb") as file:
+        with os.fdopen(foreign.open_regular(path, links=True), "rb") as file:
             start = max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES)
             file.seek(start)
             if start:

@@ -27,6 +27,7 @@ from paceline.core.control.channel import Channel
 from paceline.core.control.messages import Answer, Ask, Seen
 from paceline.core.errors import PacelineError, PlatformError, RendezvousError, WireError
 from paceline.core.events import Note, SupervisorStarted
+from paceline.core.foreign import shown
 from paceline.elastic import machine
 from paceline.elastic.job import Spec
 from paceline.elastic.model import (
@@ -67,8 +68,8 @@ from paceline.elastic.shell.staff import PATIENCE_SECONDS, Staff
 from paceline.elastic.shell.status import status_of
 from paceline.elastic.shell.verdicts import Verdicts
 from paceline.elastic.shell.views import Views
+from paceline.elastic.tools import JOURNAL_FILE
 
-JOURNAL_FILE: Final = "journal.jsonl"
 _LONGEST_TURN: Final = 5.0
 _STALL_SECONDS: Final = 1.0
 # From about 130 turns a second on, the loop hears several messages per turn; it costs at most this delay.
@@ -166,7 +167,7 @@ class Supervisor:
     def complain(self, error: PacelineError) -> None:
         """Tell people about a shortage that training survives."""
         with contextlib.suppress(OSError, ValueError):  # nobody may read the terminal any more
-            print(f"paceline: {error}", file=sys.stderr, flush=True)
+            print(f"paceline: {shown(error)}", file=sys.stderr, flush=True)
         self.chronicle.write(Note(time=time.time(), text=str(error)))
 
     def kill(self, reason: str) -> None:

@@ -8,20 +8,40 @@ from __future__ import annotations
 import select
 import time
 from pathlib import Path
+from typing import Final, final
 
-from paceline.core.control import address, auth, channel
+from paceline.core import journal
+from paceline.core.control import address, auth, channel, crew
 from paceline.core.control.auth import Tls
 from paceline.core.control.channel import Channel
 from paceline.core.control.messages import Answer, Ask
-from paceline.core.errors import PeerLostError, RendezvousError
+from paceline.core.errors import PeerLostError, RendezvousError, UsageError
+from paceline.core.events import RunEnded, RunFailed, RunResumed, RunStarted, SupervisorStarted
+from paceline.core.foreign import shown
+
+JOURNAL_FILE: Final = "journal.jsonl"
 
 _SECONDS = 10.0
+ENDED_EXIT_CODE: Final = 3
+KILLED_EXIT_CODE: Final = 4
+NO_RUN_EXIT_CODE: Final = 5
+NO_FOLDER_EXIT_CODE: Final = 6
+_BOUNDS = (RunStarted, RunResumed, SupervisorStarted, RunEnded, RunFailed)
 
 
-def ask(folder: Path, question: Ask, seconds: float = _SECONDS) -> Answer:
-    """The answer of the supervisor that is at work in this run's folder."""
-    where = address.read(folder)
-    opened = open_channel(where.address, address.read_secret(folder, where.secret), where.tls, seconds)
+@final
+class NotRunningError(UsageError):
+    """There is no run here to ask; `exit_code` says which case it is."""
+
+    def __init__(self, message: str, *, remedy: str = "", exit_code: int = 2, **facts: object) -> None:
+        super().__init__(message, remedy=remedy, **facts)
+        self.exit_code = exit_code
+
+
+def ask(folder: Path, question: Ask, seconds: float = _SECONDS, token: Path | None = None) -> Answer:
+    """The answer of the supervisor of the run in this folder; NotRunningError where it has none. `token`
+    names the secret where the folder is not the caller's own."""
+    opened = _reach(folder, seconds, token)
     try:
         opened.send(question)
         limit = time.monotonic() + seconds
@@ -37,6 +57,59 @@ def ask(folder: Path, question: Ask, seconds: float = _SECONDS) -> Answer:
     raise PeerLostError(
         f"the supervisor of {folder} did not answer: {opened.closed}",
         remedy="it may be restarting: try again in a moment",
+    )
+
+
+def _reach(folder: Path, seconds: float, token: Path | None) -> Channel:
+    if token is None:
+        address.check_own(folder)
+    if not (folder / address.ADDRESS_FILE).exists():
+        raise _not_running(folder)
+    where = address.read(folder)
+    try:
+        secret = address.read_secret(folder) if token is None else auth.read_secret(token)
+        return open_channel(where.address, secret, where.tls, seconds)
+    except (RendezvousError, UsageError) as error:
+        if token is None and crew.is_free(folder):
+            raise _not_running(folder) from error
+        raise
+
+
+def _not_running(folder: Path) -> NotRunningError:
+    """Which it is: no folder, no run, one that ended, one that was killed."""
+    if not folder.is_dir():
+        return NotRunningError(
+            f"there is no folder {folder}",
+            remedy="give the folder of a run; its name is printed when the run starts",
+            exit_code=NO_FOLDER_EXIT_CODE,
+        )
+    path = folder / JOURNAL_FILE
+    try:
+        told = (
+            [event for event in journal.last_events(path) if isinstance(event, _BOUNDS)]
+            if path.exists()
+            else []
+        )
+    except OSError:
+        told = []
+    if not told:
+        return NotRunningError(
+            f"{folder} is not the folder of a run that was started: no supervisor is at work there and there "
+            "is no journal",
+            remedy="give the folder of a run; its name is printed when the run starts",
+            exit_code=NO_RUN_EXIT_CODE,
+        )
+    last = told[-1]
+    if isinstance(last, RunEnded | RunFailed):
+        return NotRunningError(
+            f"the run in {folder} has ended after step {last.step}: {shown(last.reason)}",
+            remedy='see `paceline audit`; resume="auto" goes on with it where there is more to do',
+            exit_code=ENDED_EXIT_CODE,
+        )
+    return NotRunningError(
+        f"the run in {folder} was killed: no supervisor is at work there and the journal has no end",
+        remedy='start it again with resume="auto": it goes on from its newest checkpoint',
+        exit_code=KILLED_EXIT_CODE,
     )
 
 

@@ -197,7 +197,8 @@ def _check_empty(url: str) -> None:
         newest = next(iter(reversed(store.manifests(lambda damage: None))), None)
         of_step = "" if newest is None else f" of step {newest.info.step}"
         raise ConfigError(
-            f"checkpoint.url={url!r} already holds {len(versions)} version{'s' if len(versions) > 1 else ''} "
+            f"checkpoint.url={store.url!r} already holds {len(versions)} "
+            f"version{'s' if len(versions) > 1 else ''} "
             f"of another run, up to version {newest.version if newest else versions[-1]}{of_step}",
             remedy='give a new run a place of its own, or go on with that one: resume="auto"',
             key="checkpoint.url",

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast, final
 
+from paceline.core import foreign
 from paceline.core.errors import ConfigError, PacelineError, UsageError
 from paceline.frontends import overrides
 from paceline.frontends.joining import as_recorded
@@ -75,7 +76,7 @@ def recorded_command(run: str | os.PathLike[str]) -> overrides.Command | None:
     """What made the run, as it was recorded then; None where nobody could know (a notebook)."""
     file = RunFolder.open(run).path / "command.json"
     try:
-        plain = json.loads(file.read_text(encoding="utf-8"))
+        plain = json.loads(foreign.read_regular(file))
         return overrides.Command(
             script=str(plain["script"]),
             arguments=tuple(map(str, plain["arguments"])),
@@ -88,6 +89,34 @@ def recorded_command(run: str | os.PathLike[str]) -> overrides.Command | None:
         raise UsageError(
             f"{file} does not say what made the run: {error}", remedy="give the script with --script"
         ) from error
+
+
+def script_to_run(run: str | os.PathLike[str], command: overrides.Command | None, script: str | None) -> str:
+    """Which script may be run for this folder: the one that was named, else the recorded one, where the
+    caller made the record. A folder from elsewhere names scripts of its maker: it is data, and runs nothing.
+    """
+    if script is not None:
+        return script
+    if command is None:
+        raise UsageError(
+            f"{run} does not say which script made it (a notebook, or an older version)",
+            remedy="give the script with --script, and its arguments after --",
+        )
+    folder = Path(run).absolute()
+    for path in (folder, folder / "command.json"):
+        if not foreign.is_own(path):
+            raise UsageError(
+                f"{path} belongs to another user: the script that it names is not run unasked",
+                remedy=f"look at it, and name it yourself: --script {command.script}",
+            )
+    made = Path(command.folder, command.script).resolve()
+    if made.is_relative_to(folder.resolve()):
+        raise UsageError(
+            f"the script {command.script} lies in the run's own folder, which may come from elsewhere: it is "
+            "not run unasked",
+            remedy=f"look at it, and name it yourself: --script {command.script}",
+        )
+    return command.script
 
 
 def replay_script(
@@ -150,7 +179,9 @@ def _refuse(script: str, refused: Sequence[PacelineError]) -> None:
 def _safe(settings: Sequence[str]) -> tuple[str, ...]:
     """What won over the script then, without what is about that start only."""
     about_the_start = ("run_dir", "resume", "workers", "fault_tolerance")
-    return tuple(text for text in settings if not text.startswith(about_the_start))
+    return tuple(
+        text for text in settings if not text.startswith(about_the_start) and foreign.REDACTED not in text
+    )
 
 
 def _inside(folder: str) -> contextlib.AbstractContextManager[None]:

@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, final
 
 from paceline.comm.cost import load_links
 from paceline.core.chaos import Chaos
+from paceline.core.control.address import replace_file
 from paceline.core.control.auth import Tls
-from paceline.core.errors import PeerLostError
+from paceline.core.errors import PeerLostError, PlatformError
+from paceline.core.foreign import without_credentials, without_secrets
 from paceline.core.listening import Listening
 from paceline.elastic.client import Supervised
 from paceline.elastic.job import Job, Outcome
@@ -290,5 +292,11 @@ def record_command(folder: RunFolder) -> None:
     command = overrides.command()
     if command is None:
         return
-    with contextlib.suppress(OSError):  # a full disk: the run itself is not in danger
-        (folder.path / "command.json").write_text(json.dumps(command.to_plain()))
+    # Not what names a secret: folders of runs are published. Who replays gives such arguments again.
+    plain = {
+        **command.to_plain(),
+        "arguments": list(without_secrets(command.arguments)),
+        "settings": [without_credentials(text) for text in command.settings],
+    }
+    with contextlib.suppress(PlatformError):  # a full disk: the run itself is not in danger
+        replace_file(folder.path / "command.json", json.dumps(plain).encode(), mode=0o600)

@@ -30,7 +30,7 @@ from paceline.data.plan import Position
 from paceline.data.sources import Source
 from paceline.train import fingerprint, modifier_states, opening, optimizers, resuming, state as model_state
 from paceline.train.callbacks import Callbacks, Modifier, Observer, RunInfo
-from paceline.train.config import TrainConfig, definition, to_toml
+from paceline.train.config import TrainConfig, definition, recorded_toml
 from paceline.train.dynamic_batch import GradientNoise
 from paceline.train.early_stop import EarlyStopper
 from paceline.train.feed import open_feed
@@ -355,7 +355,7 @@ class Assembled:
             "data": {"size": self._given.data.size, "feed": self._feed.state_dict()},
             "records": self.recorder.state_dict(),
             "definition": definition(config),
-            "config": to_toml(config),
+            "config": recorded_toml(config),
             "fingerprint": self.fingerprint,
             "pairs": pairs,
         }

@@ -25,11 +25,12 @@ from paceline.core import events
 from paceline.core.events import Event
 from paceline.data.permutation import InOrder, Permutation
 from paceline.train import audit_receipts, audit_record
-from paceline.train.audit_receipts import Receipts, spans
+from paceline.train.audit_receipts import Receipts, gaps, spans
 from paceline.train.audit_record import Record
 
 # Beyond so many positions the order of the epochs is not looked at one by one: it is a bijection anyway.
 ENUMERATED = 20_000_000
+_SHOWN_EPOCHS = 20
 _NO_FAILURES = ("preempted", "unattended", "restart")  # the worker left, and was not lost
 
 
@@ -129,8 +130,8 @@ def _check_steps(record: Record, wrong: list[str], notes: list[str]) -> None:
             "without a resume in between"
         )
     known = {step for receipt in record.receipts for step in (receipt.first, receipt.last)}
-    for first, last in spans(set(range(1, record.last + 1)) - set(record.steps)):
-        more = "; workers have receipts of it" if known & set(range(first, last + 1)) else ""
+    for first, last in gaps(record.steps, record.last):
+        more = "; workers have receipts of it" if any(first <= step <= last for step in known) else ""
         wrong.append(f"{_steps_text(first, last)} {'is' if first == last else 'are'} missing{more}")
     if record.ended is None:
         if record.failed is not None:
@@ -159,8 +160,11 @@ def _check_positions(record: Record, wrong: list[str], notes: list[str]) -> list
                 f"step {commit.step} is of epoch {commit.epoch}, and the one before of {before.epoch}"
             )
         by_epoch.setdefault(commit.epoch, []).append(commit)
-    for epoch in sorted(set(range(min(by_epoch, default=0))) - set(by_epoch)):
+    begins = min(by_epoch, default=0)
+    for epoch in range(min(begins, _SHOWN_EPOCHS)):
         wrong.append(f"epoch {epoch} has no step")
+    if begins > _SHOWN_EPOCHS:
+        wrong.append(f"epochs {_SHOWN_EPOCHS} to {begins - 1} have no step")
     last = max(by_epoch, default=0)
     for epoch, steps in sorted(by_epoch.items()):
         skipped: set[int] = set()
@@ -175,7 +179,7 @@ def _check_positions(record: Record, wrong: list[str], notes: list[str]) -> list
         found.append(Epoch(epoch, len(steps), covered, applied, tuple(sorted(skipped))))
     if any(epoch.covered is None for epoch in found):
         notes.append("some steps are from before positions were kept: samples of their epochs are counted")
-    for number in sorted(set(unreadable) & set(range(1, record.last + 1))):
+    for number in sorted(number for number in unreadable if 1 <= number <= record.last):
         wrong.append(f"step {number} has skipped samples and is not in the journal")
     return found
 
@@ -264,9 +268,8 @@ def _check_order(record: Record, epochs: list[Epoch], wrong: list[str]) -> bool:
         return False
     for epoch in epochs:
         ids = _order(record, epoch.epoch).take(0, min(epoch.covered or 0, size))
-        seen = np.zeros(size, bool)
-        seen[ids] = True
-        if int(seen.sum()) != len(ids):
+        # At the cost of the positions that were taken: the size may be any number.
+        if len(np.unique(ids)) != len(ids):
             wrong.append(f"the order of epoch {epoch.epoch} has a sample twice")
     return bool(epochs)
 

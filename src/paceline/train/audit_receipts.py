@@ -29,6 +29,7 @@ from paceline.core.events import RECALLED
 from paceline.train.audit_record import Member, Members, Receipt, Record, View
 
 _SHOWN = 20
+_MOST_SHARDS = 1 << 20
 
 
 @final
@@ -105,14 +106,15 @@ def _final_views(
     """The view in which each step was committed for good: the last one that somebody committed it in."""
     final = dict(supervised)
     ordered = sorted(supervised)
-    unknown: set[int] = set()
+    unknown: list[tuple[int, int]] = []
     for receipt in counting:
         if receipt.last > record.last and receipt.view[0] in record.ended_sessions:
-            unknown |= set(range(max(receipt.first, record.last + 1), receipt.last + 1))
+            # As a span: a line of a journal from elsewhere may name any step.
+            unknown.append((max(receipt.first, record.last + 1), receipt.last))
         for step in _outside(receipt, supervised, ordered):
             if step in final and receipt.view > final[step]:
                 final[step] = receipt.view
-    for first, last in spans(unknown):
+    for first, last in joined(unknown):
         what = f"step {first}" if first == last else f"steps {first} to {last}"
         wrong.append(f"workers have receipts of {what}, and the journal ends with step {record.last}")
     return final
@@ -324,6 +326,9 @@ def _check_deal(record: Record, view: View, wrong: list[str]) -> None:
     shards = record.started.shards if record.started is not None else max(dealt, default=-1) + 1
     if record.started is not None and record.started.definition.get("mode") == "fast":
         shards = len(members.shards)  # there each member is one slice of the batch
+    if not 0 <= shards <= _MOST_SHARDS:
+        wrong.append(f"the run is said to have {shards} shards, which none can have")
+        return
     _say_shards(members.step + 1, view[1], dealt, range(shards), "in the view", wrong)
 
 
@@ -337,6 +342,28 @@ def _say_shards(
             what = "not one of the run's"
         if what:
             wrong.append(f"shard {shard} is {what} at step {step} in generation {generation}: {where}")
+
+
+def gaps(numbers: Iterable[int], last: int) -> list[tuple[int, int]]:
+    """What is missing of 1 to `last`, as runs, at the cost of what is there: `last` may be any number."""
+    found: list[tuple[int, int]] = []
+    expected = 1
+    for number in sorted(numbers):
+        if number > expected:
+            found.append((expected, min(number - 1, last)))
+        expected = max(expected, number + 1)
+    return found + ([(expected, last)] if expected <= last else [])
+
+
+def joined(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Runs of numbers that overlap or touch, as one."""
+    found: list[tuple[int, int]] = []
+    for first, last in sorted(runs):
+        if found and first <= found[-1][1] + 1:
+            found[-1] = (found[-1][0], max(found[-1][1], last))
+        else:
+            found.append((first, last))
+    return found
 
 
 def spans(numbers: Iterable[int]) -> list[tuple[int, int]]:

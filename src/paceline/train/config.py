@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol, final, runtime_checkable
 
 from paceline.core import config as core_config
 from paceline.core.errors import ConfigError
+from paceline.core.foreign import without_credentials
 from paceline.train.dynamic_batch import DynamicBatch
 from paceline.train.fault_tolerance import FaultTolerance
 from paceline.train.value_checks import at_least, between, conform, positive
@@ -31,6 +32,7 @@ __all__ = [
     "TrainConfig",
     "changes_of_definition",
     "definition",
+    "recorded_toml",
     "to_toml",
 ]
 
@@ -207,6 +209,7 @@ class TrainConfig:
     fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     run_dir: str | None = None
+    run_dir_access: Literal["owner", "group", "all"] = "owner"
     name: str = "train"
     resume: str | int | None = None
 
@@ -299,6 +302,16 @@ def to_toml(config: TrainConfig) -> str:
         return core_config.dumps(config)
     text = core_config.dumps(dataclasses.replace(config, schedule="constant"))
     return text.replace('schedule = "constant"\n', f'schedule = "{_schedule_text(config.schedule)}"\n', 1)
+
+
+def recorded_toml(config: TrainConfig) -> str:
+    """The settings as they are written to config.toml and into every checkpoint, which people publish:
+    without user, password and keys in `checkpoint.url`. A run that resumes gets them from its script."""
+    url = config.checkpoint.url
+    if url is None or url == without_credentials(url):
+        return to_toml(config)
+    place = dataclasses.replace(config.checkpoint, url=without_credentials(url))
+    return to_toml(dataclasses.replace(config, checkpoint=place))
 
 
 def _schedule_text(schedule: object) -> str:

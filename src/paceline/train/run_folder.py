@@ -8,7 +8,9 @@
         lock            held by the run while it goes on; see run_lock.py
 
 Folders are made with one atomic mkdir, so that runs started in the same second get `+2`, `+3`, ... and never
-share one. A folder that holds a run is never overwritten. Must not know what is in the files.
+share one. A folder that holds a run is never overwritten. It holds weights, logs and arguments: only its
+owner can enter one that is made here, unless `run_dir_access` widens it. One that was there may come from
+elsewhere: before a run writes to it, nothing in it may lead outside. Must not know what is in the files.
 """
 
 from __future__ import annotations
@@ -21,11 +23,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
+from paceline.core import foreign
 from paceline.core.clock import Clock, WallClock
+from paceline.core.control.address import replace_file
 from paceline.core.errors import ConfigError, PlatformError, UsageError
-from paceline.train.config import TrainConfig, to_toml
+from paceline.train.config import TrainConfig, recorded_toml
 
 RUNS = "runs"
+_WRITTEN = frozenset(
+    {"config.toml", "journal.jsonl", "command.json", "control.json", "control.secret", "supervisor.json"}
+    | {"crew", "leave", "lock", "stop", "logs", "unheard"}
+)
+_MODES = {"owner": 0o700, "group": 0o750, "all": 0o755}
 _DEFAULT_NAME = re.compile(r"(?P<time>\d{8}-\d{6})-(?P<name>[A-Za-z0-9._-]+)(?:\+(?P<copy>\d+))?")
 
 
@@ -72,7 +81,8 @@ class RunFolder:
         """A new run's folder: `config.run_dir`, else a fresh one below `root`."""
         if config.run_dir is not None:
             folder = RunFolder(Path(config.run_dir).absolute())
-            _make(folder.path)
+            _make(folder.path, _MODES[config.run_dir_access])
+            folder.check_no_links()
             if folder.config_file.exists() or folder.journal_file.exists():
                 raise UsageError(
                     f"{folder.path} already holds a run",
@@ -80,7 +90,8 @@ class RunFolder:
                 )
         else:
             now = (clock or WallClock()).now()
-            folder = RunFolder(_fresh(Path(root).absolute(), config.name, now))
+            mode = _MODES[config.run_dir_access]
+            folder = RunFolder(_fresh(Path(root).absolute(), config.name, now, mode))
         _make(folder.checkpoints)
         _make(folder.logs)
         folder.save_config(config)
@@ -110,6 +121,7 @@ class RunFolder:
         """
         found = RunFolder.to_resume(config, root=root)
         if found is not None:
+            found.check_no_links()
             return RunFolder.open(found.path)
         if config.resume is None or config.resume == "auto":
             return RunFolder.create(config, root=root, clock=clock)
@@ -129,6 +141,13 @@ class RunFolder:
         folder = RunFolder(Path(config.run_dir).absolute())
         return folder if folder.config_file.is_file() else None
 
+    def check_no_links(self) -> None:
+        """UsageError where a file that a run writes leads elsewhere. `checkpoints` may be a link to another
+        disk: a store touches nothing below it but versions of its own."""
+        foreign.check_no_links(self.path, _WRITTEN)
+        for inner in ("logs", "unheard"):
+            foreign.check_no_links(self.path / inner)
+
     def recorded(self) -> dict[str, Any]:
         """The settings of the first start as plain data; a damaged file is named."""
         try:
@@ -146,12 +165,7 @@ class RunFolder:
 
     def save_config(self, config: TrainConfig) -> None:
         """Write config.toml in one piece."""
-        part = self.config_file.with_suffix(".toml.part")
-        try:
-            part.write_text(to_toml(config), encoding="utf-8")
-            part.replace(self.config_file)
-        except OSError as error:
-            raise _cannot(self.config_file, error) from error
+        replace_file(self.config_file, recorded_toml(config).encode())
 
 
 def find_latest(name: str, *, root: str | os.PathLike[str] = RUNS) -> RunFolder | None:
@@ -176,14 +190,14 @@ def find_latest(name: str, *, root: str | os.PathLike[str] = RUNS) -> RunFolder 
     return max(found, key=lambda run: run[:2])[2] if found else None
 
 
-def _fresh(root: Path, name: str, now: float) -> Path:
+def _fresh(root: Path, name: str, now: float, mode: int) -> Path:
     stem = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}-{name}"
     _make(root)
     copy = 1
     while True:
         path = root / (stem if copy == 1 else f"{stem}+{copy}")
         try:
-            path.mkdir()
+            path.mkdir(mode)
         except FileExistsError:
             copy += 1
         except OSError as error:
@@ -192,9 +206,9 @@ def _fresh(root: Path, name: str, now: float) -> Path:
             return path
 
 
-def _make(path: Path) -> None:
+def _make(path: Path, mode: int = 0o777) -> None:
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode, parents=True, exist_ok=True)
     except OSError as error:
         raise _cannot(path, error) from error
 

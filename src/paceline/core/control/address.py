@@ -1,7 +1,10 @@
 """Where a run's supervisor is and where its secret lies: control.json and control.secret in its folder.
 
 Written by the supervisor, read by workers that look for a restarted one and by `paceline scale`, `stop` and
-`status`. The secret's file can be read by its owner only. Must not know sockets.
+`status`. The secret's file can be read by its owner only. A folder of another user may name any host, and any
+secret that the reader can read: to prove to that host that one has the secret is to lend it. So the secret is
+a bare name in the same folder, and tools use it only where folder and files are the caller's own. Must not
+know sockets.
 """
 
 from __future__ import annotations
@@ -10,15 +13,20 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, final
 
-from paceline.core import typed
+from paceline.core import foreign, typed
 from paceline.core.control import auth
 from paceline.core.control.auth import Tls
 from paceline.core.errors import PlatformError, UsageError
 
 ADDRESS_FILE: Final = "control.json"
 SECRET_FILE: Final = "control.secret"
+
+
+@final
+class ForeignRunError(UsageError):
+    """The folder belongs to another user."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +57,7 @@ def read(folder: Path) -> Whereabouts:
     """Where the supervisor of this run is; UsageError where none is at work."""
     path = folder / ADDRESS_FILE
     try:
-        found = typed.convert(json.loads(path.read_text()), Whereabouts, ADDRESS_FILE)
+        found = typed.convert(json.loads(foreign.read_regular(path)), Whereabouts, ADDRESS_FILE)
     except FileNotFoundError:
         raise UsageError(
             f"no supervisor is at work in {folder}",
@@ -58,6 +66,11 @@ def read(folder: Path) -> Whereabouts:
     except (OSError, ValueError, typed.MismatchError, typed.MissingKeyError, typed.UnknownKeyError) as error:
         raise UsageError(f"{path} cannot be read: {error}", remedy="give the run's own folder") from error
     assert isinstance(found, Whereabouts)
+    if found.secret != SECRET_FILE:
+        raise UsageError(
+            f"{path} names {found.secret!r} as the job's secret, and it can only be {SECRET_FILE}",
+            remedy="this was not written by a supervisor: give the run's own folder",
+        )
     return found
 
 
@@ -79,9 +92,23 @@ def write_secret(folder: Path, secret: bytes) -> None:
     replace_file(folder / SECRET_FILE, secret.hex().encode() + b"\n", mode=0o600)
 
 
-def read_secret(folder: Path, name: str = SECRET_FILE) -> bytes:
+def read_secret(folder: Path) -> bytes:
     """The run's secret."""
-    return auth.read_secret(folder / name)
+    path = folder / SECRET_FILE
+    try:
+        return auth.parse_secret(foreign.read_regular(path).decode(), path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise auth.no_secret(path, str(error)) from error
+
+
+def check_own(folder: Path) -> None:
+    """UsageError where the folder, or what says where its supervisor is, belongs to another user."""
+    for path in (folder, folder / ADDRESS_FILE, folder / SECRET_FILE):
+        if os.path.lexists(path) and not foreign.is_own(path):
+            raise ForeignRunError(
+                f"{path} belongs to another user, who may have it lead anywhere: no token is lent to it",
+                remedy="run the command as that user, or name the token yourself: --token-file FILE",
+            )
 
 
 def remove(folder: Path) -> None:

@@ -192,18 +192,29 @@ def connect(sock: socket.socket, secret: bytes, seconds: float, tls: TlsEnd | No
 def read_secret(path: Path) -> bytes:
     """The secret in a file that `write_secret` made."""
     try:
-        secret = bytes.fromhex(path.read_text().strip())
+        text = path.read_text()
     except (OSError, ValueError) as error:
-        raise UsageError(
-            f"{path} holds no job secret: {error}",
-            remedy="give the control.secret file of the run's folder, or a copy of it",
-        ) from error
+        raise no_secret(path, str(error)) from error
+    return parse_secret(text, path)
+
+
+def parse_secret(text: str, path: Path) -> bytes:
+    """The secret that was read from `path`."""
+    try:
+        secret = bytes.fromhex(text.strip())
+    except ValueError as error:
+        raise no_secret(path, str(error)) from error
     if len(secret) != SECRET_BYTES:
-        raise UsageError(
-            f"{path} holds no job secret: it has {len(secret)} bytes instead of {SECRET_BYTES}",
-            remedy="give the control.secret file of the run's folder, or a copy of it",
-        )
+        raise no_secret(path, f"it has {len(secret)} bytes instead of {SECRET_BYTES}")
     return secret
+
+
+def no_secret(path: Path, why: str) -> UsageError:
+    """What to raise where a file is no token."""
+    return UsageError(
+        f"{path} holds no job secret: {why}",
+        remedy="give the control.secret file of the run's folder, or a copy of it",
+    )
 
 
 def _not_ours(begin: bytes) -> str:

@@ -18,6 +18,7 @@ from typing import Final, final
 
 from paceline.core import phase_page
 from paceline.core.events import Event, Verdict, WorkerFailed
+from paceline.core.foreign import shown
 from paceline.elastic.model import HOME, NoteFailure, NoteVerdict
 from paceline.elastic.shell.look import LOOK_SECONDS, STACK_SECONDS, Look
 from paceline.elastic.shell.seats import Seat
@@ -201,7 +202,7 @@ class Verdicts:
     def _say(self, text: str) -> None:
         self.last_text = text
         try:
-            print(text, file=sys.stderr, flush=True)
+            print(shown(text), file=sys.stderr, flush=True)
         except (OSError, ValueError):
             # Nobody reads the terminal any more; the journal has it.
             sys.stderr = None
