@@ -90,6 +90,8 @@ class Assault:
         return True
 
     def _signal(self, pid: int, number: signal.Signals) -> bool:
+        if not pid:
+            return False  # the supervisor is being started again
         with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
             descriptor = os.pidfd_open(pid)
             try:
