@@ -116,3 +116,23 @@ def test_stopped_means_saved(tmp_path):
     with pytest.raises(paceline.Stopped):
         fit(settings(folder, 1), [small_run.Signals(folder, 3, ["main"])])
     assert CheckpointStore(folder / "checkpoints").open().manifest.info.step == 4
+
+
+def test_going_back_forgets_a_save_that_the_group_broke_off(tmp_path):
+    """A member that joins after it knows nothing of that save: all must begin the same saves."""
+    with DistributedContext(1, 0) as context:
+        saver = Saver(
+            CheckpointConfig(every_steps=15, every_epochs=None),
+            CheckpointStore(str(tmp_path)),
+            Team(context, 1),
+            run="run",
+            patience=5.0,
+            tell=lambda event: None,
+            on_saved=lambda saved: None,
+        )
+        saver.begin(Position(step=75), Contents({"model/w": torch.ones(3)}, {}, {}), {})
+        saver.rebind(lambda: None)
+        assert saver.due_after_step(76), "it is saved again where the run goes on"
+        saver.begin_from(4, 60, "run")
+        assert not saver.due_after_step(61)
+        saver.close()

@@ -5,7 +5,8 @@ rank sees the same sums, so all of them find a difference in the same step, befo
 
     n ranks with numbers h hold the same number exactly where  n * sum(h * h) == sum(h) ** 2
 
-A rank that has no shard in the step takes no part in it, nor does any gradient of its weights.
+Those that took part are counted in it as well. The ballot of a rank without a shard in the step travels with
+what ranks tell each other before the sum (step.py).
 
 A model of at most `LEAST_BYTES` is looked at whole in every step, a larger one in parts, one part with each
 step in turn, so that a difference that stays is found within `MOST_PARTS` steps. Of the parameters only:
@@ -107,8 +108,7 @@ def ballot(sample: int, world: int) -> list[int]:
 
 
 def are_equal(sums: Sequence[int]) -> bool:
-    """Whether all ranks that took part added the same numbers. A rank without shards adds no ballot: those
-    that did are counted in it."""
+    """Whether all ranks that took part, which are counted, added the same numbers."""
     count, plain, squares = sums[0], sums[1 : 1 + _DIGITS], sums[1 + _DIGITS :]
     return all(count * square == one * one for one, square in zip(plain, squares, strict=True))
 

@@ -103,6 +103,9 @@ class Saver:
         """The run goes on from this version, or begins."""
         self.newest, self.newest_step, self._run = parent, step, run
         self.saved_step = -1 if parent is None else step
+        # A save that was interrupted belongs to the time that all went back from. A member that has just come
+        # knows nothing of it, and every member has to begin the same saves.
+        self.again = False
 
     def due_after_step(self, step: int) -> bool:
         every = self._config.every_steps
