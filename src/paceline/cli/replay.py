@@ -43,7 +43,7 @@ def replay(
     """
     from paceline.frontends import replaying
 
-    chosen, command = chosen_command(run, script, arguments)
+    chosen, command = chosen_command(run, script, arguments, "replay")
     if not as_json:
         echo(f"script      {shlex.join([chosen, *command.arguments])}")
         if REDACTED in " ".join(command.arguments):
@@ -60,14 +60,14 @@ def replay(
 
 
 def chosen_command(
-    run: str, script: str | None, arguments: list[str] | None
+    run: str, script: str | None, arguments: list[str] | None, name: str
 ) -> tuple[str, overrides.Command]:
     """The script that is run again, and how: as it was recorded, unless something else is given; a record of
     another user, or of a script inside the folder, is not followed."""
     from paceline.frontends import overrides, replaying
 
     recorded = replaying.recorded_command(run)
-    chosen = replaying.script_to_run(run, recorded, script)
+    chosen = replaying.script_to_run(run, recorded, script, name)
     command = recorded or overrides.Command(chosen, (), ".")
     if arguments:
         command = dataclasses.replace(command, arguments=tuple(arguments))

@@ -52,7 +52,7 @@ def verify(
     from paceline.frontends import replaying
 
     number = _number(steps)
-    chosen, command = chosen_command(run, script, arguments)
+    chosen, command = chosen_command(run, script, arguments, "verify")
     if not as_json:
         echo(f"script      {shlex.join([chosen, *command.arguments])}")
     try:

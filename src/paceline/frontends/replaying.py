@@ -91,7 +91,9 @@ def recorded_command(run: str | os.PathLike[str]) -> overrides.Command | None:
         ) from error
 
 
-def script_to_run(run: str | os.PathLike[str], command: overrides.Command | None, script: str | None) -> str:
+def script_to_run(
+    run: str | os.PathLike[str], command: overrides.Command | None, script: str | None, name: str = "replay"
+) -> str:
     """Which script may be run for this folder: the one that was named, else the recorded one, where the
     caller made the record. A folder from elsewhere names scripts of its maker: it is data, and runs nothing.
     """
@@ -100,7 +102,7 @@ def script_to_run(run: str | os.PathLike[str], command: overrides.Command | None
     if command is None:
         raise UsageError(
             f"{run} does not say which script made it (a notebook, or an older version)",
-            remedy="give the script with --script, and its arguments after --",
+            remedy=f"give the script, and its arguments after --: paceline {name} RUN ... --script train.py",
         )
     folder = Path(run).absolute()
     for path in (folder, folder / "command.json"):
