@@ -103,12 +103,13 @@ def _outcomes(workers: int, schedules: int, seed: int, processes: int) -> Iterat
         return
     # Spawned, not forked: the caller may have threads.
     with ProcessPoolExecutor(processes, get_context("spawn"), _leave_ctrl_c_to_the_caller) as pool:
-        chunk = max(1, min(50, schedules // (4 * processes), 400 // workers))
+        # Small: after ctrl-C the chunks that were begun are waited for.
+        chunk = max(1, min(10, schedules // (4 * processes), 400 // workers))
         try:
             yield from pool.map(_timed, seeds, [workers] * schedules, chunksize=chunk)
         finally:
-            # What was not begun is not needed, whatever ended this.
-            pool.shutdown(wait=False, cancel_futures=True)
+            # What was not begun is not needed, whatever ended this; no process of it outlives the caller.
+            pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _leave_ctrl_c_to_the_caller() -> None:

@@ -53,12 +53,13 @@ class Gauntlet:
         self._keep = keep
         self._references: dict[str, Outcome] = {}
 
-    def attempt(self, feature: str, seed: int) -> Finding:
-        """Run one plan."""
+    def attempt(self, feature: str, seed: int, plan: Plan | None = None) -> Finding:
+        """Run the plan of this seed, or another one."""
         setup = FEATURES[feature]
         expected = self._reference(setup)
-        steps = len(expected.losses)
-        plan = draw(feature, seed, steps=steps, shards=SHARDS, inside=setup.takes_chaos)
+        if plan is None:
+            steps = len(expected.losses)
+            plan = draw(feature, seed, steps=steps, shards=SHARDS, inside=setup.takes_chaos)
         with tempfile.TemporaryDirectory(prefix="paceline-gauntlet-") as place:
             folder = Path(place, "run")
             began = time.monotonic()
