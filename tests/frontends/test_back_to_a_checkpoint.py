@@ -7,10 +7,11 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from tests.train.small_run import STEPS, fit, journal_of, settings, steps_of
+from tests.train.small_run import STEPS, UNATTENDED, fit, journal_of, settings, steps_of
 
 import paceline
 from paceline.core import events
+from paceline.train.audit import audit
 from paceline.train.config import GradientCompression, TrainConfig
 
 
@@ -46,3 +47,18 @@ def test_workers_that_start_over_for_another_ones_sake_have_not_failed(
     causes = [(one.rank, one.cause) for one in journal_of(folder) if isinstance(one, events.WorkerFailed)]
     assert causes.count((1, "crash")) == 3
     assert {cause for rank, cause in causes if rank == 0} == {"restart"}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_killed_after_the_last_step_and_before_the_result_leave_no_trace(
+    tmp_path: Path, workers: int
+) -> None:
+    expected = fit(settings(tmp_path / "alone", 1, fault_tolerance=UNATTENDED))
+    care = paceline.FaultTolerance(chaos=f"kill rank=all step={STEPS} phase=wait")
+    history = fit(settings(tmp_path / "run", workers, fault_tolerance=care))
+    injected = [one for one in journal_of(tmp_path / "run") if isinstance(one, events.FaultInjected)]
+    assert len(injected) == workers
+    assert history.state_hash == expected.state_hash
+    assert [one.loss for one in history.steps] == [one.loss for one in expected.steps]
+    proof = audit(journal_of(tmp_path / "run"))
+    assert proof.wrong == ()

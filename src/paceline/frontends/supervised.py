@@ -65,7 +65,6 @@ class RunningFit:
 
     def __init__(self, job: TrainJob, observers: tuple[Observer, ...] = ()) -> None:
         from paceline.train.assembly import local_place
-        from paceline.train.member_worker import train_member
 
         assert job.folder is not None
         config = job.config
@@ -77,12 +76,12 @@ class RunningFit:
         self._raised: Exception | None = None  # by an observer
         self._read_at = 0.0
         self._started = time.perf_counter()
-        modifiers = tuple(item for item in job.callbacks if isinstance(item, Modifier))
+        self._job = job
+        self._trained: Trained | None = None
+        self._starts = 0
         watching = [*(item for item in job.callbacks if isinstance(item, Observer)), *observers]
         self._callbacks = Callbacks(watching)
-        sent = dataclasses.replace(job, callbacks=modifiers)
-        packed, self._call = call.pack(train_member, (sent,), tensor_payload.reducers())
-        self._closing.callback(os.close, packed)
+        packed = self._pack(job)
         try:
             self._closing.enter_context(held(self.folder.lock_file, str(self.folder.path)))
             place = local_place(self.folder, config)
@@ -94,12 +93,25 @@ class RunningFit:
                 _info(config, job),
                 self.folder.checkpoint_url(config),
             )
-            self._supervised = Supervised(_job(config, self.folder, packed))
-            self._closing.callback(self._supervised.close)
-            self._supervised.start()
+            self._launch(config, packed)
         except BaseException:
             self._closing.close()
             raise
+
+    def _pack(self, job: TrainJob) -> int:
+        from paceline.train.member_worker import train_member
+
+        modifiers = tuple(item for item in job.callbacks if isinstance(item, Modifier))
+        sent = dataclasses.replace(job, callbacks=modifiers)
+        packed, self._call = call.pack(train_member, (sent,), tensor_payload.reducers())
+        self._closing.callback(os.close, packed)
+        return packed
+
+    def _launch(self, config: TrainConfig, packed: int) -> None:
+        self._starts += 1
+        self._supervised = Supervised(_job(config, self.folder, packed))
+        self._closing.callback(self._supervised.close)
+        self._supervised.start()
 
     @property
     def address(self) -> tuple[str, int]:
@@ -117,6 +129,9 @@ class RunningFit:
                 self._closing.callback(
                     protocol.close_all, [descriptor for descriptor in files if descriptor is not None]
                 )
+                self._trained = self._unpacked(self._outcome)
+                if self._is_lost(self._outcome) and self._starts == 1:
+                    self._start_again()
             now = time.monotonic()
             if self._callbacks.observers or self._outcome is not None or now >= self._read_at:
                 self._follow()
@@ -124,6 +139,27 @@ class RunningFit:
             if until is not None and time.monotonic() >= until:
                 break
         return self._outcome is not None
+
+    def _unpacked(self, outcome: Outcome) -> Trained | None:
+        if not outcome.ok or outcome.result is None:
+            return None
+        trained: Trained = call.unpack_result(outcome.result, self._call, outcome.rank or 0)
+        return trained
+
+    def _is_lost(self, outcome: Outcome) -> bool:
+        """Whether the run came to its end and no worker was left to send what came out."""
+        known = self._trained is not None and self._trained.history is not None
+        return outcome.ok and outcome.stopped is None and not known
+
+    def _start_again(self) -> None:
+        """Have new workers load the run's last checkpoint and send the result from there: that the workers
+        were killed after the last step must leave no trace either."""
+        _log.warning("the workers were lost before they had sent the result: it is fetched from a checkpoint")
+        care = dataclasses.replace(self._job.config.fault_tolerance, chaos=None)
+        config = dataclasses.replace(self._job.config, resume="auto", fault_tolerance=care)
+        self._outcome = None
+        self._supervised.close()
+        self._launch(config, self._pack(dataclasses.replace(self._job, config=config)))
 
     def _follow(self) -> None:
         """Tells the observers. One of the user's that raises ends the run, which saves first."""
@@ -163,9 +199,7 @@ class RunningFit:
         if self._raised is not None:
             self._raised.add_note(self.saved_words)
             raise self._raised
-        trained: Trained | None = None
-        if outcome.result is not None:
-            trained = call.unpack_result(outcome.result, self._call, outcome.rank or 0)
+        trained = self._trained
         if trained is None or trained.history is None:
             if outcome.stopped is not None:
                 # Between two views, or the workers were lost after they had saved: what was saved is there.
