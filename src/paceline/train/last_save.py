@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from paceline.comm.context import DistributedContext
 from paceline.comm.rendezvous import alone
-from paceline.core.errors import PacelineError, PeerError
+from paceline.core.errors import PacelineError, PeerError, ReplicasDifferError
 from paceline.train.signals import saved_words
 
 if TYPE_CHECKING:
@@ -34,7 +34,8 @@ def save_here(run: Run, assembled: Assembled) -> None:
         run.save()
         assembled.saver.finish()
     except Exception as error:  # whatever it is, the error before it is the one to show
-        _log.error("the state of step %d could not be saved: %s", run.position.step, error)
+        # Its text alone: the error itself would keep what it has seen for as long as the line is kept.
+        _log.error("the state of step %d could not be saved: %s", run.position.step, str(error))
 
 
 def save_alone(run: Run, assembled: Assembled) -> None:
@@ -49,7 +50,8 @@ def save_alone(run: Run, assembled: Assembled) -> None:
         assembled.team.install(DistributedContext.from_transport(alone()))
         assembled.rebind()
     except PacelineError as error:
-        _log.error("the state of step %d could not be saved: %s", run.position.step, error)
+        # Its text alone: the error itself would keep what it has seen for as long as the line is kept.
+        _log.error("the state of step %d could not be saved: %s", run.position.step, str(error))
         return
     if not assembled.saver.has(run.position.step):
         save_here(run, assembled)
@@ -61,6 +63,8 @@ def save_unsupervised(run: Run, assembled: Assembled, error: BaseException) -> N
     saver = assembled.saver
     if saver is None or not isinstance(error, Exception) or isinstance(error, PeerError):
         return  # of a lost peer the peer tells; it saves what it has
+    if isinstance(error, ReplicasDifferError):
+        return  # whose state is right is not known: none of them may become a version
     step, several = run.position.step, assembled.team.world_size > 1
     if run.whole and not run.concluded and step > saver.saved_step:
         with _one_at_a_time(assembled):

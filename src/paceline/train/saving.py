@@ -182,7 +182,11 @@ class Saver:
             else:
                 self._mine = Finished(version)
         except UsageError:
-            raise  # something that no file can hold, in a later step than the first: no save would ever work
+            # Something that no file can hold, in a later step than the first: no save would ever work.
+            self._version = None
+            if self._commits:
+                self._writer.discard(version)
+            raise
         except PacelineError as error:
             # No memory for the copy: this rank's part has failed.
             self._mine = Finished(version, error=error)

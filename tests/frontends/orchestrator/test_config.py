@@ -55,7 +55,7 @@ def test_the_dict_that_people_write():
         ({"aggregation_strategy": "magic"}, "is no strategy[\\s\\S]*async_sgd"),
         ({"aggregation_strategy": 7}, "is no strategy"),
         ({"staleness": Staleness(limit=3)}, "only ASYNC_SGD has old"),
-        ({"staleness": 3}, "staleness is a int"),
+        ({"staleness": 3}, "staleness is an int"),
         ({"shards": 4, "exact": False}, "only an exact sum"),
         ([("size", 5)], "are a list"),
     ],
@@ -72,7 +72,7 @@ def test_mistakes_are_named(given, said):
         ({"total_samples": 0}, "total_samples=0"),
         ({"total_samples": 1e5}, "not a whole number"),
         ({"noise": -0.5}, "noise=-0.5"),
-        (100_000, "are a int"),
+        (100_000, "are an int"),
     ],
 )
 def test_mistakes_about_the_data_are_named(given, said):
@@ -100,7 +100,7 @@ def test_what_does_not_go_together_is_refused():
         refused(model=build, dataset=[1, 2])
     with pytest.raises(UsageError, match="objective= and no model="):
         refused(TrainingConfig(model_size=100), {"total_samples": 5}, objective=build)
-    with pytest.raises(UsageError, match="the model is a int"):
+    with pytest.raises(UsageError, match="the model is an int"):
         refused(model=3, dataset=[1], objective=build)
     with pytest.raises(UsageError, match="the optimizer is 'adam'"):
         refused(TrainingConfig(model_size=100), {"total_samples": 5}, optimizer="adam")
