@@ -9,8 +9,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from paceline.core.version import VERSION
-
 if TYPE_CHECKING:
     from paceline.comm.compression import (
         PowerSGD as PowerSGD,
@@ -100,7 +98,9 @@ if TYPE_CHECKING:
     )
     from paceline.train.state import state_hash as state_hash
 
-__version__ = VERSION
+
+if TYPE_CHECKING:
+    __version__: str  # read from core.version when asked for, as all other names are
 
 _MODULES = {
     "paceline.comm.compression": ("PowerSGD", "cast_gradients", "quantize_gradients", "sparsify_gradients"),
@@ -185,6 +185,8 @@ __all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> object:
+    if name == "__version__":
+        return importlib.import_module("paceline.core.version").VERSION
     module = _HOME.get(name)
     if module is None:
         raise AttributeError(f"module 'paceline' has no attribute {name!r}")
