@@ -38,6 +38,7 @@ PAGES = (
     "docs/checkpoints.md",
     "docs/data-order.md",
     "docs/data-sources.md",
+    "docs/gauntlet.md",
     "docs/orchestrator.md",
     "docs/runs.md",
     "docs/staying-alive.md",
