@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 from tests.one_thread import one_thread as one_thread
+from tests.train import small_run
 from tests.train.running import job, mlp, regression, train
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import paceline
 from paceline.core.errors import UsageError
 from paceline.train import modifier_states
 from paceline.train.callbacks import Callbacks, Modifier
@@ -205,3 +207,20 @@ def test_final_loss_is_of_the_whole_epoch_also_after_a_resume_in_its_middle(tmp_
 def test_final_loss_is_the_training_loss_with_validation_data_too() -> None:
     ended = train(job(mlp(), DATA, epochs=1, validation=regression(12, seed=9))).history
     assert ended.final_loss == ended.epochs[-1].loss != ended.evaluations[-1].loss
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_optimizers_state_that_no_checkpoint_can_hold_is_refused_by_name(
+    tmp_path: Path, workers: int
+) -> None:
+    """With a supervisor, whose members compare their states before they save on failure."""
+    config = small_run.settings(tmp_path / "run", workers)
+    trainer = paceline.Trainer(
+        lambda: nn.Sequential(nn.Embedding(9, 3, sparse=True), nn.Flatten()),
+        nn.CrossEntropyLoss(),
+        optimizer=lambda p: torch.optim.SGD(list(p), 0.1, momentum=0.9),
+        config=config,
+    )
+    samples = torch.arange(36) % 9, torch.arange(36) % 3
+    with pytest.raises(UsageError, match="momentum_buffer' is sparse_coo; only dense tensors can be saved"):
+        trainer.fit(samples)

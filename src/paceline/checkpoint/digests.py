@@ -23,10 +23,21 @@ def digest_of(tensors: Mapping[str, Tensor], names: Iterable[str] | None = None)
     for name in sorted(tensors if names is None else names):
         tensor = tensors[name].detach()
         _add_header(digest, name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-        if tensor.numel():
-            data = tensor.resolve_conj().resolve_neg().cpu().contiguous()
+        for part in _dense_parts(tensor) if tensor.numel() else ():
+            data = part.resolve_conj().resolve_neg().cpu().contiguous()
             digest.update(data.reshape(-1).view(torch.uint8).numpy().data)
     return str(digest.hexdigest())
+
+
+def _dense_parts(tensor: Tensor) -> list[Tensor]:
+    """What holds the numbers. No file holds a sparse tensor, but ranks compare what a run has before it is
+    refused (a momentum of sparse gradients)."""
+    if tensor.layout is torch.strided:
+        return [tensor]
+    if tensor.is_sparse:
+        rows = tensor.coalesce()
+        return [rows.indices(), rows.values()]
+    return [tensor.to_dense()]
 
 
 def share_digests(tensors: Mapping[str, Tensor], writers: int) -> list[str]:
