@@ -299,3 +299,26 @@ def test_who_left_because_nobody_was_there_costs_nothing():
         come_back(job, 1)
     slot = job.state.slots[1]
     assert (slot.failures, slot.given_up, job.state.preemptions) == (0, False, 0)
+
+
+def test_steps_that_only_reports_tell_of_are_steps():
+    """All workers die twice before a heartbeat has told of the first step: the job did work."""
+    job = Driven(2, 4)
+    job.join_all()
+    for number in sorted(job.state.waiting):
+        job.tell(HasInstalled(number, job.state.generation, (3, 0, 0)))
+    assert not job.state.committed
+    job.tell(Lost(job.of_slot(0), "crash", "killed"))
+    job.report_all((3, 0, 1))
+    assert not job.state.committed, "an evaluation is no step"
+    job.install_all()
+    job.tell(Lost(job.of_slot(1), "crash", "killed"))
+    assert not job.state.committed
+
+    job = Driven(2, 4)
+    job.join_all()
+    for number in sorted(job.state.waiting):
+        job.tell(HasInstalled(number, job.state.generation, (3, 0, 0)))
+    job.tell(Lost(job.of_slot(0), "crash", "killed"))
+    job.report_all((4, 0, 0))
+    assert job.state.committed

@@ -125,6 +125,8 @@ def test_where_a_worker_of_another_machine_stands_is_asked_there(tmp_path):
         host, port = run.supervised.address
         with script(JOIN, host, port, tmp_path / "control.secret", 1, PACELINE_HOST="far") as agent:
             run.until(lambda: run.of(ViewChanged)[-1].members == [0, 1, 2])
+            # Not before it is in a step: while it starts, other lines are at the top of its stack.
+            run.until_step(run.steps[-1] + 3)
             os.kill(run.of(ViewChanged)[-1].pids[2], signal.SIGSTOP)
             run.until(lambda: run.of(Verdict))
             run.supervised.stop("seen")

@@ -99,7 +99,7 @@ class Odd(SGD):
         (lambda p: Global(p, 0.1), "Global keeps state under 'global', which is no parameter"),
         (Wrapper, "Wrapper.inner is an optimizer with a state of its own, SGD"),
         (Window, "Window.past is a deque: a checkpoint could not hold it"),
-        (lambda p: Odd(p, 0.1), r"Odd, odd of 0\.weight is a object"),
+        (lambda p: Odd(p, 0.1), r"Odd, odd of 0\.weight is an object"),
     ],
 )
 def test_what_cannot_be_kept_is_refused_at_the_first_save(tmp_path: Path, make: Any, said: str) -> None:

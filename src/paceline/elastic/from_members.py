@@ -153,8 +153,10 @@ def _has_moved(job: State, progress: Progress | None, now: float) -> bool:
     """Whether a member is further than anybody was known to be."""
     if progress is None or (job.furthest is not None and progress <= job.furthest):
         return False
-    if job.furthest is not None and progress[0] > job.furthest[0]:
+    if job.base is not None and progress[0] > job.base[0]:
+        # Also where this is the first report of the view: its members were lost before they had beaten twice.
         job.committed = True
+    if job.furthest is not None and progress[0] > job.furthest[0]:
         job.worked += now - job.worked_at
         job.worked_at = now
         job.breaks = 0
@@ -186,6 +188,8 @@ def has_installed(job: State, event: HasInstalled, now: float, out: list[Action]
     job.heard[event.member] = job.moved_at = now
     if event.progress is not None and job.view is not None and job.view.restore:
         job.agreed = min(job.agreed, event.progress[0])
+    if event.progress is not None:
+        job.base = event.progress if job.base is None else min(job.base, event.progress)
     job.waiting = job.waiting - {event.member}
     if job.waiting:
         return f"{len(job.waiting)} members are not in generation {job.generation} yet"

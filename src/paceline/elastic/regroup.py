@@ -193,7 +193,7 @@ def send_view(
         elif worker.standing is Standing.DONE:
             job.workers[worker.number] = _undone(worker)
     job.phase = Phase.INSTALLING
-    job.view = plan
+    job.view, job.base = plan, None
     job.waiting = frozenset(plan.members)
     job.reports = {}
     job.asked_at = job.dealt_at = now

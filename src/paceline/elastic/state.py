@@ -121,6 +121,7 @@ class State:
     lost        slots whose worker failed since `failed_at`, before the view was whole again
     furthest    the furthest progress anybody told, at `moved_at`; `pace` is a typical time per step of those
                 who are in the view, `shard_seconds` per shard, also of those who were before them
+    base        the least progress with which a member installed the view
     committed   whether any step was ever committed
     worked      seconds of this job in which steps were committed, up to the last commit at `worked_at`;
                 forming views, restoring and waiting do not count
@@ -155,6 +156,7 @@ class State:
     probed: dict[int, tuple[float, Probed]] = field(default_factory=dict)
     held: frozenset[int] = frozenset()
     furthest: Progress | None = None
+    base: Progress | None = None
     moved_at: float = 0.0
     pace: float = 0.0
     shard_seconds: float = 0.0

@@ -95,6 +95,9 @@ class Assembled:
         phases: Phases | None = None,
     ) -> None:
         self.team, self._given, self._device = team, given, device
+        self._rank = (
+            team.context.rank
+        )  # as the job knows it; one that saves alone is the first of its own group
         self._looked_after, self._phases = looked_after, phases or Phases()
         self.module = given.module
         self.folder = None if given.folder is None else RunFolder(given.folder)
@@ -390,7 +393,7 @@ class Assembled:
             lines = str(error).splitlines() or [""]
             failed = events.WorkerFailed(
                 time=time.time(),
-                rank=self.team.context.rank,
+                rank=self._rank,
                 pid=os.getpid(),
                 phase="training",
                 reason=f"{type(error).__name__}: {lines[0]}",
