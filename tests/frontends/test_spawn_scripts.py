@@ -129,7 +129,8 @@ def test_a_closed_standard_output_does_no_harm():
 
 
 HANGING = """
-import os, subprocess, sys, time
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests run under nohup
 import paceline
 from paceline.engines.local import client
 
