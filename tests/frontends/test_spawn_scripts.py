@@ -184,7 +184,7 @@ def test_nobody_survives_a_kill_of_the_parent(tmp_path):
     with hanging(tmp_path) as (program, pids), watch(pids) as gone:
         assert len(gone) == 7
         program.kill()
-        assert all_gone(gone, 20)
+        assert all_gone(gone, 5)
 
 
 def test_nobody_survives_a_kill_of_the_parent_even_if_it_had_forked(tmp_path):
@@ -193,14 +193,14 @@ def test_nobody_survives_a_kill_of_the_parent_even_if_it_had_forked(tmp_path):
     with hanging(tmp_path, HANGING.replace("print(client", fork, 1)) as (program, pids), watch(pids) as gone:
         assert len(gone) == 7
         program.kill()
-        assert all_gone(gone, 20)
+        assert all_gone(gone, 5)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_nobody_survives_other_ends_of_the_parent(tmp_path, number):
     with hanging(tmp_path) as (program, pids), watch(pids) as gone:
         program.send_signal(number)
-        assert all_gone(gone, 20)
+        assert all_gone(gone, 5)
 
 
 def test_ctrl_c_ends_the_ranks_and_is_raised_in_the_program(tmp_path):
@@ -212,5 +212,5 @@ def test_ctrl_c_ends_the_ranks_and_is_raised_in_the_program(tmp_path):
         assert "Traceback" not in out
         # Ranks know nothing of it: the only traceback is the program's own.
         assert err.count("Traceback") == 1
-        assert all_gone(gone, 20)
+        assert all_gone(gone, 5)
     assert program.returncode == -signal.SIGINT

@@ -195,7 +195,8 @@ def test_tampered_frames_of_a_joiner_are_refused_and_it_joins_again(tmp_path, wh
         with joining(tmp_path, run, relay.address_text) as joiner:
             run.until(lambda: "far" in run.of(ViewChanged)[-1].hosts, 90.0)
         if direction == DOWN:
-            # The supervisor may close first: the joiner, which refuses the frame, is also overdue by then.
+            # Which end closed first is not asserted: on a busy machine it was the supervisor in some runs,
+            # and why is not known.
             assert "tag of this session" in joiner.said
         else:
             assert relay.passed[0].ended == direction
