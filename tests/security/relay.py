@@ -130,8 +130,12 @@ class Relay:
                     direction = towards[key.fileobj]
                     try:
                         data = key.fileobj.recv(1 << 16)
-                        if not data:
-                            raise ConnectionResetError
+                    except OSError:
+                        data = b""
+                    if not data:
+                        passed.ended = UP if direction == DOWN else DOWN
+                        return
+                    try:
                         data = self._handshake(passed, direction, left, data)
                         if self._attack is honest:
                             passed.sockets[direction].sendall(data)
@@ -139,7 +143,9 @@ class Relay:
                         boxes[direction] += data
                         self._frames(passed, direction, boxes[direction])
                     except OSError:
-                        passed.ended = passed.ended or (UP if direction == DOWN else DOWN)
+                        # What cannot be passed on: the end it goes to has closed, and its reset was not read
+                        # yet because the other socket was ready in the same turn.
+                        passed.ended = direction
                         return
 
     def _handshake(
