@@ -24,7 +24,7 @@ demo: $(STAMP) ## train on 4 workers, kill one, repair, add one; train undisturb
 # How fast an import is can only be seen alone.
 test: system check ## everything that must pass: check, then the tests
 	$(if $(PYTEST_ARGS),,$(BIN)/python -m pytest -q tests/test_imports.py)
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(or $(PYTEST_ARGS),--ignore=tests/test_imports.py)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(or $(PYTEST_ARGS),--ignore=tests/test_imports.py)
 
 check: $(STAMP) ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check .
