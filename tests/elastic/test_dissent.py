@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.elastic.machine_driver import Driven, asked, only, some
 
-from paceline.elastic.model import EndJob, Hashed, Lost, NoteVerdict, Reported, TellView
+from paceline.elastic.model import EndJob, Hashed, HasInstalled, Lost, NoteVerdict, Reported, TellView
 
 PROGRESS = (12, 1, 0)
 
@@ -180,3 +180,20 @@ def test_a_state_that_an_independent_member_confirms_makes_a_new_voter():
     votes = {1: "bad", 2: "good", newest: "good"}
     told = [action for m, digest in votes.items() for action in job.tell(Hashed(m, 15, digest, generation))]
     assert only(told, NoteVerdict).slot == 0
+
+
+def test_a_dissent_right_after_a_resume_keeps_the_checkpoint_that_the_job_resumed_from():
+    """The members hold what a checkpoint of step 10 holds, and no step was compared since."""
+    job = Driven(3, 6)
+    job.join_all()
+    for member in (1, 2, 3):
+        job.tell(HasInstalled(member, job.state.generation, (10, 0, 0)))
+    job.beat_all(steps=12)
+    told = [
+        action
+        for member, digest in {1: "good", 2: "bad", 3: "good"}.items()
+        for action in job.tell(Hashed(member, 12, digest, generation_of(job)))
+    ]
+    assert only(told, NoteVerdict).slot == 1
+    plan = only(report(job, {1: "good", 3: "good"}, agreed=-1), TellView).plan
+    assert (plan.restore, plan.restore_before) == (True, 10)

@@ -186,10 +186,12 @@ def has_installed(job: State, event: HasInstalled, now: float, out: list[Action]
     if event.member not in job.waiting:
         return f"member {event.member} is in the view already, or was never to be"
     job.heard[event.member] = job.moved_at = now
-    if event.progress is not None and job.view is not None and job.view.restore:
-        job.agreed = min(job.agreed, event.progress[0])
     if event.progress is not None:
         job.base = event.progress if job.base is None else min(job.base, event.progress)
+        if job.view is not None and job.view.restore:
+            # All hold what one checkpoint holds, and it is of a step that all agreed on: a dissent later on
+            # goes back to it and not before it, also where this job has compared no step yet.
+            job.agreed = job.base[0]
     job.waiting = job.waiting - {event.member}
     if job.waiting:
         return f"{len(job.waiting)} members are not in generation {job.generation} yet"

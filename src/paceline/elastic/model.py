@@ -96,7 +96,6 @@ class Settings:
     dial_seconds: float = 10.0  # after which workers are asked again whether they reach each other
     cut_short_seconds: float = 3.0  # that a view may take to form while the job stops or a member leaves
     gather_seconds: float = 0.25  # a joiner waits so long for others that were started with it
-    begins_at: int = 0  # committed steps in the checkpoint that the job begins from; known to be good
     saves_on_failure: bool = True  # whether members can save what they have when the job fails for good
 
 

@@ -213,7 +213,7 @@ _dicts = (
 
 def initial(settings: Settings) -> State:
     """Nothing has happened; the first event is Began."""
-    return State(settings=settings, agreed=settings.begins_at)
+    return State(settings=settings)
 
 
 def copied(state: State) -> State:
