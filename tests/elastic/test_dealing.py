@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from paceline.elastic import dealing
 
 FACTOR = 1.5
@@ -46,3 +48,8 @@ def test_a_slot_that_ran_out_of_memory_gets_fewer():
 def test_of_two_deals_that_take_as_long_the_one_that_leaves_nobody_idle():
     assert dealing.counts(4, [1.0, 1.0, 1.0, 0.5]) == [1, 1, 1, 1]
     assert dealing.counts(4, [1.0, 1.0, 1.0, 0.25]) == [2, 1, 1, 0]
+
+
+@pytest.mark.parametrize("seconds", [[0.003, 1e9], [5e-324, 0.003], [5e-324, 1e9], [1e308, 5e-324]])
+def test_no_time_that_a_member_may_claim_breaks_the_deal(seconds):
+    assert sum(deal(seconds)) == 8

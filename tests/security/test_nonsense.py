@@ -38,6 +38,8 @@ NONSENSE: dict[str, Message | list[Any] | bytes] = {
     "a bool for a number": [0, "Installed", {"generation": True}],
     "NaN seconds": [0, "Beat", {"phase": "forward", "seconds": float("nan")}],
     "infinite seconds": [0, "Beat", {"phase": "forward", "seconds": 1.0, "shard_seconds": float("inf")}],
+    "seconds beyond all clocks": Beat(phase="forward", seconds=1.0, shard_seconds=1e308),
+    "negative seconds": Beat(phase="forward", seconds=1.0, step_seconds=-1e9),
     "negative progress": Beat(phase="forward", seconds=1.0, progress=(-1, 0, 0)),
     "progress beyond all": Beat(phase="forward", seconds=1.0, progress=(1 << 60, 0, 0)),
     "a phase of a megabyte": Beat(phase="x" * (1 << 20), seconds=1.0),

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 Deal = tuple[tuple[int, ...], ...]
 
+_SLOWEST = 1e6  # times the typical time, at most: a speed is never 0, whatever a member says of itself
+
 
 def counts(shards: int, speeds: Sequence[float], kept: Sequence[int] | None = None) -> list[int]:
     """How many shards each rank computes, so that the slowest is done as early as can be. `kept` is what each
@@ -59,7 +61,7 @@ def speeds_from(seconds: Sequence[float], weights: Sequence[float], slow_from: f
     typical = median([second for second in seconds if second > 0])
     speeds = []
     for second, weight in zip(seconds, weights, strict=True):
-        ratio = second / typical if second > 0 and typical > 0 else 1.0
+        ratio = min(second / typical, _SLOWEST) if second > 0 and typical > 0 else 1.0
         speeds.append(weight / ratio if ratio >= slow_from else weight)
     return speeds
 

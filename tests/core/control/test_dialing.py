@@ -11,7 +11,7 @@ from contextlib import closing, contextmanager
 import pytest
 from tests.waiting import wait_for
 
-from paceline.core.control import dialing
+from paceline.core.control import channel, dialing
 from paceline.core.control.dialing import Dialer, Peer
 from paceline.core.control.messages import Dialed
 from paceline.core.listening import listener
@@ -64,11 +64,17 @@ def test_the_address_and_the_direction_are_named():
         assert one.result() == Dialed(peer=7, trouble=expected)
 
 
-@pytest.mark.parametrize("host", ["", "nonsense.invalid"])
+@pytest.mark.parametrize("host", ["", "nonsense.invalid", "a" * 1024, "a\0b", "\ud800"])
 def test_an_address_that_is_none(host):
-    with workers(SECRET) as (one,):
+    with workers(SECRET, SECRET) as (one, other):
         one.dialer.dial([(7, 6, host, 1)])
-        assert one.result().trouble.startswith("rank 0 cannot reach rank 6 at ")
+        told = one.result()
+        assert told.trouble.startswith("rank 0 cannot reach rank 6 at ")
+        # What another member gave as its address must not make this one's report nonsense.
+        assert channel.unframed(channel.frame(told)) == told
+        one.dialer.dial([other.peer])
+        other.dialer.dial([one.peer])
+        assert one.result() == Dialed(peer=2)
 
 
 def test_another_secret_is_no_proof(monkeypatch):

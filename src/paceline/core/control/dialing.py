@@ -39,6 +39,7 @@ _HEAD: Final = struct.Struct("<8sII16s")
 _MAC_BYTES: Final = 32
 _ASK_BYTES: Final = _HEAD.size + _MAC_BYTES
 _AGAIN_SECONDS: Final = 0.1
+_TROUBLE_LENGTH: Final = 1000  # what a Dialed can carry: the address is another member's, and may be longer
 
 Peer = tuple[int, int, str, int]
 """Member, slot, host and port, as in messages.Dial."""
@@ -172,8 +173,14 @@ class Dialer:
             targets = list(self._targets.values())
         calls = {id(key.data.target) for key in selector.get_map().values() if isinstance(key.data, _Call)}
         for target in targets:
-            if id(target) not in calls and now >= target.again_at:
+            if id(target) in calls or now < target.again_at:
+                continue
+            try:
                 self._dial(selector, target, now)
+            except Exception as error:
+                # Also an address that is none (UnicodeError, ValueError): this peer is not reached, and the
+                # thread is there for the others.
+                self._done(target, f"it cannot be dialed: {error}")
         for key, mask in selector.select(self._pause(selector, targets)):
             try:
                 self._ready(selector, key, mask)
@@ -263,7 +270,7 @@ class Dialer:
             self._targets.pop(member, None)
         if trouble:
             where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-            trouble = f"rank {self._slot} cannot reach rank {slot} at {where}: {trouble}"
+            trouble = f"rank {self._slot} cannot reach rank {slot} at {where}: {trouble}"[:_TROUBLE_LENGTH]
         self._tell(Dialed(peer=member, trouble=trouble))
 
     # answering

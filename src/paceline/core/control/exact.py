@@ -27,7 +27,7 @@ _LARGEST: Final = 1 << 53
 @final
 @dataclass(frozen=True)
 class Range:
-    """A whole number from `least` to `most`, as an annotation; of a str, that its digits are one."""
+    """A number from `least` to `most`, as an annotation; of a str, that its digits are a whole one."""
 
     least: int
     most: int
@@ -109,6 +109,8 @@ def _plain(kind: type) -> Check:
 def _limited(kind: Any, limit: Any) -> Check:
     if kind is int and isinstance(limit, Range):
         return _whole(limit)
+    if kind is float and isinstance(limit, Range):
+        return _between(limit)
     if kind is str and isinstance(limit, Range):
         return _digits(limit)
     if kind is str and isinstance(limit, Length):
@@ -160,6 +162,16 @@ def _number(value: Any) -> float:
     if type(value) is int and abs(value) < _LARGEST:
         return float(value)
     raise NotExactError(f"expected a finite float, given {type(value).__name__}")
+
+
+def _between(limit: Range) -> Check:
+    def check(value: Any) -> float:
+        number = _number(value)
+        if not limit.least <= number <= limit.most:
+            raise NotExactError(f"expected {limit.least} to {limit.most}")
+        return number
+
+    return check
 
 
 def _many(inner: Check) -> Check:

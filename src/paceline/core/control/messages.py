@@ -35,6 +35,8 @@ Small = Annotated[int, exact.Range(0, (1 << 31) - 1)]
 MaybeSmall = Annotated[int, exact.Range(-1, (1 << 31) - 1)]
 Workers = Annotated[int, exact.Range(0, MOST_WORKERS)]
 Port = Annotated[int, exact.Range(0, 65535)]
+# Ratios of what members measured decide who computes what: a number of seconds is one that a clock can show.
+Seconds = Annotated[float, exact.Range(0, 10**9)]
 Step = Annotated[str, exact.Range(0, MOST_STEPS)]
 Name = Annotated[str, exact.Length(1024)]
 
@@ -102,12 +104,12 @@ class Beat(Message):
     """
 
     phase: Name
-    seconds: float
+    seconds: Seconds
     progress: Progress | None = None
     waits_for: tuple[Small, ...] = ()
-    shard_seconds: float = 0.0
-    step_seconds: float = 0.0
-    longest: float = 0.0
+    shard_seconds: Seconds = 0.0
+    step_seconds: Seconds = 0.0
+    longest: Seconds = 0.0
     rss: Count = 0
 
 
