@@ -18,10 +18,15 @@ from paceline.checkpoint.documents import seal, unseal
 from paceline.checkpoint.retention import Retention
 from paceline.checkpoint.store import CheckpointStore
 from paceline.cli import main
+from paceline.core import own_records
 from paceline.core.control import address
 from paceline.core.control.auth import new_secret
+from paceline.core.control.channel import Channel
+from paceline.core.control.messages import Answer
 from paceline.core.errors import PlatformError, UsageError
 from paceline.core.journal import Journal
+from paceline.core.sealing import session
+from paceline.elastic import tools
 from paceline.train.config import TrainConfig
 from paceline.train.run_folder import RunFolder
 
@@ -192,7 +197,7 @@ def test_with_the_token_named_a_run_of_another_user_is_shown(tmp_path, capsys):
 
 def recorded(folder: Path, script: Path) -> None:
     command = {"script": str(script), "arguments": [], "folder": str(folder), "settings": []}
-    (folder / "command.json").write_text(json.dumps(command))
+    (folder / "command.json").write_text(json.dumps(own_records.tagged(command)))
 
 
 EVIL = "from pathlib import Path\nPath({!r}).write_text('ran')\n"
@@ -209,6 +214,37 @@ def test_a_script_inside_the_folder_is_not_run_unasked(tmp_path, capsys):
         assert "--script" in capsys.readouterr().err
         assert not mark.exists()
     paceline("replay", folder, "--step", "1", "--shard", "0", "--script", script)
+    assert mark.exists()
+
+
+@pytest.mark.parametrize("command", ["replay", "verify"])
+def test_what_an_unpacked_folder_names_is_not_run_unasked(tmp_path, capsys, command, monkeypatch):
+    made = RunFolder.create(TrainConfig(run_dir=str(tmp_path / "run")).resolved(1)).path
+    mark, script = tmp_path / "mark", tmp_path / "train.py"
+    script.write_text("import sys\nfrom pathlib import Path\nPath(sys.argv[1]).write_text('ran')\n")
+    record = {"script": str(script), "arguments": [str(mark)], "folder": str(tmp_path), "settings": []}
+    (made / "command.json").write_text(json.dumps({**record, "tag": "0" * 64}))
+    folder = tmp_path / "unpacked"
+    subprocess.run(["cp", "-r", made, folder], check=True)  # as `tar -x` does: all of it is the caller's
+    which = ("--step", "1", "--shard", "0") if command == "replay" else ()
+    # Neither a script outside of the folder, nor arguments for one that the caller names.
+    assert paceline(command, folder, *which) == 2
+    told = capsys.readouterr().err
+    assert "was not written by this user" in told
+    assert f"--script {script} -- {mark}" in told
+    paceline(command, folder, *which, "--script", script)
+    assert not mark.exists()
+    # The tag of another user's key is none either; that of one's own holds for what was recorded, and moves.
+    with monkeypatch.context() as other:
+        other.setenv("XDG_STATE_HOME", str(tmp_path / "theirs"))
+        (folder / "command.json").write_text(json.dumps(own_records.tagged(record)))
+    assert paceline(command, folder, *which) == 2
+    tagged = own_records.tagged(record)
+    (folder / "command.json").write_text(json.dumps({**tagged, "script": "/else.py"}))
+    assert paceline(command, folder, *which) == 2
+    assert not mark.exists()
+    (folder / "command.json").write_text(json.dumps(tagged))
+    paceline(command, folder, *which)
     assert mark.exists()
 
 
@@ -277,7 +313,66 @@ def test_host_names_of_workers_reach_the_terminal_without_escapes(tmp_path, caps
         run.supervised.kill()
 
 
+def test_what_the_supervisor_of_a_folder_answers_reaches_the_terminal_without_escapes(
+    tmp_path, capsys, monkeypatch
+):
+    """control.json and control.secret of an unpacked folder lead to a supervisor of its maker."""
+    address.write_secret(tmp_path, new_secret())
+    whereabouts(tmp_path, 1)
+    facts = {"phase": HOSTILE, "generation": HOSTILE, "step": HOSTILE, "workers": []}
+    for command in (["status"], ["status", "--json"], ["stop"], ["scale", "-n", "2"]):
+        ours, theirs = socket.socketpair()
+        maker = Channel(theirs, session(b"s" * 32, b"", accepts=True))
+        maker.send(Answer(done=True, text=HOSTILE, facts=facts))
+        opened = Channel(ours, session(b"s" * 32, b"", accepts=False))
+        monkeypatch.setattr(tools, "open_channel", lambda *_, opened=opened: opened)
+        assert paceline(*command, tmp_path) == 0
+        maker.close()
+        captured = capsys.readouterr()
+        assert "f1[/macro]" in captured.out
+        assert_plain(captured.out + captured.err)
+
+
+@pytest.mark.parametrize("file", ["pipe", "/dev/zero", "sparse"])
+def test_certificates_that_a_folder_names_are_small_regular_files(tmp_path, file, capsys):
+    os.mkfifo(tmp_path / "pipe")
+    with (tmp_path / "sparse").open("wb") as sparse:
+        sparse.truncate(1 << 40)
+    address.write_secret(tmp_path, new_secret())
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        named = {name: str(tmp_path / file) for name in ("certificate", "key", "authority")}
+        plain = {"host": "127.0.0.1", "port": listener.getsockname()[1], "pid": 1, **named}
+        (tmp_path / "control.json").write_text(json.dumps(plain))
+        assert paceline("status", tmp_path) != 0
+
+
 # -- memory
+
+
+@pytest.mark.parametrize("file", ["journal.jsonl", "config.toml"])
+def test_a_file_without_end_does_not_fill_the_memory(tmp_path, file):
+    folder = RunFolder.create(TrainConfig(run_dir=str(tmp_path / "run")).resolved(1)).path
+    (folder / "journal.jsonl").touch()
+    with (folder / file).open("ab") as sparse:
+        sparse.truncate((4 << 30) if file == "journal.jsonl" else (1 << 40))
+    found = subprocess.run(
+        [sys.executable, "-c", AUDIT.replace("8 << 30", "2 << 30"), folder],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert "MemoryError" not in found.stderr
+    said = found.stdout + found.stderr
+    assert "1 damaged line" in said if file == "journal.jsonl" else "more than" in said
+
+
+def test_a_nesting_without_end_is_damage(tmp_path, capsys):
+    folder = RunFolder.create(TrainConfig(run_dir=str(tmp_path / "run")).resolved(1)).path
+    (folder / "journal.jsonl").touch()
+    (folder / "config.toml").write_text("a = " + "[" * 100_000)
+    assert paceline("audit", folder) != 0
+    assert "is damaged" in capsys.readouterr().err
 
 
 AUDIT = """

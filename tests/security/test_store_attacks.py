@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from hashlib import sha256
 from pathlib import Path
 
@@ -196,6 +196,15 @@ def test_a_store_cannot_be_filled(port: int) -> None:
         found.set("k", bytes((1 << 20) + 1))
     found.close()
     assert serves(port)
+
+
+def test_an_answer_cannot_be_made_endless(port: int) -> None:
+    """One value of a megabyte, asked for 60,000 times in one question."""
+    with closing(client(port)) as good, closing(client(port)) as greedy:
+        good.set("a", b"x" * (1 << 20))
+        with pytest.raises(OSError, match="closed"):
+            greedy.multi_get(["a"] * 60_000)
+        assert good.multi_get(["a", "a"]) == [b"x" * (1 << 20)] * 2
 
 
 def test_a_client_with_another_secret_is_refused(port: int) -> None:

@@ -16,7 +16,6 @@ import typer
 from paceline.core.foreign import REDACTED, shown
 
 if TYPE_CHECKING:
-    from paceline.frontends import overrides
     from paceline.train.replay import Replayed
 
 _SHOWN = 12
@@ -43,7 +42,8 @@ def replay(
     """
     from paceline.frontends import replaying
 
-    chosen, command = chosen_command(run, script, arguments, "replay")
+    command = replaying.command_to_run(run, script, arguments or (), "replay")
+    chosen = command.script
     if not as_json:
         echo(f"script      {shlex.join([chosen, *command.arguments])}")
         if REDACTED in " ".join(command.arguments):
@@ -57,21 +57,6 @@ def replay(
         _print(found)
     if found.same is False:
         raise typer.Exit(1)
-
-
-def chosen_command(
-    run: str, script: str | None, arguments: list[str] | None, name: str
-) -> tuple[str, overrides.Command]:
-    """The script that is run again, and how: as it was recorded, unless something else is given; a record of
-    another user, or of a script inside the folder, is not followed."""
-    from paceline.frontends import overrides, replaying
-
-    recorded = replaying.recorded_command(run)
-    chosen = replaying.script_to_run(run, recorded, script, name)
-    command = recorded or overrides.Command(chosen, (), ".")
-    if arguments:
-        command = dataclasses.replace(command, arguments=tuple(arguments))
-    return chosen, command
 
 
 def _print(found: Replayed) -> None:

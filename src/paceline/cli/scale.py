@@ -60,7 +60,8 @@ def status(run: Run, as_json: AsJson = False, token_file: Token = None) -> None:
     if as_json:
         typer.echo(json.dumps(facts))
         return
-    typer.echo(f"{facts['phase']}, generation {facts['generation']}, step {facts['step']}")
+    # Of the folder's maker, as all that it leads to: also the supervisor that control.json names.
+    typer.echo(shown(f"{facts['phase']}, generation {facts['generation']}, step {facts['step']}"))
     for worker in facts["workers"]:
         typer.echo(shown(_line(worker)))
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.replay import chosen_command, echo
+from paceline.cli.replay import echo
 from paceline.core.errors import PacelineError, UsageError
 
 if TYPE_CHECKING:
@@ -52,7 +52,8 @@ def verify(
     from paceline.frontends import replaying
 
     number = _number(steps)
-    chosen, command = chosen_command(run, script, arguments, "verify")
+    command = replaying.command_to_run(run, script, arguments or (), "verify")
+    chosen = command.script
     if not as_json:
         echo(f"script      {shlex.join([chosen, *command.arguments])}")
     try:

@@ -43,6 +43,7 @@ _MAX_VALUE = 1 << 20
 _MAX_KEY = 1024
 _MAX_KEYS = 1 << 16
 _MAX_STORED = 256 << 20
+_MAX_ANSWER = 32 << 20
 _MAX_OUTBOX = 64 << 20
 
 
@@ -164,6 +165,9 @@ class StoreServer:
                 return True
             case "get", [list(keys)]:
                 found = [self._values.get(key) for key in _keys(keys)]
+                if sum(len(value) for value in found if value is not None) > _MAX_ANSWER:
+                    # The same large value a thousand times, say.
+                    raise ValueError(f"the answer to a question for {len(found)} keys would be too long")
                 _reply(guest, [None if value is None else _plain(value) for value in found])
                 return False
             case "has", [list(keys)]:

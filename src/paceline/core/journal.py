@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self, final
+from typing import BinaryIO, Self, final
 
 from paceline.core import events, foreign
 from paceline.core.errors import PlatformError, ResourceError, UsageError, WireError
@@ -26,6 +26,8 @@ _log = logging.getLogger(__name__)
 _TAIL_BYTES = 1 << 20
 # Not through a link: a folder from elsewhere could have the events appended to any file.
 _APPEND = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+# Longer than anything that is ever appended: a message of the control connection has at most 8 MiB.
+LONGEST_LINE = 16 << 20
 _MOST_AT_ONCE = 64 << 10  # bytes: on a full disk, what waits for hours is not tried again as a whole
 
 
@@ -189,14 +191,17 @@ def encoded(event: Event) -> bytes:
 def read(path: str | os.PathLike[str], from_offset: int = 0, *, max_bytes: int | None = None) -> Chunk:
     """Every complete line from `from_offset` on; call again with the chunk's offset to follow a live journal.
 
-    `max_bytes` bounds how much is read at once (a single longer line is still read whole).
+    `max_bytes` bounds how much is read at once (a single longer line is still read whole, up to LONGEST_LINE:
+    the file may come from elsewhere, and what is longer is damage, passed over without being kept).
     """
     try:
         with os.fdopen(foreign.open_regular(path, links=True), "rb") as file:
             file.seek(from_offset)
             data = file.read(-1 if max_bytes is None else max_bytes)
             if max_bytes is not None and b"\n" not in data:
-                data += file.readline()
+                data += file.readline(LONGEST_LINE)
+                if len(data) >= LONGEST_LINE and not data.endswith(b"\n"):
+                    return _passed_over(file, from_offset)
     except FileNotFoundError:
         raise UsageError(
             f"there is no journal at {path}", remedy="give the run's own folder or file"
@@ -213,6 +218,16 @@ def read(path: str | os.PathLike[str], from_offset: int = 0, *, max_bytes: int |
                 damage.append(Damage(offset, line.decode("utf-8", "replace"), error.message))
         offset += len(line) + 1
     return Chunk(tuple(found), tuple(damage), offset)
+
+
+def _passed_over(file: BinaryIO, offset: int) -> Chunk:
+    """Where the line ends that began at `offset` and is too long to be one; its end may be that of the
+    file."""
+    while (piece := file.readline(1 << 20)) and not piece.endswith(b"\n"):
+        pass
+    end = file.tell()
+    reason = f"a line of {end - offset} bytes is longer than any event"
+    return Chunk((), (Damage(offset, "", reason),), end)
 
 
 def last_lines(path: str | os.PathLike[str]) -> list[str]:

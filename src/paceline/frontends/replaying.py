@@ -10,11 +10,12 @@ import contextlib
 import dataclasses
 import json
 import os
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast, final
 
-from paceline.core import foreign
+from paceline.core import foreign, own_records
 from paceline.core.errors import ConfigError, PacelineError, UsageError
 from paceline.frontends import overrides
 from paceline.frontends.joining import as_recorded
@@ -72,53 +73,74 @@ def _job(trainer: Trainer, run: str | os.PathLike[str], train_data: Any) -> Trai
     )
 
 
-def recorded_command(run: str | os.PathLike[str]) -> overrides.Command | None:
-    """What made the run, as it was recorded then; None where nobody could know (a notebook)."""
-    file = RunFolder.open(run).path / "command.json"
+def recorded_command(run: str | os.PathLike[str]) -> tuple[overrides.Command | None, bool]:
+    """What made the run, as it was recorded then, and whether the caller recorded it; None where that could
+    not be known (a notebook)."""
+    folder = RunFolder.open(run).path
+    file = folder / "command.json"
     try:
         plain = json.loads(foreign.read_regular(file))
-        return overrides.Command(
+        command = overrides.Command(
             script=str(plain["script"]),
             arguments=tuple(map(str, plain["arguments"])),
             folder=str(plain["folder"]),
             settings=tuple(map(str, plain.get("settings", ()))),
         )
+        return command, own_records.is_own(plain) and all(map(foreign.is_own, (folder, file)))
     except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return None, False
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UsageError(
             f"{file} does not say what made the run: {error}", remedy="give the script with --script"
         ) from error
 
 
-def script_to_run(
-    run: str | os.PathLike[str], command: overrides.Command | None, script: str | None, name: str = "replay"
-) -> str:
-    """Which script may be run for this folder: the one that was named, else the recorded one, where the
-    caller made the record. A folder from elsewhere names scripts of its maker: it is data, and runs nothing.
-    """
-    if script is not None:
-        return script
-    if command is None:
-        raise UsageError(
-            f"{run} does not say which script made it (a notebook, or an older version)",
-            remedy=f"give the script, and its arguments after --: paceline {name} RUN ... --script train.py",
-        )
-    folder = Path(run).absolute()
+def command_to_run(
+    run: str | os.PathLike[str], script: str | None, arguments: Sequence[str] = (), name: str = "replay"
+) -> overrides.Command:
+    """What may be run for this folder: what was given, and of what was not given what is recorded, where the
+    caller made that record. A folder from elsewhere names scripts and arguments of its maker: it is data, and
+    runs nothing. Unpacked, it belongs to the caller, so a record is known by its tag (`own_records`)."""
+    recorded, own = recorded_command(run)
+    if script is None:
+        if recorded is None:
+            raise UsageError(
+                f"{run} does not say which script made it (a notebook, or an older version)",
+                remedy="give the script, and its arguments after --: "
+                f"paceline {name} RUN ... --script train.py",
+            )
+        _check_own(Path(run).absolute(), recorded, own)
+    given = tuple(arguments)
+    if recorded is None or not own:
+        # Not its settings and its folder either: a script reads files of the folder it is started in.
+        return overrides.Command(script or "", given, ".")
+    return dataclasses.replace(
+        recorded, script=script or recorded.script, arguments=given or recorded.arguments
+    )
+
+
+def _check_own(folder: Path, recorded: overrides.Command, own: bool) -> None:
+    look = f"look at it, and name it yourself: --script {shlex.quote(recorded.script)}"
+    if recorded.arguments:
+        look += f" -- {shlex.join(recorded.arguments)}"
     for path in (folder, folder / "command.json"):
         if not foreign.is_own(path):
             raise UsageError(
-                f"{path} belongs to another user: the script that it names is not run unasked",
-                remedy=f"look at it, and name it yourself: --script {command.script}",
+                f"{path} belongs to another user: the script that it names is not run unasked", remedy=look
             )
-    made = Path(command.folder, command.script).resolve()
+    made = Path(recorded.folder, recorded.script).resolve()
     if made.is_relative_to(folder.resolve()):
         raise UsageError(
-            f"the script {command.script} lies in the run's own folder, which may come from elsewhere: it is "
-            "not run unasked",
-            remedy=f"look at it, and name it yourself: --script {command.script}",
+            f"the script {recorded.script} lies in the run's own folder, which may come from elsewhere: it "
+            "is not run unasked",
+            remedy=look,
         )
-    return command.script
+    if not own:
+        raise UsageError(
+            f"{folder / 'command.json'} was not written by this user on this machine (or by an older "
+            "version), and the folder may come from elsewhere: the script that it names is not run unasked",
+            remedy=look,
+        )
 
 
 def replay_script(

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, final
 
 from paceline.comm.cost import load_links
+from paceline.core import own_records
 from paceline.core.chaos import Chaos
 from paceline.core.control.address import replace_file
 from paceline.core.control.auth import Tls
@@ -333,4 +334,5 @@ def record_command(folder: RunFolder) -> None:
         "settings": [without_credentials(text) for text in command.settings],
     }
     with contextlib.suppress(PlatformError):  # a full disk: the run itself is not in danger
-        replace_file(folder.path / "command.json", json.dumps(plain).encode(), mode=0o600)
+        record = json.dumps(own_records.tagged(plain)).encode()
+        replace_file(folder.path / "command.json", record, mode=0o600)

@@ -151,8 +151,8 @@ class RunFolder:
     def recorded(self) -> dict[str, Any]:
         """The settings of the first start as plain data; a damaged file is named."""
         try:
-            return tomllib.loads(self.config_file.read_text(encoding="utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            return tomllib.loads(foreign.read_regular(self.config_file).decode())
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(
                 f"{self.config_file} is damaged: {error}",
                 remedy="put it back from a copy (every checkpoint's state has it as `config`: "

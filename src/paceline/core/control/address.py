@@ -50,6 +50,16 @@ class Whereabouts:
     def tls(self) -> Tls | None:
         if not self.authority:
             return None
+        for name in (self.certificate, self.key, self.authority):
+            try:
+                # The folder may come from elsewhere, and TLS would wait for ever for a pipe to be written to.
+                foreign.read_regular(os.path.realpath(name))
+            except (OSError, ValueError) as error:
+                raise UsageError(
+                    f"{ADDRESS_FILE} names {name!r} for TLS, which cannot be read: {error}",
+                    remedy="ask where the certificate, its key and the authority are: on the machine on "
+                    "which the run was started",
+                ) from error
         return Tls(Path(self.certificate), Path(self.key), Path(self.authority))
 
 
