@@ -285,6 +285,39 @@ def test_names_of_a_checkpoint_reach_the_terminal_without_escapes_and_markup(tmp
             assert "f1[/macro]" in captured.out
 
 
+def test_names_of_files_reach_logs_without_escapes(tmp_path, caplog, capsys):
+    store = CheckpointStore(tmp_path / "run" / "checkpoints")
+    save(store, 1)
+    version = tmp_path / "run" / "checkpoints" / "v00000001"
+    (version / HOSTILE.replace("/", "")).touch()
+    assert paceline("checkpoint", "show", tmp_path / "run") == 0
+    captured = capsys.readouterr()
+    assert "is not in the manifest" in caplog.text
+    assert_plain(caplog.text + captured.out + captured.err)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("created", 1e300), ("step", "x"), ("parent", [1]), ("note", 5), ("workers", 1.5)]
+)
+def test_a_manifest_with_values_that_no_checkpoint_has(tmp_path, field, value, capsys):
+    store = CheckpointStore(tmp_path / "run" / "checkpoints")
+    save(store, 1)
+    manifest = tmp_path / "run" / "checkpoints" / "v00000001" / "manifest.json"
+    manifest.write_bytes(seal({**unseal(manifest.read_bytes()), field: value}))
+    assert paceline("checkpoint", "ls", tmp_path / "run") == (0 if field == "note" else 1)
+    assert "unexpected" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("file", ["v00000001/manifest.json", "tags.json", "latest"])
+def test_a_document_without_end_is_not_read(tmp_path, file, capsys):
+    store = CheckpointStore(tmp_path / "run" / "checkpoints")
+    save(store, 1)
+    store.tag(1, "good")
+    os.truncate(tmp_path / "run" / "checkpoints" / file, 1 << 40)
+    assert paceline("checkpoint", "verify", tmp_path / "run") == 1
+    assert "are the most" in capsys.readouterr().out
+
+
 def assert_plain(text: str) -> None:
     assert not [character for character in text if character in "\x1b\x07\x9b\u202e"]
 

@@ -12,6 +12,7 @@ from typing import Any, Final, Literal
 
 from paceline.checkpoint.documents import BrokenDocument, UnknownFormat, finite, seal, unseal
 from paceline.core.errors import PlatformError, UsageError
+from paceline.core.foreign import shown
 
 FORMAT: Final = "paceline-checkpoint-1"
 MANIFEST: Final = "manifest.json"
@@ -19,6 +20,7 @@ STATE: Final = "state.json"
 OWNER: Final = "owner.json"
 MODEL: Final = "model/"  # the names of the weights begin so
 
+_LAST_TIME: Final = 2.5e11  # seconds since 1970: about the year 9900, the last that a date can be shown of
 _FOLDER: Final = re.compile(r"v(\d{8,})")
 _PART: Final = re.compile(r"part-(\d+)-of-(\d+)\.safetensors")
 
@@ -135,11 +137,15 @@ class Manifest:
                 workers=body["workers"],
                 parent=body["parent"],
                 metrics={name: float(value) for name, value in body["metrics"].items()},
-                note=body["note"],
+                note=str(body["note"]),
                 run=str(body.get("run", "")),
             )
             files = tuple(FileRecord.from_plain(file) for file in body["files"])
-            return cls(body["version"], body["created"], info, files)
+            created = float(body["created"])
+            whole = (body["version"], info.step, info.epoch, info.samples, info.workers, info.parent or 0)
+            if not 0 <= created < _LAST_TIME or any(type(number) is not int for number in whole):
+                raise ValueError("a number or a time that no checkpoint has")
+            return cls(body["version"], created, info, files)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise BrokenDocument(f"lacks or misspells a field: {error!r}") from None
 
@@ -161,7 +167,8 @@ class Damage:
     kind: Kind = "damaged"
 
     def __str__(self) -> str:
-        return f"{self.file} {self.problem}"
+        # For logs and errors, which reach terminals: the names of files may come from elsewhere.
+        return shown(f"{self.file} {self.problem}")
 
 
 class DamagedCheckpointError(PlatformError):

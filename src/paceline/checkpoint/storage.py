@@ -23,6 +23,7 @@ T = TypeVar("T")
 # A file that is being put has this behind its name until it is whole.
 TEMPORARY = ".tmp"
 
+_LARGEST_DOCUMENT = 256 << 20
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
@@ -91,6 +92,9 @@ class Storage(ABC):
         size = self.size(path)
         if size is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        if size > _LARGEST_DOCUMENT:
+            # The folder may come from elsewhere, and a file with a hole costs its maker nothing.
+            raise OSError(errno.EFBIG, f"it has {size} bytes, and {_LARGEST_DOCUMENT} are the most", path)
         buffer = bytearray(size)
         return bytes(buffer[: self.read_into(path, memoryview(buffer))])
 

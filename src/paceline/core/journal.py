@@ -259,7 +259,8 @@ def iterate(
         chunk = read(path, offset, max_bytes=1 << 20)
         for damaged in chunk.damage:
             if on_damage is None:
-                _log.warning("%s: byte %d: skipped a damaged line: %s", path, damaged.offset, damaged.reason)
+                reason = foreign.shown(damaged.reason)
+                _log.warning("%s: byte %d: skipped a damaged line: %s", path, damaged.offset, reason)
             else:
                 on_damage(damaged)
         yield from chunk.events
