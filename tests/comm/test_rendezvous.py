@@ -20,7 +20,8 @@ from tests.comm.transport.ranks import free_port, run_contexts, run_processes, v
 
 from paceline.comm import meeting, rendezvous, wiring
 from paceline.comm.context import DistributedContext
-from paceline.comm.transport.shm import layout
+from paceline.comm.transport.shm import layout, sync
+from paceline.core import listening
 from paceline.core.errors import RendezvousError, UnavailableError, UsageError
 
 
@@ -329,6 +330,41 @@ def test_on_top_of_an_initialised_group(world_size: int, hosts: int, expected: l
     with free_port() as port:
         outcomes = values(run_processes(world_size, _over_group, port, hosts))
     assert outcomes == [[*expected, *expected, float(world_size)]] * world_size
+
+
+def _over_files(rank: int, world_size: int, path: str, hosts: int, memory: bool) -> tuple[list[str], float]:
+    """Where a rank listens that knows no address by which others reach it, as on a machine whose name is that
+    of loopback in /etc/hosts."""
+    opened: list[str] = []
+    real = listening.listener
+
+    def recorded(host: str, port: int, backlog: int = listening.BACKLOG) -> socket.socket:
+        opened.append(host)
+        return real(host, port, backlog)
+
+    listening.listener = recorded
+    rendezvous._host_of = lambda store: "0x7f000001"  # not known as loopback before it is resolved
+    if not memory:
+        sync.available = lambda: False
+    if hosts > 1:
+        os.environ["PACELINE_HOST"] = f"host{rank * hosts // world_size}"
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world_size)
+    try:
+        transport, links = rendezvous.over_process_group(timeout=20)
+        with DistributedContext.from_transport(transport, links=links) as ctx:
+            return opened, total(ctx)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("hosts", "memory", "expected"), [(1, True, []), (1, False, ["127.0.0.1"]), (2, True, [""])]
+)
+def test_ranks_of_one_host_never_listen_on_all_interfaces(
+    tmp_path: Path, hosts: int, memory: bool, expected: list[str]
+) -> None:
+    outcomes = values(run_processes(2, _over_files, str(tmp_path / "store"), hosts, memory))
+    assert outcomes == [(expected, 3.0)] * 2
 
 
 def test_on_top_of_nothing() -> None:

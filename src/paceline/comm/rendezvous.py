@@ -10,6 +10,7 @@ Knows who meets where and when it is over; how transports are made is in wiring.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -179,12 +180,15 @@ def met(
 ) -> tuple[Transport, Links]:
     """Says hello, and wires the ranks that came; rank 0 ends the meeting with `leave`."""
     source = _source(master, me.listening)
-    with meeting, me.listening.open(source) as listener:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(meeting)
+        # Where this rank knows no address by which others reach it, it depends on them where to listen.
+        listener = stack.enter_context(me.listening.open(source)) if source else None
         hello: dict[str, Any] = {
             "host": me.host or host_identity(),
             "hostname": me.hostname or host_name(),
             "pid": os.getpid(),
-            "endpoint": [source, listener.getsockname()[1]],
+            "endpoint": [source, listener.getsockname()[1] if listener is not None else 0],
             "version": VERSION,
             "backend": me.backend,
             "keyed": bool(me.token),

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from paceline.comm.calls import ranks_text
+from paceline.comm.environment import LOCAL_HOST
 from paceline.comm.group_secret import SECRET_VARIABLE
 from paceline.comm.meeting import Meeting
 from paceline.comm.transport.base import Topology, Transport
@@ -36,7 +37,7 @@ from paceline.comm.transport.shm.layout import create_segment
 from paceline.comm.transport.shm.transport import ShmTransport
 from paceline.comm.transport.torchdist import TorchTransport
 from paceline.core.errors import GroupInterruptedError, PacelineError, RendezvousError, UnavailableError
-from paceline.core.listening import ANY_PORT, Listening
+from paceline.core.listening import ANY_PORT, INTERFACE_VARIABLE, Listening
 
 _log = logging.getLogger("paceline.comm")
 
@@ -85,7 +86,8 @@ def check_alike(hellos: Mapping[int, Mapping[str, Any]]) -> None:
             )
 
 
-def wire(group: Group, listener: socket.socket) -> Transport:
+def wire(group: Group, listener: socket.socket | None) -> Transport:
+    """The transport of this rank; without a listener, one is made where connections are needed."""
     meeting, topology = group.meeting, group.topology
     wants_memory = group.backend in ("auto", "shm") and sync.available()
     if group.backend == "shm" and topology.hosts > 1:
@@ -99,7 +101,12 @@ def wire(group: Group, listener: socket.socket) -> Transport:
         if local is not None and topology.hosts == 1:
             return local
     try:
-        wide = _connect(group, listener)
+        if listener is not None:
+            wide = _connect(group, listener)
+        else:
+            with _listener_for(group) as listener:
+                group.meeting.tell("port", {"port": listener.getsockname()[1]})
+                wide = _connect(group, listener)
     except BaseException as error:
         if local is not None:
             local.close(error)
@@ -165,16 +172,36 @@ def open_segment(told: Mapping[str, Any], pid: int) -> int:
     return segment
 
 
+def _listener_for(group: Group) -> socket.socket:
+    """Where a rank listens that knows no address by which others reach it: on loopback if all are on this
+    host, else on all interfaces, because the others know this host by an address that it does not have."""
+    if group.topology.hosts == 1:
+        return group.listening.open(LOCAL_HOST)
+    _log.warning(
+        "rank %d listens on all interfaces until all ranks are connected: %s is no address of this machine "
+        "that others could use; %s=ADDRESS chooses one",
+        group.meeting.rank,
+        group.master,
+        INTERFACE_VARIABLE,
+    )
+    return group.listening.open("")
+
+
+def _endpoint(group: Group, rank: int) -> tuple[str, int]:
+    """Where another rank listens. One that has no address of its own that others can use is on the master's
+    host, and says its port when it is known that connections are needed."""
+    host, port = group.hellos[rank]["endpoint"]
+    if host:
+        return str(host), int(port)
+    told = int(group.meeting.hear("port", rank)["port"])
+    return (LOCAL_HOST if group.topology.hosts == 1 else group.master), told
+
+
 def _connect(group: Group, listener: socket.socket) -> TorchTransport:
     """Proven connections among all ranks: a mesh, and one for bulk data beside each of its connections."""
     meeting, topology, hellos = group.meeting, group.topology, group.hellos
     rank = meeting.rank
-    # Who has no address of its own that others can use is on the master's host.
-    endpoints = {
-        peer: (hello["endpoint"][0] or group.master, int(hello["endpoint"][1]))
-        for peer, hello in hellos.items()
-        if peer != rank
-    }
+    endpoints = {peer: _endpoint(group, peer) for peer in hellos if peer != rank}
     connected = connect_all(rank, listener, endpoints, group.secret, meeting.deadline, meeting.look)
     address = _own_address(connected, topology, rank)
     names = {peer: f"process {hello['pid']} on {hello['hostname']}" for peer, hello in hellos.items()}
