@@ -31,6 +31,10 @@ from paceline.train.run_folder import RunFolder
             "could not reach ftp://***@host/runs: refused",
         ),
         ("/home/bob@work/runs", "/home/bob@work/runs"),
+        ("s3://AKIA:hun/hunter2@bucket/x", "s3://***@bucket/x"),
+        ("ftp://bob:p@hunter2@host/x", "ftp://***@host/x"),
+        ("http://host:8080/a@b", "http://host:8080/a@b"),
+        ("http://[::1]:80/a@b?c=d:e@f", "http://[::1]:80/a@b?c=d:e@f"),
     ],
 )
 def test_credentials_are_cut_from_urls(url, kept):
@@ -49,11 +53,14 @@ def test_arguments_that_name_a_secret_are_not_recorded():
         "--tokens",
         "5",
     ]
+    given += ["--pw", "hunter2", "--header", "Authorization: Bearer hunter2", "--pass=hunter2"]
+    given += ['--options={"password": "hunter2", "lr": 1}', "{'api_key':'hunter2'}", "compass=5"]
     given += ["ftp://bob:hunter2@host/x", "--secret", "--flag", "plain"]
     kept = without_secrets(given)
     assert "hunter2" not in " ".join(kept)
     assert kept[:4] == ("--epochs", "3", "--api-key", REDACTED)
     assert kept[-2:] == ("--flag", "plain")
+    assert {"compass=5", '--options={"password": "***", "lr": 1}'} < set(kept)
 
 
 def test_recorded_settings_have_no_password_and_others_are_as_they_were():

@@ -23,13 +23,21 @@ _SMALL: Final = 16 << 20
 _NOT_SHOWN: Final = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
-_USER: Final = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)[^/@\s'\"]*@")
+# Up to the last @ before the path; and keys with a slash in them, which is not a port's.
+_USER: Final = re.compile(
+    r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)(?:[^/?#\s'\"]*|[^/@:\[\s'\"]*:(?!\d*[/?#])[^@\s'\"]*)@"
+)
 _KEY: Final = (
     r"(?:[A-Za-z0-9_.-]*(?:password|passwd|passphrase|secret|token|api[_-]?key|access[_-]?key|credential|"
-    r"signature|private[_-]?key)[A-Za-z0-9_.-]*|sig|pwd|auth)"
+    r"signature|private[_-]?key)[A-Za-z0-9_.-]*|sig|pwd|pw|pass|passcode|auth|authorization)"
 )
 _QUERY: Final = re.compile(rf"(?P<key>[?&;]{_KEY}=)[^&#;\s'\"]+", re.IGNORECASE)
-_ASSIGNED: Final = re.compile(rf"(?P<key>-{{0,2}}{_KEY}=).+", re.IGNORECASE | re.DOTALL)
+_ASSIGNED: Final = re.compile(rf"(?P<key>(?<![A-Za-z0-9_.-])-{{0,2}}{_KEY}=).+", re.IGNORECASE | re.DOTALL)
+# As JSON and as headers have it: "password": "X", Authorization: Bearer X.
+_TOLD: Final = re.compile(
+    rf"(?P<key>(?<![A-Za-z0-9_.-]){_KEY}[\"']?\s*:\s*[\"']?(?:(?:Bearer|Basic)\s+)?)[^\"',}}\s]+",
+    re.IGNORECASE,
+)
 _OPTION: Final = re.compile(rf"-{{1,2}}{_KEY}", re.IGNORECASE)
 REDACTED: Final = "***"
 
@@ -100,5 +108,6 @@ def without_secrets(arguments: Iterable[str]) -> tuple[str, ...]:
             hide = False
             continue
         hide = _OPTION.fullmatch(argument) is not None
-        found.append(_ASSIGNED.sub(rf"\g<key>{REDACTED}", without_credentials(argument)))
+        told = _TOLD.sub(rf"\g<key>{REDACTED}", without_credentials(argument))
+        found.append(_ASSIGNED.sub(rf"\g<key>{REDACTED}", told))
     return tuple(found)
