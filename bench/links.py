@@ -1,7 +1,8 @@
 """Sums between hosts over Paceline's authenticated connections, against Gloo, which authenticates nothing.
 
 Hosts are network namespaces, unshaped and with links of 1 Gbit/s. Every round measures every method once,
-the slowest rank counts, medians and the range from the first to the third quartile are shown. "Gloo, same
+the slowest rank counts, medians and the range from the first to the third quartile are shown. The processor
+time is that of all ranks together: on a busy machine it says more than the time by the clock. "Gloo, same
 messages" is what the sum in canonical order needs (every rank gets all partials of its slice, folds and
 shares them) over torch.distributed's isend and irecv.
 
@@ -34,8 +35,12 @@ GLOO, FOLD, CHECKED, RING = "Gloo all-reduce", "fold_partials", "fold_partials, 
 BY_HAND = "Gloo, same messages"
 
 
-def measure(ctx: DistributedContext, megabytes: int, rounds: int, gloo: bool) -> dict[str, list[float]]:
-    """Seconds of this rank in every round, by method."""
+Sample = tuple[float, float]
+"""Seconds by the clock, and of the processor."""
+
+
+def measure(ctx: DistributedContext, megabytes: int, rounds: int, gloo: bool) -> dict[str, list[Sample]]:
+    """What every round took on this rank, by method."""
     from paceline.comm.shards import Holdings
 
     torch.set_num_threads(1)
@@ -54,19 +59,20 @@ def measure(ctx: DistributedContext, megabytes: int, rounds: int, gloo: bool) ->
         plain = torch.zeros_like(data)
         actions[GLOO] = lambda: dist.all_reduce(plain)
         actions[BY_HAND] = lambda: _by_hand(ctx.rank, ctx.world_size, data, out)
-    seconds: dict[str, list[float]] = {name: [] for name in actions}
+    samples: dict[str, list[Sample]] = {name: [] for name in actions}
     for turn in range(rounds + 1):
         for name, action in actions.items():
             ctx.barrier()
-            start = time.perf_counter()
+            start, used = time.perf_counter(), time.process_time()
             action()
+            end = time.perf_counter()
+            ctx.barrier()  # threads of this rank may still send what the slowest one waits for
             if turn:
-                seconds[name].append(time.perf_counter() - start)
-    ctx.barrier()
+                samples[name].append((end - start, time.process_time() - used))
     if gloo:
         dist.destroy_process_group()
         ctx.barrier()
-    return seconds
+    return samples
 
 
 def _by_hand(rank: int, size: int, data: Tensor, out: Tensor) -> None:
@@ -100,14 +106,24 @@ def run(
     report = Report(
         "links",
         "Sums between hosts, authenticated, against Gloo",
-        ("link", "hosts", "MB", "method", "median ms", "quartiles ms", "over Gloo all-reduce"),
+        (
+            "link",
+            "hosts",
+            "MB",
+            "method",
+            "median ms",
+            "quartiles ms",
+            "over Gloo all-reduce",
+            "processor ms",
+        ),
     )
     for rate in rates:
         for count in hosts:
             for megabytes in sizes:
                 found = _samples(count, megabytes, rate, rounds, before)
-                base = statistics.median(found[GLOO])
-                for name, samples in found.items():
+                base = statistics.median(seconds for seconds, _ in found[GLOO])
+                for name, both in found.items():
+                    samples = [seconds for seconds, _ in both]
                     middle = statistics.median(samples)
                     low, _, high = statistics.quantiles(samples, n=4)
                     report.rows.append(
@@ -119,6 +135,7 @@ def run(
                             f"{middle * 1e3:.1f}",
                             f"{low * 1e3:.1f} - {high * 1e3:.1f}",
                             f"{middle / base:.2f}x",
+                            f"{statistics.median(used for _, used in both) * 1e3:.1f}",
                         )
                     )
                     if name == FOLD and rate == "1gbit" and megabytes >= 25:
@@ -131,9 +148,10 @@ def run(
 
 def _samples(
     hosts: int, megabytes: int, rate: str | None, rounds: int, before: str
-) -> dict[str, list[float]]:
-    """Seconds of the slowest rank by method, a few rounds at a time where another checkout has its turns."""
-    found: dict[str, list[float]] = {}
+) -> dict[str, list[Sample]]:
+    """Seconds of the slowest rank and processor time of all, by method; a few rounds at a time where another
+    checkout has its turns."""
+    found: dict[str, list[Sample]] = {}
     turns = 3 if before else 1
     for _ in range(turns):
         for source in ("", before) if before else ("",):
@@ -148,8 +166,11 @@ def _samples(
             )
             for name in outcome.by_host[0][0]:
                 ranks = [ranks[0][name] for ranks in outcome.by_host]
-                slowest = [max(samples) for samples in zip(*ranks, strict=True)]
-                found.setdefault(f"{name}, before" if source else name, []).extend(slowest)
+                rounds_of_all = [
+                    (max(seconds for seconds, _ in one), sum(used for _, used in one))
+                    for one in zip(*ranks, strict=True)
+                ]
+                found.setdefault(f"{name}, before" if source else name, []).extend(rounds_of_all)
     return found
 
 

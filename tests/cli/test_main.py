@@ -62,6 +62,7 @@ def test_info_as_json_is_complete(capsys):
     assert facts["packages"]["torch"].startswith("2.")
     assert facts["cores"]["cores_usable"] >= 1
     assert facts["memory"]["memory_total"] > 0
+    assert facts["data_between_hosts"]["authenticated_by"] == "AES-256-GMAC"
 
 
 def test_info_as_a_table(capsys):

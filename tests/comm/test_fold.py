@@ -12,7 +12,17 @@ from hypothesis import given, settings, strategies as st
 from tests.comm.ranks import canonical_reference, wide_range
 from torch import Tensor
 
-from paceline.comm.fold import Fold, Node, covering_nodes, fold_shards, left_fold, run_blocks, tree_fold
+from paceline.comm.fold import (
+    BLOCK_BYTES,
+    Fold,
+    Node,
+    covering_nodes,
+    fold_over,
+    fold_shards,
+    left_fold,
+    run_blocks,
+    tree_fold,
+)
 from paceline.core.errors import InternalError
 
 
@@ -133,6 +143,28 @@ def test_a_left_fold_goes_from_left_to_right_without_memory_of_its_own():
     assert fold.temporaries == 0
     run_blocks(fold, torch.add, tensors, tensors[0])
     assert torch.equal(tensors[0], expected)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2, 4])
+@pytest.mark.parametrize("size", [0, 1, BLOCK_BYTES // 4, BLOCK_BYTES // 4 * 2 + 5])
+def test_a_fold_over_one_of_its_inputs_has_the_bits_of_a_fold_beside_them(place: int, size: int) -> None:
+    tensors = [wide_range(rank, size) for rank in range(5)]
+    fold = tree_fold([Node(shard, 0) for shard in range(5)], 5)
+    expected = torch.empty(size)
+    run_blocks(fold, torch.add, tensors, expected)
+    expected.div_(5)
+    fold_over(fold, torch.add, tensors, tensors[place], torch.float32, lambda total: total.div_(5))
+    assert torch.equal(tensors[place].view(torch.int32), expected.view(torch.int32))
+
+
+def test_a_fold_in_a_wider_dtype_is_rounded_once() -> None:
+    tensors = [wide_range(rank, 1000).to(torch.bfloat16) for rank in range(4)]
+    fold = tree_fold([Node(shard, 0) for shard in range(4)], 4)
+    expected = torch.empty(1000)
+    run_blocks(fold, torch.add, tensors, expected)
+    out = torch.empty(1000, dtype=torch.bfloat16)
+    fold_over(fold, torch.add, tensors, out, torch.float32, lambda total: None)
+    assert torch.equal(out, expected.to(torch.bfloat16))
 
 
 @pytest.mark.parametrize("make", [left_fold, lambda n: tree_fold([Node(shard, 0) for shard in range(n)], n)])

@@ -13,9 +13,20 @@ from typing import Annotated
 import typer
 
 import paceline
-from paceline.core import machine
+from paceline.core import machine, macs
 
-_PACKAGES = ("torch", "numpy", "msgpack", "cloudpickle", "ray", "optuna", "starlette", "mlflow", "matplotlib")
+_PACKAGES = (
+    "torch",
+    "numpy",
+    "msgpack",
+    "cloudpickle",
+    "cryptography",
+    "ray",
+    "optuna",
+    "starlette",
+    "mlflow",
+    "matplotlib",
+)
 
 
 def info(
@@ -63,6 +74,7 @@ def collect() -> dict[str, object]:
             "memory_limit": machine.memory_limit(),
         },
         "shared_memory": _shared_memory(),
+        "data_between_hosts": {"authenticated_by": macs.describe(macs.offered())},
         "limits": {
             "open_files": _limit(resource.RLIMIT_NOFILE),
             "processes": _limit(resource.RLIMIT_NPROC),

@@ -11,7 +11,7 @@ Pure planning plus torch kernels; knows nothing of ranks or memory layouts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -229,3 +229,25 @@ def run_blocks(fold: Fold, kernel: Kernel, inputs: Sequence[Tensor], out: Tensor
     for start in range(0, size, block):
         stop = min(start + block, size)
         fold.run(kernel, [tensor[start:stop] for tensor in inputs], out[start:stop], scratch)
+
+
+def fold_over(
+    fold: Fold,
+    kernel: Kernel,
+    inputs: Sequence[Tensor],
+    out: Tensor,
+    wide: torch.dtype,
+    finish: Callable[[Tensor], object],
+) -> None:
+    """As `run_blocks`, with a sum in `wide` that `finish` completes in place; `out` may be one of the inputs.
+    Each block is summed beside `out` and copied while it is in the cache: a
+    whole slice beside it would cost its pages and a second way through the memory."""
+    size = out.numel()
+    block = min(max(1, BLOCK_BYTES // wide.itemsize), size)
+    room = [torch.empty(block, dtype=wide, device="cpu") for _ in range(fold.temporaries + 1)]
+    for start in range(0, size, max(block, 1)):
+        stop = min(start + block, size)
+        total = room[-1][: stop - start]
+        fold.run(kernel, [tensor[start:stop] for tensor in inputs], total, room[:-1])
+        finish(total)
+        out[start:stop].copy_(total)

@@ -40,6 +40,7 @@ from paceline.comm.wiring import Group, check_alike, topology_of, wire
 from paceline.core.control.host import host_identity, host_name
 from paceline.core.errors import RendezvousError, UnavailableError, UsageError
 from paceline.core.listening import ANY_PORT, Listening
+from paceline.core.macs import offered
 from paceline.core.version import VERSION
 
 _log = logging.getLogger("paceline.comm")
@@ -192,6 +193,7 @@ def met(
             "version": VERSION,
             "backend": me.backend,
             "keyed": bool(me.token),
+            "macs": int(offered()),
         }
         if meeting.rank == 0:
             links = load_links() if me.links is None else me.links

@@ -38,6 +38,7 @@ from paceline.comm.transport.shm.transport import ShmTransport
 from paceline.comm.transport.torchdist import TorchTransport
 from paceline.core.errors import GroupInterruptedError, PacelineError, RendezvousError, UnavailableError
 from paceline.core.listening import ANY_PORT, INTERFACE_VARIABLE, Listening
+from paceline.core.macs import Mac, offered
 
 _log = logging.getLogger("paceline.comm")
 
@@ -202,7 +203,9 @@ def _connect(group: Group, listener: socket.socket) -> TorchTransport:
     meeting, topology, hellos = group.meeting, group.topology, group.hellos
     rank = meeting.rank
     endpoints = {peer: _endpoint(group, peer) for peer in hellos if peer != rank}
-    connected = connect_all(rank, listener, endpoints, group.secret, meeting.deadline, meeting.look)
+    # Of the others what they said in the meeting, which the handshake checks; of this rank what it can do.
+    macs = {peer: Mac(hello["macs"]) for peer, hello in hellos.items()} | {rank: offered()}
+    connected = connect_all(rank, listener, endpoints, group.secret, meeting.deadline, meeting.look, macs)
     address = _own_address(connected, topology, rank)
     names = {peer: f"process {hello['pid']} on {hello['hostname']}" for peer, hello in hellos.items()}
     mesh = Mesh(rank, {peer: pair.control for peer, pair in connected.items()}, names)

@@ -5,7 +5,8 @@ for either end, so the proof alone protects nothing that follows. Both ends ther
 one per direction, from the secret and from everything the handshake exchanged (the transcript: both nonces,
 and the certificates where TLS is used), and tag every message with a keyed BLAKE2b over its sequence number
 and its bytes. A relay without the secret cannot make a tag; a message that was changed, repeated, dropped,
-reordered, reflected or taken from another session does not verify.
+reordered, reflected or taken from another session does not verify. Large chunks have tags of the kind that
+both ends agreed on (`macs`); they are counted together with the other messages.
 
 Messages are authenticated, not hidden: TLS hides them.
 """
@@ -13,50 +14,76 @@ Messages are authenticated, not hidden: TLS hides them.
 from __future__ import annotations
 
 import hmac
-import struct
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Final, final
 
 from paceline.core.errors import WireError
+from paceline.core.macs import TAG_BYTES, Bytes, Mac, keyed_tag, tagger
 
-TAG_BYTES: Final = 16
+__all__ = ["TAG_BYTES", "Opener", "Sealer", "Session", "session"]
+
 _KEY_BYTES: Final = 32
-_NUMBER: Final = struct.Struct("<Q")
 
 
 @final
 class Sealer:
     """The sending half of one direction: a tag for each message, in order."""
 
-    def __init__(self, key: bytes) -> None:
+    def __init__(self, key: bytes, mac: Mac = Mac.SHA256) -> None:
         self._key = key
+        self._chunk_tag = tagger(mac, key)
         self._number = 0
 
-    def tag(self, *parts: bytes | bytearray | memoryview) -> bytes:
+    def tag(self, *parts: Bytes) -> bytes:
         """The tag of the next message, whose bytes are the parts one after the other."""
-        tag = _tag(self._key, self._number, parts)
+        return keyed_tag(self._key, self._next(), *parts)
+
+    def tag_chunk(self, chunk: Bytes) -> bytes:
+        """The tag of the next message, a large chunk."""
+        return self._chunk_tag(self._next(), chunk)
+
+    def _next(self) -> int:
+        # Counted before the tag is made: no number is used twice, also where making a tag failed.
+        number = self._number
         self._number += 1
-        return tag
+        return number
+
+    def by(self, mac: Mac) -> Sealer:
+        """The same direction with chunks tagged by `mac`; before its first message."""
+        assert self._number == 0
+        return Sealer(self._key, mac)
 
 
 @final
 class Opener:
     """The receiving half of one direction."""
 
-    def __init__(self, key: bytes) -> None:
+    def __init__(self, key: bytes, mac: Mac = Mac.SHA256) -> None:
         self._key = key
+        self._chunk_tag = tagger(mac, key)
         self._number = 0
 
-    def check(self, tag: bytes | bytearray | memoryview, *parts: bytes | bytearray | memoryview) -> None:
+    def check(self, tag: Bytes, *parts: Bytes) -> None:
         """Accept the next message, or raise: the connection cannot be believed from here on."""
-        if not hmac.compare_digest(tag, _tag(self._key, self._number, parts)):
+        self._compare(tag, keyed_tag(self._key, self._number, *parts))
+
+    def check_chunk(self, tag: Bytes, chunk: Bytes) -> None:
+        """As `check`, of a large chunk."""
+        self._compare(tag, self._chunk_tag(self._number, chunk))
+
+    def _compare(self, tag: Bytes, right: bytes) -> None:
+        if not hmac.compare_digest(tag, right):
             raise WireError(
                 f"message {self._number} does not carry the tag of this session: it was changed, repeated or "
                 "made by another party on the way",
                 remedy="check what is between the two machines (a proxy, a port forwarding)",
             )
         self._number += 1
+
+    def by(self, mac: Mac) -> Opener:
+        """The same direction with chunks tagged by `mac`; before its first message."""
+        assert self._number == 0
+        return Opener(self._key, mac)
 
 
 @dataclass(frozen=True)
@@ -65,6 +92,11 @@ class Session:
 
     outgoing: Sealer
     incoming: Opener
+
+    def by(self, mac: Mac) -> Session:
+        """The session with chunks tagged by `mac`, which both ends must have agreed on; before its first
+        message."""
+        return Session(self.outgoing.by(mac), self.incoming.by(mac))
 
 
 def session(secret: bytes, transcript: bytes, *, accepts: bool) -> Session:
@@ -80,10 +112,3 @@ def session(secret: bytes, transcript: bytes, *, accepts: bool) -> Session:
 def _derive(secret: bytes, purpose: bytes, transcript: bytes) -> bytes:
     # A secret may be longer than a BLAKE2b key: HMAC takes any length.
     return hmac.digest(secret, purpose + b"\x00" + transcript, "sha256")[:_KEY_BYTES]
-
-
-def _tag(key: bytes, number: int, parts: tuple[bytes | bytearray | memoryview, ...]) -> bytes:
-    digest = blake2b(_NUMBER.pack(number), digest_size=TAG_BYTES, key=key)
-    for part in parts:
-        digest.update(part)
-    return digest.digest()

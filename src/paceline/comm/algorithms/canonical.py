@@ -26,7 +26,7 @@ from paceline.comm.algorithms.window import reduce_in_window
 from paceline.comm.algorithms.work import Recipe, mark_untouched
 from paceline.comm.calls import Call
 from paceline.comm.cost import Links, Situation
-from paceline.comm.fold import Node, covering_nodes, fold_shards, run_blocks, tree_fold
+from paceline.comm.fold import Node, covering_nodes, fold_over, fold_shards, tree_fold
 from paceline.comm.ops import ReduceOp, accumulator_dtype, finish, kernel_of
 from paceline.comm.transport.base import Transport
 from paceline.core.errors import PacelineError
@@ -119,10 +119,14 @@ def _by_messages(
         if seals is None or seals.intact():
             mark_untouched(error)
         raise
-    total = torch.empty(stop - start, dtype=wide, device="cpu")
-    run_blocks(recipe.fold, kernel_of(recipe.op), inputs, total)
-    finish(recipe.op, total, recipe.contributions)
-    out[start:stop].copy_(total)
+    fold_over(
+        recipe.fold,
+        kernel_of(recipe.op),
+        inputs,
+        out[start:stop],
+        wide,
+        lambda total: finish(recipe.op, total, recipe.contributions),
+    )
     # Who finds a result damaged on its way fails alone: the others' results are right, and they know it.
     results = [(peer, out[start:stop]) for peer in peers]
     seals = None if sealing is None else MessageSeals(Sealing(), results)

@@ -2,14 +2,18 @@
 believed.
 
 Every pair of ranks has two: one for control and small messages, one for bulk data. Rank r connects to every
-lower rank and accepts every higher one; the proof (core.handshake) covers which rank calls which, and for
-what. A stranger who connects and says nothing, or nonsense, is dropped and delays nobody: limits, deadline
-and `look` go by the clock, however often somebody knocks. Knows sockets, not what they will carry.
+lower rank and accepts every higher one; the proof (core.handshake) covers which rank calls which, for what,
+and how both ends can authenticate bulk data: what the caller offers, and what it was told of the other end
+in the meeting. Where that is not what the other end said, the meeting was changed on the way and the group
+does not form: no machine between the ranks chooses the kind. A stranger who connects and says nothing, or
+nonsense, is dropped and delays no member: limits, deadline and `look` go by the clock, however often it
+knocks. Knows sockets, not what they will carry.
 """
 
 from __future__ import annotations
 
 import enum
+import logging
 import selectors
 import socket
 import struct
@@ -23,9 +27,13 @@ from paceline.comm.transport.dial import Look, dial, nothing_to_see, read_exactl
 from paceline.comm.transport.entrance import Entrance, Proven
 from paceline.core.errors import RendezvousError
 from paceline.core.handshake import Connector, HandshakeError, Protocol
+from paceline.core.macs import Mac, agreed, describe, offered
+from paceline.core.sealing import Session
 
-_CONTEXT = struct.Struct("<III")  # from, to, stream
-_PROTOCOL = Protocol(b"PLmesh2\0", _CONTEXT.size)
+_log = logging.getLogger("paceline.comm")
+
+_CONTEXT = struct.Struct("<IIIII")  # from, to, stream, the kinds of MAC that each of the two offers
+_PROTOCOL = Protocol(b"PLmesh3\0", _CONTEXT.size)
 _LOOK_SECONDS = 0.02
 _AGAIN_SECONDS = 0.02
 # A host that vanished without closing its connections is noticed after about so long, without and with
@@ -71,15 +79,24 @@ def connect_all(
     secret: bytes,
     deadline: float,
     look: Look = nothing_to_see,
+    macs: Mapping[int, Mac] | None = None,
 ) -> dict[int, Connected]:
-    """Proven connections to every other rank of `endpoints`; `look` is called now and then and may raise."""
+    """Proven connections to every other rank of `endpoints`; `look` is called now and then and may raise.
+    `macs` says what every rank, this one too, offers to authenticate bulk data by; not given: the same."""
+    macs = dict.fromkeys((*endpoints, rank), offered()) if macs is None else macs
     made: dict[tuple[int, Stream], Proven] = {}
     try:
         for peer in sorted(endpoints):
             if peer < rank:
                 for stream in Stream:
-                    made[peer, stream] = connect(rank, peer, stream, endpoints[peer], secret, deadline, look)
-        expected = {(peer, stream) for peer in endpoints if peer > rank for stream in Stream}
+                    claim = Claim(rank, peer, stream, macs[rank], macs[peer])
+                    made[peer, stream] = connect(claim, endpoints[peer], secret, deadline, look)
+        expected = {
+            Claim(peer, rank, stream, macs[peer], macs[rank])
+            for peer in endpoints
+            if peer > rank
+            for stream in Stream
+        }
         _accept(rank, listener, expected, secret, deadline, look, made)
         for proven in made.values():
             _tune(proven.sock)
@@ -87,14 +104,44 @@ def connect_all(
         for proven in made.values():
             proven.sock.close()
         raise
+    kinds = sorted({describe(agreed(macs[rank], macs[peer])) for peer in endpoints})
+    _log.debug("rank %d: data between ranks is authenticated by %s", rank, " and ".join(kinds))
     return {peer: Connected(made[peer, Stream.CONTROL], made[peer, Stream.BULK]) for peer in endpoints}
 
 
-def connect(
-    rank: int, peer: int, stream: Stream, endpoint: Endpoint, secret: bytes, deadline: float, look: Look
-) -> Proven:
+@dataclass(frozen=True)
+class Claim:
+    """What a caller says of a connection, covered by both proofs. `called_offers` is what the caller was told
+    of the other end in the meeting, which may not be protected."""
+
+    caller: int
+    called: int
+    stream: int
+    caller_offers: Mac
+    called_offers: Mac
+
+    def packed(self) -> bytes:
+        return _CONTEXT.pack(self.caller, self.called, self.stream, self.caller_offers, self.called_offers)
+
+    @classmethod
+    def from_packed(cls, context: bytes) -> Claim:
+        caller, called, stream, caller_offers, called_offers = _CONTEXT.unpack(context)
+        return cls(caller, called, stream, Mac(caller_offers), Mac(called_offers))
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """Which connection of the group it is."""
+        return self.caller, self.called, self.stream
+
+    def session(self, session: Session) -> Session:
+        """The keys, with chunks tagged by the kind that both ends offer."""
+        return session.by(agreed(self.caller_offers, self.called_offers))
+
+
+def connect(claim: Claim, endpoint: Endpoint, secret: bytes, deadline: float, look: Look) -> Proven:
     """One proven connection to a lower rank. Calls again where it is closed before both ends have proved
     themselves: strangers may have taken all places there for a moment."""
+    rank, peer = claim.caller, claim.called
     where = f"{endpoint[0]}:{endpoint[1]}"
     deadline = max(deadline, time.monotonic() + 0.1)
     while True:
@@ -106,13 +153,13 @@ def connect(
                 remedy="check that the hosts can connect to each other on any port, and that the rank still "
                 "runs",
             ) from error
-        connector = Connector(_PROTOCOL, secret, _CONTEXT.pack(rank, peer, stream))
+        connector = Connector(_PROTOCOL, secret, claim.packed())
         try:
             while not connector.done:
                 answer = connector.feed(read_exactly(sock, connector.wanted, deadline, look))
                 if answer:
                     sock.sendall(answer)
-            return Proven(sock, connector.session())
+            return Proven(sock, claim.session(connector.session()))
         except HandshakeError as error:
             sock.close()
             raise RendezvousError(
@@ -136,42 +183,60 @@ def connect(
 def _accept(
     rank: int,
     listener: socket.socket,
-    expected: set[tuple[int, Stream]],
+    expected: set[Claim],
     secret: bytes,
     deadline: float,
     look: Look,
     made: dict[tuple[int, Stream], Proven],
 ) -> None:
-    def claimed(context: bytes) -> tuple[int, int]:
-        peer, to, stream = _CONTEXT.unpack(context)
-        return (peer, stream) if to == rank else (-1, -1)
-
-    def let_in(context: bytes, proven: Proven) -> None:
-        peer, stream = claimed(context)
-        made[peer, Stream(stream)] = proven
+    missing = {claim.place: claim for claim in expected}
+    refused: list[RendezvousError] = []
 
     def wanted(context: bytes) -> bool:
-        return claimed(context) in expected - made.keys()
+        claim = Claim.from_packed(context)
+        due = missing.get(claim.place)
+        if due is not None and due != claim:
+            refused.append(_changed_on_the_way(due, claim))
+        return due == claim
 
-    def missing() -> str:
-        return f"rank {rank} waits for {ranks_text({peer for peer, _ in expected - made.keys()})} to connect"
+    def let_in(context: bytes, proven: Proven) -> None:
+        claim = Claim.from_packed(context)
+        del missing[claim.place]
+        made[claim.caller, Stream(claim.stream)] = Proven(proven.sock, claim.session(proven.session))
+
+    def waits() -> str:
+        return f"rank {rank} waits for {ranks_text({claim.caller for claim in missing.values()})} to connect"
 
     patience = Patience(deadline)
     with selectors.DefaultSelector() as selector:
         entrance = Entrance(listener, _PROTOCOL, secret, selector, let_in, wanted)
         try:
             looked = time.monotonic()
-            while expected - made.keys():
+            while missing:
                 for key, mask in selector.select(_LOOK_SECONDS):
                     key.data(mask)
                 now = time.monotonic()
                 entrance.tick(now)
-                if now - looked >= _LOOK_SECONDS and expected - made.keys():
+                if refused:
+                    raise refused[0]
+                if now - looked >= _LOOK_SECONDS and missing:
                     looked = now
                     look()
-                    patience.check(missing)
+                    patience.check(waits)
         finally:
             entrance.close()
+
+
+def _changed_on_the_way(due: Claim, claim: Claim) -> RendezvousError:
+    """A member, proven, that was told something else than this rank said, or the other way round."""
+    return RendezvousError(
+        f"ranks {claim.caller} and {claim.called} do not agree on how data between them is authenticated: "
+        f"rank {claim.caller} offers {claim.caller_offers!r} and rank {claim.called} was told "
+        f"{due.caller_offers!r}; rank {claim.called} offers {due.called_offers!r} and rank {claim.caller} "
+        f"was told {claim.called_offers!r}",
+        remedy="what the ranks said when they met was changed on its way: check what is between them and the "
+        "rendezvous, or protect it with a secret (PACELINE_SECRET_FILE)",
+    )
 
 
 def _tune(sock: socket.socket) -> None:

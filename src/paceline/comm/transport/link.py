@@ -3,8 +3,9 @@
 A frame is a header of 32 bytes (length, sequence or tag, signature, kind, number) with its tag, and, for
 most kinds, a body of `length` bytes with its own. The tags are those of the session (core.sealing): frames
 that were changed, repeated, left out or made by a third party on the way end the connection. The header's
-tag is checked before its length is believed; the tag of a body is over the body's SHA-256, which is
-computed as the bytes come. What the socket does not take at once waits in the outbox. Knows frames, not
+tag is checked before its length is believed. A body up to 64 KB is tagged like a chunk of bulk data, by the
+kind that both ends agreed on (core.macs); the tag of a longer one is over its SHA-256, which is computed as
+the bytes come. What the socket does not take at once waits in the outbox. Knows frames, not
 what they ask for.
 """
 
@@ -107,15 +108,14 @@ class Link:
         pieces = [piece for piece in pieces if len(piece)]
         size = sum(len(piece) for piece in pieces)
         header = _HEADER.pack(size if length is None else length, sequence, signature, kind, number)
-        digest = sha256()
-        for piece in pieces:
-            digest.update(piece)
+        body = _whole(pieces) if size <= INLINE_BYTES else _digest(pieces)
         with self._lock:
             self._outbox.append(memoryview(header + self._sealer.tag(header)))
             self.put_bytes += HEAD_BYTES
             if pieces:
                 self._outbox.extend(pieces)
-                self._outbox.append(memoryview(self._sealer.tag(digest.digest())))
+                tag = self._sealer.tag_chunk(body) if size <= INLINE_BYTES else self._sealer.tag(body)
+                self._outbox.append(memoryview(tag))
                 self.put_bytes += size + BODY_TAG_BYTES
             mark = self.put_bytes
             self._flush()
@@ -201,17 +201,31 @@ class Link:
                 self._completed(frames)
             return
         size = len(self._frame.body)
-        if self._have < size:
+        if size > INLINE_BYTES and self._have < size:
             self._digest.update(memoryview(self._frame.body)[self._have : min(self._have + count, size)])
         self._have += count
         if self._have == size + BODY_TAG_BYTES:
-            self._opener.check(self._tag, self._digest.digest())
+            if size <= INLINE_BYTES:
+                self._opener.check_chunk(self._tag, self._frame.body)
+            else:
+                self._opener.check(self._tag, self._digest.digest())
             self._completed(frames)
 
     def _completed(self, frames: list[Frame]) -> None:
         assert self._frame is not None
         frames.append(self._frame)
         self._frame, self._have = None, 0
+
+
+def _whole(pieces: Sequence[memoryview]) -> bytes | memoryview:
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def _digest(pieces: Sequence[memoryview]) -> bytes:
+    digest = sha256()
+    for piece in pieces:
+        digest.update(piece)
+    return digest.digest()
 
 
 def _opened(head: bytearray, limits: Mapping[Kind, int]) -> Frame:
