@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+
+import pytest
 from tests.elastic.machine_driver import Driven, asked, only, some
 
-from paceline.elastic.model import EndJob, Hashed, HasInstalled, Lost, NoteVerdict, Reported, TellView
+from paceline.elastic import machine
+from paceline.elastic.model import EndJob, Hashed, HasInstalled, Joined, Lost, NoteVerdict, Reported, TellView
+from paceline.elastic.shell.memory import Memory, Remembered
+from paceline.elastic.trails import Trail, first_to_differ
 
 PROGRESS = (12, 1, 0)
 
@@ -197,3 +204,88 @@ def test_a_dissent_right_after_a_resume_keeps_the_checkpoint_that_the_job_resume
     assert only(told, NoteVerdict).slot == 1
     plan = only(report(job, {1: "good", 3: "good"}, agreed=-1), TellView).plan
     assert (plan.restore, plan.restore_before) == (True, 10)
+
+
+def reported_trails(job: Driven, digests: dict[int, str], trails: dict[int, Trail]) -> list:
+    """As `report`, with what each member put into the latest steps."""
+    told = []
+    for number in sorted(job.state.waiting):
+        digest = f"report:{digests[number]}"
+        event = Reported(number, job.state.generation, PROGRESS, (), False, digest, 8, (), trails[number])
+        told += job.tell(event)
+    return told
+
+
+def polluted() -> tuple[dict[int, Trail], dict[int, Trail]]:
+    """Member 2 is the odd one: its step 11 is wrong, and so is step 12 of both. And what is right."""
+    before = {
+        1: ((9, "a/1/1"), (10, "a/2/2"), (11, "a/3/3"), (12, "a/4/wrong")),
+        2: ((9, "b/1/5"), (10, "b/2/6"), (11, "b/3/wrong"), (12, "b/4/wrong")),
+    }
+    again = {
+        1: ((9, "a/1/1"), (10, "a/2/2"), (11, "a/3/3"), (12, "a/4/4")),
+        2: ((9, "b/1/5"), (10, "b/2/6"), (11, "b/3/7"), (12, "b/4/8")),
+    }
+    return before, again
+
+
+def test_where_no_member_was_right_the_first_that_put_something_else_into_a_step_is_named():
+    before, again = polluted()
+    job = Driven(2, 4).running()
+    job.beat_all(steps=12)
+    deal = job.state.view.shards
+    job.state.beats[1] = dataclasses.replace(job.state.beats[1], shard_seconds=9.0)  # it is slow by now
+    differ(job, {1: "bad", 2: "worse"})
+    plan = only(reported_trails(job, {1: "bad", 2: "worse"}, before), TellView).plan
+    assert (plan.restore, plan.disputed, plan.shards) == (True, 12, deal)
+    job.install_all()
+    told = [
+        action
+        for member in (1, 2)
+        for action in job.tell(Hashed(member, 12, "sample:good", plan.generation, -1, again[member]))
+    ]
+    verdict = only(told, NoteVerdict)
+    assert verdict.slot == 1
+    assert "step 11" in verdict.what
+
+
+@pytest.mark.parametrize("moment", ["before the reports", "while the step is computed again"])
+def test_a_dispute_outlives_the_supervisor(moment, tmp_path):
+    before, again = polluted()
+    job = Driven(2, 4).running()
+    job.beat_all(steps=12)
+    differ(job, {1: "bad", 2: "worse"})
+    if moment == "before the reports":
+        job = after_a_restart(job, tmp_path)
+    reported_trails(job, {1: "bad", 2: "worse"}, before)
+    job.install_all()
+    generation = generation_of(job)
+    told = job.tell(Hashed(1, 12, "sample:good", generation, -1, again[1]))
+    if moment != "before the reports":
+        job = after_a_restart(job, tmp_path)
+    told = job.tell(Hashed(2, 12, "sample:good", generation, -1, again[2]))
+    assert only(told, NoteVerdict).slot == 1
+
+
+def after_a_restart(job: Driven, folder: Path) -> Driven:
+    """Another supervisor, which knows what was in the file; the members come back."""
+    Memory(folder).keep(Remembered(began=machine.remembered(job.state)))
+    known = Memory(folder).recall()
+    assert known is not None
+    generation = generation_of(job)
+    made = Driven(2, 4, began=known.began)
+    for number, (slot, _) in known.began.members.items():
+        made.tell(Joined(number, slot, generation=generation, progress=PROGRESS))
+    return made
+
+
+def test_what_cannot_be_compared_names_none():
+    before, again = polluted()
+    assert first_to_differ(before, again.values(), (1, 2)) == (11, (2,))
+    assert first_to_differ(before, again.values(), (1, 2, 3)) == (-1, ())  # one of them is gone, untold
+    dealt = {1: tuple((step, f"c/{text[2:]}") for step, text in again[1]), 2: again[2]}
+    assert first_to_differ(before, dealt.values(), (1, 2)) == (-1, ())
+    late = {1: before[1][3:], 2: before[2][3:]}
+    assert first_to_differ(late, again.values(), (1, 2)) == (-1, ())
+    both = {1: ((9, "a/1/x"),), 2: ((9, "b/1/x"),)}
+    assert first_to_differ(both, again.values(), (1, 2)) == (-1, ())

@@ -6,12 +6,14 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 from tests.train import small_run
 from tests.train.small_run import fit, journal_of, settings
+from tests.waiting import wait_for
 from torch import nn
 from typer.testing import CliRunner
 
@@ -201,4 +203,56 @@ def test_without_checkpoints_all_begin_anew(tmp_path, undisturbed):
     folder = tmp_path / "run"
     config = looked_after(folder, 2, checkpoint=CheckpointConfig(enabled=False))
     assert fit(config, [Flips(tmp_path / "mark", 13, 0)]).state_hash == undisturbed.state_hash
+    audited(folder)
+
+
+def build_large() -> nn.Module:
+    """Looked at in three parts: a difference may be seen when wrong gradients are in the weights of all."""
+    return nn.Sequential(nn.Linear(6, 512), nn.ReLU(), nn.Linear(512, 1100), nn.ReLU(), nn.Linear(1100, 3))
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("large") / "run"
+    config = settings(folder, 1, epochs=3, fault_tolerance=paceline.FaultTolerance(enabled=False))
+    return fit(config, model=build_large)
+
+
+@pytest.mark.parametrize(("rank", "step"), [(0, 11), (1, 11), (1, 13)])
+def test_of_two_ranks_with_a_large_model_the_odd_one_is_named(rank, step, tmp_path, large):
+    folder = tmp_path / "run"
+    config = looked_after(folder, 2, epochs=3, checkpoint=CheckpointConfig(every_steps=7))
+    history = fit(config, [Flips(tmp_path / "mark", step, rank, bit=22)], model=build_large)
+    assert (tmp_path / "mark").exists()
+    assert history.state_hash == large.state_hash
+    assert [(one.rank, one.cause) for one in of(events.WorkerFailed, folder)] == [(rank, "dissent")]
+    assert [one.rank for one in of(events.Verdict, folder)] == [rank]
+    audited(folder)
+
+
+class FlipsAndEndsTheSupervisor(Flips):
+    """As Flips; when the steps are computed again, the supervisor is killed, and the next one awaited."""
+
+    folder: Path
+
+    def change_gradients(self, parameters):
+        again = self.mark.with_suffix(".again")
+        begun = self.mark.exists()
+        super().change_gradients(parameters)
+        if begun and self.seen == self.step and self.rank == int(os.environ["RANK"]) and not again.exists():
+            again.touch()
+            (first,) = of(events.SupervisorStarted, self.folder)
+            os.kill(first.pid, signal.SIGKILL)
+            wait_for(lambda: len(of(events.SupervisorStarted, self.folder)) == 2)
+
+
+def test_a_dispute_is_decided_after_a_restart_of_the_supervisor(tmp_path, large):
+    folder = tmp_path / "run"
+    config = looked_after(folder, 2, epochs=3, checkpoint=CheckpointConfig(every_steps=7))
+    flips = FlipsAndEndsTheSupervisor(tmp_path / "mark", 11, 1, bit=22)
+    flips.folder = folder
+    history = fit(config, [flips], model=build_large)
+    assert len(of(events.SupervisorStarted, folder)) == 2
+    assert history.state_hash == large.state_hash
+    assert [(one.rank, one.cause) for one in of(events.WorkerFailed, folder)] == [(1, "dissent")]
     audited(folder)

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import final
 
-from paceline.elastic.state import Ballot
+from paceline.elastic.trails import Ballot
 
 MOST_OPEN = 8
 """Steps that some have not voted on; older ones are dropped."""

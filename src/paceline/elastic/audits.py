@@ -4,7 +4,9 @@ last step that all agreed on, because a dissenter's gradients are in the weights
     a majority       who differs from it is named and expelled
     no majority      none is expelled yet: all go back and compute the step again, and what comes out says
                      who was right
-    computed again   who had said something else is named and expelled; the others go on from where they are
+    computed again   who had said something else is named and expelled; the others go on from where they are.
+                     Where all had, because the wrong gradients had reached all of them: who was the first to
+                     put something else into a step (trails.py)
 
 Must not know how views are made.
 """
@@ -12,14 +14,17 @@ Must not know how views are made.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
-from paceline.elastic import audit_votes
+from paceline.elastic import audit_votes, trails
 from paceline.elastic.audit_votes import Judgement
 from paceline.elastic.deadlines import phase_of
+from paceline.elastic.dealing import Deal
 from paceline.elastic.ending import end_with_verdict
 from paceline.elastic.model import Action, Hashed, NoteVerdict, Reported
 from paceline.elastic.seats import lose
-from paceline.elastic.state import IN_VIEW, Dispute, State, Worker, in_view, ranks
+from paceline.elastic.state import IN_VIEW, State, Worker, in_view, ranks
+from paceline.elastic.trails import Dispute
 
 DISPUTES_BEFORE_THE_END = 3
 """So often in a row members may differ without a majority; computing again does not help then."""
@@ -62,6 +67,26 @@ def judge_reports(
 ) -> tuple[str, list[Worker]]:
     """Judge, before a view is made, what the members' reports say of the step that the furthest have come to:
     a member that hands its state on holds what independent members hold, or all go back."""
+    said, expelled = _judge_reports(job, told, now, out)
+    if job.dispute is not None and job.restore and not job.dispute.trails:
+        # Now, before the members go back: they forget what they put into the steps that they do again.
+        job.dispute = replace(job.dispute, trails={number: one.trail for number, one in told.items()})
+        job.trails = {}
+    return said, expelled
+
+
+def deal_of_dispute(job: State, order: list[Worker]) -> Deal | None:
+    """Who goes back to compute a disputed step again computes the same shards as before: what a member puts
+    into a step is compared by shards. None: there is no dispute, or the members are others."""
+    dispute = job.dispute
+    if dispute is None or not job.restore or len(order) != len(dispute.deal):
+        return None
+    return None if any(worker.leaves for worker in order) else dispute.deal
+
+
+def _judge_reports(
+    job: State, told: Mapping[int, Reported], now: float, out: list[Action]
+) -> tuple[str, list[Worker]]:
     for report in told.values():
         if report.agreed >= 0 and not job.restore:
             job.agreed = max(job.agreed, report.agreed)
@@ -110,7 +135,8 @@ def _disputed(job: State, found: Judgement, out: list[Action]) -> tuple[str, lis
         again = f"{what}, not for the first time: computing it again does not help"
         return end_with_verdict(job, one, again, out), [], False
     go_back(job, found.step)
-    job.dispute = Dispute(found.ballot, dict(found.cast))
+    deal = job.view.shards if job.view is not None else ()
+    job.dispute = Dispute(found.ballot, dict(found.cast), deal=deal)
     job.votes = {}
     return f"{what}: all go back to at most step {job.agreed} and compute it again", [], True
 
@@ -126,11 +152,15 @@ def _agreed(job: State, found: Judgement, now: float, out: list[Action]) -> tupl
     dispute = job.dispute
     if dispute is None or dispute.ballot != found.ballot:
         return said, [], False
+    again, job.trails = job.trails, {}
     job.dispute, job.disputes = None, 0
-    if found.digest not in dispute.cast.values():
-        return f"{said}, and none of them had been right before", [], False
-    wrong = [number for number, digest in dispute.cast.items() if digest != found.digest]
+    wrong = tuple(number for number, digest in dispute.cast.items() if digest != found.digest)
     what = f"had other weights after step {found.step} than came out when it was computed again"
+    if found.digest not in dispute.cast.values():
+        step, wrong = trails.first_to_differ(dispute.trails, again.values(), dispute.cast)
+        what = f"was the first to compute something else, in step {step}, than came out the second time"
+        if not wrong:
+            return f"{said}, and none of them had been right before", [], False
     expelled = _expel(job, wrong, what, "it was killed; the others go on from where they are", now, out)
     return f"{said}; who differed is known now", expelled, False
 

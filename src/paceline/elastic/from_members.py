@@ -321,6 +321,8 @@ def hashed(job: State, event: Hashed, now: float, out: list[Action]) -> str:
         event.generation and job.view and event.generation != job.view.generation
     ):
         return "a hash from a time that everybody goes back from"
+    if event.trail and job.dispute is not None and not job.restore:
+        job.trails[event.member] = event.trail
     ballot = (event.step, event.kind)
     decides = differs or (job.dispute is not None and job.dispute.ballot == ballot)
     if not decides and event.step <= job.agreed and event.generation and job.view and job.view.restore:

@@ -64,6 +64,9 @@ def began(job: State, event: Began, now: float, out: list[Action]) -> str:
     job.shard_seconds = event.shard_seconds
     job.agreed = max(job.agreed, event.agreed)
     job.restore, job.restore_before, job.tainted = event.restore, event.restore_before, event.tainted
+    job.dispute, job.disputes, job.trails = event.dispute, event.disputes, dict(event.trails)
+    job.lineage = dict(event.lineage)
+    job.votes = {(step, kind): dict(cast) for step, kind, cast in event.votes}
     job.stop, job.stop_at, job.failing = event.stop, now, event.failing
     _take_back(job, event, now)
     if not event.slots:

@@ -211,6 +211,7 @@ def allowed(before: Phase, event: Event, after: Phase) -> bool:
 def remembered(state: State) -> Began:
     """What the next supervisor begins with, should this one die. Kept before actions are carried out."""
     fresh = (Standing.STARTING, Standing.READY)
+    doubted = state.restore or state.dispute is not None
     return Began(
         generation=state.generation,
         members={worker.number: (worker.slot, worker.place) for worker in state.workers.values()},
@@ -231,4 +232,10 @@ def remembered(state: State) -> Began:
         tainted=state.tainted,
         stop=state.stop,
         failing=state.failing,
+        lineage=dict(state.lineage),
+        dispute=state.dispute,
+        disputes=state.disputes,
+        # Else they come with every audited step, and say nothing that the members cannot say again.
+        votes=tuple((*ballot, dict(cast)) for ballot, cast in state.votes.items()) if doubted else (),
+        trails=dict(state.trails) if doubted else {},
     )

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Literal, TypeAlias
 
 from paceline.core.control.messages import Progress
+from paceline.elastic.trails import Dispute, Trail
 
 HOME = 0
 """The place where the supervisor itself starts workers; agents of other machines are 1, 2, ..."""
@@ -143,6 +144,9 @@ class Began:
     restore    a restore was decided and not carried out; `restore_before` as in ViewPlan
     tainted    checkpoints after `restore_before` up to this step are not to be trusted; -1: none
     failing    member and reason of the failure that ends the job, once those who are left have saved
+    lineage    as in State
+    dispute    as in State, with `disputes`, and the `votes` (step, kind, digest by member) and `trails` that
+               have come in while it is open
     """
 
     generation: int = 0
@@ -160,6 +164,11 @@ class Began:
     tainted: int = -1
     stop: str | None = None
     failing: tuple[int, str] | None = None
+    lineage: Mapping[int, int] = field(default_factory=dict)
+    dispute: Dispute | None = None
+    disputes: int = 0
+    votes: tuple[tuple[int, str, Mapping[int, str]], ...] = ()
+    trails: Mapping[int, Trail] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -226,6 +235,7 @@ class Reported:
     digest: str = ""
     agreed: int = -1
     owed: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    trail: Trail = ()
 
 
 @dataclass(frozen=True)
@@ -277,13 +287,14 @@ class HasRaised:
 class Hashed:
     """A member's hash of its state after a step: "kind:digest", or of an audited step the digest alone.
     `generation` 0: not known. `agreed` >= 0: members were seen to differ after the step, and to hold the same
-    after this one."""
+    after this one. `trail`: what it put into the latest steps."""
 
     member: int
     step: int
     digest: str
     generation: int = 0
     agreed: int = -1
+    trail: Trail = ()
 
     @property
     def kind(self) -> str:

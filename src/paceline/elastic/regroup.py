@@ -173,9 +173,12 @@ def send_view(
         members=tuple(worker.number for worker in order),
         slots=tuple(worker.slot for worker in order),
         shards=(
-            dealing.contiguous(job.settings.shards, speeds)
-            if job.tidy
-            else dealing.around_held(job.settings.shards, held, speeds)
+            audits.deal_of_dispute(job, order)
+            or (
+                dealing.contiguous(job.settings.shards, speeds)
+                if job.tidy
+                else dealing.around_held(job.settings.shards, held, speeds)
+            )
         ),
         source=source if behind else -1,
         behind=behind,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
-from typing import TypeAlias, final
+from typing import final
 
 from paceline.core.control.messages import Progress
 from paceline.elastic.model import (
@@ -23,6 +23,7 @@ from paceline.elastic.model import (
     Standing,
     ViewPlan,
 )
+from paceline.elastic.trails import Ballot, Dispute, Trail
 
 # A tuple: membership goes by identity, and hashing an enum's members is slow.
 IN_VIEW = (Standing.MEMBER, Standing.LEAVING, Standing.DONE)
@@ -89,23 +90,6 @@ class Slot:
         return self.wanted and not self.given_up
 
 
-Ballot: TypeAlias = tuple[int, str]
-"""A step, and the kind of the hashes that are compared."""
-
-
-@final
-@dataclass(frozen=True)
-class Dispute:
-    """Who said what about a step, with no majority for any of it."""
-
-    ballot: Ballot
-    cast: Mapping[int, str]
-
-    @property
-    def step(self) -> int:
-        return self.ballot[0]
-
-
 @final
 @dataclass
 class State:
@@ -134,7 +118,8 @@ class State:
     lineage     whose state a member took over, where no independent member has confirmed it since: the two
                 are one vote
     dispute     the hashes of a step after which members differed without a majority, until that step has been
-                computed again; `disputes` counts them in a row
+                computed again; `disputes` counts them in a row, `trails` is what members put into the
+                steps since, by member
     tainted     checkpoints after restore_before and up to this step may be wrong; -1: none
     due         when a Ticked is wanted
     gather_at   until when joiners wait for others
@@ -185,6 +170,7 @@ class State:
     lineage: dict[int, int] = field(default_factory=dict)
     dispute: Dispute | None = None
     disputes: int = 0
+    trails: dict[int, Trail] = field(default_factory=dict)
 
     started_at: float = 0.0
     dealt_at: float = 0.0
@@ -208,6 +194,7 @@ _dicts = (
     "suspicion",
     "votes",
     "lineage",
+    "trails",
 )
 
 

@@ -30,6 +30,7 @@ from paceline.core.errors import GroupInterruptedError, InternalError
 from paceline.train.gradients import Flat, Layout
 from paceline.train.shard_fold import ShardFold
 from paceline.train.team import Team
+from paceline.train.trail import contribution
 
 Owed = tuple[tuple[int, tuple[int, ...]], ...]
 """(committed steps, shards) for each moment at which a rank knows what these shards owe."""
@@ -48,6 +49,7 @@ class CompressedSummation:
         self._fold = ShardFold(self._flat)
         self._encoded: dict[int, list[Tensor]] = {}
         self._transfers: list[Transfer] = []
+        self.watched, self.contributed = False, ""
         self._scale = 1.0  # what the gradients of this step are multiplied by
         self._step = 0  # committed steps that the residuals belong to
         # The shards of which it is known here what they owe at that step: at the beginning, nothing.
@@ -93,6 +95,9 @@ class CompressedSummation:
         self._encoded[shard] = parts
 
     def finish(self, ballot: Tensor, holdings: Holdings | None = None) -> Flat:
+        if self.watched:
+            given = (part for shard in sorted(self._encoded) for part in self._encoded[shard])
+            self.contributed = contribution(given)
         # From here on the others may have all that they need to decide the step.
         self._sent = frozenset(self._encoded)
         told: list[Any] = self._team.context.all_gather(

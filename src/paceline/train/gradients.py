@@ -83,6 +83,12 @@ class Flat:
         for tensor in self.memory.values():
             tensor.zero_()
 
+    @property
+    def given(self) -> list[Tensor]:
+        """What the shards contribute: all memory but the ballot."""
+        ends = {torch.float32: self.layout.ballot_start}
+        return [memory[: ends.get(dtype)] for dtype, memory in self.memory.items()]
+
     def store(self, gradients: Sequence[Tensor | None], tail: Tensor) -> None:
         """Overwrites gradients and tail; a missing gradient is zero."""
         self.tail.copy_(tail)

@@ -282,11 +282,12 @@ class Membership:
         self._step_seconds = _mean(self._step_seconds, now - self._committed_at)
         self._committed_at = now
         self._receipts.add(self._team.generation, step, shards, shard_hashes)
+        if step.step == self._disputed:
+            # Before the receipts: with their hashes the dispute may be decided.
+            self._vote(step.step, self._digest())
         if step.hash is not None:
             # Who differs spoils every step that follows: the sooner it is found, the fewer are done again.
             self._receipts.send(self.link)
-        if step.step == self._disputed:
-            self._vote(step.step, self._digest())
 
     def differ(self, step: int, digest: str, agreed: int) -> NoReturn:
         self._vote(step, digest, agreed)
@@ -298,10 +299,15 @@ class Membership:
 
     def _vote(self, step: int, digest: str, agreed: int = -1) -> None:
         """What this member's state after a step hashes to, for who decides whose state is right."""
-        hashes = {str(step): digest}
         self._link().send(
             Receipt(
-                generation=self._team.generation, first=1, last=0, shards=(), hashes=hashes, agreed=agreed
+                generation=self._team.generation,
+                first=1,
+                last=0,
+                shards=(),
+                hashes={str(step): digest},
+                agreed=agreed,
+                trail=self._run.trail.told if self._run is not None else (),
             )
         )
 
@@ -438,6 +444,7 @@ class Membership:
                 digest=self._digest() if self._has_state else "",
                 agreed=run.agreed if self._has_state else -1,
                 owed=assembled.transaction.owed,
+                trail=run.trail.told if self._has_state else (),
             )
         )
 

@@ -40,6 +40,7 @@ from paceline.train.recorder import CommittedStep
 from paceline.train.run_parts import GROUP_TROUBLE, Micro, Parts
 from paceline.train.state import state_hash
 from paceline.train.step import Reduced, Wishes
+from paceline.train.trail import Trail
 from paceline.train.update import Applied
 
 _log = logging.getLogger(__name__)
@@ -69,6 +70,9 @@ class Run:
         self._agenda = Agenda()  # since the last commit
         self.agreed = self.position.step  # the last step after which all ranks were seen to hold the same
         self._sample = agreement.WeightSample(parts.module.parameters())
+        self.trail = Trail(self._sample.parts)
+        if self.trail.needed:
+            parts.transaction.watch_contributions()
         # Of all ranks: the hash, whether it was asked to stop, what is unsaved.
         self.final_hashes: list[list[Any]] = []
 
@@ -313,9 +317,11 @@ class Run:
             self.whole = nonfinite.is_finite(parts.module)
             raise
         except agreement.DifferError:
+            self._note_contribution(sample)
             self._differ("sample", agreement.text(sample))
         # Buffers have moved: until the update is through, the state is of no step.
         self.whole = False
+        self._note_contribution(sample)
         if parts.members is not None:
             parts.members.agree(position.step, f"sample:{agreement.text(sample)}")
         self._check_learns(reduced)
@@ -345,6 +351,11 @@ class Run:
                 self._prepared = True
                 parts.saver.prepare(parts.contents(self))
             parts.saver.poll()
+
+    def _note_contribution(self, sample: int) -> None:
+        transaction = self._parts.transaction
+        step = self.position.step + 1
+        self.trail.add(step, transaction.counted, agreement.text(sample), transaction.contributed)
 
     def _due_after(self, reduced: Reduced) -> list[Duty]:
         """What every rank does together after this step; it follows from what every rank knows."""
@@ -440,6 +451,7 @@ class Run:
         self._parts.update.watch()
         self.position = position
         self.agreed = position.step
+        self.trail.clear()
         self._agenda.clear()
         self._pause = False
         self.ended, self.stopped_on_request = None, False

@@ -129,6 +129,7 @@ class StepTransaction:
         self._open: tuple[int, int] | None = None
         self._touched = False  # whether a shard has moved the buffers since they were remembered
         self._first_filled = 0
+        self._watched = False
         self._prepare()
 
     def _prepare(self) -> None:
@@ -145,6 +146,19 @@ class StepTransaction:
             else choose_summation(team, layout, config, self._device, self._checks, self._aggregation)
         )
         self._agreed = team.world_size == 1
+        if self._summation is not None:
+            self._summation.watched = self._watched
+
+    def watch_contributions(self) -> None:
+        """From now on what this rank gives to each sum is hashed: `contributed`."""
+        self._watched = True
+        if self._summation is not None:
+            self._summation.watched = True
+
+    @property
+    def contributed(self) -> str:
+        """The hash of what this rank gave to the last sum; empty where it is not watched."""
+        return "" if self._summation is None else self._summation.contributed
 
     def _shape_now(self) -> tuple[int, bool]:
         """How many shards; and whether it is one on one worker: autograd's own gradients are the sum then,

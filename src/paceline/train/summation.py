@@ -30,10 +30,13 @@ from paceline.core.errors import PacelineError
 from paceline.train.gradients import Flat, Layout
 from paceline.train.shard_fold import ShardFold
 from paceline.train.team import Team
+from paceline.train.trail import contribution
 
 
 class Summation(Protocol):
     keeps: bool  # whether shards stay held when the exchange fails
+    watched: bool  # whether what this rank gives to the sum is hashed
+    contributed: str  # that hash, of the step that was finished last; empty where it says nothing
 
     def start(self) -> None: ...
 
@@ -105,6 +108,7 @@ class CanonicalSummation:
         self._staging = Staging(team, layout, device)
         self._checks = checks
         self.keeps = True
+        self.watched, self.contributed = False, ""
 
     def start(self) -> None:
         # Kept apart, shards of several ranks are the same, and which of them count is not known before the
@@ -125,6 +129,9 @@ class CanonicalSummation:
         target = mine[0] if mine else self._fold.spare()
         partials = self._staging.out(mine)
         result = partials[0] if partials else self._staging.out([target])[0]
+        if self.watched:
+            # In the host's memory, where it is on its way: a GPU is not waited for once more.
+            self.contributed = contribution(part for partial in partials for part in partial.given)
         for position, partial in enumerate(partials):
             partial.ballot.copy_(ballot if position == 0 else torch.zeros_like(ballot))
         context, holdings = self._team.context, holdings or self._team.holdings
@@ -164,9 +171,11 @@ class CanonicalSummation:
 
 @final
 class PlainSummation:
-    """One contribution per rank, summed in whatever order is fastest, or by the algorithm that is named."""
+    """One contribution per rank, summed in whatever order is fastest, or by the algorithm that is named. Two
+    sums of the same need not be the same, so computing a step again tells nothing of who was right."""
 
-    keeps = False
+    keeps = watched = False
+    contributed = ""
 
     def __init__(
         self,

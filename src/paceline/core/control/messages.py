@@ -131,7 +131,8 @@ class Report(Message):
     `alone` is set where shards have state that only the member has which computes them; `owed` says of which
     shards this one has it: (committed steps, shards) for each moment that it can be given for. `digest` is of
     parameters and optimizers' state: members that are equally far have the same. `agreed`: the last step
-    after which all members of a view were seen to hold the same state."""
+    after which all members of a view were seen to hold the same state. `trail`: short hashes of what this
+    member put into its latest steps."""
 
     generation: Count
     progress: Progress | None
@@ -140,6 +141,7 @@ class Report(Message):
     digest: Name = ""
     agreed: MaybeCount = -1
     owed: tuple[tuple[Count, tuple[Small, ...]], ...] = ()
+    trail: tuple[tuple[Count, Name], ...] = ()
 
 
 @final
@@ -185,6 +187,7 @@ class Receipt(Message):
     shard_hashes   hashes of this member's shards' gradients in audited steps: [step, shard, hash]
     agreed         >= 0: the hashes are of a step after which the members were seen to differ; after this one
                    they were the same
+    trail          as in Report
     """
 
     generation: Count
@@ -194,6 +197,7 @@ class Receipt(Message):
     hashes: dict[Step, Name] = field(default_factory=dict)
     shard_hashes: tuple[tuple[Count, Small, Name], ...] = ()
     agreed: MaybeCount = -1
+    trail: tuple[tuple[Count, Name], ...] = ()
 
 
 @final

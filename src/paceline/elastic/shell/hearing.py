@@ -105,7 +105,9 @@ class Ear:
             case Receipt():
                 supervisor.chronicle.receive(seat.slot, seat.pid, message, self._known)
                 for step, digest in message.hashes.items():
-                    supervisor.feed(Hashed(member, int(step), digest, message.generation, message.agreed))
+                    supervisor.feed(
+                        Hashed(member, int(step), digest, message.generation, message.agreed, message.trail)
+                    )
             case Injected():
                 supervisor.injections.hear(seat, message)
             case Dialed():
@@ -122,6 +124,7 @@ class Ear:
                         message.digest,
                         message.agreed,
                         message.owed,
+                        message.trail,
                     )
                 )
             case Installed():
