@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.train import agreement
+from paceline.train import agreement, own_memory, summation
 
 _BLOCK = 10
 _WARM = 2 * _BLOCK
@@ -57,14 +57,18 @@ class Turns(paceline.Modifier):
         sample.of = self._timed(sample.of, 0)  # type: ignore[method-assign]
         agreement.ballot = self._timed(agreement.ballot, [0] * agreement.NUMBERS)
         agreement.are_equal = self._timed(agreement.are_equal, True)
+        # What names the odd one of two, and what the only one left compares itself with.
+        summation.contribution = self._timed(summation.contribution, "")
+        memory = own_memory.OwnMemory
+        memory.leave = self._timed(memory.leave, None)  # type: ignore[method-assign]
 
     def _timed(self, call: Any, otherwise: Any) -> Any:
         @functools.wraps(call)
-        def timed(*arguments: Any) -> Any:
+        def timed(*arguments: Any, **options: Any) -> Any:
             if not self.compares:
                 return otherwise
             begun = time.perf_counter()
-            result = call(*arguments)
+            result = call(*arguments, **options)
             self.inside += time.perf_counter() - begun
             return result
 

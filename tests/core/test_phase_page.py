@@ -55,3 +55,18 @@ def test_writing_is_cheap(tmp_path):
     page = PhasePage(tmp_path / "page")
     assert min(timeit.repeat(lambda: page.write("forward", 7), number=2000, repeat=5)) / 2000 < 20e-6
     page.close()
+
+
+def test_what_is_left_after_a_step_is_read_beside_the_phase(tmp_path):
+    path = page_file(tmp_path, 1)
+    page = PhasePage(path)
+    assert phase_page.left(path) is None
+    page.leave(12, (1 << 48) - 1)
+    page.tick()
+    page.write("data", 13)
+    assert phase_page.left(path) == (12, (1 << 48) - 1)
+    seen = phase_page.read(path)
+    assert seen is not None
+    assert (seen.phase, seen.step) == ("data", 13)
+    page.close()
+    assert phase_page.left(path) is None

@@ -289,3 +289,30 @@ def test_what_cannot_be_compared_names_none():
     assert first_to_differ(late, again.values(), (1, 2)) == (-1, ())
     both = {1: ((9, "a/1/x"),), 2: ((9, "b/1/x"),)}
     assert first_to_differ(both, again.values(), (1, 2)) == (-1, ())
+
+
+def test_who_is_left_alone_and_had_something_else_than_those_who_are_gone_hands_nothing_on():
+    for doubted in (True, False):
+        job = Driven(2, 4).running()
+        job.beat_all(steps=12)
+        job.tell(Lost(2, "crash", "killed"))
+        (number,) = job.state.waiting
+        event = Reported(number, job.state.generation, PROGRESS, (), False, "report:x", 8, doubted=doubted)
+        told = job.tell(event)
+        plan = only(told, TellView).plan
+        assert (plan.restore, plan.restore_before) == ((True, 8) if doubted else (False, -1))
+        assert not some(told, NoteVerdict)
+
+
+def test_a_member_whose_memory_has_changed_is_named_by_its_own_report():
+    job = Driven(3, 6).running()
+    job.beat_all(steps=12)
+    job.tell(Lost(3, "crash", "killed"))
+    told = []
+    for number in sorted(job.state.waiting):
+        spoiled, digest = number == 1, "report:bad" if number == 1 else "report:good"
+        event = Reported(number, job.state.generation, PROGRESS, (), False, digest, 8, spoiled=spoiled)
+        told += job.tell(event)
+    assert only(told, NoteVerdict).slot == 0
+    plan = only(told, TellView).plan
+    assert (plan.restore, plan.restore_before, 1 in plan.members) == (True, 8, False)

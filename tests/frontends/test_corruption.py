@@ -256,3 +256,62 @@ def test_a_dispute_is_decided_after_a_restart_of_the_supervisor(tmp_path, large)
     assert history.state_hash == large.state_hash
     assert [(one.rank, one.cause) for one in of(events.WorkerFailed, folder)] == [(1, "dissent")]
     audited(folder)
+
+
+@pytest.mark.parametrize(("rank", "killed"), [(0, 1), (1, 0)])
+def test_the_only_one_left_had_something_else_than_the_one_that_is_gone(rank, killed, tmp_path, undisturbed):
+    """The bit flips in the update: the rank's own look after it has seen nothing else."""
+    folder = tmp_path / "run"
+    chaos = f"kill rank={killed} step=14 phase=backward"
+    history = fit(looked_after(folder, 2, chaos), [Flips(tmp_path / "mark", 13, rank)])
+    assert (tmp_path / "mark").exists()
+    assert history.state_hash == undisturbed.state_hash
+    (resumed,) = of(events.RunResumed, folder)
+    assert resumed.step <= 12
+    assert resumed.disowned
+    audited(folder)
+
+
+class FlipsAfterTheUpdate(Flips):
+    """The bit flips when the step is committed, before the next exchange."""
+
+    def change_gradients(self, parameters):
+        self.parameter = next(iter(parameters.values()))
+
+    def stop(self, record):
+        if record.step == self.step and os.environ["RANK"] == str(self.rank) and not self.mark.exists():
+            self.mark.touch()
+            flip(self.parameter, self.bit)
+
+
+@pytest.mark.parametrize(("workers", "rank", "killed"), [(2, 0, (1,)), (2, 1, (0,)), (3, 1, (0, 2))])
+def test_the_only_one_left_finds_that_its_memory_has_changed(workers, rank, killed, tmp_path, undisturbed):
+    """No peer is left that could tell: its state is handed to none."""
+    folder = tmp_path / "run"
+    chaos = "; ".join(f"kill rank={other} step=14 phase=backward" for other in killed)
+    flips = FlipsAfterTheUpdate(tmp_path / "mark", 13, rank)
+    history = fit(looked_after(folder, workers, chaos), [flips])
+    assert (tmp_path / "mark").exists()
+    assert history.state_hash == undisturbed.state_hash
+    assert [one.rank for one in of(events.WorkerFailed, folder) if one.cause == "dissent"] == [rank]
+    audited(folder)
+
+
+def test_weights_that_a_callback_writes_past_torch_are_no_fault(tmp_path):
+    """Of the only one left, and on every rank of a group: as many do who clip weights."""
+
+    class Clips(Modifier):
+        def change_gradients(self, parameters):
+            self.parameters = list(parameters.values())
+
+        def stop(self, record):
+            for parameter in self.parameters:
+                parameter.data.clamp_(-0.2, 0.2)
+
+    alone = fit(
+        settings(tmp_path / "one", 1, fault_tolerance=paceline.FaultTolerance(enabled=False)), [Clips()]
+    )
+    folder = tmp_path / "run"
+    history = fit(looked_after(folder, 2, "kill rank=1 step=14 phase=backward"), [Clips()])
+    assert history.state_hash == alone.state_hash
+    assert [one.cause for one in of(events.WorkerFailed, folder)] == ["crash"]

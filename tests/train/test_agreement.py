@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 import paceline
 from paceline.train import agreement
 from paceline.train.agreement import WeightSample
+from paceline.train.own_memory import QUIET_STEPS, OwnMemory
 
 
 def model(wide: int = 8) -> nn.Sequential:
@@ -103,3 +105,73 @@ def test_a_majority_names_the_odd_ones(digests, odd, words):
     assert words in error.message
     assert "after step 7" in error.message
     assert error.ranks == tuple(range(len(digests)) if odd is None else odd)
+
+
+def test_what_is_gathered_as_on_a_device_has_the_same_hash():
+    """The way that a GPU's tensors take, with the host's: one copy, of the moment when it was asked."""
+    net = nn.Sequential(nn.Linear(700, 700), nn.Linear(700, 3))
+    net[0].weight.data = net[0].weight.detach().t().contiguous().t()  # type: ignore[union-attr, operator]
+    plain, gathered = WeightSample(net.parameters()), WeightSample(net.parameters(), gathers=True)
+    assert (plain.parts, gathered.parts) == (2, 2)
+    assert (plain.at_hand, gathered.at_hand) == (True, False)
+    for step in range(4):
+        assert plain.of(step) == gathered.of(step)
+    before, asked = plain.of(1), gathered.look(1)
+    flip(net[1].weight, 5, 3)  # type: ignore[arg-type]
+    assert asked.value == before
+    assert gathered.of(1) == plain.of(1) != before
+    looks = [gathered.look(step) for step in range(5)]  # more than there are places
+    assert [look.value for look in looks] == [plain.of(step) for step in range(5)]
+    net[1].weight.data = torch.zeros(3, 700)
+    assert gathered.of(1) == plain.of(1)
+
+
+def test_a_large_model_of_a_device_is_looked_at_in_smaller_parts():
+    net = nn.Linear(2300, 2300)  # 20 MiB
+    assert WeightSample(net.parameters(), gathers=True).parts > agreement.MOST_PARTS
+
+
+class TestOwnMemory:
+    def quiet(self, net: nn.Module, steps: int = QUIET_STEPS) -> tuple[WeightSample, OwnMemory]:
+        sample = WeightSample(net.parameters())
+        memory = OwnMemory(sample, net.parameters())
+        for step in range(1, steps + 1):
+            assert memory.leave(step, alone=False) is not None
+            memory.agreed(step, sample.of(step))
+        return sample, memory
+
+    def test_a_bit_that_flips_is_seen_and_what_torch_writes_is_not(self):
+        net = model()
+        _, memory = self.quiet(net)
+        memory.leave(9, alone=True)
+        assert not memory.has_changed(9)
+        with torch.no_grad():
+            net[0].weight.add_(1.0)  # type: ignore[union-attr, operator]
+        assert not memory.has_changed(9)
+        memory.leave(10, alone=True)
+        poke(net[0].weight)  # type: ignore[arg-type]
+        assert memory.has_changed(10)
+        assert not memory.has_changed(11)  # of which nothing was seen
+        memory.forget()
+        assert not memory.has_changed(10)
+
+    def test_nothing_is_said_before_some_steps_in_which_all_agreed(self):
+        net = model()
+        _, memory = self.quiet(net, QUIET_STEPS - 1)
+        memory.leave(9, alone=False)
+        poke(net[0].weight)  # type: ignore[arg-type]
+        assert not memory.has_changed(9)
+        assert memory.leave(10, alone=True) is None
+
+    def test_writes_past_torch_on_all_ranks_end_it(self):
+        net = model()
+        sample, memory = self.quiet(net)
+        memory.leave(9, alone=False)
+        poke(net[0].weight)  # type: ignore[arg-type]
+        memory.agreed(9, sample.of(9))
+        assert memory.leave(10, alone=False) is None
+
+
+def poke(tensor: torch.Tensor) -> None:
+    """Past torch, which counts its own writes."""
+    ctypes.c_uint32.from_address(tensor.data_ptr()).value ^= 1 << 20

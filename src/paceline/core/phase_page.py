@@ -1,4 +1,5 @@
-"""What a worker does, in a small file that outlives it: after a kill -9 it still says in which phase it was.
+"""What a worker does, in a small file that outlives it: after a kill -9 it still says in which phase it was,
+and what it had after its last step.
 
 The worker writes to a mapping of the file, which costs less than a microsecond and survives the process, not
 the machine; whoever looks after it reads the file. Must not know what a phase is.
@@ -14,9 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
 
-_LAYOUT: Final = struct.Struct("<16sQdd")
+_LAYOUT: Final = struct.Struct("<16sQddQQ")
 _PHASE: Final = struct.Struct("<16sQd")
 _TIME: Final = struct.Struct("<d")
+_LEFT: Final = struct.Struct("<QQ")
+_LEFT_AT: Final = _PHASE.size + _TIME.size
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,11 @@ class PhasePage:
     def tick(self) -> None:
         """The thread that beats has the interpreter's lock: whether it can speak or not."""
         if not self._memory.closed:
-            self._memory[_PHASE.size :] = _TIME.pack(time.monotonic())
+            self._memory[_PHASE.size : _LEFT_AT] = _TIME.pack(time.monotonic())
+
+    def leave(self, step: int, value: int) -> None:
+        """A number that stands for what the worker has after a step."""
+        self._memory[_LEFT_AT:] = _LEFT.pack(step, value)
 
     def close(self) -> None:
         """A worker that ends in peace leaves nothing."""
@@ -66,14 +73,26 @@ class PhasePage:
         self._path.unlink(missing_ok=True)
 
 
+def left(path: Path) -> tuple[int, int] | None:
+    """The last step after which a worker left a number, and that number."""
+    data = _data(path)
+    step, value = (0, 0) if data is None else _LEFT.unpack(data[_LEFT_AT:])
+    return (step, value) if step else None
+
+
 def read(path: Path) -> Seen | None:
     """What a worker did last; None where nobody wrote."""
+    data = _data(path)
+    if data is None:
+        return None
+    phase, step, since, ran, _, _ = _LAYOUT.unpack(data)
+    name = phase.rstrip(b"\0").decode("ascii", "replace")
+    return Seen(name, step, since, ran) if name else None
+
+
+def _data(path: Path) -> bytes | None:
     try:
         data = path.read_bytes()
     except OSError:
         return None
-    if len(data) != _LAYOUT.size:
-        return None
-    phase, step, since, ran = _LAYOUT.unpack(data)
-    name = phase.rstrip(b"\0").decode("ascii", "replace")
-    return Seen(name, step, since, ran) if name else None
+    return data if len(data) == _LAYOUT.size else None

@@ -1,6 +1,9 @@
 """What follows from the hashes of a step: dissenters are expelled, and all go back to a state from before the
 last step that all agreed on, because a dissenter's gradients are in the weights of all.
 
+    doubted          who is the only one left and had something else than those who are gone hands nothing on:
+                     all go back
+    spoiled          who found that its own memory has changed is named and expelled
     a majority       who differs from it is named and expelled
     no majority      none is expelled yet: all go back and compute the step again, and what comes out says
                      who was right
@@ -90,6 +93,8 @@ def _judge_reports(
     for report in told.values():
         if report.agreed >= 0 and not job.restore:
             job.agreed = max(job.agreed, report.agreed)
+    if any(report.spoiled for report in told.values()):
+        return _expel_spoiled(job, told, now, out)
     before = job.dispute
     said, expelled, _ = judge_open(job, now, out)
     if job.ended is not None or expelled or job.dispute is not before:
@@ -101,7 +106,7 @@ def _judge_reports(
         if report.digest and report.progress is not None and report.progress[0] == max(steps)
     }
     if len(cast) < 2:
-        return said, []
+        return (_doubt(job, cast, told) or said), []
     found = audit_votes.judged((max(steps), REPORT), cast, job.lineage)
     if not found.tie and not found.dissenters:
         if found.witnesses > 1:
@@ -109,6 +114,32 @@ def _judge_reports(
         return said, []
     said, expelled, _ = _follow(job, found, now, out)
     return said, expelled
+
+
+def _doubt(job: State, cast: Mapping[int, str], told: Mapping[int, Reported]) -> str | None:
+    """Only one has the newest state. Others who had it are gone, and some of them had another one: which is
+    right is not known."""
+    for number in cast:
+        if told[number].doubted and number in job.workers and not job.restore:
+            step = (told[number].progress or (0,))[0]
+            go_back(job, step)
+            slot = job.workers[number].slot
+            return f"only rank {slot} is left, and who is gone had other weights after step {step}"
+    return None
+
+
+def _expel_spoiled(
+    job: State, told: Mapping[int, Reported], now: float, out: list[Action]
+) -> tuple[str, list[Worker]]:
+    """Members that found that their own memory has changed. None of the others needs to be there to tell."""
+    spoiled = {number: report for number, report in told.items() if report.spoiled}
+    step = max(report.progress[0] for report in spoiled.values() if report.progress is not None)
+    go_back(job, step)
+    what = f"has other weights in its memory than its last update, that of step {step}, had left there"
+    done = f"it was killed; the run goes back to at most step {job.agreed}, the last that all agreed on"
+    expelled = _expel(job, spoiled, what, done, now, out)
+    job.votes, job.dispute = {}, None
+    return f"the memory of {ranks([worker.slot for worker in expelled])} has changed", expelled
 
 
 def _follow(job: State, found: Judgement, now: float, out: list[Action]) -> tuple[str, list[Worker], bool]:

@@ -236,6 +236,8 @@ class Reported:
     agreed: int = -1
     owed: tuple[tuple[int, tuple[int, ...]], ...] = ()
     trail: Trail = ()
+    spoiled: bool = False
+    doubted: bool = False
 
 
 @dataclass(frozen=True)

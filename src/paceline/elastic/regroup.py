@@ -111,6 +111,7 @@ def go_on_preparing(job: State, why: str, now: float, out: list[Action]) -> str:
 
 def install(job: State, why: str, now: float, out: list[Action]) -> str:
     """All reported: decide the next view, from members that hold the same."""
+    restores = job.restore
     judged, expelled = audits.judge_reports(job, job.reports, now, out)
     if job.ended is not None:
         return judged
@@ -128,7 +129,7 @@ def install(job: State, why: str, now: float, out: list[Action]) -> str:
     if not stay or (not knows and any(report.progress is not None for report in told.values())):
         # Those who leave have the only state there is: they hand it over first.
         stay = reporters
-    reason = judged if job.restore and job.dispute else job.reason
+    reason = judged if job.restore and (job.dispute or not restores) else job.reason
     if private.missing(job.settings.shards, [told[worker.number] for worker in stay]):
         # As above, for state that is spread over the members: who leaves is dealt no shards this time, and
         # can go when the others have what its shards owe.

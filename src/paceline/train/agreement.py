@@ -9,9 +9,9 @@ Those that took part are counted in it as well. The ballot of a rank without a s
 what ranks tell each other before the sum (step.py).
 
 A model of at most `LEAST_BYTES` is looked at whole in every step, a larger one in parts, one part with each
-step in turn, so that a difference that stays is found within `MOST_PARTS` steps. Of the parameters only:
-buffers move while shards are computed, and are compared with each checkpoint. Must not know what is done to
-the rank that is odd.
+step in turn, so that a difference that stays is found within `MOST_PARTS` steps (on a device within
+`MOST_PARTS_OF_A_DEVICE`). Of the parameters only: buffers move while shards are computed, and are compared
+with each checkpoint. Must not know what is done to the rank that is odd.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import ctypes
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Final, final
+from typing import Any, Final, final
 
 import torch
 import xxhash
@@ -29,6 +29,9 @@ from paceline.core.errors import PacelineError, ReplicasDifferError
 
 LEAST_BYTES: Final = 1 << 20
 MOST_PARTS: Final = 16
+MOST_PARTS_OF_A_DEVICE: Final = 64
+"""A device is so much faster than the way to the host that the same part would be felt there."""
+
 _BITS: Final = 48
 _DIGITS: Final = 6
 NUMBERS: Final = 1 + 2 * _DIGITS
@@ -42,25 +45,92 @@ class DifferError(Exception):
 
 
 @final
-class WeightSample:
-    """A hash of a part of these tensors, chosen by the step. Tensors of other devices, and those that are no
-    plain memory, are left out: reading them would make every step wait for the device."""
+class Look:
+    """A hash that was asked for. On a device it may not be computed yet: `value` waits for it."""
 
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
+    def __init__(self, digest: xxhash.xxh3_64, host: Tensor | None = None, done: Any = None) -> None:
+        self._digest, self._host, self._done = digest, host, done
+        self._value: int | None = None
+
+    @property
+    def value(self) -> int:
+        """A number of 48 bits."""
+        if self._value is None:
+            if self._done is not None:
+                self._done.synchronize()
+            if self._host is not None:
+                self._digest.update(self._host.numpy().data)
+            self._value = int(self._digest.intdigest()) % (1 << _BITS)
+            self._host = self._done = None  # the memory is that of the next look
+        return self._value
+
+
+@final
+class WeightSample:
+    """A hash of a part of these tensors, chosen by the step. Of a device's tensors the part is gathered there
+    and copied to the host at once, while other work goes on: whoever needs the hash waits for it. Tensors
+    that are no plain memory are left out. `gathers`: treat those of the host like those of a device."""
+
+    def __init__(self, parameters: Iterable[Tensor], *, gathers: bool = False) -> None:
         self._tensors = [one for one in parameters if _is_plain(one)]
         self._sizes = [one.numel() * one.element_size() for one in self._tensors]
         self._seen: list[tuple[int, memoryview] | None] = [None] * len(self._tensors)
+        self._flat: dict[tuple[int, int, int], tuple[int, Tensor]] = {}
+        self._gathers = gathers
+        self._hosts: list[Tensor | None] = [None, None]
+        self._under_way: list[Look | None] = [None, None]
+        # Whether no device has to be waited for.
+        self.at_hand = not any(self._is_gathered(one) for one in self._tensors)
         total = sum(self._sizes)
-        length = max(LEAST_BYTES, -(-total // MOST_PARTS))
+        length = max(LEAST_BYTES, -(-total // (MOST_PARTS if self.at_hand else MOST_PARTS_OF_A_DEVICE)))
         self.parts = max(1, -(-total // length))
         self._pieces = [self._cut(part * length, (part + 1) * length) for part in range(self.parts)]
 
     def of(self, step: int) -> int:
         """The hash of the part that belongs to this step, as a number of 48 bits."""
-        digest = xxhash.xxh3_64()
+        return self.look(step).value
+
+    def look(self, step: int) -> Look:
+        """The same, of the tensors as they are now, or as they will be after what is queued on the device."""
+        digest, gathered = xxhash.xxh3_64(), []
         for index, start, stop in self._pieces[step % self.parts]:
-            digest.update(self._bytes(index)[start:stop])
-        return int(digest.intdigest()) % (1 << _BITS)
+            if self._is_gathered(self._tensors[index]):
+                gathered.append(self._on_device(index, start, stop))
+            else:
+                digest.update(self._bytes(index)[start:stop])
+        return self._copied(digest, gathered) if gathered else Look(digest)
+
+    def _copied(self, digest: xxhash.xxh3_64, gathered: Sequence[Tensor]) -> Look:
+        """One copy to the host of all that was gathered. Two places take turns: a look that has not been
+        taken when its place is needed is taken first."""
+        host, before = self._hosts.pop(0), self._under_way.pop(0)
+        if before is not None:
+            _ = before.value
+        part = torch.cat(list(gathered)) if len(gathered) > 1 else gathered[0]
+        on_cuda = part.device.type == "cuda"
+        if host is None or host.numel() < part.numel():
+            host = torch.empty(part.numel(), dtype=torch.uint8, pin_memory=on_cuda)
+        target = host[: part.numel()]
+        target.copy_(part, non_blocking=on_cuda)
+        done = torch.cuda.current_stream(part.device).record_event() if on_cuda else None
+        look = Look(digest, target, done)
+        self._hosts.append(host)
+        self._under_way.append(look)
+        return look
+
+    def _on_device(self, index: int, start: int, stop: int) -> Tensor:
+        """A piece of a tensor, as bytes. Kept from step to step, like the views of the host's memory."""
+        tensor = self._tensors[index].detach()
+        address, seen = tensor.data_ptr(), self._flat.get((index, start, stop))
+        if seen is not None and seen[0] == address:
+            return seen[1]
+        piece = tensor.contiguous().reshape(-1).view(torch.uint8)[start:stop]
+        if tensor.is_contiguous():
+            self._flat[index, start, stop] = (address, piece)
+        return piece
+
+    def _is_gathered(self, tensor: Tensor) -> bool:
+        return self._gathers or not tensor.is_cpu
 
     def _cut(self, first: int, last: int) -> list[tuple[int, int, int]]:
         """Which bytes of which tensors lie between two places of all of them in a row."""
@@ -76,8 +146,6 @@ class WeightSample:
         """The tensor's memory. Kept from step to step: making a view takes longer than hashing a small one.
         The address is asked for each time, so that memory that was given back is never read."""
         tensor = self._tensors[index]
-        if not tensor.is_cpu:
-            return memoryview(b"")  # it was moved to a device since
         address, seen = tensor.data_ptr(), self._seen[index]
         if seen is not None and seen[0] == address:
             return seen[1]
@@ -91,8 +159,7 @@ class WeightSample:
 
 def _is_plain(tensor: Tensor) -> bool:
     plain = type(tensor) in (Tensor, torch.nn.Parameter)
-    strided = tensor.layout is torch.strided
-    return plain and strided and tensor.device.type == "cpu" and tensor.numel() > 0
+    return plain and tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() > 0
 
 
 def text(sample: int) -> str:

@@ -21,7 +21,7 @@ from paceline.comm.handover import receive_state, send_state
 from paceline.comm.processes import resident_bytes, start_time
 from paceline.comm.regroup import ViewPeer, open_view
 from paceline.comm.waiting import waiting_for
-from paceline.core import events
+from paceline.core import events, phase_page
 from paceline.core.control.dialing import Dialer
 from paceline.core.control.messages import (
     Beat,
@@ -445,8 +445,21 @@ class Membership:
                 agreed=run.agreed if self._has_state else -1,
                 owed=assembled.transaction.owed,
                 trail=run.trail.told if self._has_state else (),
+                spoiled=self._has_state and run.spoiled,
+                doubted=self._has_state and self._is_doubted(run),
             )
         )
+
+    def _is_doubted(self, run: Run) -> bool:
+        """Whether as many members of the view, gone or not, had something else after this step as had what
+        this one had. Their pages outlive them."""
+        view, mine, folder = self._view, run.left, self.seat.folder
+        if view is None or mine is None or folder is None:
+            return False
+        others = [one for one in view.members if one != self.seat.member]
+        found = [phase_page.left(phase_page.page_file(folder, one)) for one in others]
+        same = [one[1] == mine for one in found if one is not None and one[0] == run.position.step]
+        return same.count(False) > same.count(True)
 
     def _digest(self) -> str:
         assert self._assembled is not None

@@ -48,6 +48,11 @@ class Phases:
         if self._inject is not None:
             self._inject(phase, self.step)
 
+    def leave(self, step: int, value: int) -> None:
+        """What this worker has after a committed step, for those who outlive it."""
+        if self._page is not None:
+            self._page.leave(step, value)
+
     @property
     def now(self) -> tuple[str, float]:
         """The phase, and for how many seconds already."""

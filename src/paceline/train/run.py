@@ -26,7 +26,7 @@ from torch import Tensor
 from paceline.checkpoint.digests import combined
 from paceline.core import events
 from paceline.core.control.messages import Progress
-from paceline.core.errors import UsageError
+from paceline.core.errors import GroupInterruptedError, UsageError
 from paceline.data.plan import Position, slices_of_step
 from paceline.data.randomness import seed_everything
 from paceline.data.sources import Batch
@@ -35,6 +35,7 @@ from paceline.train.agenda import Agenda, Duty
 from paceline.train.feed import to_device
 from paceline.train.history import Evaluation
 from paceline.train.nonfinite import NonFiniteLossError
+from paceline.train.own_memory import OwnMemory
 from paceline.train.phases import BACKWARD, CHECKPOINT, COLLECTIVE, DATA, EVALUATION, FORWARD, OPTIMIZER
 from paceline.train.recorder import CommittedStep
 from paceline.train.run_parts import GROUP_TROUBLE, Micro, Parts
@@ -70,6 +71,7 @@ class Run:
         self._agenda = Agenda()  # since the last commit
         self.agreed = self.position.step  # the last step after which all ranks were seen to hold the same
         self._sample = agreement.WeightSample(parts.module.parameters())
+        self._memory = OwnMemory(self._sample, parts.module.parameters())
         self.trail = Trail(self._sample.parts)
         if self.trail.needed:
             parts.transaction.watch_contributions()
@@ -282,16 +284,36 @@ class Run:
         if every is not None and step and step % every == 0 and self.evaluated_step != step:
             self._agenda.add("evaluate")
 
+    @property
+    def left(self) -> int | None:
+        """The hash of the weights when the last step was committed; None: it is not known."""
+        return self._memory.left(self.position.step)
+
+    @property
+    def spoiled(self) -> bool:
+        """Whether the weights of this rank have changed by themselves since its last update."""
+        return self._memory.has_changed(self.position.step)
+
     # inside
 
     def _compare(self, kind: str, digest: str) -> None:
         """All ranks together: their whole state after this step is the same, or none of them goes on."""
         parts, step = self._parts, self.position.step
+        if parts.team.world_size == 1:
+            self._check_memory(None)
         if parts.team.world_size > 1 and len(set(parts.team.context.all_gather(digest))) > 1:
             self._differ(kind, digest)
         self.agreed = step
         if parts.members is not None:
             parts.members.agree(step, f"{kind}:{digest}")
+
+    def _check_memory(self, sample: int | None) -> None:
+        """This rank is alone: whether its weights are those that it had when it last looked."""
+        parts, step = self._parts, self.position.step
+        if parts.members is None or not self._memory.has_changed(step, sample):
+            return
+        parts.transaction.abandon()
+        raise GroupInterruptedError(f"the weights of this worker changed in its memory after step {step}")
 
     def _differ(self, kind: str, digest: str) -> NoReturn:
         parts, step = self._parts, self.position.step
@@ -308,8 +330,8 @@ class Run:
         parts.phases.enter(COLLECTIVE)
         position, batch = self.position, self.batch
         # Now, and not before the shards: weights that changed while these were computed are seen, too.
-        sample = self._sample.of(position.step)
-        wishes = Wishes(parts.stop.asked(), wrote, failed, pause, sample)
+        sample = self._look()
+        wishes = Wishes(parts.stop.asked(), wrote, failed, pause, sample or 0)
         try:
             reduced = parts.transaction.reduce(wishes)
         except NonFiniteLossError:
@@ -317,13 +339,13 @@ class Run:
             self.whole = nonfinite.is_finite(parts.module)
             raise
         except agreement.DifferError:
+            assert sample is not None
             self._note_contribution(sample)
             self._differ("sample", agreement.text(sample))
         # Buffers have moved: until the update is through, the state is of no step.
         self.whole = False
-        self._note_contribution(sample)
-        if parts.members is not None:
-            parts.members.agree(position.step, f"sample:{agreement.text(sample)}")
+        if sample is not None:
+            self._agree(sample)
         self._check_learns(reduced)
         parts.phases.enter(OPTIMIZER)
         step, epoch = position.step, position.epoch
@@ -341,6 +363,8 @@ class Run:
         if parts.noise is not None:
             self._observe_noise(reduced, applied)
         self.position = position.after(self._planned, reduced.applied)
+        if parts.members is not None:
+            self._leave_trace()
         self._pause = reduced.pauses > 0
         self._agenda.begin(self._due_after(reduced))
         self.whole = True
@@ -351,6 +375,35 @@ class Run:
                 self._prepared = True
                 parts.saver.prepare(parts.contents(self))
             parts.saver.poll()
+
+    def _leave_trace(self) -> None:
+        """What the update left, for this rank to look at again, and for the others should it be gone."""
+        step = self.position.step
+        self._memory.leave(step, alone=self._parts.team.world_size == 1)
+        left = self.left
+        if left is not None:
+            self._parts.phases.leave(step, left)
+
+    def _look(self) -> int | None:
+        """The sample of the weights that the open step was computed with. None: no rank compares it, and a
+        device would have to be waited for. Others wait for it anyway, to exchange what it computed."""
+        step = self.position.step
+        alone = self._parts.team.world_size == 1
+        if alone and not self._sample.at_hand:
+            return None
+        sample = self._sample.of(step)
+        if alone:
+            self._check_memory(sample)
+        return sample
+
+    def _agree(self, sample: int) -> None:
+        """All ranks that there are hold this sample."""
+        parts, step = self._parts, self.position.step
+        self._note_contribution(sample)
+        if parts.team.world_size > 1:
+            self._memory.agreed(step, sample)
+        if parts.members is not None:
+            parts.members.agree(step, f"sample:{agreement.text(sample)}")
 
     def _note_contribution(self, sample: int) -> None:
         transaction = self._parts.transaction
@@ -452,13 +505,14 @@ class Run:
         self.position = position
         self.agreed = position.step
         self.trail.clear()
+        self._memory.forget()
         self._agenda.clear()
         self._pause = False
         self.ended, self.stopped_on_request = None, False
         self._named_unused = position.step > 0
         self._first = self._first and position.step == 0
 
-    def _record(self, reduced: Reduced, applied: Applied, before: Position, sample: int) -> None:
+    def _record(self, reduced: Reduced, applied: Applied, before: Position, sample: int | None) -> None:
         parts, step = self._parts, self.position.step
         if not self._named_unused:
             self._named_unused = True
@@ -478,7 +532,7 @@ class Run:
             learning_rate=applied.learning_rate,
             skipped=applied.skipped,
             hash=state_hash(parts.module) if audit and step % audit == 0 else None,
-            sample=agreement.text(sample),
+            sample=None if sample is None else agreement.text(sample),
             names=reduced.metrics,
             has_norm=applied.norm is not None,
             numbers=numbers,

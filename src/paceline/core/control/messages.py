@@ -132,7 +132,8 @@ class Report(Message):
     shards this one has it: (committed steps, shards) for each moment that it can be given for. `digest` is of
     parameters and optimizers' state: members that are equally far have the same. `agreed`: the last step
     after which all members of a view were seen to hold the same state. `trail`: short hashes of what this
-    member put into its latest steps."""
+    member put into its latest steps. `spoiled`: its weights have changed in its memory since its last
+    update; `doubted`: members of its view, which may be gone, had other weights after that update."""
 
     generation: Count
     progress: Progress | None
@@ -142,6 +143,8 @@ class Report(Message):
     agreed: MaybeCount = -1
     owed: tuple[tuple[Count, tuple[Small, ...]], ...] = ()
     trail: tuple[tuple[Count, Name], ...] = ()
+    spoiled: bool = False
+    doubted: bool = False
 
 
 @final

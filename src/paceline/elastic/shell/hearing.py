@@ -125,6 +125,8 @@ class Ear:
                         message.agreed,
                         message.owed,
                         message.trail,
+                        message.spoiled,
+                        message.doubted,
                     )
                 )
             case Installed():
