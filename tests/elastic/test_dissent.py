@@ -218,11 +218,11 @@ def reported_trails(job: Driven, digests: dict[int, str], trails: dict[int, Trai
 
 def polluted() -> tuple[dict[int, Trail], dict[int, Trail]]:
     """Member 2 is the odd one: its step 11 is wrong, and so is step 12 of both. And what is right."""
-    before = {
+    before: dict[int, Trail] = {
         1: ((9, "a/1/1"), (10, "a/2/2"), (11, "a/3/3"), (12, "a/4/wrong")),
         2: ((9, "b/1/5"), (10, "b/2/6"), (11, "b/3/wrong"), (12, "b/4/wrong")),
     }
-    again = {
+    again: dict[int, Trail] = {
         1: ((9, "a/1/1"), (10, "a/2/2"), (11, "a/3/3"), (12, "a/4/4")),
         2: ((9, "b/1/5"), (10, "b/2/6"), (11, "b/3/7"), (12, "b/4/8")),
     }
@@ -233,6 +233,7 @@ def test_where_no_member_was_right_the_first_that_put_something_else_into_a_step
     before, again = polluted()
     job = Driven(2, 4).running()
     job.beat_all(steps=12)
+    assert job.state.view is not None
     deal = job.state.view.shards
     job.state.beats[1] = dataclasses.replace(job.state.beats[1], shard_seconds=9.0)  # it is slow by now
     differ(job, {1: "bad", 2: "worse"})

@@ -21,6 +21,7 @@ import paceline
 from paceline.checkpoint.store import CheckpointStore
 from paceline.cli.main import app
 from paceline.core import events
+from paceline.frontends.replaying import verify_fit
 from paceline.train.callbacks import Modifier
 from paceline.train.config import CheckpointConfig
 
@@ -48,7 +49,7 @@ class Flips(Modifier):
 
     def change_gradients(self, parameters):
         self.seen += 1
-        if self.seen == self.step and os.environ["RANK"] == str(self.rank) and not self.mark.exists():
+        if self.seen == self.step and os.environ.get("RANK") == str(self.rank) and not self.mark.exists():
             self.mark.touch()
             flip(next(iter(parameters.values())), self.bit)
 
@@ -172,7 +173,7 @@ class FlipsABuffer(Modifier):
 
     def change_gradients(self, parameters):
         self.seen += 1
-        if self.seen == 10 and os.environ["RANK"] == str(self.rank) and not self.mark.exists():
+        if self.seen == 10 and os.environ.get("RANK") == str(self.rank) and not self.mark.exists():
             self.mark.touch()
             norm = next(
                 one
@@ -222,12 +223,18 @@ def large(tmp_path_factory):
 def test_of_two_ranks_with_a_large_model_the_odd_one_is_named(rank, step, tmp_path, large):
     folder = tmp_path / "run"
     config = looked_after(folder, 2, epochs=3, checkpoint=CheckpointConfig(every_steps=7))
-    history = fit(config, [Flips(tmp_path / "mark", step, rank, bit=22)], model=build_large)
+    flips = Flips(tmp_path / "mark", step, rank, bit=22)
+    history = fit(config, [flips], model=build_large)
     assert (tmp_path / "mark").exists()
     assert history.state_hash == large.state_hash
     assert [(one.rank, one.cause) for one in of(events.WorkerFailed, folder)] == [(rank, "dissent")]
     assert [one.rank for one in of(events.Verdict, folder)] == [rank]
     audited(folder)
+    verified = verify_fit(
+        small_run.trainer(config, [flips], model=build_large), folder, None, small_run.data()
+    )
+    assert verified.same
+    assert verified.complete
 
 
 class FlipsAndEndsTheSupervisor(Flips):
@@ -279,7 +286,7 @@ class FlipsAfterTheUpdate(Flips):
         self.parameter = next(iter(parameters.values()))
 
     def stop(self, record):
-        if record.step == self.step and os.environ["RANK"] == str(self.rank) and not self.mark.exists():
+        if record.step == self.step and os.environ.get("RANK") == str(self.rank) and not self.mark.exists():
             self.mark.touch()
             flip(self.parameter, self.bit)
 

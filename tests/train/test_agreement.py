@@ -110,7 +110,7 @@ def test_a_majority_names_the_odd_ones(digests, odd, words):
 def test_what_is_gathered_as_on_a_device_has_the_same_hash():
     """The way that a GPU's tensors take, with the host's: one copy, of the moment when it was asked."""
     net = nn.Sequential(nn.Linear(700, 700), nn.Linear(700, 3))
-    net[0].weight.data = net[0].weight.detach().t().contiguous().t()  # type: ignore[union-attr, operator]
+    net[0].weight.data = net[0].weight.detach().t().contiguous().t()  # type: ignore[operator]
     plain, gathered = WeightSample(net.parameters()), WeightSample(net.parameters(), gathers=True)
     assert (plain.parts, gathered.parts) == (2, 2)
     assert (plain.at_hand, gathered.at_hand) == (True, False)
@@ -146,7 +146,7 @@ class TestOwnMemory:
         memory.leave(9, alone=True)
         assert not memory.has_changed(9)
         with torch.no_grad():
-            net[0].weight.add_(1.0)  # type: ignore[union-attr, operator]
+            net[0].weight.add_(1.0)  # type: ignore[operator]
         assert not memory.has_changed(9)
         memory.leave(10, alone=True)
         poke(net[0].weight)  # type: ignore[arg-type]
@@ -169,7 +169,10 @@ class TestOwnMemory:
         memory.leave(9, alone=False)
         poke(net[0].weight)  # type: ignore[arg-type]
         memory.agreed(9, sample.of(9))
-        assert memory.leave(10, alone=False) is None
+        assert memory.leave(10, alone=False) is not None  # for the others
+        poke(net[0].weight)  # type: ignore[arg-type]
+        assert not memory.has_changed(10)
+        assert memory.leave(11, alone=True) is None
 
 
 def poke(tensor: torch.Tensor) -> None:

@@ -4,7 +4,7 @@ Ranks that hold the same compare themselves with each other (agreement.py). A ra
 compares itself with what it had seen of itself: a hash of its weights when the update was through. Whatever
 changed them since without going through torch, which counts its writes to a tensor, is no part of the run.
 A callback that writes past torch (`parameter.data`) looks the same: seen in a step in which all ranks agreed,
-it ends these looks. Until some such steps have gone by without one, nothing is said at all.
+it ends these conclusions. Until some such steps have gone by without one, nothing is said at all.
 
 Of the parameters that the next sample is of: all, where the model is not looked at in parts. Must not know
 what follows.
@@ -42,7 +42,7 @@ class OwnMemory:
     def leave(self, step: int, *, alone: bool) -> Look | None:
         """The update that makes `step` committed steps is through; None: nothing is looked at."""
         self._left = None
-        if self._written_past or (alone and not self._is_trusted):
+        if alone and not self._is_trusted:
             return None
         self._left = _Left(step, self._sample.look(step), self._writes())
         return self._left.look
