@@ -48,6 +48,10 @@ _log = logging.getLogger("paceline.comm")
 NAMES = ("auto", "shm", *BACKENDS)
 _PAUSE = 0.05
 
+# Asked once here, not by the first group: it imports a package, and processes that are forked when this
+# module is loaded have it then.
+offered()
+
 _agent_meetings = itertools.count()
 _group_meetings: Counter[str] = Counter()
 
