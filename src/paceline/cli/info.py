@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 import paceline
-from paceline.core import machine, macs
+from paceline.core import machine
 
 _PACKAGES = (
     "torch",
@@ -60,6 +60,8 @@ def info(
 def collect() -> dict[str, object]:
     """All that `paceline info` shows, as plain data: sizes in bytes, None for what is absent or unlimited."""
     import psutil
+
+    from paceline.core import macs  # loads hashes and ciphers, which the help of commands does not need
 
     memory = psutil.virtual_memory()
     return {
