@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from tests.elastic.machine_driver import Driven, only
+from tests.elastic.machine_driver import Driven, only, some
 from tests.elastic.test_machine_deadlines import keep_beating
 
-from paceline.elastic.model import Action, AgentCame, Beaten, HasBroken, NoteVerdict
+from paceline.elastic.model import (
+    Action,
+    AgentCame,
+    Beaten,
+    HasBroken,
+    HasDialed,
+    KillWorker,
+    NoteVerdict,
+    Phase,
+    StopAsked,
+    TellDial,
+    TellView,
+)
 
 
 def on_machines(home: int, away: int, more: int = 0) -> Driven:
@@ -52,15 +64,18 @@ def test_on_one_machine_there_is_no_link_to_blame():
     assert "link" not in blamed(Driven(3, 6).running(), m1=(3,), m2=(3,), m3=(1,)).what
 
 
-def broken(job: Driven, *said: tuple[int, int]) -> NoteVerdict:
+def broken(job: Driven, *said_of: tuple[int, int]) -> NoteVerdict:
     """Members say again and again that they did not reach others, until one is blamed."""
     told: list[Action] = []
     for _ in range(3):
-        for member, missed in said:
+        said: list[Action] = []
+        for member, missed in said_of:
             view = job.state.view
             assert view is not None
-            told += job.tell(HasBroken(member, view.generation, "reset", (), (missed,)))
+            said += job.tell(HasBroken(member, view.generation, "reset", (), (missed,)))
+        told += said
         if job.state.waiting:
+            told += job.meet_all(said)
             told += job.report_all()
             told += job.install_all()
     return only(told, NoteVerdict)
@@ -78,3 +93,93 @@ def test_one_that_nobody_reaches_is_named_itself():
     verdict = broken(on_machines(3, 1), (1, 2), (3, 2), (4, 2), (2, 4))
     assert verdict.slot == 1
     assert "most often not reached" in verdict.what
+
+
+HOLE = "rank 2 cannot reach rank 3 at 10.0.0.3:4: small packets arrive there and large ones do not"
+
+
+def dials(actions: list[Action]) -> set[tuple[int, int]]:
+    """Who was asked to dial whom: each request goes both ways."""
+    pairs = [(told.member, peer) for told in some(actions, TellDial) for peer in told.peers]
+    return {*pairs, *((peer, member) for member, peer in pairs)}
+
+
+def answer(job: Driven, asked: set[tuple[int, int]], *walls: tuple[int, int]) -> list[Action]:
+    told: list[Action] = []
+    for member, peer in sorted(asked):
+        told += job.tell(HasDialed(member, peer, HOLE if (member, peer) in walls else ""))
+    return told
+
+
+def test_after_a_break_members_of_different_machines_dial_each_other_before_the_next_view():
+    job = on_machines(2, 1, 1)
+    asked = dials(job.tell(HasBroken(1, job.state.generation, "a circle")))
+    # All pairs across machines: the one that broke waited for members behind a good link only.
+    assert {frozenset(pair) for pair in asked} == {
+        frozenset(pair) for pair in ((1, 3), (1, 4), (2, 3), (2, 4), (3, 4))
+    }
+    job.report_all()
+    assert job.state.phase is Phase.PREPARING
+    # One direction of one link is enough; nobody else is named, and no view with both ends is tried.
+    told = answer(job, asked, (3, 4))
+    verdict = only(told, NoteVerdict)
+    assert verdict.slot == 3
+    assert "rank 3 on host2 and rank 2 on host1 do not reach each other" in verdict.what
+    assert verdict.what.endswith(HOLE)
+    assert [kill.member for kill in some(told, KillWorker)] == [4]
+    assert only(told, TellView).plan.members == (1, 2, 3)
+
+
+def test_links_that_are_well_cost_nobody_anything():
+    job = on_machines(2, 1, 1)
+    asked = dials(job.tell(HasBroken(1, job.state.generation, "reset")))
+    job.report_all()
+    told = answer(job, asked)
+    assert not some(told, NoteVerdict)
+    assert len(only(told, TellView).plan.members) == 4
+
+
+def test_the_end_that_several_machines_do_not_reach_goes_and_all_of_its_machine_with_it():
+    job = on_machines(2, 2, 1)  # members 1, 2 at home, 3, 4 on host1, 5 on host2
+    asked = dials(job.tell(HasBroken(5, job.state.generation, "reset")))
+    job.report_all()
+    told = answer(job, asked, *((one, other) for one in (3, 4) for other in (1, 2, 5)))
+    assert sorted(kill.member for kill in some(told, KillWorker)) == [3, 4]
+    assert only(told, TellView).plan.members == (1, 2, 5)
+
+
+def test_a_dial_without_an_answer_proves_nothing():
+    job = on_machines(1, 1)
+    job.beat_all(steps=5)
+    job.tell(HasBroken(1, job.state.generation, "reset"))
+    job.report_all()
+    told = job.wait(job.state.settings.check_seconds + 1.0)  # all beat meanwhile
+    assert not some(told, NoteVerdict)
+    assert len(some(told, TellView)[0].plan.members) == 2
+
+
+def test_a_job_of_one_machine_never_dials():
+    job = Driven(3, 6).running()
+    assert not dials(job.tell(HasBroken(1, job.state.generation, "reset")))
+
+
+def test_those_who_wait_for_each_other_dial_while_they_wait():
+    job = on_machines(2, 1, 1)
+    waits = {"m1": (2, 3, 4), "m2": (1, 3, 4), "m3": (4,), "m4": (3,)}
+    beats = {
+        name: Beaten(int(name[1:]), "collective", 0.0, (5, 0, 0), peers, 0.01, 0.02)
+        for name, peers in waits.items()
+    }
+    told = keep_beating(job, 3.0, **beats)
+    asked = dials(told)
+    assert {(3, 4), (4, 3)} <= asked
+    assert not some(told, NoteVerdict)
+    verdict = only(answer(job, asked, (3, 4)), NoteVerdict)
+    assert (verdict.slot, verdict.what.endswith(HOLE)) == (3, True)
+
+
+def test_a_stop_does_not_wait_for_dials():
+    job = on_machines(1, 1)
+    job.tell(HasBroken(1, job.state.generation, "reset"))
+    job.report_all()
+    assert only(job.tell(StopAsked("enough")), TellView)

@@ -121,7 +121,7 @@ def test_silence_that_is_not_seen(monkeypatch):
 
 
 def test_those_who_wait_are_blamed(monkeypatch):
-    monkeypatch.setattr(deadlines, "_waits", lambda job: {})
+    monkeypatch.setattr(deadlines, "waits", lambda job, now: {})
     assert first_violation(800) != ""
 
 

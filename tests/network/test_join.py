@@ -50,7 +50,7 @@ class Run:
         shutil.copy(self.folder / "control.secret", self.token)
 
     def _start(self, host: int, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
-        environment = {"PYTHONPATH": str(ROOT), "PACELINE_HOST": "ab"[host], **options.pop("env", {})}
+        environment = {"PYTHONPATH": str(ROOT), "PACELINE_HOST": "abc"[host], **options.pop("env", {})}
         return self.hosts.start(
             host, command, env={**os.environ, **environment}, cwd=ROOT, text=True, **options
         )
@@ -60,16 +60,16 @@ class Run:
         return int(json.loads((self.folder / "control.json").read_text())["port"])
 
     def join(
-        self, *options: str, token: Path | None = None, before: str = "", **environment: str
+        self, *options: str, token: Path | None = None, before: str = "", on: int = 1, **environment: str
     ) -> subprocess.Popen[str]:
-        """`paceline join` on the second host."""
+        """`paceline join` on the second host, or another."""
         host = self.hosts.addresses[0]
         where = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
         command = [sys.executable, "-m", "paceline", "join", where]
         command += ["--workers", "2", "--token-file", str(token or self.token), *options]
         if before:
             command = ["sh", "-c", f'{before} && exec "$@"', "sh", *command]
-        return self._start(1, command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        return self._start(on, command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
     def of(self, kind: type[E]) -> list[E]:
         file = self.folder / "journal.jsonl"
@@ -88,12 +88,12 @@ class Run:
 
         def there() -> bool:
             view = self.view
-            return view.generation > after and "".join(view.hosts) == hosts and self._last_step > view.step
+            return view.generation > after and "".join(view.hosts) == hosts and self.last_step > view.step
 
         return wait_for(there, f"a view of {hosts}: {self.of(events.ViewChanged)[-3:]}")
 
     @property
-    def _last_step(self) -> int:
+    def last_step(self) -> int:
         return max((event.step for event in self.of(events.StepCommitted)), default=0)
 
     def finish(self) -> str:
@@ -108,8 +108,8 @@ class Run:
 
 
 @contextmanager
-def training(tmp_path: Path, *options: str, where: str = "bind=0.0.0.0") -> Iterator[Run]:
-    with Hosts(2) as hosts:
+def training(tmp_path: Path, *options: str, where: str = "bind=0.0.0.0", count: int = 2) -> Iterator[Run]:
+    with Hosts(count) as hosts:
         yield Run(hosts, tmp_path, where, *options)
 
 

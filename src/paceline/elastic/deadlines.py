@@ -21,7 +21,17 @@ from paceline.elastic.state import State, Worker, in_view, ranks
 SLOW_PHASES = frozenset({"start", "checkpoint", "evaluation"})
 _passive = frozenset({"wait", "collective"})
 _least_gap = 0.01  # between two ticks
-_clocks = ("moved_at", "asked_at", "started_at", "dealt_at", "gather_at", "stop_at", "worked_at", "due")
+_clocks = (
+    "moved_at",
+    "asked_at",
+    "started_at",
+    "dealt_at",
+    "gather_at",
+    "stop_at",
+    "worked_at",
+    "doubted_at",
+    "due",
+)
 _all_busy = 4.0  # times the limit, where all are busy and nobody waits: slow is likelier than hung
 
 
@@ -31,7 +41,7 @@ class Finding:
     """A culprit: what it did, for people, and what the others wait for."""
 
     worker: Worker
-    kind: Literal["silent", "hung"]
+    kind: Literal["silent", "hung", "unreachable"]
     phase: str
     what: str
     waiting: str
@@ -141,7 +151,7 @@ def _has_not(job: State, now: float, done: str) -> list[Finding]:
     """Those who did not report in time. Towards a boundary they still compute, and who goes from shard to
     shard, or waits for one that does, is not late: only what nothing else explains is."""
     found = []
-    waits = {} if job.abort else _waits(job, now)
+    awaited = {} if job.abort else waits(job, now)
     for number in sorted(job.waiting):
         worker = job.workers[number]
         if worker.standing is Standing.READY:
@@ -156,7 +166,7 @@ def _has_not(job: State, now: float, done: str) -> list[Finding]:
         if not job.abort:
             late = min(late, now - job.moved_at)
             if worker.standing is not Standing.READY:
-                explained = any(peer in job.waiting for peer in waits.get(number, ()))
+                explained = any(peer in job.waiting for peer in awaited.get(number, ()))
                 late = 0.0 if explained else min(late, _lasted(job, number, now))
         if late >= limit:
             found.append(_finding(job, worker, now, f"has not {done} after {late:.1f} s"))
@@ -175,9 +185,9 @@ def _stuck(job: State, now: float) -> list[Finding]:
     ]
     lasted = {worker.number: _lasted(job, worker.number, now) for worker in members}
     late = [worker for worker in members if min(still, lasted[worker.number]) >= patience(job, worker)]
-    waits = _waits(job, now)
-    waited_for = Counter(peer for peers in waits.values() for peer in peers)
-    idle = [worker for worker in late if worker.number not in waits]
+    awaited = waits(job, now)
+    waited_for = Counter(peer for peers in awaited.values() for peer in peers)
+    idle = [worker for worker in late if worker.number not in awaited]
     culprits = [worker for worker in idle if waited_for[worker.number]]
     if not culprits:
         busy = [worker for worker in idle if phase_of(job, worker) not in _passive]
@@ -188,9 +198,9 @@ def _stuck(job: State, now: float) -> list[Finding]:
                 if min(still, lasted[worker.number]) >= _all_busy * patience(job, worker)
             ]
         culprits = sorted(busy, key=lambda worker: -lasted[worker.number])[:1]
-    if not culprits and late and len(late) == len(members) and all(w.number in waits for w in late):
+    if not culprits and late and len(late) == len(members) and all(w.number in awaited for w in late):
         # They wait for each other: a link that does not carry everything, a lost message, or a deadlock.
-        link = broken_link(job, waits, [worker.number for worker in late])
+        link = broken_link(job, awaited, [worker.number for worker in late])
         if link is not None:
             return [_finding(job, link.end, now, "does not go on", because=link.says)]
         # The member that most wait for has to go.
@@ -201,28 +211,28 @@ def _stuck(job: State, now: float) -> list[Finding]:
 def _culprits_in(job: State, now: float) -> list[int]:
     """Of those who have not installed: who is waited for and waits for nobody, else who waits for nobody,
     else who is waited for most."""
-    waits = _waits(job, now)
-    waited_for = Counter(peer for peers in waits.values() for peer in peers)
-    idle = [number for number in sorted(job.waiting) if number not in waits]
+    awaited = waits(job, now)
+    waited_for = Counter(peer for peers in awaited.values() for peer in peers)
+    idle = [number for number in sorted(job.waiting) if number not in awaited]
     named = [number for number in idle if waited_for[number]]
     if named or idle:
         return named or idle
-    link = broken_link(job, waits, job.waiting)
+    link = broken_link(job, awaited, job.waiting)
     if link is not None:
         return [link.end.number]
     return [max(job.waiting, key=lambda n: (waited_for[n], _lasted(job, n, now), job.workers[n].slot))]
 
 
-def _waits(job: State, now: float) -> dict[int, tuple[int, ...]]:
+def waits(job: State, now: float) -> dict[int, tuple[int, ...]]:
     """Whom each worker waits for, of those who are still there. Who cannot speak said so before something
     else took hold of it."""
-    waits = {}
+    found = {}
     for number, beat in job.beats.items():
         if beat.waits_for and number in job.workers and not cannot_speak(job, number, now):
             peers = tuple(peer for peer in beat.waits_for if peer in job.workers and peer != number)
             if peers:
-                waits[number] = peers
-    return waits
+                found[number] = peers
+    return found
 
 
 def _lasted(job: State, number: int, now: float) -> float:
@@ -243,8 +253,7 @@ def _finding(job: State, worker: Worker, now: float, says: str, because: str = "
 
 
 def _who_waits(job: State, number: int, now: float) -> str:
-    waits = _waits(job, now)
-    slots = [job.workers[other].slot for other, peers in waits.items() if number in peers]
+    slots = [job.workers[other].slot for other, peers in waits(job, now).items() if number in peers]
     verb = "waits" if len(slots) == 1 else "wait"
     return f"{ranks(slots)} {verb} for it" if slots else "nobody said that it waits for it"
 
@@ -270,13 +279,15 @@ def next_due(job: State, now: float) -> float:
     times += [slot.starts_at for slot in job.slots.values() if slot.starts_at is not None]
     if job.stop is not None:
         times.append(job.stop_at + settings.stop_seconds)
+    if job.doubts:
+        times.append(job.doubted_at + settings.check_seconds)
     match job.phase:
         case Phase.PREPARING if job.narrow:
             times.append(job.asked_at + settings.cut_short_seconds)
         case Phase.PREPARING if job.abort:
             times += [job.asked_at + abort_limit(job, job.workers[number]) for number in job.waiting]
         case Phase.RUNNING | Phase.STOPPING | Phase.PREPARING:
-            times.append(job.moved_at + hang_limit(job))
+            times += [job.moved_at + hang_limit(job) / 2, job.moved_at + hang_limit(job)]
         case Phase.INSTALLING:
             times.append(job.asked_at + install_limit(job))
             if job.stop is not None or any(w.leaves == "preempted" for w in in_view(job)):

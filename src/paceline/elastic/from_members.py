@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import replace
 
 from paceline.core.control.messages import Progress
-from paceline.elastic import admission, audit_votes, audits
+from paceline.elastic import admission, audit_votes, audits, link_checks
 from paceline.elastic.deadlines import Finding, phase_of
 from paceline.elastic.ending import all_done, finish
 from paceline.elastic.failing import fail, save_without
@@ -43,6 +43,7 @@ from paceline.elastic.regroup import (
     mend,
     prepare,
     run,
+    settle_links,
     settle_return,
     try_start,
 )
@@ -118,6 +119,8 @@ def has_dialed(job: State, event: HasDialed, now: float, out: list[Action]) -> s
     if worker is None or peer is None:
         return f"members {event.member} and {event.peer} met, and one of them is gone"
     said = f"rank {worker.slot} reached rank {peer.slot}"
+    if link_checks.answered(job, event):
+        return settle_links(job, event.trouble or said, now, out)
     if not event.trouble:
         job.workers[worker.number] = replace(worker, reached=worker.reached | {peer.number})
         if job.phase is Phase.STARTING:
@@ -233,6 +236,7 @@ def has_broken(job: State, event: HasBroken, now: float, out: list[Action]) -> s
         expel(job, found, now, out)
         return mend(job, [found.worker], found.what, now, out)
     job.failed_at = now if job.failed_at is None else job.failed_at
+    link_checks.doubt_breaker(job, worker, now, out)
     return prepare(job, True, why, now, out)
 
 

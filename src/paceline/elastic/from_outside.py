@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from paceline.core.control.messages import MOST_WORKERS
-from paceline.elastic import admission, dealing, liveness, stragglers
+from paceline.elastic import admission, dealing, link_checks, liveness, stragglers
 from paceline.elastic.deadlines import (
     next_due,
     overdue,
@@ -44,6 +44,7 @@ from paceline.elastic.regroup import (
     heed_wishes,
     mend,
     prepare,
+    settle_links,
     settle_return,
     tell_stop,
     try_start,
@@ -308,6 +309,10 @@ def _look(job: State, now: float, out: list[Action]) -> list[str]:
     for worker, why in admission.overdue(job, now):
         admission.refuse(job, worker, why, now, out)
         reasons.append(mend(job, [worker], why, now, out))
+    if job.doubts and not link_checks.is_open(job, now):
+        reasons.append(settle_links(job, "not all dials were answered", now, out))
+    if link_checks.doubt_those_who_wait(job, now, out):
+        reasons.append("members that wait for each other dial each other")
     if (hurry := forms_too_long(job, now)) is not None:
         reasons.append(cut_short(job, hurry, now, out))
     if job.phase is Phase.RETURNING and now >= return_deadline(job):

@@ -195,7 +195,8 @@ def _check_slots(state: State, numbers: Iterable[int], wrong: list[str]) -> None
 
 def _check_waiting(state: State, wrong: list[str]) -> None:
     waits = state.phase in (Phase.PREPARING, Phase.INSTALLING)
-    if waits != bool(state.waiting):
+    dials = state.phase is Phase.PREPARING and bool(state.doubts)
+    if waits != bool(state.waiting) and not dials:
         wrong.append(f"law 7: {state.phase.value} waits for {sorted(state.waiting)}")
     strangers = state.waiting.difference(state.workers)
     if strangers:

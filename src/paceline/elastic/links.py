@@ -23,7 +23,13 @@ class Link:
     """`end` is the one that has to go; `says` is for the verdict."""
 
     end: Worker
+    other: Worker
     says: str
+
+    @property
+    def directions(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Member to member, both ways."""
+        return (self.end.number, self.other.number), (self.other.number, self.end.number)
 
 
 def broken_link(job: State, named: Mapping[int, Collection[int]], among: Collection[int]) -> Link | None:
@@ -62,6 +68,7 @@ def broken_link(job: State, named: Mapping[int, Collection[int]], among: Collect
     )
     return Link(
         end,
+        other,
         f"rank {end.slot} on {_machine(job, end)} and rank {other.slot} on {_machine(job, other)} do not "
         "reach each other: the link between the machines is at fault, not a rank",
     )

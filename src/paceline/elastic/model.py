@@ -62,7 +62,7 @@ FailureKind = Literal[
 it for memory; preempted: it was asked to go (SIGTERM) or its machine left: another budget; unattended: it
 left because no supervisor was there: no budget at all; restart: it starts over, because another member was
 lost with state that no other has, and there is no checkpoint to go back to: no budget either; unreachable: it
-and a peer could not connect."""
+and a peer could not connect, or the link between them does not carry data."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,7 @@ class Settings:
     agent_seconds: float = 10.0  # that an agent's connection may be away
     install_seconds: float = 60.0  # what handing over the state in a new view may take
     dial_seconds: float = 10.0  # after which workers are asked again whether they reach each other
+    check_seconds: float = 9.0  # that members may take to say whether they still reach each other
     cut_short_seconds: float = 3.0  # that a view may take to form while the job stops or a member leaves
     gather_seconds: float = 0.25  # a joiner waits so long for others that were started with it
     saves_on_failure: bool = True  # whether members can save what they have when the job fails for good

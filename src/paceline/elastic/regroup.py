@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import inf
 
-from paceline.elastic import admission, audits, dealing, private, stragglers
+from paceline.elastic import admission, audits, dealing, link_checks, private, stragglers
 from paceline.elastic.deadlines import forming_since, hang_limit
 from paceline.elastic.ending import all_done, end, finish, hopeless
 from paceline.elastic.model import (
@@ -102,11 +102,22 @@ def go_on_preparing(job: State, why: str, now: float, out: list[Action]) -> str:
     """Somebody reported, is done, or is gone: perhaps nobody is missing now."""
     if nobody_in_view(job):
         return start_over(job, why, now, out)
+    if not job.waiting and link_checks.is_open(job, now):
+        return f"{why}; members of different machines dial each other"
     if not job.waiting:
-        return install(job, why, now, out)
+        gone = link_checks.judge(job, now, out)
+        return mend(job, gone, why, now, out) if gone else install(job, why, now, out)
     if not job.abort and all(job.workers[n].standing is Standing.DONE for n in job.waiting):
         return prepare(job, True, f"{why}; some are at the end and some have stopped before it", now, out)
     return f"{why}; {len(job.waiting)} have not reported"
+
+
+def settle_links(job: State, why: str, now: float, out: list[Action]) -> str:
+    """A dial between members was answered, or was not in time: perhaps a link is known to be broken now, or
+    the next view need not wait for it."""
+    if job.phase is Phase.PREPARING:
+        return go_on_preparing(job, why, now, out)
+    return mend(job, link_checks.judge(job, now, out), why, now, out)
 
 
 def install(job: State, why: str, now: float, out: list[Action]) -> str:

@@ -113,6 +113,7 @@ def forget(job: State, worker: Worker) -> None:
     job.beats.pop(worker.number, None)
     job.probed.pop(worker.number, None)
     job.held = job.held - {worker.number}
+    job.doubts = frozenset(pair for pair in job.doubts if worker.number not in pair)
     job.reports.pop(worker.number, None)
     job.waiting = job.waiting - {worker.number}
 

@@ -112,6 +112,8 @@ class State:
     narrow      the job is stopping, and its view does not form: one member goes on alone, to save
     breaks      how often in a row collectives broke with nobody gone; `suspicion`: how often
                 each member named each other one then
+    doubts      who was asked whether it still reaches whom, at `doubted_at`, and has not said; `walls`: who
+                said that it does not, and why
     raised      steps in which somebody's code raised
     votes       hashes of steps that have not been judged, by member
     agreed      the last step after which all were seen to hold the same state
@@ -164,6 +166,9 @@ class State:
     preemptions: int = 0
     breaks: int = 0
     suspicion: dict[tuple[int, int], int] = field(default_factory=dict)
+    doubts: frozenset[tuple[int, int]] = frozenset()
+    doubted_at: float = -inf
+    walls: dict[tuple[int, int], str] = field(default_factory=dict)
     raised: frozenset[int] = frozenset()
     votes: dict[Ballot, Mapping[int, str]] = field(default_factory=dict)
     agreed: int = 0
@@ -192,6 +197,7 @@ _dicts = (
     "probed",
     "reports",
     "suspicion",
+    "walls",
     "votes",
     "lineage",
     "trails",

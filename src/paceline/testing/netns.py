@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, final
 
-from paceline.core.errors import PlatformError, ResourceError
+from paceline.core.errors import PlatformError, ResourceError, UsageError
 
 _serial = itertools.count()
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -126,6 +126,24 @@ class Hosts:
 
     def _rule(self, receiver: int, ports: str) -> tuple[str, ...]:
         return ("to", self.addresses[receiver], "ipproto", "tcp", "dport", ports, "lookup", _WALL[1])
+
+    def lose_large(self, sender: int, receiver: int, size: int = 1000) -> None:
+        """A black hole: what `sender` sends to `receiver` in packets of more than `size` bytes vanishes, for
+        good. Smaller packets pass: such a link carries handshakes and heartbeats and no data."""
+        if self._ipv6:
+            raise UsageError("a black hole is made between IPv4 addresses", remedy="use Hosts(count)")
+        tc = ("ip", "netns", "exec", self._switch, "tc")
+        port, own = ("dev", f"p{receiver}"), f"1:{sender + 2}"
+        shaped = _run(*tc, "qdisc", "show", *port)
+        if "htb 1:" not in shaped:
+            _run(*tc, "qdisc", "replace", *port, "root", "handle", "1:", "htb", "default", "1")
+            _run(*tc, "class", "add", *port, "parent", "1:", "classid", "1:1", "htb", "rate", "10gbit")
+        _run(*tc, "class", "add", *port, "parent", "1:", "classid", own, "htb", "rate", "10gbit")
+        # A token bucket drops a packet that is larger than the bucket, also as part of a larger segment.
+        bucket = ("tbf", "rate", "1gbit", "burst", str(size), "latency", "50ms")
+        _run(*tc, "qdisc", "add", *port, "parent", own, *bucket)
+        source = ("match", "ip", "src", f"{self.addresses[sender]}/32", "flowid", own)
+        _run(*tc, "filter", "add", *port, "parent", "1:", "protocol", "ip", "u32", *source)
 
     def listeners(self, number: int) -> list[tuple[str, int]]:
         """Where processes of a host listen: address and TCP port."""

@@ -147,3 +147,17 @@ def test_the_thread_ends_when_nothing_was_asked_for_a_while(monkeypatch):
                 lambda: not [t for t in threading.enumerate() if t.name == "paceline-dial"],
                 "no thread is left",
             )
+
+
+def test_a_way_that_loses_large_packets_is_named(monkeypatch):
+    """What follows the small messages never arrives: here a relay withholds it."""
+    monkeypatch.setattr(dialing, "LARGE_SECONDS", 0.3)
+    with workers(SECRET, SECRET) as (one, other), listener("127.0.0.1", 0) as relay:
+        other.dialer.dial([])
+        host, port = relay.getsockname()
+        one.dialer.dial([(2, 1, host, port)])
+        near, _ = relay.accept()
+        with near, closing(socket.create_connection(other.peer[2:])) as far:
+            far.sendall(near.recv(dialing._ASK_BYTES, socket.MSG_WAITALL))
+            near.sendall(far.recv(32, socket.MSG_WAITALL))
+            assert "small packets arrive there and large ones do not" in one.result().trouble

@@ -2,6 +2,12 @@
 
     dialing worker -> listener    magic, from, to, nonce, HMAC("ask" of these)
     listener -> dialing worker    HMAC("answer" of the same)
+    dialing worker -> listener    LARGE_BYTES
+    listener -> dialing worker    HMAC("receipt" of the same)
+
+Some links carry small packets and lose large ones (a tunnel with a smaller MTU and no ICMP): the first two
+messages pass there, and no gradient ever does. So the way of the data is proved with data, in the direction
+of the dial; the peer proves the other one.
 
 The listener of a worker is idle while it trains; it is used only while a view forms, and dials wait then.
 One thread dials and answers, without the worker's main thread, and ends when nothing was asked for a while:
@@ -33,13 +39,22 @@ ANSWER_SECONDS: Final = 15.0
 LINGER_SECONDS: Final = 60.0
 GUESTS: Final = 64
 GUEST_SECONDS: Final = 3.0
+LARGE_BYTES: Final = 20_000
+"""More than two packets of any usual size: jumbo frames have 9,000 bytes."""
+LARGE_SECONDS: Final = 3.0
+"""For the large part, once the small one was answered: time for four retransmissions."""
 
-_MAGIC: Final = b"PLdial1\0"
+_MAGIC: Final = b"PLdial2\0"
 _HEAD: Final = struct.Struct("<8sII16s")
 _MAC_BYTES: Final = 32
 _ASK_BYTES: Final = _HEAD.size + _MAC_BYTES
 _AGAIN_SECONDS: Final = 0.1
 _TROUBLE_LENGTH: Final = 1000  # what a Dialed can carry: the address is another member's, and may be longer
+_HOLE: Final = (
+    "small packets arrive there and large ones do not; the MTU of the way may be smaller than that of the "
+    "interface"
+)
+_NO_PROOF: Final = "what answers there does not know this job's secret"
 
 Peer = tuple[int, int, str, int]
 """Member, slot, host and port, as in messages.Dial."""
@@ -65,16 +80,21 @@ class _Call:
     head: bytes
     limit: float
     connected: bool = False
+    answered: bool = False
+    unsent: memoryview = field(default_factory=lambda: memoryview(b""))
     heard: bytearray = field(default_factory=bytearray)
 
 
 @final
 @dataclass
 class _Guest:
-    """A connection of which nothing is known yet."""
+    """A connection of which nothing is known yet; `head` once it has proved itself, then `large` bytes are
+    still to come."""
 
     limit: float
     heard: bytearray = field(default_factory=bytearray)
+    head: bytes = b""
+    large: int = LARGE_BYTES
 
 
 @final
@@ -242,17 +262,29 @@ class Dialer:
             sock.sendall(call.head + self._mac(b"ask", call.head))
             selector.modify(sock, selectors.EVENT_READ, call)
             return
+        if call.unsent:
+            call.unsent = call.unsent[sock.send(call.unsent) :]
+            if not call.unsent:
+                selector.modify(sock, selectors.EVENT_READ, call)
+            return
         data = sock.recv(_MAC_BYTES - len(call.heard))
         if not data:
             raise ConnectionResetError("the connection was closed there")
         call.heard += data
         if len(call.heard) < _MAC_BYTES:
             return
-        _close(selector, sock)
-        if hmac.compare_digest(bytes(call.heard), self._mac(b"answer", call.head)):
+        role = b"receipt" if call.answered else b"answer"
+        if not hmac.compare_digest(bytes(call.heard), self._mac(role, call.head)):
+            # Perhaps the listener serves a view that forms, and something else speaks there.
+            raise ConnectionAbortedError(_NO_PROOF)
+        if call.answered:
+            _close(selector, sock)
             self._done(call.target, "")
-        else:
-            self._done(call.target, "what answers there does not know this job's secret")
+            return
+        call.answered, call.unsent = True, memoryview(bytes(LARGE_BYTES))
+        call.heard.clear()
+        call.limit = time.monotonic() + LARGE_SECONDS
+        selector.modify(sock, selectors.EVENT_WRITE, call)
 
     def _failed(self, call: _Call, error: Exception) -> None:
         """A connection that could not be made is the answer; one that ended early may have met a listener
@@ -287,6 +319,14 @@ class Dialer:
         selector.register(sock, selectors.EVENT_READ, _Guest(time.monotonic() + GUEST_SECONDS))
 
     def _answer(self, selector: selectors.BaseSelector, sock: socket.socket, guest: _Guest) -> None:
+        if guest.head:
+            guest.large -= len(data := sock.recv(guest.large))
+            if data and guest.large:
+                return
+            if data:
+                sock.sendall(self._mac(b"receipt", guest.head))
+            _close(selector, sock)
+            return
         data = sock.recv(_ASK_BYTES - len(guest.heard))
         guest.heard += data
         head, mac = bytes(guest.heard[: _HEAD.size]), bytes(guest.heard[_HEAD.size :])
@@ -296,7 +336,9 @@ class Dialer:
             to_me = _HEAD.unpack(head)[2] == self._member
             if to_me and hmac.compare_digest(mac, self._mac(b"ask", head)):
                 sock.sendall(self._mac(b"answer", head))
-            _close(selector, sock)
+                guest.head, guest.limit = head, time.monotonic() + LARGE_SECONDS + GUEST_SECONDS
+            else:
+                _close(selector, sock)
 
     def _expire(self, selector: selectors.BaseSelector) -> None:
         now = time.monotonic()
@@ -306,7 +348,8 @@ class Dialer:
             _close(selector, key.fileobj)
             if isinstance(key.data, _Call):
                 target = key.data.target
-                self._done(target, target.trouble if key.data.connected else "connecting timed out")
+                said = _HOLE if key.data.answered else target.trouble
+                self._done(target, said if key.data.connected else "connecting timed out")
 
     def _mac(self, role: bytes, head: bytes) -> bytes:
         return hmac.new(self._key, role + head, hashlib.sha256).digest()
