@@ -30,8 +30,8 @@ def digest_of(tensors: Mapping[str, Tensor], names: Iterable[str] | None = None)
 
 
 def _dense_parts(tensor: Tensor) -> list[Tensor]:
-    """What holds the numbers. No file holds a sparse tensor, but ranks compare what a run has before it is
-    refused (a momentum of sparse gradients)."""
+    """What holds the numbers. A sparse tensor of a state is dense parts here already (train/sparse_state.py);
+    ranks also compare what a run has before a file refuses it (a sparse buffer)."""
     if tensor.layout is torch.strided:
         return [tensor]
     if tensor.is_sparse:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from paceline.comm.context import DistributedContext
 from paceline.core.errors import UsageError
+from paceline.train import sparse_state
 from paceline.train.callbacks import Callbacks
 
 _PREFIX = "modifier/"
@@ -75,6 +76,9 @@ def _marked(value: Any, path: str, found: dict[str, Tensor]) -> Any:
         kind, value = value.device.type, value.detach()
     elif isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         kind, value = "array", torch.from_numpy(np.ascontiguousarray(value))
+    if kind is not None and isinstance(value, Tensor) and value.is_sparse:
+        found.update(sparse_state.parts(value, path))
+        return {_MARK: [path, f"sparse {kind}"]}
     if kind is not None:
         found[path] = value
         return {_MARK: [path, kind]}
@@ -91,6 +95,9 @@ def _unmarked(value: Any, tensors: Mapping[str, Tensor], device: torch.device) -
             path, kind = value[_MARK]
             if kind == "array":
                 return tensors[path].cpu().clone().numpy()
+            if kind.startswith("sparse "):
+                sparse = sparse_state.whole(path, tensors.__getitem__)
+                return sparse.to("cpu" if kind.endswith(" cpu") else device, copy=True)
             return tensors[path].to("cpu" if kind == "cpu" else device, copy=True)
         return {key: _unmarked(item, tensors, device) for key, item in value.items()}
     if type(value) in (list, tuple):
@@ -103,7 +110,7 @@ def _digest(state: Any) -> str:
     digest = xxhash.xxh3_128(json.dumps(marked, sort_keys=True, default=repr).encode())
     for name, tensor in tensors.items():
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        # A sparse one has no bytes of its own; a checkpoint refuses it by name.
+        # Of another layout than these (compressed rows) a checkpoint refuses it by name.
         if tensor.layout is torch.strided and tensor.numel():
             digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from paceline.core.errors import UsageError
 from paceline.core.words import a_kind
+from paceline.train import sparse_state
 
 OWN = "(own)"  # in the place of a parameter's name: what belongs to the optimizer as a whole
 _KIND, _VALUE = "kind", "value"
@@ -32,7 +33,9 @@ _MEMORY = (deque, bytearray, np.ndarray, torch.Generator, np.random.Generator)
 
 def tensors_in(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of a value, with where it is."""
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and value.is_sparse:
+        yield from sparse_state.parts(value, path)
+    elif isinstance(value, Tensor):
         yield path, value
     elif isinstance(value, list | tuple):
         for number, item in enumerate(value):
@@ -45,7 +48,7 @@ def tensors_in(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
 def to_plain(value: Any, path: str, what: str) -> Any:
     """The value without its tensors, which `tensors_in` gives; `what` names it in an error."""
     if isinstance(value, Tensor):
-        return {_KIND: "tensor", _VALUE: path}
+        return {_KIND: "sparse" if value.is_sparse else "tensor", _VALUE: path}
     if type(value) in _PLAIN:
         return value
     if type(value) in (list, tuple):
@@ -75,6 +78,8 @@ def from_plain(value: Any, tensor_at: Callable[[str], Tensor]) -> Any:
     kind, inner = value[_KIND], value[_VALUE]
     if kind == "tensor":
         return tensor_at(inner)
+    if kind == "sparse":
+        return sparse_state.whole(inner, tensor_at)
     if kind == "dict":
         return {key: from_plain(item, tensor_at) for key, item in inner}
     return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](

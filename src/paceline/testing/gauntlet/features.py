@@ -153,6 +153,7 @@ add("dropout")
 add("batch-norm", model=models.with_batch_norm)
 add("two dtypes", model=models.mixed_dtypes)
 add("sparse", model=models.WordBag, optimizer=models.dense_and_sparse, **_sparse)
+add("sparse momentum", model=models.WordBag, optimizer=models.sparse_momentum, **_sparse)
 add("sparse only", model=models.SparseOnly, optimizer=models.sparse_adam, **_sparse)
 for _kind in ("int8", "int4", "top-k", "fp16", "bf16"):
     add(f"compression {_kind}", settings=compressed(_kind))

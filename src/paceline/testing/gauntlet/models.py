@@ -163,6 +163,11 @@ def dense_and_sparse(parameters: Any) -> list[torch.optim.Optimizer]:
     ]
 
 
+def sparse_momentum(parameters: Any) -> torch.optim.Optimizer:
+    """The momentum of a sparse embedding is a sparse tensor."""
+    return torch.optim.SGD(parameters, 0.05, momentum=0.9)
+
+
 def sparse_adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SparseAdam(list(parameters), 1e-2)
 
