@@ -107,7 +107,8 @@ def dials(actions: list[Action]) -> set[tuple[int, int]]:
 def answer(job: Driven, asked: set[tuple[int, int]], *walls: tuple[int, int]) -> list[Action]:
     told: list[Action] = []
     for member, peer in sorted(asked):
-        told += job.tell(HasDialed(member, peer, HOLE if (member, peer) in walls else ""))
+        lost = (member, peer) in walls
+        told += job.tell(HasDialed(member, peer, HOLE if lost else "", lost))
     return told
 
 
@@ -146,6 +147,16 @@ def test_the_end_that_several_machines_do_not_reach_goes_and_all_of_its_machine_
     told = answer(job, asked, *((one, other) for one in (3, 4) for other in (1, 2, 5)))
     assert sorted(kill.member for kill in some(told, KillWorker)) == [3, 4]
     assert only(told, TellView).plan.members == (1, 2, 5)
+
+
+def test_a_dial_that_is_refused_may_have_met_one_that_has_just_died():
+    job = on_machines(1, 2)
+    asked = dials(job.tell(HasBroken(1, job.state.generation, "reset")))
+    job.report_all()
+    told: list[Action] = []
+    for member, peer in sorted(asked):
+        told += job.tell(HasDialed(member, peer, "Connection refused" if peer == 3 else ""))
+    assert not some(told, NoteVerdict)
 
 
 def test_a_dial_without_an_answer_proves_nothing():

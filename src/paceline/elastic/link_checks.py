@@ -6,9 +6,9 @@ packets and no large ones. Who waits for whom does not tell (all wait for all), 
 from whom, to whom, at which address. So those who named each other are asked, with all members of their two
 machines; the next view is formed when all have answered, which takes milliseconds where the links are well.
 
-Only a failed dial is a proof. One without an answer in time says nothing: the peer may be stopped, or its
-interpreter held. A dial that was asked for is forgotten when the job goes on by itself. Must not decide what
-becomes of the view.
+Only packets that do not arrive are a proof. A dial that is refused may have met a process that has just died,
+and one without an answer a process that is stopped or whose interpreter is held. What was asked for is
+forgotten when the job goes on by itself. Must not decide what becomes of the view.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def answered(job: State, event: HasDialed) -> bool:
     if pair not in job.doubts:
         return False
     job.doubts -= {pair}
-    if event.trouble:
+    if event.lossy:
         job.walls[pair] = event.trouble
     return True
 

@@ -187,11 +187,13 @@ class Joined:
 @dataclass(frozen=True)
 class HasDialed:
     """A worker dialed a peer's endpoint, and the peer proved itself there; else `trouble` says what failed,
-    from where to which address."""
+    from where to which address; `lossy`: packets are lost on the way. One that is refused or closed may have
+    met a peer that has just died."""
 
     member: int
     peer: int
     trouble: str = ""
+    lossy: bool = False
 
 
 @dataclass(frozen=True)

@@ -160,4 +160,6 @@ def test_a_way_that_loses_large_packets_is_named(monkeypatch):
         with near, closing(socket.create_connection(other.peer[2:])) as far:
             far.sendall(near.recv(dialing._ASK_BYTES, socket.MSG_WAITALL))
             near.sendall(far.recv(32, socket.MSG_WAITALL))
-            assert "small packets arrive there and large ones do not" in one.result().trouble
+            found = one.result()
+            assert found.lossy
+            assert "small packets arrive there and large ones do not" in found.trouble

@@ -50,6 +50,7 @@ _MAC_BYTES: Final = 32
 _ASK_BYTES: Final = _HEAD.size + _MAC_BYTES
 _AGAIN_SECONDS: Final = 0.1
 _TROUBLE_LENGTH: Final = 1000  # what a Dialed can carry: the address is another member's, and may be longer
+_LOST: Final = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 _HOLE: Final = (
     "small packets arrive there and large ones do not; the MTU of the way may be smaller than that of the "
     "interface"
@@ -290,13 +291,14 @@ class Dialer:
         """A connection that could not be made is the answer; one that ended early may have met a listener
         that was busy with a view, and is tried again."""
         reason = (error.strerror or str(error)) if isinstance(error, OSError) else repr(error)
+        lossy = isinstance(error, OSError) and error.errno in _LOST
         if call.connected and time.monotonic() < call.target.limit:
             call.target.trouble = reason
             call.target.again_at = time.monotonic() + _AGAIN_SECONDS
         else:
-            self._done(call.target, reason)
+            self._done(call.target, reason, lossy)
 
-    def _done(self, target: _Target, trouble: str) -> None:
+    def _done(self, target: _Target, trouble: str, lossy: bool = False) -> None:
         member, slot, host, port = target.peer
         with self._lock:
             self._targets.pop(member, None)
@@ -304,6 +306,8 @@ class Dialer:
             where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
             trouble = f"rank {self._slot} cannot reach rank {slot} at {where}: {trouble}"[:_TROUBLE_LENGTH]
         self._tell(Dialed(peer=member, trouble=trouble))
+            trouble = f"rank {self._slot} cannot reach rank {slot} at {where}: {trouble}"
+        self._tell(Dialed(peer=member, trouble=trouble, lossy=lossy))
 
     # answering
 
@@ -348,8 +352,12 @@ class Dialer:
             _close(selector, key.fileobj)
             if isinstance(key.data, _Call):
                 target = key.data.target
-                said = _HOLE if key.data.answered else target.trouble
-                self._done(target, said if key.data.connected else "connecting timed out")
+                if key.data.answered:
+                    self._done(target, _HOLE, lossy=True)
+                elif key.data.connected:
+                    self._done(target, target.trouble)
+                else:
+                    self._done(target, "connecting timed out", lossy=True)
 
     def _mac(self, role: bytes, head: bytes) -> bytes:
         return hmac.new(self._key, role + head, hashlib.sha256).digest()

@@ -117,10 +117,12 @@ class Beat(Message):
 @_register
 @dataclass(frozen=True, kw_only=True)
 class Dialed(Message):
-    """The endpoint of `peer` was dialed from here. `trouble` is empty where the peer proved itself there."""
+    """The endpoint of `peer` was dialed from here. `trouble` is empty where the peer proved itself there;
+    `lossy`: packets do not arrive, so the trouble is on the way and not at the peer."""
 
     peer: Small
     trouble: Name = ""
+    lossy: bool = False
 
 
 @final

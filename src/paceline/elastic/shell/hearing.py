@@ -111,7 +111,7 @@ class Ear:
             case Injected():
                 supervisor.injections.hear(seat, message)
             case Dialed():
-                supervisor.feed(HasDialed(member, message.peer, message.trouble))
+                supervisor.feed(HasDialed(member, message.peer, message.trouble, message.lossy))
             case Report():
                 seat.progress = message.progress
                 supervisor.feed(

@@ -60,7 +60,7 @@ class Member(Process):
         if way and self.time.now - began < DIAL_SECONDS:
             self.time.after(0.2, self._dialed, peer, began)
             return
-        self.send(HasDialed(self.number, peer, way))
+        self.send(HasDialed(self.number, peer, way, bool(way)))
 
     def on_stop(self, reason: str) -> None:
         self.told_stop = reason
