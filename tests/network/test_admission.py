@@ -90,8 +90,8 @@ def test_a_stop_while_a_view_cannot_form_ends_soon_and_saves(tmp_path: Path) -> 
         asked = time.monotonic()
         run.process.send_signal(signal.SIGTERM)
         run.process.wait(60)
-        # 3 s for the view, then saving and ending, slowly on a busy machine; it was 60 to 90 s.
-        assert time.monotonic() - asked < 20.0
+        # 2 s for the view, then saving and ending; it was 60 to 90 s.
+        assert time.monotonic() - asked < 10.0
         assert run.of(events.CheckpointSaved)[-1].step >= run.of(events.StepCommitted)[-1].step
         ended(agent)
 

@@ -96,7 +96,7 @@ class Settings:
     install_seconds: float = 60.0  # what handing over the state in a new view may take
     dial_seconds: float = 10.0  # after which workers are asked again whether they reach each other
     check_seconds: float = 9.0  # that members may take to say whether they still reach each other
-    cut_short_seconds: float = 3.0  # that a view may take to form while the job stops or a member leaves
+    cut_short_seconds: float = 2.0  # that a view may take to form while the job stops or a member leaves
     gather_seconds: float = 0.25  # a joiner waits so long for others that were started with it
     saves_on_failure: bool = True  # whether members can save what they have when the job fails for good
 

@@ -9,6 +9,8 @@ stopping means.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import signal
 import threading
@@ -97,6 +99,9 @@ def interrupted(message: str, history: Any = None) -> KeyboardInterrupt:
 
 def ending(reason: str, history: Any, saved: str = "") -> BaseException:
     """What to raise after a run that was asked to stop."""
+    # Who asked kills the process after a while. Most of the time that Python takes to exit goes into
+    # collecting torch's objects one by one, for nothing: with this they are left to the kernel.
+    atexit.register(gc.freeze)
     if reason != CTRL_C:
         return Stopped(reason, history)
     step = history.steps[-1].step if history is not None and history.steps else 0

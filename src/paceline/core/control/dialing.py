@@ -305,8 +305,6 @@ class Dialer:
         if trouble:
             where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
             trouble = f"rank {self._slot} cannot reach rank {slot} at {where}: {trouble}"[:_TROUBLE_LENGTH]
-        self._tell(Dialed(peer=member, trouble=trouble))
-            trouble = f"rank {self._slot} cannot reach rank {slot} at {where}: {trouble}"
         self._tell(Dialed(peer=member, trouble=trouble, lossy=lossy))
 
     # answering
