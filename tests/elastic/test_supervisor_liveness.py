@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from tests.elastic.supervised_jobs import Run, drop, running
 from tests.elastic.test_supervisor_outside import JOIN, script
+from tests.waiting import wait_for
 
 from paceline.core.events import Note, SupervisorStarted, Verdict, ViewChanged, WorkerFailed
 from paceline.elastic.shell.memory import STATE_FILE
@@ -74,6 +78,86 @@ def test_all_workers_that_one_hand_stops_and_lets_go_on_are_not_replaced(tmp_pat
         assert drop(run.finish()).ok
     assert not run.of(WorkerFailed)
     assert run.steps == list(range(1, len(run.steps) + 1))
+
+
+class Freezer:
+    """A control group whose processes can be stopped all at once, of the first version that can be made."""
+
+    def __init__(self, name: str) -> None:
+        self.why_not = "no control group with a freezer can be made here"
+        for top, self._file, self._states in (
+            ("unified", "cgroup.freeze", ("0", "1")),
+            ("", "cgroup.freeze", ("0", "1")),
+            ("freezer", "freezer.state", ("THAWED", "FROZEN")),
+        ):
+            self._group = Path("/sys/fs/cgroup", top, name)
+            with suppress(OSError):
+                self._group.mkdir()
+                if (self._group / self._file).exists():
+                    self.why_not = ""
+                    return
+                self._group.rmdir()
+
+    def hold(self, pids: Iterable[int]) -> None:
+        for pid in pids:
+            (self._group / "cgroup.procs").write_text(str(pid))
+        self._set(True)
+
+    def _set(self, frozen: bool) -> None:
+        (self._group / self._file).write_text(self._states[frozen])
+
+    def let_go(self) -> None:
+        self._set(False)
+
+    def remove(self) -> None:
+        """Once its processes have ended: they are the test's own."""
+
+        def gone() -> bool:
+            with suppress(OSError):
+                self._group.rmdir()
+            return not self._group.exists()
+
+        if not self.why_not:
+            self.let_go()
+            wait_for(gone, "the control group is empty")
+
+
+@pytest.fixture
+def freezer() -> Iterator[Freezer]:
+    made = Freezer(f"paceline-test-{os.getpid()}")
+    if made.why_not:
+        pytest.skip(made.why_not)
+    yield made
+    made.remove()
+
+
+def test_all_workers_that_a_freezer_holds_are_not_replaced(tmp_path, freezer):
+    with running(tmp_path, steps=10**6, machine={"hang_least": 5.0}) as run:
+        run.until_step(20)
+        pids = list(run.pids().values())
+        freezer.hold(pids)
+        let_pass(run, STOPPED_SECONDS)
+        assert [kernel_state(pid) for pid in pids] == ["the process is frozen (cgroup freezer)"] * len(pids)
+        freezer.let_go()
+        run.until_step(run.steps[-1] + 50)
+        run.supervised.stop("seen")
+        assert drop(run.finish()).ok
+    assert not run.of(WorkerFailed)
+    assert run.steps == list(range(1, len(run.steps) + 1))
+
+
+def test_a_worker_that_a_freezer_holds_alone_is_named_and_replaced(tmp_path, freezer):
+    with running(tmp_path, steps=10**6, machine={"hang_least": 5.0}) as run:
+        run.until_step(20)
+        pids = run.pids()
+        freezer.hold([pids[2]])
+        run.until(lambda: run.of(Verdict))
+        freezer.let_go()  # what is frozen takes no signal, not even the one that ends it (version 1)
+        run.supervised.stop("seen")
+        assert drop(run.finish()).ok
+    (verdict,) = run.of(Verdict)
+    assert (verdict.rank, verdict.pid) == (2, pids[2])
+    assert "cgroup freezer" in verdict.text
 
 
 def test_the_one_that_stays_stopped_when_the_others_go_on_is_named(tmp_path):

@@ -1,5 +1,5 @@
 """What of this machine a process may use: cores by affinity and by the quota of its control groups, memory by
-their limit.
+their limit; and whether a freezer holds it.
 
 A container that may use half a CPU sees all cores of its host; what counts them by affinity alone starts far
 too many threads. Both versions of cgroups are read, with every group that the process's own is in. Must not
@@ -35,6 +35,13 @@ def memory_limit(proc: Path = _PROC) -> int | None:
     return None if found is None else int(found)
 
 
+def is_frozen(proc: Path = _PROC) -> bool:
+    """Whether a freezer holds the process: that of its group, or of one above. Its own state does not tell:
+    it looks like one that sleeps, in a function of the kernel that differs from version to version."""
+    found = [read(folder) for folder, read in _folders(proc, "freezer", _frozen_of_1, _frozen_of_2)]
+    return any(found)
+
+
 _Read = Callable[[Path], float | None]
 
 
@@ -61,6 +68,14 @@ def _folders(proc: Path, controller: str, first: _Read, second: _Read) -> Iterat
             yield each, first if version == 1 else second
             if each == top:
                 break
+
+
+def _frozen_of_1(group: Path) -> float | None:
+    return float(_text(group / "freezer.state").strip() in ("FROZEN", "FREEZING"))
+
+
+def _frozen_of_2(group: Path) -> float | None:
+    return float("frozen 1" in _text(group / "cgroup.events").splitlines())
 
 
 def _mounts(proc: Path, controller: str) -> dict[int, tuple[Path, str]]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, final
+from typing import final
 
+from paceline.core import machine
 from paceline.core.control.messages import Beat, Dismissed, Hello, Prepare, Progress, Raised, Stop, View
 from paceline.elastic.model import HOME, FailureKind
 from paceline.elastic.shell.connection import Connection
@@ -86,22 +87,14 @@ def how_it_ended(status: int) -> tuple[FailureKind, str]:
     return kind, f"the process was killed by signal {name}"
 
 
-# The functions of the kernel in which frozen tasks of cgroup 2 and of cgroup 1 wait.
-_FREEZERS: Final = frozenset({"do_freezer_trap", "__refrigerator"})
-
-
 def is_stopped(pid: int) -> bool | None:
-    """Whether the kernel does not let a process of this machine run; None where there is no such process. A
-    frozen one looks like one that sleeps, but for the function of the kernel that it sleeps in."""
+    """Whether the kernel does not let a process of this machine run; None where there is no such process."""
     state = _letter(pid)
     if not state or state in "ZXx":
         return None
     if state in "Tt":
         return True
-    try:
-        return Path(f"/proc/{pid}/wchan").read_text() in _FREEZERS
-    except OSError:
-        return False  # a kernel without it, or not ours to look at
+    return machine.is_frozen(Path(f"/proc/{pid}"))
 
 
 def _letter(pid: int) -> str:
