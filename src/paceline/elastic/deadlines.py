@@ -74,6 +74,12 @@ def abort_limit(job: State, worker: Worker) -> float:
     return at_once if patience(job, worker) <= hang_limit(job) else patience(job, worker)
 
 
+def narrow_limit(job: State) -> float:
+    """How long a member may take to report when one of them is to save alone: longer than the view had, for
+    it may be in the middle of a shard, and who is not waited for cannot be the one that saves."""
+    return 1.5 * job.settings.cut_short_seconds
+
+
 def install_limit(job: State) -> float:
     restores = job.view is not None and job.view.restore
     return job.settings.slow_phase_seconds if restores else max(job.settings.install_seconds, hang_limit(job))
@@ -157,7 +163,7 @@ def _has_not(job: State, now: float, done: str) -> list[Finding]:
         if worker.standing is Standing.READY:
             limit = hang_limit(job)
         elif job.narrow:
-            limit = job.settings.cut_short_seconds
+            limit = narrow_limit(job)
         elif job.abort:
             limit = abort_limit(job, worker)
         else:
@@ -283,7 +289,7 @@ def next_due(job: State, now: float) -> float:
         times.append(job.doubted_at + settings.check_seconds)
     match job.phase:
         case Phase.PREPARING if job.narrow:
-            times.append(job.asked_at + settings.cut_short_seconds)
+            times.append(job.asked_at + narrow_limit(job))
         case Phase.PREPARING if job.abort:
             times += [job.asked_at + abort_limit(job, job.workers[number]) for number in job.waiting]
         case Phase.RUNNING | Phase.STOPPING | Phase.PREPARING:
