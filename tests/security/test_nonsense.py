@@ -12,9 +12,21 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 from tests.elastic.supervised_jobs import Run, drop, running
 from tests.security.hostile_peer import facts, hello_as, hostile
+from tests.waiting import wait_for
 
 from paceline.core.control import messages
-from paceline.core.control.messages import Ask, Beat, Exited, Installed, Message, Receipt, Report, Told
+from paceline.core.control.channel import MAX_FRAME
+from paceline.core.control.messages import (
+    Ask,
+    Beat,
+    Broken,
+    Exited,
+    Installed,
+    Message,
+    Receipt,
+    Report,
+    Told,
+)
 from paceline.core.events import Note, SupervisorStarted, WorkerFailed
 from paceline.core.version import PROTOCOL, VERSION
 
@@ -215,3 +227,16 @@ def test_no_wrong_value_of_what_may_end_a_worker_ends_the_supervisor(job, said):
         except OverflowError:
             return
     assert facts(job)["attempt"] == 1
+
+
+def test_a_reason_of_megabytes_is_cut(job):
+    """What a member gives as a reason goes into messages to all others, which have a longest length."""
+    before = facts(job)
+    with hostile(job) as peer:
+        said = Broken(generation=before["generation"], reason="x" * (MAX_FRAME - 60))
+        peer.send(hello_as(before["workers"][0], before["generation"]), said)
+        # The view is made anew: some time later it is another one.
+        wait_for(lambda: facts(job)["generation"] > before["generation"])
+    job.until_step(job.steps[-1] + 3)
+    after = facts(job)
+    assert (after["attempt"], after["dropped"]) == (1, before["dropped"])

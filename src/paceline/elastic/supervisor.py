@@ -367,7 +367,7 @@ class Supervisor:
                 many = "1 worker" if ask.number == 1 else f"{ask.number} workers"
                 connection.send(Answer(done=True, text=f"the job is asked to have {many}"))
             case "stop":
-                self.feed(StopAsked(ask.text or "paceline stop"))
+                self.feed(StopAsked(shown(ask.text) or "paceline stop"))
                 connection.send(Answer(done=True, text="the job is asked to save and end"))
             case "status":
                 connection.send(status_of(self))

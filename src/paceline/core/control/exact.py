@@ -41,6 +41,15 @@ class Length:
     most: int
 
 
+@final
+@dataclass(frozen=True)
+class Cut:
+    """Text for people, as an annotation: what is longer than so many characters is cut, not refused. It may
+    be an exception's of the user's code, and goes into other messages, which have a longest length too."""
+
+    most: int
+
+
 class NotExactError(Exception):
     """A value that is not of its annotated type; caught by `messages`."""
 
@@ -115,6 +124,9 @@ def _limited(kind: Any, limit: Any) -> Check:
         return _digits(limit)
     if kind is str and isinstance(limit, Length):
         return _text(limit.most)
+    if kind is str and isinstance(limit, Cut):
+        whole, most = _text(None), limit.most
+        return lambda value: whole(value)[:most]
     raise InternalError(f"a message limits {kind} by {limit}, which the wire does not check")
 
 

@@ -39,6 +39,8 @@ Port = Annotated[int, exact.Range(0, 65535)]
 Seconds = Annotated[float, exact.Range(0, 10**9)]
 Step = Annotated[str, exact.Range(0, MOST_STEPS)]
 Name = Annotated[str, exact.Length(1024)]
+Reason = Annotated[str, exact.Cut(1 << 16)]
+Trace = Annotated[str, exact.Cut(1 << 20)]
 
 Progress = tuple[Count, Count, Count]
 """How far a member is: (committed steps, epoch, duties done since the last commit). Ordered."""
@@ -167,7 +169,7 @@ class Broken(Message):
     `unreachable`: members that could not be reached, where it is known which."""
 
     generation: Count
-    reason: str
+    reason: Reason
     accused: tuple[Small, ...] = ()
     unreachable: tuple[Small, ...] = ()
 
@@ -224,8 +226,8 @@ class Raised(Message):
     """My code raised. `fault` is a PacelineError's, else "code". `holds`: this worker has the state of a step
     boundary (`progress`) and waits for a view in which it is saved, or to be dismissed; else it ends."""
 
-    summary: str
-    traceback: str
+    summary: Reason
+    traceback: Trace
     phase: Name
     fault: Name = "code"
     step: Count = 0
@@ -240,7 +242,7 @@ class Raised(Message):
 class Leaving(Message):
     """I was asked to go (SIGTERM): let me out at the next step boundary."""
 
-    reason: str
+    reason: Reason
 
 
 @final
@@ -263,7 +265,7 @@ class Done(Message):
     generation: Count
     progress: Progress
     hash: Name
-    stopped: str | None = None
+    stopped: Reason | None = None
 
 
 # from an agent and from tools
@@ -294,7 +296,7 @@ class Exited(Message):
 
     member: Small
     status: Annotated[int, exact.Range(-1024, 1 << 31)]
-    reason: str
+    reason: Reason
     memory: bool = False
 
 
@@ -306,8 +308,8 @@ class Seen(Message):
     first. To one that only probes: whether the process is `stopped`; where it is gone there is no answer."""
 
     member: Small
-    state: str
-    frames: tuple[str, ...]
+    state: Reason
+    frames: tuple[Reason, ...]
     stopped: bool | None = None
 
 
@@ -319,7 +321,7 @@ class Ask(Message):
 
     what: Name
     number: Annotated[int, exact.Range(-(1 << 31), 1 << 31)] = 0
-    text: str = ""
+    text: Reason = ""
     protocol: Small = PROTOCOL
     version: Name = VERSION
 
