@@ -6,7 +6,7 @@ import copy
 import io
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from torch.nn import functional as F
 import paceline
 from paceline.core.errors import UsageError
 from paceline.frontends.spawn import spawn
+from paceline.train.loop_guard import GradientWatch
 from paceline.train.state import state_hash
 
 Body = Callable[[Any, Any, nn.Module, Any], None]
@@ -106,8 +107,25 @@ def backward_besides(run: Any, micro: Any, model: nn.Module, optimizers: Any) ->
     F.mse_loss(model(micro.x), micro.y).backward()
 
 
+def clamp_data(run: Any, micro: Any, model: nn.Module, optimizers: Any) -> None:
+    """Of many reinforcement learning loops. No version counter moves."""
+    plain(run, micro, model, optimizers)
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.data.clamp_(-1e-6, 1e-6)
+
+
+def unscale(run: Any, micro: Any, model: nn.Module, optimizers: Any) -> None:
+    """Nor does a GradScaler move one."""
+    scaler = torch.amp.GradScaler("cpu", enabled=True)
+    run.backward(scaler.scale(F.mse_loss(model(micro.x), micro.y)))
+    scaler.unscale_(optimizers)
+
+
 @pytest.mark.parametrize("micro_batch", [1, 3])
-@pytest.mark.parametrize("body", [module_zero, part_zero, clip, backward_twice, backward_besides])
+@pytest.mark.parametrize(
+    "body", [module_zero, part_zero, clip, backward_twice, backward_besides, clamp_data, unscale]
+)
 def test_gradients_that_something_else_changes(tmp_path: Path, body: Body, micro_batch: int) -> None:
     with pytest.raises(UsageError, match=r"step 1: .*gradients .* by something other than the run's own"):
         loop(tmp_path / "run", body, micro_batch=micro_batch)
@@ -126,7 +144,19 @@ def unbound(run: Any, micro: Any, model: nn.Module, optimizers: Any) -> None:
     type(optimizers).step(optimizers)
 
 
-@pytest.mark.parametrize("body", [by_hand, unbound])
+def by_data(run: Any, micro: Any, model: nn.Module, optimizers: Any) -> None:
+    plain(run, micro, model, optimizers)
+    for parameter in model.parameters():
+        parameter.data.mul_(0.99)
+
+
+def other_data(run: Any, micro: Any, model: nn.Module, optimizers: Any) -> None:
+    plain(run, micro, model, optimizers)
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 0.99
+
+
+@pytest.mark.parametrize("body", [by_hand, unbound, by_data, other_data])
 def test_weights_that_something_else_changes(tmp_path: Path, body: Body) -> None:
     with pytest.raises(UsageError, match=r"step 1: weights .* changed before the step's gradient"):
         loop(tmp_path / "run", body)
@@ -144,6 +174,48 @@ def test_a_layer_that_changes_its_weights_in_forward(tmp_path: Path) -> None:
     )
     with pytest.raises(UsageError, match=r"weights \(0\.weight, .* changed before the step's gradient"):
         trainer.fit((words, torch.zeros(12, 1)))
+
+
+@final
+class Normalised(nn.Module):
+    """A weight that is kept small by its own forward, in a way that moves no version counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+
+    def forward(self, x: Any) -> Any:
+        self.linear.weight.data.mul_(0.9)
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_weights_that_forward_changes_through_data(tmp_path: Path, workers: int) -> None:
+    """It happened once for each shard of a worker: other bits on each number of workers, without a word."""
+    trainer = paceline.Trainer(
+        Normalised,
+        nn.MSELoss(),
+        optimizer=lambda p: torch.optim.SGD(p, 0.1),
+        config=config(
+            run_dir=tmp_path, workers=workers, fault_tolerance=paceline.FaultTolerance(enabled=False)
+        ),
+    )
+    with pytest.raises(UsageError, match=r"weights \(linear\.weight, .* changed before the step's gradient"):
+        trainer.fit((torch.ones(12, 4), torch.zeros(12, 2)))
+
+
+def test_one_damaged_word_of_the_weights_is_no_mistake_of_the_program() -> None:
+    """The ranks find it and repair it (agreement.py); an error here would end the run."""
+    parameter = nn.Parameter(torch.ones(64))
+    watch = GradientWatch({"weight": parameter})
+    watch.opened(0)
+    watch.start_shard()
+    parameter.data[5] = 2.0
+    watch.finish_shard(1)
+    parameter.data[6] = 2.0
+    watch.start_shard()
+    with pytest.raises(UsageError, match="weights"):
+        watch.finish_shard(1)
 
 
 def test_scheduler_of_torch_is_refused(tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 A step sums the gradients of its shards and applies them once, so `zero_grad`, `step`, `clip_grad_norm_` or a
 `backward` beside the run's own lose or double gradients. `guarded` refuses the calls by name; `GradientWatch`
-finds any other way to the same end by the version counters of gradients and parameters. Must not know where
-batches come from, nor what a step does with its gradients.
+finds any other way to the same end by the version counters of gradients and parameters, and by their memory:
+what is done through `.data`, and what a GradScaler does, moves no counter. Must not know where batches come
+from, nor what a step does with its gradients.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -26,8 +28,12 @@ from paceline.core.errors import UsageError
 _ABSENT = object()
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 _LOOKED_AT = 64  # parameters in a step
+_READ = 8  # tensors whose memory is compared in a step
+_WINDOW = 256  # bytes of each of them
+_WORD = 4
 _gradient: Callable[[Parameter], Tensor | None] = attrgetter("grad")
 _version: Callable[[Tensor], int] = attrgetter("_version")
+_read: Callable[[int, int], bytes] = ctypes.string_at
 
 
 @final
@@ -36,7 +42,8 @@ class GradientWatch:
     changes the parameters that are trained.
 
     Of a model with many parameters every step looks at some, in turn: what such a line does to all of them
-    is seen at once, what it does to one of them within a few steps, and a look costs some microseconds.
+    is seen at once, what it does to one of them within a few steps, and a look costs some microseconds. The
+    same holds for the memory that is compared, on a CPU.
     """
 
     def __init__(self, trained: Mapping[str, Parameter]) -> None:
@@ -46,32 +53,40 @@ class GradientWatch:
         self._parameters: list[Parameter] = []
         self._gradients: list[Tensor | None] = []
         self._changes = self._moves = 0  # in place: of the gradients, of the parameters
+        self._windows = _Windows((), 0)
+        self._memory: list[bytes] = []  # of the gradients
+        self._weights: list[bytes] = []
 
     def opened(self, step: int) -> None:
         """A step begins, or goes on in another group: the parameters are as they are to stay."""
         looked_at = self._all[step % self._stride :: self._stride]
         self._names, self._parameters = [name for name, _ in looked_at], [one for _, one in looked_at]
         self._moves = sum(map(_version, self._parameters))
+        self._windows = _Windows(self._parameters, step)
+        self._weights = self._windows.of(self._parameters)
 
     def start_shard(self) -> None:
         """No parameter has a gradient."""
-        self._gradients, self._changes = [None] * len(self._parameters), 0
+        self._gradients, self._changes, self._memory = [None] * len(self._parameters), 0, []
 
     def after_backward(self) -> None:
         self._gradients = list(map(_gradient, self._parameters))
         self._changes = _changes(self._gradients)
+        self._memory = self._windows.of(self._gradients)
 
     def check_gradients(self, step: int) -> None:
         """Before the next backward of a shard."""
         now = list(map(_gradient, self._parameters))
-        if not all(map(is_, now, self._gradients)) or _changes(now) != self._changes:
+        same = all(map(is_, now, self._gradients)) and _changes(now) == self._changes
+        if not same or _rewritten(self._memory, self._windows.of(now)):
             self._refuse_gradients(now, step)
 
     def finish_shard(self, step: int) -> None:
         """Before the shard's gradients are deposited."""
         self.check_gradients(step)
         self._gradients = []
-        if sum(map(_version, self._parameters)) != self._moves:
+        moved = sum(map(_version, self._parameters)) != self._moves
+        if moved or _rewritten(self._weights, self._windows.of(self._parameters)):
             self._refuse_parameters(step)
 
     def _refuse_gradients(self, now: Sequence[Tensor | None], step: int) -> NoReturn:
@@ -96,13 +111,51 @@ class GradientWatch:
             f"step {step}: weights ({_some(self._names)}, or one of them) changed before the step's gradient "
             "was applied: which samples were seen before and after would depend on the workers",
             remedy="leave the weights to the run, which calls the optimizer once a step: delete "
-            "optimizer.step() and assignments to weights from the loop, the model's forward and hooks "
-            "(Embedding(max_norm=...) is one)",
+            "optimizer.step() and assignments to weights and their .data from the loop, the model's forward "
+            "and hooks (Embedding(max_norm=...) is one); torch.nn.utils.parametrize constrains a weight",
         )
 
 
 def _changes(gradients: Sequence[Tensor | None]) -> int:
     return sum(gradient._version for gradient in gradients if gradient is not None)
+
+
+@final
+class _Windows:
+    """Some bytes of some of these parameters, or of their gradients: others in each step."""
+
+    def __init__(self, parameters: Sequence[Tensor], step: int) -> None:
+        stride = -(-len(parameters) // _READ) or 1
+        self._places: list[tuple[int, int, int]] = []  # which, from where, how much
+        for index in range(step % stride, len(parameters), stride):
+            if _is_readable(one := parameters[index]):
+                size = one.numel() * one.element_size()
+                start = step % -(-size // _WINDOW) * _WINDOW
+                self._places.append((index, start, min(_WINDOW, size - start)))
+
+    def of(self, tensors: Sequence[Tensor | None]) -> list[bytes]:
+        return [
+            _read(one.data_ptr() + start, size)
+            for index, start, size in self._places
+            if (one := tensors[index]) is not None and _is_readable(one) and one.is_contiguous()
+        ]
+
+
+def _is_readable(tensor: Tensor) -> bool:
+    """Whether its elements are memory of this process that can be read as it is."""
+    plain = type(tensor) in (Tensor, Parameter) and tensor.layout is torch.strided
+    return plain and tensor.device.type == "cpu" and tensor.numel() > 0
+
+
+def _rewritten(before: Sequence[bytes], now: Sequence[bytes]) -> bool:
+    """Whether a program wrote there. One word alone may be damage to the memory, which the ranks find and
+    repair (agreement.py), and is not a mistake of the program."""
+    if before == now:
+        return False
+    words = 0
+    for one, other in zip(before, now, strict=False):
+        words += sum(one[i : i + _WORD] != other[i : i + _WORD] for i in range(0, len(one), _WORD))
+    return words > 1
 
 
 def _some(names: Sequence[str]) -> str:
