@@ -172,9 +172,31 @@ def test_when_all_are_damaged_nothing_is_begun_anew(tmp_path):
     fit(settings(folder, 2, epochs=2))
     for state in (folder / "checkpoints").glob("*/state.json"):
         state.write_bytes(state.read_bytes()[:-10])
-    with pytest.raises(DamagedCheckpointError, match=r"is damaged:\n.*state\.json is cut off"):
+    with pytest.raises(DamagedCheckpointError, match=r"is damaged:\n.*state\.json is cut off") as caught:
         fit(settings(folder, 1, resume="auto"))
     assert [event.type for event in journal_of(folder)].count("run_started") == 1
+    # Nor is it said that the next start would.
+    assert "begins anew" not in "".join(caught.value.__notes__)
+
+
+@pytest.mark.parametrize("lost", ["removed", "elsewhere"])
+def test_a_run_that_has_saved_does_not_begin_anew_where_no_version_is(tmp_path, lost):
+    """A disk that is not mounted, or another checkpoint.url: it began at step 1, without a word."""
+    folder = tmp_path / "run"
+    fit(settings(folder, 1, epochs=2))
+    again = settings(folder, 1, resume="auto", epochs=3)
+    if lost == "removed":
+        (folder / "checkpoints").rename(tmp_path / "unmounted")
+    else:
+        empty = dataclasses.replace(again.checkpoint, url=str(tmp_path / "empty"))
+        again = dataclasses.replace(again, checkpoint=empty)
+    with pytest.raises(UsageError, match=r"says that version \d+ of step \d+ was saved, and .* no version"):
+        fit(again)
+    assert [event.type for event in journal_of(folder)].count("run_started") == 1
+    if lost == "removed":
+        (folder / "checkpoints").rmdir()
+        (tmp_path / "unmounted").rename(folder / "checkpoints")
+        assert fit(again).steps
 
 
 @pytest.mark.parametrize("supervised", [True, False])

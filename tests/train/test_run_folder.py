@@ -68,6 +68,16 @@ def test_a_given_folder_is_made_once_and_never_overwritten(tmp_path):
         create(tmp_path, run_dir=str(tmp_path / "journal-only"))
 
 
+def test_a_run_without_its_settings_is_not_told_to_resume(tmp_path):
+    """It was: by an error that answered resume="auto"."""
+    where = tmp_path / "run"
+    where.mkdir()
+    (where / "journal.jsonl").write_text("")
+    with pytest.raises(UsageError, match=r"its config\.toml is missing") as raised:
+        RunFolder.for_config(TrainConfig(run_dir=str(where), resume="auto"))
+    assert 'resume="auto"' not in raised.value.remedy
+
+
 def test_a_folder_with_other_things_in_it_may_be_used(tmp_path):
     (tmp_path / "data.bin").write_bytes(b"x")
     assert create(tmp_path, run_dir=str(tmp_path)).config_file.is_file()

@@ -27,7 +27,7 @@ class Following:
         self._callbacks = callbacks
         self._info = info
         self._url = url
-        self._started = False
+        self.started = False  # whether the run has begun or gone on
         # What stands there is of earlier parts of the run; observers are told what happens from now on.
         self._offset = file.stat().st_size if file.exists() else 0
         self.steps = StepLog()
@@ -57,9 +57,9 @@ class Following:
             self._offset = chunk.offset
 
     def _start(self, event: events.RunStarted | events.RunResumed) -> None:
-        if self._started:
+        if self.started:
             return  # the job lost all its workers since, and goes on from a checkpoint
-        self._started = True
+        self.started = True
         info = dataclasses.replace(self._info, workers=event.workers)
         if isinstance(event, events.RunResumed):
             info = dataclasses.replace(info, first_step=event.step, first_epoch=event.epoch)
@@ -118,5 +118,5 @@ class Following:
             self.injected.add(event.index)
         elif isinstance(event, events.ViewChanged):
             before, self.workers = self.workers, len(event.members)
-            if self._started and before != self.workers:
+            if self.started and before != self.workers:
                 callbacks.workers(self.workers)

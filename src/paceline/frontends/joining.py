@@ -12,8 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.core import journal
 from paceline.core.control import address, crew, unheard
 from paceline.core.errors import ConfigError, PacelineError, UsageError
+from paceline.core.events import CheckpointSaved, RunStarted
+from paceline.core.foreign import without_credentials
 from paceline.core.machine import cores
 from paceline.frontends import unused
 from paceline.train.config import TrainConfig
@@ -136,6 +139,8 @@ def _make_folder(config: TrainConfig, check: Callable[[TrainConfig], None] | Non
     if config.resume is None and config.run_dir is not None:
         unused.clear(RunFolder(Path(config.run_dir).absolute()), config)
     folder = RunFolder.for_config(config)
+    if config.resume == "auto":
+        _check_not_lost(folder, config)
     if crew.is_known(folder.path) or unheard.is_there(folder.path):
         with held(folder.lock_file, str(folder.path)):
             _wait_for_earlier_start(folder, config.fault_tolerance.patience)
@@ -184,6 +189,33 @@ def _complete_journal(folder: RunFolder) -> None:
         take_in(chronicle, folder.path, secret)
     finally:
         chronicle.close()
+
+
+def _check_not_lost(folder: RunFolder, config: TrainConfig) -> None:
+    """A run that has saved does not begin anew where the place of its versions is empty: that is a disk which
+    is not mounted, or another `checkpoint.url`. What was saved before the last beginning does not count: a
+    group that went back behind its first version has begun again."""
+    from paceline.checkpoint.store import CheckpointStore
+
+    url = folder.checkpoint_url(config)
+    try:
+        if not folder.journal_file.is_file() or CheckpointStore(url).versions():
+            return
+    except PacelineError:
+        return  # the worker that looks for the version to go on from says why it cannot
+    saved: CheckpointSaved | None = None
+    for event in journal.iterate(folder.journal_file):
+        if isinstance(event, RunStarted):
+            saved = None
+        elif isinstance(event, CheckpointSaved):
+            saved = event
+    if saved is not None:
+        raise UsageError(
+            f"the journal in {folder.path} says that version {saved.version} of step {saved.step} was saved, "
+            f"and {without_credentials(url)} holds no version at all: the run would begin anew",
+            remedy="mount or bring back the place of the checkpoints, or set checkpoint.url to where they "
+            "are; to begin anew, choose another run_dir",
+        )
 
 
 def _check_empty(url: str) -> None:

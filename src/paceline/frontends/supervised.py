@@ -240,6 +240,8 @@ class RunningFit:
             return saved_words(*self._following.saved)
         if not self._saves:
             return "nothing is saved, because checkpoints are turned off"
+        if self._job.config.resume is not None and not self._following.started:
+            return "the run did not go on: what was saved before this start is as it was"
         return "no version is saved: a run that is started again begins anew"
 
     def _warn_of_chaos(self, last_step: int) -> None:

@@ -84,6 +84,12 @@ class RunFolder:
             _make(folder.path, _MODES[config.run_dir_access])
             folder.check_no_links()
             if folder.config_file.exists() or folder.journal_file.exists():
+                if config.resume is not None:
+                    raise UsageError(
+                        f"{folder.path} holds a run that cannot go on: its config.toml is missing",
+                        remedy="put config.toml back from a copy (every checkpoint's state has it as "
+                        "`config`: paceline checkpoint show), or choose another run_dir",
+                    )
                 raise UsageError(
                     f"{folder.path} already holds a run",
                     remedy='continue it with resume="auto", or choose another run_dir',
