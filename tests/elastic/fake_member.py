@@ -16,7 +16,6 @@ from typing import Any
 
 from paceline.core import events, phase_page
 from paceline.core.control import address
-from paceline.core.control.auth import Tls
 from paceline.core.control.dialing import Dialer
 from paceline.core.control.host import host_identity, host_name
 from paceline.core.control.member_link import MemberLink
@@ -39,6 +38,7 @@ from paceline.core.control.messages import (
 )
 from paceline.core.events import StepCommitted
 from paceline.core.listening import Listening
+from paceline.core.tls import Tls
 from paceline.engines.local import payload
 from paceline.engines.local.child import Task
 

@@ -12,9 +12,9 @@ from typing import Any
 from tests.elastic.fake_member import ENTRY
 
 from paceline.core import journal
-from paceline.core.control.auth import Tls
 from paceline.core.events import Event, StepCommitted, ViewChanged, WorkerStarted
 from paceline.core.listening import ANY_PORT, Listening
+from paceline.core.tls import Tls
 from paceline.elastic.client import Supervised
 from paceline.elastic.job import Job, Outcome
 from paceline.elastic.model import Settings

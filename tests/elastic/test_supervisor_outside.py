@@ -28,10 +28,10 @@ ROOT = Path(__file__).parents[2]
 JOIN = """
 import signal, sys
 from pathlib import Path
-from paceline.core.control.auth import read_secret
+from paceline.core.control.address import read_token
 from paceline.elastic.agent import Agent
 host, port, token, workers = sys.argv[1:]
-agent = Agent((host, int(port)), read_secret(Path(token)), int(workers), say=print)
+agent = Agent((host, int(port)), read_token(Path(token)), int(workers), say=print)
 signal.signal(signal.SIGTERM, lambda *_: agent.leave())
 sys.exit(agent.run())
 """

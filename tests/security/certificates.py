@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 from typing import final
 
-from paceline.core.control.auth import Tls
+from paceline.core.tls import Tls
 
 
 @final

@@ -13,7 +13,7 @@ from typing import Any, final
 import msgpack
 from tests.elastic.supervised_jobs import Run
 
-from paceline.core.control import auth, channel
+from paceline.core.control import address, channel
 from paceline.core.control.messages import Ask, Hello, Message
 from paceline.core.sealing import Session
 from paceline.elastic import tools
@@ -64,7 +64,7 @@ def packed(plain: Any) -> bytes:
 def hostile(run: Run) -> Iterator[Hostile]:
     """A connection to the run's supervisor, proven with its token."""
     with socket.create_connection(run.supervised.address, timeout=30.0) as sock:
-        session = auth.connect(sock, auth.read_secret(run.folder / "control.secret"), 30.0)
+        session = channel.prove(sock, address.read_secret(run.folder), 30.0)
         sock.settimeout(30.0)
         yield Hostile(sock, session)
 

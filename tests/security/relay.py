@@ -14,16 +14,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, Literal, final
 
-from paceline.core.control.auth import ANSWER_BYTES, CHALLENGE_BYTES, TlsEnd
+from paceline.core.handshake import CHALLENGE_BYTES, CONTROL, PROOF_BYTES
 from paceline.core.sealing import TAG_BYTES
+from paceline.core.tls import TlsEnd
 
 Direction = Literal["to the supervisor", "to the joiner"]
 UP: Final[Direction] = "to the supervisor"
 DOWN: Final[Direction] = "to the joiner"
 
-_PROOF: Final = ANSWER_BYTES - CHALLENGE_BYTES
 _LENGTH: Final = struct.Struct("<I")
-_HANDSHAKE: Final = {UP: ANSWER_BYTES, DOWN: CHALLENGE_BYTES + _PROOF}
+_HANDSHAKE: Final = {UP: CONTROL.answer_bytes, DOWN: CHALLENGE_BYTES + PROOF_BYTES}
 
 
 @dataclass

@@ -20,7 +20,7 @@ from paceline.checkpoint.store import CheckpointStore
 from paceline.cli import main
 from paceline.core import own_records
 from paceline.core.control import address
-from paceline.core.control.auth import new_secret
+from paceline.core.control.address import new_secret
 from paceline.core.control.channel import Channel
 from paceline.core.control.messages import Answer
 from paceline.core.errors import PlatformError, UsageError

@@ -18,10 +18,10 @@ from tests.waiting import wait_for
 
 from paceline.comm.calls import RankState
 from paceline.comm.context import DistributedContext
-from paceline.comm.transport.handshake import _PROTOCOL, Claim, Stream, connect_all
+from paceline.comm.transport.handshake import Claim, Stream, connect_all
 from paceline.comm.transport.link import HEAD_BYTES, Kind
 from paceline.core.errors import RendezvousError
-from paceline.core.handshake import Connector
+from paceline.core.handshake import MESH, Connector
 from paceline.core.macs import offered
 
 
@@ -57,7 +57,7 @@ def test_a_member_gets_in_while_strangers_knock() -> None:
     assert not acceptor.errors
 
 
-@pytest.mark.parametrize("said", [b"", b"PLmesh3\0", b"PLmesh2\0" + bytes(24)], ids=["silent", "slow", "old"])
+@pytest.mark.parametrize("said", [b"", MESH.magic, b"PLmesh2\0" + bytes(24)], ids=["silent", "slow", "old"])
 def test_300_strangers_who_stay_do_not_keep_a_member_out(said: bytes) -> None:
     with forming(0, {1: ("", 0)}) as acceptor, ExitStack() as stack:
         strangers = [stack.enter_context(calling(acceptor.port, said)) for _ in range(300)]
@@ -71,7 +71,7 @@ def test_300_strangers_who_stay_do_not_keep_a_member_out(said: bytes) -> None:
 def test_a_stranger_cannot_take_a_ranks_place() -> None:
     with forming(0, {1: ("", 0)}) as acceptor:
         for stream in Stream:
-            connector = Connector(_PROTOCOL, b"x" * 32, Claim(1, 0, stream, offered(), offered()).packed())
+            connector = Connector(MESH, b"x" * 32, Claim(1, 0, stream, offered(), offered()).packed())
             with calling(acceptor.port) as stranger:
                 answer = b""
                 while not answer:

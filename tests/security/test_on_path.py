@@ -20,7 +20,6 @@ from tests.security.relay import DOWN, UP, Direction, Passed, Relay
 from tests.waiting import wait_for
 
 from paceline.core.control import channel
-from paceline.core.control.auth import Tls
 from paceline.core.control.messages import (
     Ask,
     Dismissed,
@@ -37,6 +36,7 @@ from paceline.core.control.messages import (
 )
 from paceline.core.events import ViewChanged, WorkerFailed
 from paceline.core.sealing import TAG_BYTES
+from paceline.core.tls import Tls
 from paceline.engines.local import launch, payload
 
 ROOT = Path(__file__).parents[2]

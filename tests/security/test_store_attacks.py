@@ -15,9 +15,10 @@ import pytest
 from tests.security.strangers import HUGE_ARRAY, INFINITE, calling, dropped, frame_of, knocking, message_of
 
 from paceline.comm.store import StoreClient, StoreServer
-from paceline.comm.transport.entrance import STRANGER_SECONDS, STRANGERS
 from paceline.comm.transport.link import Kind
+from paceline.core.entrance import STRANGER_SECONDS, STRANGERS
 from paceline.core.errors import WireError
+from paceline.core.handshake import STORE
 
 SECRET = b"s" * 32
 
@@ -53,7 +54,7 @@ def serves(port: int) -> bool:
         frame_of(b"\0" * (1 << 20)),
         b"GET / HTTP/1.1\r\nHost: here\r\n\r\n",
         b"\0",
-        b"PLstore3\x01" + bytes(64),
+        STORE.magic + b"\x01" + bytes(64),
     ],
     ids=["infinite", "huge array", "long list", "deep", "large", "http", "zero", "no proof"],
 )
@@ -106,7 +107,7 @@ def test_a_stranger_who_is_slow_is_dropped_in_time(port: int) -> None:
         stop = threading.Event()
 
         def trickle() -> None:
-            for byte in b"PLstore3\x01" + bytes(60):
+            for byte in STORE.magic + b"\x01" + bytes(60):
                 try:
                     stranger.sendall(bytes([byte]))
                 except OSError:

@@ -36,8 +36,9 @@ def join(
 
     Example: paceline join 10.0.0.5:41000 --workers 2 --token-file control.secret
     """
-    from paceline.core.control.auth import Tls, read_secret
+    from paceline.core.control.address import read_token
     from paceline.core.listening import Listening
+    from paceline.core.tls import Tls
     from paceline.elastic.agent import Agent
 
     host, _, port = address.rpartition(":")
@@ -52,7 +53,7 @@ def join(
         raise UsageError("TLS needs --certificate, --key and --authority", remedy="give all three or none")
     agent = Agent(
         (host.strip("[]"), int(port)),
-        read_secret(token_file),
+        read_token(token_file),
         workers,
         tls,
         say=lambda text: typer.echo(shown(text)),

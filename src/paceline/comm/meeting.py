@@ -28,7 +28,7 @@ from paceline.comm.processes import start_time
 from paceline.comm.store import StoreClient, StoreServer
 from paceline.comm.transport.dial import Look, nothing_to_see
 from paceline.core.errors import GroupInterruptedError, RendezvousError, WireError
-from paceline.core.handshake import KeyedDifferentlyError
+from paceline.core.handshake import KeyedDifferentlyError, VersionError
 from paceline.core.listening import ANY_PORT, INTERFACE_VARIABLE, Listening, from_here, resolves_to_loopback
 
 T = TypeVar("T")
@@ -151,6 +151,10 @@ def _patiently(rank: int, address: Address, deadline: float, attempt: Callable[[
             raise RendezvousError(
                 f"rank {rank} does not agree with rank 0 at {address} on having a secret: {error.message}",
                 remedy=f"set {SECRET_VARIABLE} on all ranks, or on none",
+            ) from error
+        except VersionError as error:
+            raise RendezvousError(
+                f"rank {rank} cannot meet rank 0 at {address}: {error.message}", remedy=error.remedy
             ) from error
         except (WireError, DistError):
             reason = "what listens there is not a rendezvous, or its secret is another"

@@ -19,6 +19,7 @@ from __future__ import annotations
 import base64
 import json
 import logging
+import math
 import os
 import select
 import selectors
@@ -30,14 +31,13 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from paceline.comm.transport.dial import LOOK_SECONDS, Look, dial, nothing_to_see, read_exactly
-from paceline.comm.transport.entrance import Entrance, Proven
 from paceline.comm.transport.link import Kind, Link
+from paceline.core.entrance import Entrance, Proven
 from paceline.core.errors import WireError
-from paceline.core.handshake import Connector, KeyedDifferentlyError, Protocol, no_answer
+from paceline.core.handshake import STORE, Connector
 
 _log = logging.getLogger("paceline.comm")
 
-_PROTOCOL = Protocol(b"PLstore3")
 _MAX_BYTES = 2 << 20
 _MAX_VALUE = 1 << 20
 _MAX_KEY = 1024
@@ -68,7 +68,7 @@ class StoreServer:
         self._wake_in, self._wake_out = os.pipe2(os.O_CLOEXEC)
         self._stopped = False
         self._selector.register(self._wake_in, selectors.EVENT_READ, self._stop)
-        self._entrance = Entrance(listener, _PROTOCOL, secret, self._selector, self._let_in)
+        self._entrance = Entrance(listener, STORE, secret, self._selector, self._let_in)
         self._thread: threading.Thread | None = threading.Thread(
             target=self._run, name="paceline-store", daemon=True
         )
@@ -92,22 +92,23 @@ class StoreServer:
     def _run(self) -> None:
         while not self._stopped:
             due = self._entrance.due
-            wait = None if due is None else max(due - time.monotonic(), 0.0)
-            for key, mask in self._selector.select(wait):
-                key.data(mask)
-            self._entrance.tick(time.monotonic())
+            wait = None if due == math.inf else max(due - time.monotonic(), 0.0)
+            ready = self._selector.select(wait)
+            now = time.monotonic()
+            for key, mask in ready:
+                key.data(mask, now)
+            self._entrance.tick(now)
 
-    def _stop(self, mask: int) -> None:
+    def _stop(self, mask: int, now: float) -> None:
         self._stopped = True
 
     def _let_in(self, context: bytes, proven: Proven) -> None:
         sock = proven.sock
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._guests[sock] = _Guest(Link(proven, max_message=_MAX_BYTES))
         self._selector.register(sock, selectors.EVENT_READ, self._serving(sock))
 
-    def _serving(self, sock: socket.socket) -> Callable[[int], None]:
-        return lambda mask: self._serve(sock)
+    def _serving(self, sock: socket.socket) -> Callable[[int, float], None]:
+        return lambda mask, now: self._serve(sock)
 
     def _serve(self, sock: socket.socket) -> None:
         guest = self._guests.get(sock)
@@ -228,7 +229,10 @@ class StoreClient:
         sock = dial(host, port, deadline, look or nothing_to_see)
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._link = Link(_prove(sock, secret, deadline, look or nothing_to_see), max_message=1 << 40)
+            session = Connector(STORE, secret).run(
+                lambda count: read_exactly(sock, count, deadline, look or nothing_to_see), sock.sendall
+            )
+            self._link = Link(Proven(sock, session), max_message=1 << 40)
         except (OSError, EOFError) as error:
             sock.close()
             raise WireError(f"no answer of a store: {error}") from error
@@ -286,16 +290,3 @@ class StoreClient:
                 poll.register(self._link.sock, select.POLLIN | (select.POLLOUT if self._link.waiting else 0))
                 poll.poll(left * 1000)
                 self._link.flush()
-
-
-def _prove(sock: socket.socket, secret: bytes, deadline: float, look: Look) -> Proven:
-    connector = Connector(_PROTOCOL, secret)
-    try:
-        while not connector.done:
-            answer = connector.feed(read_exactly(sock, connector.wanted, deadline, look))
-            if answer:
-                sock.sendall(answer)
-    except KeyedDifferentlyError:
-        sock.sendall(no_answer(_PROTOCOL, secret))  # so that the other end can say it too
-        raise
-    return Proven(sock, connector.session())

@@ -1,22 +1,32 @@
 """Prove a shared secret to each other before anything else is said: bytes in, bytes out, no I/O.
 
     acceptor -> connector   magic, keyed, nonce
-    connector -> acceptor   magic, keyed, context, nonce, HMAC("connector", all of the above)
-    acceptor -> connector   HMAC("acceptor", all of the above)
+    connector -> acceptor   magic, keyed, context, nonce, HMAC("connector", all of the above, bound)
+    acceptor -> connector   HMAC("acceptor", all of the above, bound)
 
-Every message has a fixed size and is compared, never interpreted: a stranger cannot have memory allocated
-or a parser run. The acceptor says nothing that depends on the secret before the connector has proved
-itself. The context is what the connector claims to be (a rank, a stream); it is covered by both proofs.
-`keyed` says whether an end has a secret at all: where one end has none, both can say so instead of "wrong
-secret". Both ends derive the session's keys from everything that was exchanged, see `sealing`.
+Every message has a fixed size and is compared, never interpreted: a stranger cannot have memory allocated or
+a parser run. The acceptor says nothing that depends on the secret before the connector has proved itself; the
+two proofs begin with different words, so that neither end's proof can be sent back to it.
+
+    magic     name and number of the protocol: an end of another number is refused with both numbers
+    keyed     whether an end has a secret at all: where one has none, both can say so, not "wrong secret"
+    context   what the connector claims to be (a rank, a stream)
+    bound     what both ends see and neither sends: the digests of both certificates where TLS is used. A
+              machine in the middle with another certificate of the same authority, and without the secret,
+              makes the two ends see different ones, and both proofs fail
+
+A proof says who is there at that moment only: a relay can pass these three messages on. So both ends derive
+the keys of a session from the secret and from everything above, see `sealing`; no unkeyed session exists.
 
 Must not know sockets, nor what is said afterwards.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Final, final
@@ -24,33 +34,69 @@ from typing import Final, final
 from paceline.core.errors import WireError
 from paceline.core.sealing import Session, session
 
-MAGIC_BYTES: Final = 8
-NONCE_BYTES: Final = 32
+_NAME_BYTES: Final = 7
+_MAGIC_BYTES: Final = _NAME_BYTES + 1
+_HEAD_BYTES: Final = _MAGIC_BYTES + 1
+_NONCE_BYTES: Final = 32
 PROOF_BYTES: Final = sha256().digest_size
-_HEAD_BYTES: Final = MAGIC_BYTES + 1
-_CHALLENGE_BYTES: Final = _HEAD_BYTES + NONCE_BYTES
+CHALLENGE_BYTES: Final = _HEAD_BYTES + _NONCE_BYTES
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """What is spoken after the handshake (name and version in 8 bytes), and the size of the context."""
+    """What is spoken after the handshake. `number` grows with every change of what is said, here or there:
+    two numbers that differ do not talk."""
 
-    magic: bytes
+    name: str
+    mark: bytes
+    number: int
     context_bytes: int = 0
 
-    def __post_init__(self) -> None:
-        assert len(self.magic) == MAGIC_BYTES
+    @property
+    def magic(self) -> bytes:
+        """The first bytes of both ends."""
+        return self.mark.ljust(_NAME_BYTES, b"\0") + bytes([self.number])
 
     @property
     def answer_bytes(self) -> int:
         """What a connector sends; an acceptor never reads more of a stranger."""
-        return _HEAD_BYTES + self.context_bytes + NONCE_BYTES + PROOF_BYTES
+        return _HEAD_BYTES + self.context_bytes + _NONCE_BYTES + PROOF_BYTES
+
+    def check(self, begin: bytes) -> None:
+        """Refuse the first bytes of the other end as soon as they cannot be those of this protocol."""
+        name, number = begin[:_NAME_BYTES], begin[_NAME_BYTES:_MAGIC_BYTES]
+        if not self.magic.startswith(name):
+            raise OtherProtocolError(f"it does not speak Paceline's {self.name} protocol")
+        if number and number[0] != self.number:
+            raise VersionError(
+                f"it speaks {self.name} protocol {number[0]}, this end speaks {self.number}",
+                remedy="use one version of Paceline on all machines",
+            )
+
+
+CONTROL: Final = Protocol("control", b"PLctl", 3)
+"""A worker, an agent or a tool, and the supervisor."""
+STORE: Final = Protocol("store", b"PLstor", 4)
+"""A rank and the store in which ranks meet."""
+MESH: Final = Protocol("mesh", b"PLmesh", 4, context_bytes=20)
+"""Two ranks of a group: from, to, stream, and how each can authenticate bulk data."""
 
 
 class HandshakeError(WireError):
     """The other end did not prove that it holds the secret."""
 
 
+@final
+class OtherProtocolError(HandshakeError):
+    """The other end speaks something else."""
+
+
+@final
+class VersionError(HandshakeError):
+    """The other end speaks another version of the protocol."""
+
+
+@final
 class KeyedDifferentlyError(HandshakeError):
     """One end has a secret and the other has none."""
 
@@ -60,11 +106,12 @@ class Acceptor:
     """The accepting end of one connection: send `challenge`, feed what comes. When `feed` returns True, the
     connector has proved itself: look at `context`, and send `proof` to accept it."""
 
-    def __init__(self, protocol: Protocol, secret: bytes) -> None:
+    def __init__(self, protocol: Protocol, secret: bytes, bound: bytes = b"") -> None:
         self._protocol = protocol
         self._secret = secret
+        self._bound = bound
         self._got = b""
-        self.challenge: Final = protocol.magic + _keyed(secret) + secrets.token_bytes(NONCE_BYTES)
+        self.challenge: Final = protocol.magic + _keyed(secret) + secrets.token_bytes(_NONCE_BYTES)
         self.context = b""
         self.proof = b""
 
@@ -76,62 +123,69 @@ class Acceptor:
     def feed(self, data: bytes) -> bool:
         """Take bytes in; raise HandshakeError as soon as they cannot be a member's."""
         self._got += data
-        magic = self._got[:MAGIC_BYTES]
-        if self.wanted < 0 or not self._protocol.magic.startswith(magic):
-            raise HandshakeError("it does not speak this protocol")
-        if len(self._got) >= _HEAD_BYTES and self._got[MAGIC_BYTES:_HEAD_BYTES] != _keyed(self._secret):
+        self._protocol.check(self._got)
+        if self.wanted < 0:
+            raise HandshakeError("it says more than an answer")
+        if len(self._got) >= _HEAD_BYTES and self._got[_MAGIC_BYTES:_HEAD_BYTES] != _keyed(self._secret):
             raise KeyedDifferentlyError(
                 "it has no secret" if self._secret else "it has a secret, and there is none here"
             )
         if self.wanted:
             return False
-        said, proof = self._got[:-PROOF_BYTES], self._got[-PROOF_BYTES:]
-        transcript = self.challenge + said
-        if not hmac.compare_digest(proof, _prove(self._secret, b"connector", transcript)):
-            raise HandshakeError("its secret is another")
-        self.context = said[_HEAD_BYTES:-NONCE_BYTES]
+        transcript = self._transcript
+        if not hmac.compare_digest(self._got[-PROOF_BYTES:], _prove(self._secret, b"connector", transcript)):
+            other = ", or its certificate is not the one that was shown to it" if self._bound else ""
+            raise HandshakeError(f"its secret is another{other}")
+        self.context = self._got[_HEAD_BYTES : _HEAD_BYTES + self._protocol.context_bytes]
         self.proof = _prove(self._secret, b"acceptor", transcript)
         return True
 
     def session(self) -> Session:
         """The keys of this connection, once `feed` has returned True."""
-        return session(self._secret, self.challenge + self._got[:-PROOF_BYTES], accepts=True)
+        assert self.proof
+        return session(self._secret, self._transcript, accepts=True)
+
+    @property
+    def _transcript(self) -> bytes:
+        # Parts of fixed lengths in one protocol, so that no two transcripts read the same.
+        return self.challenge + self._got[:-PROOF_BYTES] + self._bound
 
 
 @final
 class Connector:
     """The connecting end: feed what comes, send what `feed` returns, until `done`."""
 
-    def __init__(self, protocol: Protocol, secret: bytes, context: bytes = b"") -> None:
+    def __init__(self, protocol: Protocol, secret: bytes, context: bytes = b"", bound: bytes = b"") -> None:
         assert len(context) == protocol.context_bytes
         self._protocol = protocol
         self._secret = secret
         self._context = context
+        self._bound = bound
         self._got = b""
         self._transcript = b""
+        self.head: Final = protocol.magic + _keyed(secret)
         self.done = False
 
     @property
     def wanted(self) -> int:
         """How many bytes may be read next."""
-        return (PROOF_BYTES if self._transcript else _CHALLENGE_BYTES) - len(self._got)
+        return (PROOF_BYTES if self._transcript else CHALLENGE_BYTES) - len(self._got)
 
     def feed(self, data: bytes) -> bytes:
         """Take bytes in, return what is to be sent now; raise HandshakeError if this is not the acceptor."""
         self._got += data
         if self._transcript:
             return self._check_proof()
-        if not self._protocol.magic.startswith(self._got[:MAGIC_BYTES]):
-            raise HandshakeError("it does not speak this protocol")
+        self._protocol.check(self._got)
         if self.wanted:
             return b""
         challenge, self._got = self._got, b""
-        if challenge[MAGIC_BYTES:_HEAD_BYTES] != _keyed(self._secret):
+        if challenge[_MAGIC_BYTES:_HEAD_BYTES] != _keyed(self._secret):
             raise KeyedDifferentlyError(
                 "it has no secret" if self._secret else "it asks for a secret, and there is none here"
             )
-        said = self._protocol.magic + _keyed(self._secret) + self._context + secrets.token_bytes(NONCE_BYTES)
-        self._transcript = challenge + said
+        said = self.head + self._context + secrets.token_bytes(_NONCE_BYTES)
+        self._transcript = challenge + said + self._bound
         return said + _prove(self._secret, b"connector", self._transcript)
 
     def _check_proof(self) -> bytes:
@@ -146,11 +200,17 @@ class Connector:
         assert self.done
         return session(self._secret, self._transcript, accepts=False)
 
-
-def no_answer(protocol: Protocol, secret: bytes) -> bytes:
-    """What a connector says that cannot prove itself because only the other end has a secret: the head of an
-    answer, by which the acceptor learns why."""
-    return protocol.magic + _keyed(secret)
+    def run(self, read: Callable[[int], bytes], send: Callable[[bytes], object]) -> Session:
+        """All of it, for a caller that may wait: `read` returns some of as many bytes as it is asked for."""
+        try:
+            while not self.done:
+                if answer := self.feed(read(self.wanted)):
+                    send(answer)
+        except (VersionError, KeyedDifferentlyError):
+            with contextlib.suppress(OSError):
+                send(self.head)  # by which the acceptor can say, too, why there is no connection
+            raise
+        return self.session()
 
 
 def _keyed(secret: bytes) -> bytes:

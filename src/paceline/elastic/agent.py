@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable
 from typing import Any, Final, final
 
-from paceline.core.control.auth import Tls
 from paceline.core.control.channel import Channel
 from paceline.core.control.host import host_identity, host_name
 from paceline.core.control.messages import (
@@ -37,6 +36,7 @@ from paceline.core.control.unheard import SUPERVISOR_LOST_EXIT_CODE
 from paceline.core.errors import PacelineError, RendezvousError, WireError
 from paceline.core.listening import ANY_PORT, Listening
 from paceline.core.system_calls import memory_file
+from paceline.core.tls import Tls
 from paceline.elastic.shell.deaths import how_it_died
 from paceline.elastic.shell.look import LOOK_SECONDS, Look
 from paceline.elastic.shell.seats import is_stopped

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from paceline.core import errors, typed
-from paceline.core.control.auth import Tls
 from paceline.core.errors import InternalError, PacelineError, ResourceError
 from paceline.core.listening import ANY_PORT, Listening
 from paceline.core.system_calls import memory_file
+from paceline.core.tls import Tls
 from paceline.elastic.model import Settings
 from paceline.engines.local import protocol
 from paceline.engines.local.protocol import Order, Plain

@@ -21,13 +21,15 @@ from collections import deque
 from pathlib import Path
 from typing import Final, final
 
-from paceline.core.control import address, auth
+from paceline.core.control import address, channel
 from paceline.core.control.address import Whereabouts
 from paceline.core.control.channel import Channel
 from paceline.core.control.messages import Answer, Ask, Seen
+from paceline.core.entrance import Entrance, Proven
 from paceline.core.errors import PacelineError, PlatformError, RendezvousError, WireError
 from paceline.core.events import Note, SupervisorStarted
 from paceline.core.foreign import shown
+from paceline.core.handshake import CONTROL
 from paceline.elastic import machine
 from paceline.elastic.job import Spec
 from paceline.elastic.model import (
@@ -58,7 +60,6 @@ from paceline.elastic.shell.caller import Caller
 from paceline.elastic.shell.chronicle import Chronicle
 from paceline.elastic.shell.connection import Connection
 from paceline.elastic.shell.ending import Ending
-from paceline.elastic.shell.gate import Gate
 from paceline.elastic.shell.guests import Guests
 from paceline.elastic.shell.injections import Injections
 from paceline.elastic.shell.memory import Memory, Remembered
@@ -135,13 +136,15 @@ class Supervisor:
             self._seen,
             self.staff.place_gone,
         )
-        self.gate = Gate(
-            gate.listen(spec.bind, spec.port, self.recalled.port, listening=spec.listening),
+        self.listener = gate.listen(spec.bind, spec.port, self.recalled.port, listening=spec.listening)
+        self.gate = Entrance(
+            self.listener,
+            CONTROL,
             self.secret,
             self.selector,
             self._let_in,
-            self.complain,
-            spec.make_tls,
+            tls=spec.make_tls.server() if spec.make_tls is not None else None,
+            complain=self.complain,
         )
         self.probing = Probing(self)
         self.actions = Actions(self)
@@ -337,9 +340,11 @@ class Supervisor:
         else:
             self.probing.seen(seen)
 
-    def _let_in(self, channel: Channel, host: str) -> None:
-        now = time.monotonic()
-        self.guests.add(Connection(channel, host, self.selector, self.guests, self.offended), now)
+    def _let_in(self, context: bytes, proven: Proven) -> None:
+        channel.tune(proven.sock)
+        opened = Channel(proven.sock, proven.session)
+        connection = Connection(opened, proven.host, self.selector, self.guests, self.offended)
+        self.guests.add(connection, time.monotonic())
 
     def offended(self, connection: Connection, what: str) -> None:
         """A peer with the token, or a machine on the path to it, sent what cannot be: it is dropped, which is
@@ -381,12 +386,13 @@ class Supervisor:
         if self.spec.attempt > 1:
             with contextlib.suppress(PacelineError):
                 return address.read_secret(self.folder)
-        secret = auth.new_secret()
+        secret = address.new_secret()
         address.write_secret(self.folder, secret)
         return secret
 
     def _close(self) -> None:
         self.gate.close()
+        self.listener.close()
         self.guests.close()
         self.staff.close()
         self.views.release()

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Final, final
 
 from paceline.core import journal
-from paceline.core.control import address, auth, channel, crew
-from paceline.core.control.auth import Tls
+from paceline.core.control import address, channel, crew
 from paceline.core.control.channel import Channel
 from paceline.core.control.messages import Answer, Ask
 from paceline.core.errors import PeerLostError, RendezvousError, UsageError
 from paceline.core.events import RunEnded, RunFailed, RunResumed, RunStarted, SupervisorStarted
 from paceline.core.foreign import shown
+from paceline.core.tls import Tls
 
 JOURNAL_FILE: Final = "journal.jsonl"
 
@@ -68,7 +68,7 @@ def _reach(folder: Path, seconds: float, token: Path | None) -> Channel:
         raise _not_running(folder)
     where = address.read(folder)
     try:
-        secret = address.read_secret(folder) if token is None else auth.read_secret(token)
+        secret = address.read_secret(folder) if token is None else address.read_token(token)
         return open_channel(where.address, secret, where.tls, seconds)
     except (RendezvousError, UsageError) as error:
         if token is None and crew.is_free(folder):
@@ -145,7 +145,7 @@ def _open_once(where: tuple[str, int], secret: bytes, tls: Tls | None, seconds: 
         end = tls.client() if tls is not None else None
         if end is not None:
             sock = end.wrap(sock)
-        return Channel(sock, auth.connect(sock, secret, seconds, end))
+        return Channel(sock, channel.prove(sock, secret, seconds, end))
     except BaseException:
         sock.close()
         raise

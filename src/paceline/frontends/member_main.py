@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from paceline.comm.cost import Links
 from paceline.core.control import address
-from paceline.core.control.auth import Tls
+from paceline.core.tls import Tls
 from paceline.engines.local import call
 from paceline.engines.local.child import Task
 from paceline.frontends import tensor_payload

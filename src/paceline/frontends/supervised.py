@@ -20,10 +20,10 @@ from paceline.comm.cost import load_links
 from paceline.core import own_records
 from paceline.core.chaos import Chaos
 from paceline.core.control.address import replace_file
-from paceline.core.control.auth import Tls
 from paceline.core.errors import PeerLostError, PlatformError
 from paceline.core.foreign import without_credentials, without_secrets
 from paceline.core.listening import Listening
+from paceline.core.tls import Tls
 from paceline.elastic.client import Supervised
 from paceline.elastic.job import Job, Outcome
 from paceline.elastic.model import Settings

@@ -23,7 +23,6 @@ from paceline.comm.rendezvous import alone
 from paceline.core import own_frames
 from paceline.core.chaos import Chaos
 from paceline.core.control import address, crew
-from paceline.core.control.auth import Tls
 from paceline.core.control.host import host_identity, host_name
 from paceline.core.control.member_link import Address, MemberLink
 from paceline.core.control.messages import Injected
@@ -32,6 +31,7 @@ from paceline.core.errors import PacelineError
 from paceline.core.events import FaultInjected, to_json
 from paceline.core.listening import Listening
 from paceline.core.phase_page import PhasePage, page_file
+from paceline.core.tls import Tls
 from paceline.train import last_save, last_words, run_setup
 from paceline.train.assembly import Assembled, LookedAfter, local_place
 from paceline.train.chaos import Injector

@@ -15,10 +15,10 @@ import pytest
 
 from paceline.comm.calls import RankState, Status
 from paceline.comm.transport.base import HEADER_BYTES
-from paceline.comm.transport.entrance import Proven
 from paceline.comm.transport.handshake import Connected, connect_all
 from paceline.comm.transport.link import INLINE_BYTES, Kind, Link
 from paceline.comm.transport.mesh import Mesh
+from paceline.core.entrance import Proven
 from paceline.core.errors import RendezvousError, UsageError, WireError
 from paceline.core.listening import Listening
 from paceline.core.sealing import session

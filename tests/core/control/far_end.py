@@ -9,9 +9,11 @@ import time
 from typing import TypeVar, final
 from weakref import WeakKeyDictionary
 
-from paceline.core.control.auth import Acceptor, TlsEnd
 from paceline.core.control.channel import Channel
 from paceline.core.control.messages import Beat, Hello, Message, Welcome
+from paceline.core.errors import WireError
+from paceline.core.handshake import CONTROL, Acceptor
+from paceline.core.tls import TlsEnd
 
 SECRET = b"s" * 32
 M = TypeVar("M", bound=Message)
@@ -36,15 +38,16 @@ class FarEnd:
         if self._tls is not None:
             sock = self._tls.wrap(sock)
             bound = self._tls.bound(sock)
-        acceptor = Acceptor(self._secret, bound)
+        acceptor = Acceptor(CONTROL, self._secret, bound)
         sock.sendall(acceptor.challenge)
-        while not acceptor.feed(sock.recv(acceptor.wanted)):
-            if acceptor.refused:
-                sock.close()
-                raise ConnectionError(acceptor.refused)
+        try:
+            while not acceptor.feed(sock.recv(acceptor.wanted)):
+                pass
+        except WireError as error:
+            sock.close()
+            raise ConnectionError(error.message) from error
         sock.sendall(acceptor.proof)
-        assert acceptor.session is not None
-        return Channel(sock, acceptor.session)
+        return Channel(sock, acceptor.session())
 
     def welcome(self, heartbeat: float = 0.02) -> tuple[Channel, Hello]:
         """Accept, hear the Hello, answer it."""

@@ -12,14 +12,14 @@ import msgpack
 import pytest
 
 from paceline.core import sealing
-from paceline.core.control import address, auth, channel, messages
-from paceline.core.control.auth import ANSWER_BYTES, Acceptor
+from paceline.core.control import address, channel, messages
 from paceline.core.control.channel import MAX_FRAME, Channel
 from paceline.core.control.messages import Beat, Hello, Message, Report, Told, View
 from paceline.core.errors import RendezvousError, UsageError, WireError
+from paceline.core.handshake import CONTROL, Acceptor, HandshakeError
 from paceline.core.sealing import Session
 
-SECRET = auth.new_secret()
+SECRET = address.new_secret()
 
 
 def sessions() -> tuple[Session, Session]:
@@ -42,12 +42,11 @@ def pair():
 
 
 def accept(sock: socket.socket, secret: bytes) -> Acceptor:
-    acceptor = Acceptor(secret)
+    acceptor = Acceptor(CONTROL, secret)
     sock.sendall(acceptor.challenge)
-    while not acceptor.refused and not acceptor.feed(sock.recv(acceptor.wanted)):
+    while not acceptor.feed(sock.recv(acceptor.wanted)):
         pass
-    if acceptor.proof:
-        sock.sendall(acceptor.proof)
+    sock.sendall(acceptor.proof)
     return acceptor
 
 
@@ -56,78 +55,76 @@ def test_two_sides_with_one_secret_believe_each_other(pair):
     found: list[Acceptor] = []
     thread = threading.Thread(target=lambda: found.append(accept(theirs, SECRET)))
     thread.start()
-    session = auth.connect(ours, SECRET, 5.0)
+    session = channel.prove(ours, SECRET, 5.0)
     thread.join()
-    assert found[0].session is not None
     tag = session.outgoing.tag(b"said")
-    found[0].session.incoming.check(tag, b"said")
+    found[0].session().incoming.check(tag, b"said")
 
 
 def test_a_connector_with_another_secret_gets_no_proof(pair):
     ours, theirs = pair
-    found: list[Acceptor] = []
+    found: list[str] = []
 
     def serve() -> None:
-        found.append(accept(theirs, SECRET))
+        try:
+            accept(theirs, SECRET)
+        except HandshakeError as error:
+            found.append(error.message)
         theirs.close()
 
     thread = threading.Thread(target=serve)
     thread.start()
     with pytest.raises(ConnectionError):
-        auth.connect(ours, b"x" * 32, 5.0)
+        channel.prove(ours, b"x" * 32, 5.0)
     thread.join()
-    assert "secret" in found[0].refused
-    assert not found[0].proof
+    assert found == ["its secret is another"]
 
 
 def test_an_acceptor_that_cannot_prove_itself_is_not_believed(pair):
     ours, theirs = pair
 
     def pretend() -> None:
-        theirs.sendall(Acceptor(SECRET).challenge)
-        theirs.recv(ANSWER_BYTES)
+        theirs.sendall(Acceptor(CONTROL, SECRET).challenge)
+        theirs.recv(CONTROL.answer_bytes)
         theirs.sendall(bytes(32))
 
     thread = threading.Thread(target=pretend)
     thread.start()
-    with pytest.raises(RendezvousError, match="could not prove"):
-        auth.connect(ours, SECRET, 5.0)
+    with pytest.raises(RendezvousError, match="does not know the secret"):
+        channel.prove(ours, SECRET, 5.0)
     thread.join()
 
 
 def test_an_answer_cannot_be_replayed_to_another_acceptor():
-    first, second = Acceptor(SECRET), Acceptor(SECRET)
+    first, second = Acceptor(CONTROL, SECRET), Acceptor(CONTROL, SECRET)
     ours, theirs = socket.socketpair()
     with ours, theirs:
 
         def connect() -> None:
             with pytest.raises(OSError, match="closed"):
-                auth.connect(ours, SECRET, 5.0)
+                channel.prove(ours, SECRET, 5.0)
 
         thread = threading.Thread(target=connect)
         thread.start()
         theirs.sendall(first.challenge)
-        answer = theirs.recv(ANSWER_BYTES)
+        answer = theirs.recv(CONTROL.answer_bytes)
         theirs.close()
         thread.join()
     assert first.feed(answer)
-    assert not second.feed(answer)
-    assert second.refused
+    with pytest.raises(HandshakeError, match="secret is another"):
+        second.feed(answer)
 
 
 def test_a_silent_acceptor_is_not_waited_for(pair):
     with pytest.raises(TimeoutError):
-        auth.connect(pair[0], SECRET, 0.05)
+        channel.prove(pair[0], SECRET, 0.05)
 
 
 def test_an_acceptor_reads_exactly_an_answer():
-    acceptor = Acceptor(SECRET)
-    assert acceptor.wanted == ANSWER_BYTES
+    acceptor = Acceptor(CONTROL, SECRET)
+    assert acceptor.wanted == CONTROL.answer_bytes
     acceptor.feed(acceptor.challenge[:3])
-    assert acceptor.wanted == ANSWER_BYTES - 3
-    other = Acceptor(SECRET)
-    other.feed(b"GET / HTTP/1.1\r\n")
-    assert other.refused
+    assert acceptor.wanted == CONTROL.answer_bytes - 3
 
 
 EXAMPLES = [
@@ -291,17 +288,23 @@ def test_reflected_frames_and_those_of_another_session_close_the_channel(pair):
     assert "tag of this session" in far.closed
 
 
-def test_an_end_of_another_protocol_is_refused_with_both_numbers(pair):
-    pair[1].sendall(b"PLctl\x00\x00\x01" + bytes(32))
-    with pytest.raises(RendezvousError, match="protocol 1, this end speaks 2"):
-        auth.connect(pair[0], SECRET, 5.0)
-    acceptor = Acceptor(SECRET)
-    acceptor.feed(b"PLctl\x00\x00\x01")
-    assert "protocol 1, this end speaks 2" in acceptor.refused
+@pytest.mark.parametrize("number", [1, 2])
+def test_an_end_of_another_protocol_is_refused_with_both_numbers(pair, number):
+    """An acceptor of protocol 2 says 40 bytes and waits: it is refused by the first eight of them."""
+    both = f"control protocol {number}, this end speaks {CONTROL.number}"
+    pair[1].sendall(b"PLctl\x00\x00" + bytes([number]) + bytes(32))
+    with pytest.raises(RendezvousError, match=both):
+        channel.prove(pair[0], SECRET, 5.0)
+    # And is told by whom it is refused: it can say both numbers too.
+    assert pair[1].recv(100)[:8] == CONTROL.magic
+    with pytest.raises(HandshakeError, match=both):
+        Acceptor(CONTROL, SECRET).feed(b"PLctl\x00\x00" + bytes([number]))
+    # What an end of protocol 2 compares: its name, and a number that is not its own.
+    assert Acceptor(CONTROL, SECRET).challenge[:8] == b"PLctl\x00\x00\x03"
 
 
 @pytest.mark.parametrize("text", ["", "zz", "ab"])
 def test_a_token_file_that_is_none_is_named(tmp_path, text):
     (tmp_path / "token").write_text(text)
     with pytest.raises(UsageError, match="token"):
-        auth.read_secret(tmp_path / "token")
+        address.read_token(tmp_path / "token")

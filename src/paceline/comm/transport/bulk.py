@@ -28,7 +28,7 @@ from typing import Final, final
 from torch import Tensor
 
 from paceline.comm.transport.base import memory_of
-from paceline.comm.transport.entrance import Proven
+from paceline.core.entrance import Proven
 from paceline.core.sealing import TAG_BYTES
 
 # Long enough that Python's part of moving a chunk (some 20 us) does not show, short enough that it is still

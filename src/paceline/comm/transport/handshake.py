@@ -5,14 +5,15 @@ Every pair of ranks has two: one for control and small messages, one for bulk da
 lower rank and accepts every higher one; the proof (core.handshake) covers which rank calls which, for what,
 and how both ends can authenticate bulk data: what the caller offers, and what it was told of the other end
 in the meeting. Where that is not what the other end said, the meeting was changed on the way and the group
-does not form: no machine between the ranks chooses the kind. A stranger who connects and says nothing, or
-nonsense, is dropped and delays no member: limits, deadline and `look` go by the clock, however often it
-knocks. Knows sockets, not what they will carry.
+does not form: no machine between the ranks chooses the kind. A stranger that connects and says nothing, or
+nonsense, is dropped and delays no rank: limits, deadline and `look` go by the clock, however often strangers
+connect (core.entrance). Knows sockets, not what they will carry.
 """
 
 from __future__ import annotations
 
 import enum
+import functools
 import logging
 import selectors
 import socket
@@ -24,16 +25,15 @@ from dataclasses import dataclass
 from paceline.comm.calls import ranks_text
 from paceline.comm.meeting import Patience
 from paceline.comm.transport.dial import Look, dial, nothing_to_see, read_exactly
-from paceline.comm.transport.entrance import Entrance, Proven
+from paceline.core.entrance import Entrance, Proven
 from paceline.core.errors import RendezvousError
-from paceline.core.handshake import Connector, HandshakeError, Protocol
+from paceline.core.handshake import MESH, Connector, HandshakeError
 from paceline.core.macs import Mac, agreed, describe, offered
 from paceline.core.sealing import Session
 
 _log = logging.getLogger("paceline.comm")
 
 _CONTEXT = struct.Struct("<IIIII")  # from, to, stream, the kinds of MAC that each of the two offers
-_PROTOCOL = Protocol(b"PLmesh3\0", _CONTEXT.size)
 _LOOK_SECONDS = 0.02
 _AGAIN_SECONDS = 0.02
 # A host that vanished without closing its connections is noticed after about so long, without and with
@@ -44,7 +44,7 @@ Endpoint = tuple[str, int]
 
 
 def source_address(host: str) -> str:
-    """The address from which this machine reaches `host`; empty where nobody else could use it."""
+    """The address from which this machine reaches `host`; empty where no other machine could use it."""
     try:
         family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -153,13 +153,10 @@ def connect(claim: Claim, endpoint: Endpoint, secret: bytes, deadline: float, lo
                 remedy="check that the hosts can connect to each other on any port, and that the rank still "
                 "runs",
             ) from error
-        connector = Connector(_PROTOCOL, secret, claim.packed())
+        read = functools.partial(read_exactly, sock, deadline=deadline, look=look)
         try:
-            while not connector.done:
-                answer = connector.feed(read_exactly(sock, connector.wanted, deadline, look))
-                if answer:
-                    sock.sendall(answer)
-            return Proven(sock, claim.session(connector.session()))
+            connector = Connector(MESH, secret, claim.packed())
+            return Proven(sock, claim.session(connector.run(read, sock.sendall)))
         except HandshakeError as error:
             sock.close()
             raise RendezvousError(
@@ -209,13 +206,14 @@ def _accept(
 
     patience = Patience(deadline)
     with selectors.DefaultSelector() as selector:
-        entrance = Entrance(listener, _PROTOCOL, secret, selector, let_in, wanted)
+        entrance = Entrance(listener, MESH, secret, selector, let_in, expected=wanted)
         try:
             looked = time.monotonic()
             while missing:
-                for key, mask in selector.select(_LOOK_SECONDS):
-                    key.data(mask)
+                ready = selector.select(_LOOK_SECONDS)
                 now = time.monotonic()
+                for key, mask in ready:
+                    key.data(mask, now)
                 entrance.tick(now)
                 if refused:
                     raise refused[0]

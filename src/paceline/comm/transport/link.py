@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 
 from paceline.comm.transport.base import HEADER_BYTES
-from paceline.comm.transport.entrance import Proven
+from paceline.core.entrance import Proven
 from paceline.core.errors import WireError
 from paceline.core.sealing import TAG_BYTES
 

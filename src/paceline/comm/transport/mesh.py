@@ -23,8 +23,8 @@ from typing import Any
 
 from paceline.comm.calls import Peer, RankState, Status, failure_from
 from paceline.comm.transport.base import ANY_SOURCE, Message
-from paceline.comm.transport.entrance import Proven
 from paceline.comm.transport.link import Frame, Kind, Link
+from paceline.core.entrance import Proven
 from paceline.core.errors import GroupInterruptedError, InternalError, PacelineError, UsageError
 
 _log = logging.getLogger("paceline.comm")

@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
 
 from paceline.core import foreign, typed
-from paceline.core.control import auth
-from paceline.core.control.auth import Tls
 from paceline.core.errors import PlatformError, UsageError
+from paceline.core.tls import Tls
 
 ADDRESS_FILE: Final = "control.json"
 SECRET_FILE: Final = "control.secret"
+SECRET_BYTES: Final = 32
 
 
 @final
@@ -97,6 +99,11 @@ def write(folder: Path, whereabouts: Whereabouts) -> None:
     replace_file(folder / ADDRESS_FILE, json.dumps(vars(whereabouts)).encode())
 
 
+def new_secret() -> bytes:
+    """A job's secret."""
+    return secrets.token_bytes(SECRET_BYTES)
+
+
 def write_secret(folder: Path, secret: bytes) -> None:
     """Keep the secret where only the owner can read it."""
     replace_file(folder / SECRET_FILE, secret.hex().encode() + b"\n", mode=0o600)
@@ -104,11 +111,26 @@ def write_secret(folder: Path, secret: bytes) -> None:
 
 def read_secret(folder: Path) -> bytes:
     """The run's secret."""
-    path = folder / SECRET_FILE
+    return _secret(folder / SECRET_FILE, foreign.read_regular)
+
+
+def read_token(path: Path) -> bytes:
+    """The secret in a file that the caller names, which may also be a pipe: a run's control.secret, or a
+    copy of it."""
+    return _secret(path, Path.read_bytes)
+
+
+def _secret(path: Path, read: Callable[[Path], bytes]) -> bytes:
     try:
-        return auth.parse_secret(foreign.read_regular(path).decode(), path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise auth.no_secret(path, str(error)) from error
+        secret = bytes.fromhex(read(path).decode().strip())
+        if len(secret) != SECRET_BYTES:
+            raise ValueError(f"it has {len(secret)} bytes instead of {SECRET_BYTES}")
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"{path} holds no job secret: {error}",
+            remedy="give the control.secret file of the run's folder, or a copy of it",
+        ) from error
+    return secret
 
 
 def check_own(folder: Path) -> None:

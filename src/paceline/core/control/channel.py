@@ -17,6 +17,7 @@ import contextlib
 import socket
 import ssl
 import struct
+import time
 from collections import deque
 from typing import Final, final
 
@@ -24,8 +25,10 @@ import msgpack
 
 from paceline.core.control import messages
 from paceline.core.control.messages import Message
-from paceline.core.errors import UsageError, WireError
+from paceline.core.errors import RendezvousError, UsageError, WireError
+from paceline.core.handshake import CONTROL, Connector, HandshakeError
 from paceline.core.sealing import TAG_BYTES, Session
+from paceline.core.tls import TlsEnd
 
 MAX_FRAME: Final = 8 << 20
 MAX_WAITING: Final = 64 << 20
@@ -189,6 +192,35 @@ def dial(address: tuple[str, int], seconds: float) -> socket.socket:
         sock.close()
         raise
     return sock
+
+
+def prove(sock: socket.socket, secret: bytes, seconds: float, tls: TlsEnd | None = None) -> Session:
+    """Have both ends prove the secret on a connection that was made, and key what follows. Blocks, for at
+    most so many seconds. `tls`: the end that wrapped the socket."""
+    limit = time.monotonic() + seconds
+
+    def read(count: int) -> bytes:
+        left = limit - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the other end did not answer in time")
+        sock.settimeout(left)
+        data = sock.recv(count)
+        if not data:
+            raise ConnectionResetError(
+                "the other end closed the connection: it does not know this secret, or a machine in between "
+                "shows certificates that are not the two ends' own"
+            )
+        return data
+
+    connector = Connector(CONTROL, secret, bound=tls.bound(sock) if tls is not None else b"")
+    try:
+        return connector.run(read, sock.sendall)
+    except HandshakeError as error:
+        raise RendezvousError(
+            f"the other end cannot be joined: {error.message}",
+            remedy="check the address (another job may listen there, or something else, or it wants TLS) and "
+            "have the same version of Paceline on both machines",
+        ) from error
 
 
 def tune(sock: socket.socket) -> None:

@@ -19,12 +19,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, final
 
-from paceline.core.control import auth, channel
-from paceline.core.control.auth import Tls
+from paceline.core.control import channel
 from paceline.core.control.channel import Channel
 from paceline.core.control.messages import Beat, Dial, Dismissed, Heard, Hello, Message, Welcome
 from paceline.core.errors import PacelineError, RendezvousError
 from paceline.core.last_resort import LastResort
+from paceline.core.tls import Tls
 
 _log = logging.getLogger(__name__)
 
@@ -232,7 +232,7 @@ class MemberLink:
                 sock = self._tls.wrap(sock)
                 with self._lock:
                     self._dialing = sock
-            opened = Channel(sock, auth.connect(sock, self._secret, _CONNECT_SECONDS, self._tls))
+            opened = Channel(sock, channel.prove(sock, self._secret, _CONNECT_SECONDS, self._tls))
         except BaseException:
             sock.close()
             raise

@@ -1,0 +1,94 @@
+"""TLS for connections that are proven with a secret: what it needs, and what a proof is bound to.
+
+TLS hides what is sent; the proof of the secret (`handshake`) admits, and covers both ends' certificates. Must
+not know what is sent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import socket
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, final
+
+from paceline.core.errors import ConfigError
+
+_PEM: Final = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Tls:
+    """Encryption of connections: PEM files. Both ends show a certificate of `authority`.
+
+    Names in certificates are not compared with addresses, and a certificate of this authority admits no
+    machine by itself: the proof of the job's secret covers both certificates, so both ends must have the
+    secret and must see each other's certificate, not that of a machine in between.
+    """
+
+    certificate: Path
+    key: Path
+    authority: Path
+
+    def server(self) -> TlsEnd:
+        """For the end that accepts."""
+        return TlsEnd(self._fill(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)), self._digest(), accepts=True)
+
+    def client(self) -> TlsEnd:
+        """For the end that connects."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False
+        return TlsEnd(self._fill(context), self._digest(), accepts=False)
+
+    def _fill(self, context: ssl.SSLContext) -> ssl.SSLContext:
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.verify_mode = ssl.CERT_REQUIRED
+        try:
+            context.load_cert_chain(self.certificate, self.key)
+            context.load_verify_locations(self.authority)
+        except (OSError, ssl.SSLError) as error:
+            raise self._unusable(error) from error
+        return context
+
+    def _digest(self) -> bytes:
+        """SHA-256 of the certificate that the other end will be shown: the first of the file."""
+        try:
+            found = _PEM.search(self.certificate.read_text(errors="replace"))
+            if found is None:
+                raise ValueError("it holds no certificate")
+            return hashlib.sha256(ssl.PEM_cert_to_DER_cert(found.group())).digest()
+        except (OSError, ValueError) as error:
+            raise self._unusable(error) from error
+
+    def _unusable(self, error: Exception) -> ConfigError:
+        return ConfigError(
+            f"the certificate {self.certificate}, its key {self.key} or the authority {self.authority} "
+            f"cannot be used: {error}",
+            remedy="give PEM files: a certificate, its private key without a password, and the "
+            "certificate that signed it",
+        )
+
+
+@final
+@dataclass(frozen=True)
+class TlsEnd:
+    """One end's side of TLS. `certificate` is the digest of the certificate it shows."""
+
+    context: ssl.SSLContext
+    certificate: bytes
+    accepts: bool
+
+    def wrap(self, sock: socket.socket, *, handshake: bool = True) -> ssl.SSLSocket:
+        """`handshake=False`: the caller calls do_handshake, on a socket that does not block."""
+        return self.context.wrap_socket(sock, server_side=self.accepts, do_handshake_on_connect=handshake)
+
+    def bound(self, sock: socket.socket) -> bytes:
+        """What the proof is bound to, after the TLS handshake: both digests, the acceptor's first."""
+        assert isinstance(sock, ssl.SSLSocket)
+        shown = sock.getpeercert(binary_form=True)
+        if not shown:
+            raise ConnectionResetError("the other end showed no certificate")
+        theirs = hashlib.sha256(shown).digest()
+        return self.certificate + theirs if self.accepts else theirs + self.certificate
