@@ -28,6 +28,7 @@ import hmac
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import sha256
 from typing import Final, final
 
@@ -52,7 +53,7 @@ class Protocol:
     number: int
     context_bytes: int = 0
 
-    @property
+    @cached_property
     def magic(self) -> bytes:
         """The first bytes of both ends."""
         return self.mark.ljust(_NAME_BYTES, b"\0") + bytes([self.number])
@@ -64,14 +65,14 @@ class Protocol:
 
     def check(self, begin: bytes) -> None:
         """Refuse the first bytes of the other end as soon as they cannot be those of this protocol."""
-        name, number = begin[:_NAME_BYTES], begin[_NAME_BYTES:_MAGIC_BYTES]
-        if not self.magic.startswith(name):
+        if self.magic.startswith(begin[:_MAGIC_BYTES]):
+            return
+        if not self.magic.startswith(begin[:_NAME_BYTES]):
             raise OtherProtocolError(f"it does not speak Paceline's {self.name} protocol")
-        if number and number[0] != self.number:
-            raise VersionError(
-                f"it speaks {self.name} protocol {number[0]}, this end speaks {self.number}",
-                remedy="use one version of Paceline on all machines",
-            )
+        raise VersionError(
+            f"it speaks {self.name} protocol {begin[_NAME_BYTES]}, this end speaks {self.number}",
+            remedy="use one version of Paceline on all machines",
+        )
 
 
 CONTROL: Final = Protocol("control", b"PLctl", 3)

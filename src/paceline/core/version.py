@@ -1,8 +1,9 @@
 """Which Paceline this is, and which control protocol it speaks.
 
-PROTOCOL grows with every change of a control message, of a frame or of the handshake: two numbers that differ
-do not talk. Workers and agents of another version are refused too, as their arithmetic may differ. The shape
-of the first messages' two fields and of the refusals (messages.Dismissed, End, Answer) is for ever.
+PROTOCOL grows with every change of a control message: two numbers that differ do not talk. (Handshake and
+frames have a number for each protocol, see `handshake`, and are refused before a message is read.) Workers
+and agents of another version are refused too, as their arithmetic may differ. The shape of the first
+messages' two fields and of the refusals (messages.Dismissed, End, Answer) is for ever.
 """
 
 from __future__ import annotations
