@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from paceline.comm.context import DistributedContext
 from paceline.comm.transport.shm import layout, sync
 from paceline.core import listening
 from paceline.core.errors import RendezvousError, UnavailableError, UsageError
+from paceline.core.handshake import STORE, Acceptor
 
 
 def total(ctx: DistributedContext) -> float:
@@ -226,7 +228,9 @@ def test_a_port_in_use() -> None:
 def test_something_else_at_the_address() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        answering = threading.Thread(target=_say_nonsense, args=(other,), daemon=True)
+        answering = threading.Thread(
+            target=_greet, args=(other, b"HTTP/1.1 400 Bad Request\r\n\r\n"), daemon=True
+        )
         answering.start()
         with pytest.raises(RendezvousError, match="not a rendezvous"):
             DistributedContext(2, 1, address=f"127.0.0.1:{port}", timeout=1)
@@ -234,14 +238,27 @@ def test_something_else_at_the_address() -> None:
         answering.join()
 
 
-def _say_nonsense(server: socket.socket) -> None:
+def test_another_version_at_the_address_is_named_at_once_with_both_numbers() -> None:
+    later = replace(STORE, number=STORE.number + 1)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        answering = threading.Thread(target=_greet, args=(other, Acceptor(later, b"").challenge), daemon=True)
+        answering.start()
+        both = f"store protocol {later.number}, this end speaks {STORE.number}"
+        with pytest.raises(RendezvousError, match=f"rank 1 cannot meet rank 0 at .*: it speaks {both}"):
+            # Not waited for: this rank and rank 0 will never meet.
+            DistributedContext(2, 1, address=f"127.0.0.1:{other.getsockname()[1]}", timeout=3600)
+        other.shutdown(socket.SHUT_RDWR)
+        answering.join()
+
+
+def _greet(server: socket.socket, said: bytes) -> None:
     while True:
         try:
             caller, _ = server.accept()
         except OSError:
             return
         with caller:
-            caller.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            caller.sendall(said)
 
 
 @pytest.mark.parametrize(

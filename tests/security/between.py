@@ -13,15 +13,16 @@ import pytest
 
 from paceline.comm.transport.bulk import Bulk
 from paceline.comm.transport.dial import Look, nothing_to_see
-from paceline.comm.transport.handshake import _PROTOCOL, Connected, Stream, connect_all
+from paceline.comm.transport.handshake import Connected, Stream, connect_all
 from paceline.comm.transport.mesh import Mesh
+from paceline.core.handshake import CHALLENGE_BYTES, MESH, PROOF_BYTES
 from paceline.core.listening import Listening
 from paceline.core.macs import Mac
 
 SECRET = b"s" * 32
 PATIENCE = 120.0
-_UP = _PROTOCOL.answer_bytes
-_DOWN = 9 + 32 + 32
+_UP = MESH.answer_bytes
+_DOWN = CHALLENGE_BYTES + PROOF_BYTES
 
 
 @dataclass

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import resource
 import socket
+import threading
 import time
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,8 @@ from paceline.comm.context import DistributedContext
 from paceline.comm.transport.handshake import Claim, Stream, connect_all
 from paceline.comm.transport.link import HEAD_BYTES, Kind
 from paceline.core.errors import RendezvousError
-from paceline.core.handshake import MESH, Connector
+from paceline.core.handshake import MESH, Acceptor, Connector
+from paceline.core.listening import Listening
 from paceline.core.macs import offered
 
 
@@ -81,6 +84,24 @@ def test_a_stranger_cannot_take_a_ranks_place() -> None:
         join(acceptor.port)
         acceptor.thread.join()
     assert not acceptor.errors
+
+
+def test_a_rank_of_another_version_is_refused_with_both_numbers() -> None:
+    later = replace(MESH, number=MESH.number + 1)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def greet() -> None:
+            caller, _ = other.accept()
+            with caller:
+                caller.sendall(Acceptor(later, SECRET).challenge)
+                assert caller.recv(100) == Connector(MESH, SECRET, bytes(MESH.context_bytes)).head
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        both = f"mesh protocol {later.number}, this end speaks {MESH.number}"
+        with pytest.raises(RendezvousError, match=both), Listening().open("127.0.0.1") as listener:
+            connect_all(1, listener, {0: other.getsockname()}, SECRET, time.monotonic() + PATIENCE)
+        thread.join()
 
 
 # a group that works
