@@ -69,7 +69,8 @@ def _log_it(error: PacelineError) -> None:
 class Entrance:
     """A listening socket and all connections that have not proved anything yet. `expected(context)` says
     whether a connector that has proved itself may come in, `let_in(context, proven)` takes it over. `refused`
-    counts the others; `complain` is told of mistakes that a person can mend, once for each host."""
+    counts the others; `complain` gets mistakes that a person can mend (another version, a secret on one end
+    only, no descriptor left), those of a host once."""
 
     def __init__(
         self,

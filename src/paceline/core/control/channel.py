@@ -196,7 +196,7 @@ def dial(address: tuple[str, int], seconds: float) -> socket.socket:
 
 def prove(sock: socket.socket, secret: bytes, seconds: float, tls: TlsEnd | None = None) -> Session:
     """Have both ends prove the secret on a connection that was made, and key what follows. Blocks, for at
-    most so many seconds. `tls`: the end that wrapped the socket."""
+    most `seconds`. `tls`: the end that wrapped the socket."""
     limit = time.monotonic() + seconds
 
     def read(count: int) -> bytes:
