@@ -14,11 +14,13 @@ from paceline.elastic.model import (
     AgentCame,
     Beaten,
     Joined,
+    Lost,
     NoteFailure,
     NoteVerdict,
     Phase,
     Probed,
     ProbeWorkers,
+    ScaleAsked,
     Ticked,
 )
 
@@ -152,6 +154,27 @@ def test_all_stopped_together_blame_nobody():
     assert not some(pass_time(job, 30.0, answer=stopped), NoteVerdict)
     job.beat_all()
     assert not some(pass_time(job, 4.0, beating=(1, 2, 3)), NoteVerdict)
+
+
+def test_a_replacement_that_came_later_does_not_make_those_stopped_together_guilty():
+    job = Driven(4, 8).running()
+    job.beat_all()
+    job.tell(Lost(1, "crash", "killed"))
+    pass_time(job, 0.5)
+    (newcomer,) = set(job.state.workers) - {1, 2, 3, 4}
+    job.tell(Joined(newcomer, 0, 0, 0, None))
+    job.tell(Beaten(newcomer, "wait", 0.0))
+    assert not some(pass_time(job, 30.0, beating=(newcomer,), answer=stopped), NoteVerdict)
+
+
+def test_a_ready_worker_that_was_there_before_shows_that_one_alone_is_stopped():
+    job = Driven(3, 6).running()
+    job.tell(ScaleAsked(4))
+    (newcomer,) = set(job.state.workers) - {1, 2, 3}
+    job.tell(Joined(newcomer, 3, 0, 0, None))
+    job.beat_all()
+    job.tell(Beaten(newcomer, "wait", 0.0))
+    assert some(pass_time(job, 2.5, beating=(newcomer,), answer=stopped), NoteVerdict)
 
 
 def test_who_stays_stopped_when_the_others_are_back_is_named():

@@ -84,6 +84,13 @@ def stopped_together(job: State, now: float) -> frozenset[int]:
     }
     if not stopped:
         return frozenset()
+    # A replacement that came after they fell silent was not there to be stopped: that it runs shows nothing.
+    silent_since = max(job.heard[number] for number in stopped)
+    listened = [
+        worker
+        for worker in listened
+        if worker.number in stopped or worker.standing is not Standing.READY or worker.since <= silent_since
+    ]
     groups = [[worker.number for worker in listened]]
     for place in {worker.place for worker in listened}:
         groups.append([worker.number for worker in listened if worker.place == place])
