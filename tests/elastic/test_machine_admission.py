@@ -124,6 +124,24 @@ def test_of_two_that_are_ready_the_later_has_to_go():
     assert only(told, Dismiss).member == joiner
 
 
+def test_one_that_answers_nobody_is_refused_and_not_those_who_wait_for_it():
+    job = Driven(3, 6, start_seconds=35.0)
+    job.tell(AgentCame(1, 1, "other"))
+    joiner = job.of_slot(3)
+    job.tell(Joined(joiner, 3, 1))
+    for member in (1, 2, 3):
+        job.tell(Lost(member, "crash", "killed"))
+    # Whether they have met and whether the first view has to start is due at the same time.
+    later = [job.of_slot(slot) for slot in range(3)]
+    for slot, member in enumerate(later):
+        job.tell(Joined(member, slot))
+    for member in (*later, joiner):
+        job.tell(Beaten(member, "wait", 0.0))
+    told = job.wait(36.0)
+    assert only(told, Dismiss).member == joiner
+    assert only(told, TellView).plan.members == tuple(later)
+
+
 def test_the_first_view_waits_for_those_who_are_meeting():
     job = Driven(1, 4)
     job.tell(AgentCame(1, 1, "other"))

@@ -221,6 +221,14 @@ def test_machines_that_cannot_be_reached_are_silent_with_all_their_workers():
     assert len(some(pass_time(job, 2.5), NoteVerdict)) == 3
 
 
+def test_after_a_restart_members_that_stay_stopped_together_are_replaced_in_the_end():
+    job = Driven(2, 4).running()
+    job.beat_all()
+    again = Driven(2, 4, began=machine.remembered(job.state))
+    assert not some(pass_time(again, 590.0, answer=stopped), NoteFailure)
+    assert len(some(pass_time(again, 15.0, answer=stopped), NoteFailure)) == 2
+
+
 def test_after_a_restart_a_member_that_cannot_connect_is_waited_for():
     job = Driven(2, 4).running()
     job.beat_all()

@@ -12,6 +12,7 @@ dials are made.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 from paceline.elastic.model import HOME, Action, Dismiss, SendAway, Standing, TellDial
@@ -89,11 +90,26 @@ def refuse(job: State, worker: Worker, reason: str, now: float, out: list[Action
 
 
 def overdue(job: State, now: float) -> list[tuple[Worker, str]]:
-    """Ready workers of which nobody said in time whether they can be met, and why they are refused."""
+    """Ready workers of which nobody said in time whether they can be met, and why they are refused.
+
+    Of the pairs that have not met, the worker that is in most of them is refused, the later one of equals,
+    until no pair is left: one that answers nobody must not cost those who wait for it. A member of the view
+    is never refused for the sake of a newcomer.
+    """
     limit = job.settings.start_seconds
+    pairs = [
+        (worker, peer)
+        for worker in ready(job)
+        if now - worker.since >= limit
+        for peer in unmet_peers(job, worker)
+    ]
     late = []
-    for worker in ready(job):
-        if now - worker.since >= limit and (unmet := unmet_peers(job, worker)):
-            names = ranks([peer.slot for peer in unmet])
-            late.append((worker, f"rank {worker.slot} and {names} have not met within {limit:g} s"))
+    while pairs:
+        count = Counter(one.number for pair in pairs for one in pair if one.standing is Standing.READY)
+        number = max(count, key=lambda member: (count[member], member))
+        worker = job.workers[number]
+        unmet = [other for pair in pairs if worker in pair for other in pair if other is not worker]
+        names = ranks(sorted(peer.slot for peer in unmet))
+        late.append((worker, f"rank {worker.slot} and {names} have not met within {limit:g} s"))
+        pairs = [pair for pair in pairs if worker not in pair]
     return late

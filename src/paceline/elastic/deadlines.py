@@ -95,12 +95,18 @@ def return_deadline(job: State) -> float:
     return job.asked_at + 4 * job.settings.silence_least
 
 
-def return_limit(job: State, worker: Worker) -> float:
-    """Until when a member whose interpreter is held may come back. Its first heartbeat is still to come, so
-    nobody knows its pace; that of the job is known where a step was committed."""
+def return_limit(job: State, worker: Worker, now: float) -> float:
+    """Until when this member may come back. One that cannot speak cannot connect either, and has the time that
+    its phase may take: its first heartbeat is still to come, so its pace is unknown; that of the job is known
+    where a step was committed. Those that are stopped together have the time of a slow phase."""
+    slow_limit = max(job.settings.slow_phase_seconds, hang_limit(job))
+    if worker.number in job.held:
+        return job.asked_at + slow_limit
+    if not cannot_speak(job, worker.number, now):
+        return return_deadline(job)
     beat = job.beats.get(worker.number)
     slow = beat is None or beat.phase in SLOW_PHASES or not job.committed
-    return job.asked_at + (max(job.settings.slow_phase_seconds, hang_limit(job)) if slow else hang_limit(job))
+    return job.asked_at + (slow_limit if slow else hang_limit(job))
 
 
 def phase_of(job: State, worker: Worker) -> str:

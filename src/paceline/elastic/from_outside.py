@@ -84,7 +84,8 @@ def began(job: State, event: Began, now: float, out: list[Action]) -> str:
         be_due(job, now + job.settings.start_seconds)
         return try_start(job, f"{len(out)} workers are started", now, out)
     job.phase = Phase.RETURNING
-    be_due(job, return_deadline(job))
+    # The processes of those that do not come are probed several times before that is judged.
+    be_due(job, now + liveness.probe_limit(job))
     return f"{len(in_view(job))} members are expected back in generation {job.generation}"
 
 
@@ -306,9 +307,13 @@ def _look(job: State, now: float, out: list[Action]) -> list[str]:
     if found:
         what = "; ".join(finding.what for finding in found)
         reasons.append(mend(job, [finding.worker for finding in found], what, now, out))
-    for worker, why in admission.overdue(job, now):
+    strangers = admission.overdue(job, now)
+    for worker, why in strangers:
         admission.refuse(job, worker, why, now, out)
-        reasons.append(mend(job, [worker], why, now, out))
+    if strangers:
+        # Once for all of them: the view that follows has none of those that are still to be refused.
+        what = "; ".join(why for _, why in strangers)
+        reasons.append(mend(job, [worker for worker, _ in strangers], what, now, out))
     if job.doubts and not link_checks.is_open(job, now):
         reasons.append(settle_links(job, "not all dials were answered", now, out))
     if link_checks.doubt_those_who_wait(job, now, out):
@@ -355,14 +360,7 @@ def _improve(job: State, now: float, out: list[Action]) -> list[str]:
 
 
 def _give_up_waiting(job: State, now: float, out: list[Action]) -> str:
-    # Who cannot speak cannot connect either, and has the time that its phase may take.
-    missing = [
-        worker
-        for worker in in_view(job)
-        if not worker.back
-        and not (liveness.cannot_speak(job, worker.number, now) and now < return_limit(job, worker))
-        and worker.number not in job.held
-    ]
+    missing = [worker for worker in in_view(job) if not worker.back and now >= return_limit(job, worker, now)]
     what = "it did not come back after the supervisor's restart"
     for worker in missing:
         lose(job, worker, "silent", what, now, out, kill=what)

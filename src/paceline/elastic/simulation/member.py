@@ -44,6 +44,7 @@ class Member(Process):
             return
         if self.number in plan.members:
             self.asked = plan.generation
+            self.abort = False  # that was for the generation before
             self.main(0.001, lambda: self._install(plan))
 
     def on_dial(self, peer: int) -> None:

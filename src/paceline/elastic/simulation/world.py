@@ -320,7 +320,7 @@ class World:
             and worker.standing is not Standing.STARTING
         ]
         by_hand = reached and member.number in self.stopped_by_hand and others
-        if by_hand and not some_woke and since < self.plan.settings.slow_phase_seconds / 2:
+        if by_hand and not some_woke and least <= since < self.plan.settings.slow_phase_seconds / 2:
             self.truth.violation(f"member {member.number} is blamed, and all were stopped {since:.1f} s ago")
 
     def _most_cut_off(self, number: int) -> bool:
