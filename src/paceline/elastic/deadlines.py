@@ -96,8 +96,8 @@ def return_deadline(job: State) -> float:
 
 
 def return_limit(job: State, worker: Worker, now: float) -> float:
-    """Until when this member may come back. One that cannot speak cannot connect either, and has the time that
-    its phase may take: its first heartbeat is still to come, so its pace is unknown; that of the job is known
+    """Until when this member may come back. One that cannot speak cannot connect either and has the time
+    that its phase may take: its first heartbeat is to come, so its pace is unknown; that of the job is known
     where a step was committed. Those that are stopped together have the time of a slow phase."""
     slow_limit = max(job.settings.slow_phase_seconds, hang_limit(job))
     if worker.number in job.held:
