@@ -287,3 +287,27 @@ def test_a_heartbeat_looks_at_nobody_else():
     assert actions == ()
     assert state.due == due
     assert {n for n, at in state.heard.items() if at != job.state.heard[n]} == {7}
+
+
+def until_hung(job: Driven, hung: int, steps: int) -> float:
+    """Seconds until the member that reads a slow sample is expelled; the others take over and go on."""
+    job.beat_all(steps)
+    began = job.now
+    others = [member for member in job.members if member != hung]
+    waiting = {f"m{member}": beat(member, "collective", 0.0, (hung,), steps) for member in others}
+    told = keep_beating(job, 60.0, **waiting, hung=beat(hung, "data", 0.0, (), steps))
+    verdict = only(told, NoteVerdict)
+    assert (verdict.member, "does not go on" in verdict.what) == (hung, True)
+    took = job.now - began
+    job.regroup((steps, 0, 0))
+    return took
+
+
+def test_each_hang_without_a_commit_between_has_twice_the_time():
+    """A sample that takes long each time it is read moves from member to member with its shard."""
+    job = Driven(4, 8, max_worker_failures=9).running()
+    seconds = [until_hung(job, hung, 5) for hung in (1, 2, 3)]
+    assert [round(one / 5.0) for one in seconds] == [1, 2, 4]
+    job.beat_all(5)
+    job.beat_all(6)
+    assert job.state.hangs == 0

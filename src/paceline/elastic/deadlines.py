@@ -54,7 +54,14 @@ def step_seconds(job: State) -> float:
 
 
 def hang_limit(job: State) -> float:
-    return max(job.settings.hang_least, job.settings.hang_steps * step_seconds(job))
+    return max(_hang_least(job), job.settings.hang_steps * step_seconds(job))
+
+
+def _hang_least(job: State) -> float:
+    """Twice as long for each member that was expelled as hung since the last commit: a sample that takes long
+    each time it is read would otherwise cost one worker after the other, and then the job."""
+    least = job.settings.hang_least
+    return min(least * 2.0 ** min(job.hangs, 30), max(least, job.settings.slow_phase_seconds))
 
 
 def patience(job: State, worker: Worker) -> float:
@@ -70,7 +77,7 @@ def patience(job: State, worker: Worker) -> float:
 
 def abort_limit(job: State, worker: Worker) -> float:
     """How long a member may take to report when it is asked to abort: it finishes at most a shard."""
-    at_once = max(job.settings.hang_least, job.settings.silence_steps * job.pace)
+    at_once = max(_hang_least(job), job.settings.silence_steps * job.pace)
     return at_once if patience(job, worker) <= hang_limit(job) else patience(job, worker)
 
 

@@ -159,10 +159,11 @@ def _has_moved(job: State, progress: Progress | None, now: float) -> bool:
     if job.base is not None and progress[0] > job.base[0]:
         # Also where this is the first report of the view: its members were lost before they had beaten twice.
         job.committed = True
+        job.hangs = 0
     if job.furthest is not None and progress[0] > job.furthest[0]:
         job.worked += now - job.worked_at
         job.worked_at = now
-        job.breaks = 0
+        job.breaks = job.hangs = 0
         job.suspicion = {}
     job.furthest = progress
     job.moved_at = now

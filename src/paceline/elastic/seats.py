@@ -80,6 +80,7 @@ def expel(job: State, found: Finding, now: float, out: list[Action]) -> None:
     out.append(
         NoteVerdict(found.worker.number, found.worker.slot, found.phase, found.what, found.waiting, done)
     )
+    job.hangs += found.kind == "hung"
     lose(job, found.worker, found.kind, found.what, now, out, kill=found.what)
 
 

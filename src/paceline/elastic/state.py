@@ -109,6 +109,7 @@ class State:
     committed   whether any step was ever committed
     worked      seconds of this job in which steps were committed, up to the last commit at `worked_at`;
                 forming views, restoring and waiting do not count
+    hangs       members that were expelled as hung since the last commit
     narrow      the job is stopping, and its view does not form: one member goes on alone, to save
     breaks      how often in a row collectives broke with nobody gone; `suspicion`: how often
                 each member named each other one then
@@ -162,6 +163,7 @@ class State:
 
     worked: float = 0.0
     worked_at: float = 0.0
+    hangs: int = 0
     narrow: bool = False
     preemptions: int = 0
     breaks: int = 0
