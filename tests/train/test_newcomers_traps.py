@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -151,6 +153,12 @@ class Recurrent(nn.Module):
         self.mask: Tensor | None = None
         self.calls = 0
         self.longest = 0
+        self.window: deque[float] = deque(maxlen=3)
+        self.means: list[float] = []
+        self.average = SimpleNamespace(value=0.0)
+        self.draws = torch.Generator().manual_seed(1)
+        self.numpy_draws = np.random.default_rng(1)
+        self.sizes = {"batch": 0}
         self.register_buffer("seen", torch.zeros(()))
         self.seen: Tensor
 
@@ -165,7 +173,21 @@ class Recurrent(nn.Module):
         if self.kind == "counter":
             self.calls += 1
             return out / self.calls
+        if self.kind == "window":
+            self.window.append(x.mean().item())
+            return out + sum(self.window)
+        if self.kind == "means":
+            self.means.append(x.mean().item())
+            return out + self.means[0]
+        if self.kind == "average.value":
+            self.average.value = 0.5 * self.average.value + x.mean().item()
+            return out + self.average.value
+        if self.kind == "draws":
+            return out + torch.randn(2, generator=self.draws)
+        if self.kind == "numpy_draws":
+            return out + float(self.numpy_draws.standard_normal())
         if self.kind == "cache":
+            self.sizes["batch"] = x.shape[0]
             # A function of the batch's shape, made again where that changes; and an activation for later.
             if self.mask is None or self.mask.shape[0] != x.shape[0]:
                 self.mask = torch.ones(x.shape[0], x.shape[0]).triu()
@@ -178,7 +200,11 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.parametrize("micro_batch", [None, 1])
-@pytest.mark.parametrize(("kind", "name"), [("hidden", "hidden"), ("pair", "hidden"), ("counter", "calls")])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("hidden", "hidden"), ("pair", "hidden"), ("counter", "calls")]
+    + [(name, name) for name in ("window", "means", "average.value", "draws", "numpy_draws")],
+)
 def test_state_that_a_module_carries_in_an_attribute_is_named(
     caplog: pytest.LogCaptureFixture, kind: str, name: str, micro_batch: int | None
 ) -> None:

@@ -9,10 +9,13 @@ What requires a gradient is of one backward pass and cannot be read in the next.
 from __future__ import annotations
 
 import logging
+import random
+from collections import deque
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any, final
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor, nn
@@ -20,6 +23,9 @@ from torch import Tensor, nn
 _log = logging.getLogger(__name__)
 
 _LOOKS = 4  # micro-batches of a process that are looked at
+_DEEP = 3  # containers within containers
+_ITEMS = 8  # of a container
+_WITHIN = "\0"  # between a container's name and what of it is meant
 _OF_TORCH = frozenset(vars(nn.Module()))
 
 
@@ -32,6 +38,7 @@ class CarriedState:
         self._left = _LOOKS
         self._tensors: dict[tuple[str, object], str] = {}  # by attribute and shape: the digest
         self._numbers: dict[str, list[float]] = {}
+        self._generators: dict[str, str] = {}
 
     def look(self, *, warn: bool) -> None:
         if not self._left:
@@ -44,17 +51,20 @@ class CarriedState:
                 digest = _digest(value)
                 if self._tensors.setdefault(key, digest) != digest:
                     found.append(name)
+            elif isinstance(value, str):
+                if self._generators.setdefault(name, value) != value:
+                    found.append(name)
             else:
                 self._numbers.setdefault(name, []).append(value)
         if not self._left:
-            found += [name for name, values in self._numbers.items() if _counts(values)]
+            found += [name for name, values in self._numbers.items() if _is_carried(values)]
         if found:
             self._left = 0
             if warn:
                 self._say(found)
 
     def _say(self, found: list[str]) -> None:
-        names = sorted(set(found))
+        names = sorted({name.split(_WITHIN)[0] for name in found})
         _log.warning(
             "%s of the model %s changes with every batch and is neither a parameter nor a buffer: it goes "
             "from one batch to the next of the same worker only, so if forward reads it, the weights depend "
@@ -66,11 +76,12 @@ class CarriedState:
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Tensors without a gradient and numbers that modules keep in themselves, with where they are."""
+    """Tensors without a gradient, numbers and the states of generators (as text) that modules keep in
+    themselves, with where they are."""
     for path, child in module.named_modules():
         for name, value in list(vars(child).items()):
             if name not in _OF_TORCH:
-                yield from _values(f"{path}.{name}" if path else name, value, 2)
+                yield from _values(f"{path}.{name}" if path else name, value, _DEEP)
 
 
 def _values(name: str, value: Any, deep: int) -> Iterator[tuple[str, Any]]:
@@ -80,12 +91,32 @@ def _values(name: str, value: Any, deep: int) -> Iterator[tuple[str, Any]]:
             yield name, value
     elif type(value) in (int, float):
         yield name, float(value)
-    elif deep and isinstance(value, list | tuple):
-        for item in value[:8]:
-            yield from _values(name, item, deep - 1)
-    elif deep and isinstance(value, dict):
-        for item in list(value.values())[:8]:
-            yield from _values(name, item, deep - 1)
+    elif (state := _generator_state(value)) is not None:
+        yield name, state
+    elif deep and isinstance(value, list | tuple | deque | dict):
+        items = value if isinstance(value, dict) else dict(enumerate(value))
+        numbers = [float(item) for item in items.values() if type(item) in (int, float)]
+        yield f"{name}{_WITHIN}length", float(len(items))
+        yield f"{name}{_WITHIN}sum", sum(numbers)
+        for key, item in islice(items.items(), _ITEMS):
+            if type(item) not in (int, float):
+                yield from _values(f"{name}{_WITHIN}{key}", item, deep - 1)
+    elif deep and not isinstance(value, nn.Module | type) and hasattr(value, "__dict__"):
+        for key, item in list(vars(value).items()):
+            yield from _values(f"{name}.{key}", item, deep - 1)
+
+
+def _generator_state(value: Any) -> str | None:
+    """Where a generator of random numbers stands: drawn from, it stands elsewhere."""
+    if isinstance(value, torch.Generator):
+        return _digest(value.get_state())
+    if isinstance(value, np.random.Generator):
+        return repr(value.bit_generator.state)
+    if isinstance(value, np.random.RandomState):
+        return repr(value.get_state()[1:3])
+    if isinstance(value, random.Random):
+        return repr(value.getstate())
+    return None
 
 
 def _digest(tensor: Tensor) -> str:
@@ -93,7 +124,11 @@ def _digest(tensor: Tensor) -> str:
     return xxhash.xxh3_128_hexdigest(plain.view(torch.uint8).numpy().data if plain.numel() else b"")
 
 
-def _counts(values: list[float]) -> bool:
-    """By the same amount with every batch; a number that follows a batch's shape does not."""
+def _is_carried(values: list[float]) -> bool:
+    """A count grows by the same amount with every batch; a sum or an average is another fraction after every
+    one. A whole number that follows a batch's shape does neither."""
+    if len(values) != _LOOKS:
+        return False
     steps = {after - before for before, after in pairwise(values)}
-    return len(values) == _LOOKS and len(steps) == 1 and steps != {0.0}
+    counts = len(steps) == 1 and steps != {0.0}
+    return counts or (len(set(values)) == _LOOKS and not all(value.is_integer() for value in values))
