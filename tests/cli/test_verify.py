@@ -126,6 +126,14 @@ def test_some_steps_from_the_kept_checkpoints(run, capsys):
     assert starts == [(None, 1), *((versions[step], step + 1) for step in kept)]
 
 
+def test_a_first_step_that_differs_asks_for_the_scripts_data(copied, capsys):
+    rewritten(copied, 1, loss=0.25)
+    assert paceline(copied) == 1
+    out = capsys.readouterr().out
+    assert "step 1: OTHER BITS" in out
+    assert "does the script make the same data" in out
+
+
 def test_one_step_is_one_step(run, capsys):
     assert paceline(run, "--steps", "sample=1") == 0
     assert "1 steps: the same bits" in capsys.readouterr().out

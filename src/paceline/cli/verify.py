@@ -95,6 +95,11 @@ def _print(found: Verified) -> None:
             f"step {different.step}: OTHER BITS: {_WORDS[different.what]} came out otherwise, in "
             f"{_span(different.interval)}"
         )
+        if different.step == different.interval.first:
+            echo(
+                "the first computed step is other already: does the script make the same data and the "
+                "same model each time it runs? Seed what it draws (torch.manual_seed, a generator)"
+            )
     elif found.complete:
         echo(f"all {found.steps:,} steps: the same bits")
     else:
