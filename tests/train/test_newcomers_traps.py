@@ -181,7 +181,7 @@ class Recurrent(nn.Module):
             return out + self.means[0]
         if self.kind == "average.value":
             self.average.value = 0.5 * self.average.value + x.mean().item()
-            return out + self.average.value
+            return out + float(self.average.value)
         if self.kind == "draws":
             return out + torch.randn(2, generator=self.draws)
         if self.kind == "numpy_draws":

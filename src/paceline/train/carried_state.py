@@ -113,7 +113,7 @@ def _generator_state(value: Any) -> str | None:
     if isinstance(value, np.random.Generator):
         return repr(value.bit_generator.state)
     if isinstance(value, np.random.RandomState):
-        return repr(value.get_state()[1:3])
+        return repr(value.get_state(legacy=False))
     if isinstance(value, random.Random):
         return repr(value.getstate())
     return None
