@@ -148,6 +148,15 @@ def test_an_interpreter_that_is_held_and_then_stopped_is_silent():
     assert only(pass_time(job, 2.5, beating=(1, 3), answer=stopped), NoteVerdict).slot == 1
 
 
+def test_interpreters_that_are_held_in_a_collective_for_ever_are_found():
+    """Those that wait let go of the interpreter: neither of the two waits for the other."""
+    job = Driven(2, 4).running()
+    job.beat_all(phase="collective")
+    began = job.now
+    held = lambda m: Probed(m, False, "collective", job.now - began, job.now - began)  # noqa: E731
+    assert some(pass_time(job, 60.0, answer=held), NoteVerdict)
+
+
 def test_all_stopped_together_blame_nobody():
     job = Driven(3, 6).running()
     job.beat_all()

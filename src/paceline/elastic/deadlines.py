@@ -209,7 +209,12 @@ def _stuck(job: State, now: float) -> list[Finding]:
     idle = [worker for worker in late if worker.number not in awaited]
     culprits = [worker for worker in idle if waited_for[worker.number]]
     if not culprits:
-        busy = [worker for worker in idle if phase_of(job, worker) not in _passive]
+        # One that waits lets go of the interpreter: where that is held, something else goes on than waiting.
+        busy = [
+            worker
+            for worker in idle
+            if phase_of(job, worker) not in _passive or cannot_speak(job, worker.number, now)
+        ]
         if len(busy) == len(members):
             busy = [
                 worker
