@@ -17,6 +17,7 @@ with each checkpoint. Must not know what is done to the rank that is odd.
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, final
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from paceline.core.errors import PacelineError, ReplicasDifferError
 
-LEAST_BYTES: Final = 1 << 20
+LEAST_BYTES: Final = 1 << 18
 MOST_PARTS: Final = 16
 MOST_PARTS_OF_A_DEVICE: Final = 64
 """A device is so much faster than the way to the host that the same part would be felt there."""
@@ -151,10 +152,15 @@ class WeightSample:
             return seen[1]
         if not tensor.is_contiguous():
             return memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        size = tensor.numel() * tensor.element_size()
-        view = memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
+        view = host_bytes(tensor)
         self._seen[index] = (address, view)
         return view
+
+
+def host_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor of the host, of any dtype; not to be kept longer than the tensor."""
+    size = tensor.numel() * tensor.element_size()
+    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -170,16 +176,17 @@ def text(sample: int) -> str:
 def ballot(sample: int, world: int) -> list[int]:
     """The numbers that a rank of `world` adds to the ballot."""
     base = _base(world)
-    digits = [(sample >> (8 * place)) % base for place in range(_DIGITS)]
-    return [1, *digits, *(digit * digit for digit in digits)]
+    digits = [digit % base for digit in sample.to_bytes(_DIGITS, "little")]
+    return [1, *digits, *[digit * digit for digit in digits]]
 
 
 def are_equal(sums: Sequence[int]) -> bool:
     """Whether all ranks that took part, which are counted, added the same numbers."""
     count, plain, squares = sums[0], sums[1 : 1 + _DIGITS], sums[1 + _DIGITS :]
-    return all(count * square == one * one for one, square in zip(plain, squares, strict=True))
+    return [count * square for square in squares] == [one * one for one in plain]
 
 
+@functools.cache
 def _base(world: int) -> int:
     """Digits below it can be squared and summed over all ranks exactly."""
     base = 256

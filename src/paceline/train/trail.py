@@ -2,10 +2,9 @@
 steps are computed again (elastic/trails.py).
 
 Of each step: the shards of this rank, the sample of the weights that they were computed with (agreement.py),
-and a hash of some thousand numbers, evenly spread, of what this rank gave to the sum, with its losses. A
-weight that differs changes nearly all gradients that depend on it, so that a part of them shows it; a part
-costs microseconds. Needed only where the sample of one step is not of all weights. Must not know what follows
-from a difference.
+and a hash of some chunks of what this rank gave to the sum, with its losses. A weight that differs changes
+nearly all gradients that depend on it, so that a part of them shows it, and costs microseconds. Needed only
+where the sample of one step is not of all weights. Must not know what follows from a difference.
 """
 
 from __future__ import annotations
@@ -13,22 +12,27 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final, final
 
-import torch
 import xxhash
 from torch import Tensor
 
-MOST_NUMBERS: Final = 4096
+from paceline.train.agreement import host_bytes
+
+CHUNKS: Final = 4
+CHUNK_BYTES: Final = 4096
 
 
 def contribution(tensors: Iterable[Tensor]) -> str:
-    """Of flat tensors in this host's memory: at most `MOST_NUMBERS` of each."""
+    """Of flat tensors in this host's memory: some chunks of each, evenly spread. Not single numbers: after a
+    backward pass none of them is in a cache, and each by itself would cost a fetch."""
     digest = xxhash.xxh3_64()
     for tensor in tensors:
-        flat = tensor.detach().reshape(-1)
-        # Odd, so that no structure of rows and cache lines is met by it again and again.
-        some = flat[:: (flat.numel() // MOST_NUMBERS) | 1].contiguous()
-        if some.numel():
-            digest.update(some.view(torch.uint8).numpy().data)
+        memory = host_bytes(tensor.detach().contiguous())
+        apart = len(memory) // CHUNKS
+        if apart <= CHUNK_BYTES:
+            digest.update(memory)
+            continue
+        for place in range(0, CHUNKS * apart, apart):
+            digest.update(memory[place : place + CHUNK_BYTES])
     return str(digest.hexdigest())
 
 
