@@ -131,6 +131,16 @@ def test_after_a_break_members_of_different_machines_dial_each_other_before_the_
     assert only(told, TellView).plan.members == (1, 2, 3)
 
 
+def test_one_that_is_cut_off_while_its_neighbours_reach_the_other_machine_goes_itself():
+    job = on_machines(3, 1)  # members 1 to 3 at home, 4 on host1
+    asked = dials(job.tell(HasBroken(3, job.state.generation, "reset")))
+    job.report_all()
+    told = answer(job, asked, (3, 4), (4, 3))
+    assert only(told, NoteVerdict).slot == 2
+    assert "while others of the two machines do" in only(told, NoteVerdict).what
+    assert only(told, TellView).plan.members == (1, 2, 4)
+
+
 def test_links_that_are_well_cost_nobody_anything():
     job = on_machines(2, 1, 1)
     asked = dials(job.tell(HasBroken(1, job.state.generation, "reset")))

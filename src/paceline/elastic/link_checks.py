@@ -85,7 +85,7 @@ def answered(job: State, event: HasDialed) -> bool:
     if pair not in job.doubts:
         return False
     job.doubts -= {pair}
-    if event.lossy:
+    if event.lossy or not event.trouble:
         job.walls[pair] = event.trouble
     return True
 
@@ -94,7 +94,9 @@ def judge(job: State, now: float, out: list[Action]) -> list[Worker]:
     """Once no answer is missing: who has to go, so that no broken link is left in the view. Gone already."""
     if is_open(job, now):
         return []
-    walls, job.walls, job.doubts = job.walls, {}, frozenset()
+    found, job.walls, job.doubts = job.walls, {}, frozenset()
+    walls = {pair: text for pair, text in found.items() if text}
+    met = [pair for pair in found if pair not in walls and pair[::-1] not in walls]
     went_on = job.phase is Phase.RUNNING and job.moved_at > job.doubted_at
     gone: list[Worker] = []
     while walls and not went_on and job.stop is None:
@@ -103,7 +105,7 @@ def judge(job: State, now: float, out: list[Action]) -> list[Worker]:
             if all(_can_say(job, number, now) for number in (one, other)):
                 named.setdefault(one, set()).add(other)
                 named.setdefault(other, set()).add(one)
-        link = broken_link(job, named, named.keys())
+        link = broken_link(job, named, named.keys(), met)
         if link is None:
             break
         said = next(text for pair, text in sorted(walls.items()) if pair in link.directions)

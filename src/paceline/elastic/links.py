@@ -4,11 +4,13 @@ Both ends of a broken link say the same of each other (each waits for the other,
 other), so counting who was named says nothing about them. Where they are on different machines the verdict
 names the link, and the choice depends on nothing but who is where: the end on the machine with fewer members,
 then the one that is not the supervisor's own, then the higher rank. So the same link always costs the same
-side, and what other machines say about one end alone still counts first. Must not change anything.
+side. What other machines say about one end alone counts first, and then whom else each end has reached: one
+that reaches no other machine, while its neighbours do, is cut off itself. Must not change anything.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import final
@@ -32,11 +34,17 @@ class Link:
         return (self.end.number, self.other.number), (self.other.number, self.end.number)
 
 
-def broken_link(job: State, named: Mapping[int, Collection[int]], among: Collection[int]) -> Link | None:
+def broken_link(
+    job: State,
+    named: Mapping[int, Collection[int]],
+    among: Collection[int],
+    met: Collection[tuple[int, int]] = (),
+) -> Link | None:
     """The link that explains why members named each other; None: no two of them did across machines.
 
     named   whom each member waits for or could not reach
     among   those who may be sent away
+    met     pairs of members of different machines that have just reached each other
     """
     pairs = [
         (job.workers[one], job.workers[other])
@@ -61,16 +69,29 @@ def broken_link(job: State, named: Mapping[int, Collection[int]], among: Collect
     }
     ends = {worker.number: worker for pair in pairs for worker in pair if worker.number in among}
     most = max(blamed[number] for number in ends)
-    end = min((ends[number] for number in ends if blamed[number] == most), key=lambda one: _cost(job, one))
+    reached = Counter(number for pair in met for number in pair)
+    end = min(
+        (ends[number] for number in ends if blamed[number] == most),
+        key=lambda one: (reached[one.number], *_cost(job, one)),
+    )
     other = min(
         (other for pair in pairs if end in pair for other in pair if other is not end),
         key=lambda one: one.slot,
     )
+    between = {
+        frozenset((job.workers[one].place, job.workers[two].place))
+        for one, two in met
+        if {one, two} <= job.workers.keys()
+    }
+    carries = frozenset((end.place, other.place)) in between
+    why = ", while others of the two machines do"
+    if not carries:
+        why = ": the link between the machines is at fault, not a rank"
     return Link(
         end,
         other,
         f"rank {end.slot} on {_machine(job, end)} and rank {other.slot} on {_machine(job, other)} do not "
-        "reach each other: the link between the machines is at fault, not a rank",
+        f"reach each other{why}",
     )
 
 

@@ -113,8 +113,8 @@ class State:
     narrow      the job is stopping, and its view does not form: one member goes on alone, to save
     breaks      how often in a row collectives broke with nobody gone; `suspicion`: how often
                 each member named each other one then
-    doubts      who was asked whether it still reaches whom, at `doubted_at`, and has not said; `walls`: who
-                said that it does not, and why
+    doubts      who was asked whether it still reaches whom, at `doubted_at`, and has not said; `walls`: what
+                each found: the text about packets that were lost on the way, empty where there is none
     raised      steps in which somebody's code raised
     votes       hashes of steps that have not been judged, by member
     agreed      the last step after which all were seen to hold the same state
