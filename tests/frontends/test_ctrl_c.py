@@ -90,3 +90,35 @@ def test_progress_that_cannot_be_written(tmp_path, quiet, where):
     assert done.returncode == 0
     assert done.stdout == b"done\n"  # the program's own output is left alone
     assert (tmp_path / "hash").read_text() == quiet
+
+
+PRINTS = """
+import sys
+from pathlib import Path
+import torch
+from tests.train.small_run import fit, settings
+
+def objective(model, batch):
+    print("a batch of", len(batch[0]), flush=True)
+    return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+if __name__ == "__main__":
+    history = fit(settings(Path(sys.argv[1]), 2), objective=objective)
+    Path(sys.argv[2]).write_text(history.state_hash)
+"""
+
+
+@pytest.mark.parametrize("where", [">/dev/full", "> >(exec head -n 1 >/dev/null)"])
+def test_what_an_objective_prints_and_cannot_be_written(tmp_path, quiet, where):
+    script = tmp_path / "prints.py"
+    script.write_text(PRINTS)
+    line = f'"{sys.executable}" "{script}" "{tmp_path / "run"}" "{tmp_path / "hash"}"'
+    done = subprocess.run(
+        ["bash", "-c", f"exec {line} {where}"],
+        timeout=100,
+        check=False,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "hash").read_text() == quiet

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import http.client
 import os
 import signal
 from pathlib import Path
@@ -65,7 +66,7 @@ def is_first(mark: Path) -> bool:
 class Flaky(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """The small run's data, of which reading one sample fails once, or always."""
 
-    def __init__(self, mark: Path, error: OSError, sample: int = 17, always: bool = False) -> None:
+    def __init__(self, mark: Path, error: Exception, sample: int = 17, always: bool = False) -> None:
         self.inputs, self.targets = data()
         self.mark, self.error, self.sample, self.always = mark, error, sample, always
 
@@ -78,9 +79,10 @@ class Flaky(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return self.inputs[index], self.targets[index]
 
 
-def test_a_sample_that_cannot_be_read_once_is_forgiven_as_in_the_objective(tmp_path, undisturbed):
+@pytest.mark.parametrize("kind", [OSError, EOFError, http.client.HTTPException])
+def test_a_sample_that_cannot_be_read_once_is_forgiven_as_in_the_objective(tmp_path, undisturbed, kind):
     folder = tmp_path / "run"
-    flaky = Flaky(tmp_path / "mark", OSError("the server is busy"))
+    flaky = Flaky(tmp_path / "mark", kind("the server is busy"))
     history = trainer(looked_after(folder)).fit(flaky, data())
     assert history.state_hash == undisturbed
     ((_, _, cause),) = blamed(folder)
@@ -103,6 +105,13 @@ def test_a_sample_that_can_never_be_read_is_tried_twice_and_ends_the_run(tmp_pat
     with pytest.raises(paceline.PacelineError, match="the file is torn"):
         trainer(looked_after(tmp_path / "run", 2)).fit(torn, data())
     assert [cause for _, _, cause in blamed(tmp_path / "run")] == ["raised", "raised"]
+
+
+def test_a_mistake_in_the_datasets_code_is_not_tried_again(tmp_path):
+    wrong = Flaky(tmp_path / "mark", KeyError("the name of a column"), always=True)
+    with pytest.raises(paceline.UsageError, match="the name of a column"):
+        trainer(looked_after(tmp_path / "run", 2)).fit(wrong, data())
+    assert [cause for _, _, cause in blamed(tmp_path / "run")] == ["raised"]
 
 
 @pytest.mark.parametrize("how", ["killed", "raises"])

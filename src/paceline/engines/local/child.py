@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import faulthandler
 import importlib
 import io
@@ -20,7 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn, final
+from typing import Any, Final, NoReturn, final
 
 from paceline.core.errors import InternalError
 from paceline.core.machine import cores
@@ -30,6 +31,9 @@ from paceline.engines.local.protocol import Message, Order, Plain
 
 # Not SIGUSR1 or 2, which schedulers and users take for themselves.
 STACK_SIGNAL = signal.SIGRTMIN + 7
+
+# What a descriptor of the output says that has no reader, no terminal, no room, or was closed.
+_UNREAD: Final = frozenset({errno.EPIPE, errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EBADF})
 
 _FAILED_CODE = 1
 _BROKEN_CODE = 70
@@ -146,8 +150,21 @@ def _take_stdio(stdout: int, stderr: int) -> None:
     sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr  # type: ignore[misc]
 
 
+class _Output(io.FileIO):
+    """Where this rank prints to. Where that is a pipe without a reader, a terminal that is gone or a full
+    disk, what is printed is dropped: lost output is no reason to lose the rank."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in _UNREAD:
+                raise
+            return memoryview(data).nbytes
+
+
 def _text_stream(descriptor: int, errors: str) -> io.TextIOWrapper:
-    raw = open(descriptor, "wb", closefd=False)  # noqa: SIM115 - lives as long as the process
+    raw = io.BufferedWriter(_Output(descriptor, "wb", closefd=False))
     return io.TextIOWrapper(raw, encoding="utf-8", errors=errors, line_buffering=True)
 
 
