@@ -20,25 +20,23 @@ from paceline.core.errors import UsageError
 
 _SMALL: Final = 16 << 20
 # Control characters (escape sequences begin with one), and those that change the order of what is shown.
-_NOT_SHOWN: Final = re.compile(
-    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
-)
+# Compiled when they are first used, which most commands never do.
+_NOT_SHOWN: Final = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 # Up to the last @ before the path; and keys with a slash in them, which is not a port's.
-_USER: Final = re.compile(
+_USER: Final = (
     r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)(?:[^/?#\s'\"]*|[^/@:\[\s'\"]*:(?!\d*[/?#])[^@\s'\"]*)@"
 )
 _KEY: Final = (
     r"(?:[A-Za-z0-9_.-]*(?:password|passwd|passphrase|secret|token|api[_-]?key|access[_-]?key|credential|"
     r"signature|private[_-]?key)[A-Za-z0-9_.-]*|sig|pwd|pw|pass|passcode|auth|authorization)"
 )
-_QUERY: Final = re.compile(rf"(?P<key>[?&;]{_KEY}=)[^&#;\s'\"]+", re.IGNORECASE)
-_ASSIGNED: Final = re.compile(rf"(?P<key>(?<![A-Za-z0-9_.-])-{{0,2}}{_KEY}=).+", re.IGNORECASE | re.DOTALL)
+_QUERY: Final = rf"(?i)(?P<key>[?&;]{_KEY}=)[^&#;\s'\"]+"
+_ASSIGNED: Final = rf"(?is)(?P<key>(?<![A-Za-z0-9_.-])-{{0,2}}{_KEY}=).+"
 # As JSON and as headers have it: "password": "X", Authorization: Bearer X.
-_TOLD: Final = re.compile(
-    rf"(?P<key>(?<![A-Za-z0-9_.-]){_KEY}[\"']?\s*:\s*[\"']?(?:(?:Bearer|Basic)\s+)?)[^\"',}}\s]+",
-    re.IGNORECASE,
+_TOLD: Final = (
+    rf"(?i)(?P<key>(?<![A-Za-z0-9_.-]){_KEY}[\"']?\s*:\s*[\"']?(?:(?:Bearer|Basic)\s+)?)[^\"',}}\s]+"
 )
-_OPTION: Final = re.compile(rf"-{{1,2}}{_KEY}", re.IGNORECASE)
+_OPTION: Final = rf"(?i)-{{1,2}}{_KEY}"
 REDACTED: Final = "***"
 
 
@@ -90,12 +88,12 @@ def check_no_links(folder: Path, names: Collection[str] | None = None) -> None:
 def shown(text: object) -> str:
     """Text for a terminal: without control characters, which could move the cursor, set the title or write to
     the clipboard. Lines and tabs stay."""
-    return _NOT_SHOWN.sub("\N{REPLACEMENT CHARACTER}", str(text))
+    return re.sub(_NOT_SHOWN, "\N{REPLACEMENT CHARACTER}", str(text))
 
 
 def without_credentials(text: str) -> str:
     """Text without user:password@ of URLs and without the values of query keys that name a secret."""
-    return _QUERY.sub(rf"\g<key>{REDACTED}", _USER.sub(rf"\g<scheme>{REDACTED}@", text))
+    return re.sub(_QUERY, rf"\g<key>{REDACTED}", re.sub(_USER, rf"\g<scheme>{REDACTED}@", text))
 
 
 def without_secrets(arguments: Iterable[str]) -> tuple[str, ...]:
@@ -107,7 +105,7 @@ def without_secrets(arguments: Iterable[str]) -> tuple[str, ...]:
             found.append(REDACTED)
             hide = False
             continue
-        hide = _OPTION.fullmatch(argument) is not None
-        told = _TOLD.sub(rf"\g<key>{REDACTED}", without_credentials(argument))
-        found.append(_ASSIGNED.sub(rf"\g<key>{REDACTED}", told))
+        hide = re.fullmatch(_OPTION, argument) is not None
+        told = re.sub(_TOLD, rf"\g<key>{REDACTED}", without_credentials(argument))
+        found.append(re.sub(_ASSIGNED, rf"\g<key>{REDACTED}", told))
     return tuple(found)
