@@ -81,6 +81,8 @@ STORE: Final = Protocol("store", b"PLstor", 4)
 """A rank and the store in which ranks meet."""
 MESH: Final = Protocol("mesh", b"PLmesh", 4, context_bytes=20)
 """Two ranks of a group: from, to, stream, and how each can authenticate bulk data."""
+DIAL: Final = Protocol("dial", b"PLdial", 3, context_bytes=8)
+"""Two workers that may be in one view: from, to."""
 
 
 class HandshakeError(WireError):

@@ -11,10 +11,13 @@ from contextlib import closing, contextmanager
 import pytest
 from tests.waiting import wait_for
 
+from paceline.core import entrance
 from paceline.core.control import channel, dialing
 from paceline.core.control.dialing import Dialer, Peer
 from paceline.core.control.messages import Dialed
+from paceline.core.handshake import CHALLENGE_BYTES, DIAL, PROOF_BYTES, STORE, Acceptor
 from paceline.core.listening import listener
+from paceline.core.sealing import TAG_BYTES
 
 SECRET = b"s" * 32
 
@@ -86,20 +89,56 @@ def test_another_secret_is_no_proof(monkeypatch):
         assert "closed there" in one.result().trouble
 
 
-def test_whoever_listens_there_must_prove_itself():
+def test_what_listens_there_must_prove_itself():
     with workers(SECRET) as (one,), listener("127.0.0.1", 0) as other:
 
         def answer() -> None:
             sock, _ = other.accept()
             with sock:
-                sock.recv(64)
-                sock.sendall(bytes(32))
+                sock.sendall(Acceptor(DIAL, b"x" * 32).challenge)
+                sock.recv(DIAL.answer_bytes, socket.MSG_WAITALL)
+                sock.sendall(bytes(PROOF_BYTES))
 
         thread = threading.Thread(target=answer)
         thread.start()
         one.dialer.dial([(2, 1, *other.getsockname())])
-        assert "does not know this job's secret" in one.result().trouble
+        assert "no worker of this job" in one.result().trouble
         thread.join()
+
+
+def test_a_listener_that_serves_a_store_is_dialed_again():
+    with workers(SECRET, SECRET) as (one, other):
+        with other.dialer.paused():
+            other.dialer.dial([])
+            one.dialer.dial([other.peer])
+            other.listener.setblocking(True)
+            sock, _ = other.listener.accept()
+            with sock:
+                sock.sendall(Acceptor(STORE, SECRET).challenge)
+                assert sock.recv(1) == b""
+        assert one.result() == Dialed(peer=2)
+
+
+def test_a_receipt_is_the_peers_own():
+    """A machine on the path has the large part and answers for it."""
+    with workers(SECRET, SECRET) as (one, other), listener("127.0.0.1", 0) as relay:
+        other.dialer.dial([])
+        one.dialer.dial([(2, 1, *relay.getsockname())])
+        near, _ = relay.accept()
+        with near, closing(socket.create_connection(other.peer[2:])) as far:
+            pass_handshake(near, far)
+            assert len(near.recv(dialing.LARGE_BYTES, socket.MSG_WAITALL)) == dialing.LARGE_BYTES
+            near.sendall(bytes(TAG_BYTES))
+            assert near.recv(1) == b""
+        # It is dialed again, and nothing listens there.
+        relay.close()
+        assert one.result().trouble
+
+
+def pass_handshake(near: socket.socket, far: socket.socket) -> None:
+    near.sendall(far.recv(CHALLENGE_BYTES, socket.MSG_WAITALL))
+    far.sendall(near.recv(DIAL.answer_bytes, socket.MSG_WAITALL))
+    near.sendall(far.recv(PROOF_BYTES, socket.MSG_WAITALL))
 
 
 def test_who_connects_and_does_not_answer(monkeypatch):
@@ -122,14 +161,15 @@ def test_a_listener_that_is_busy_with_a_view_answers_afterwards():
 
 
 def test_strangers_are_dropped_and_delay_nobody(monkeypatch):
-    monkeypatch.setattr(dialing, "GUEST_SECONDS", 0.2)
+    monkeypatch.setattr(entrance, "STRANGER_SECONDS", 0.2)
     with workers(SECRET, SECRET) as (one, other):
         other.dialer.dial([])
-        for said in (b"GET / HTTP/1.1\r\n", b"PLdial1\0" + bytes(56), b"PL"):
+        for said in (b"GET / HTTP/1.1\r\n", DIAL.magic + bytes(DIAL.answer_bytes - 8), b"PL"):
             with closing(socket.create_connection(other.listener.getsockname(), timeout=20)) as stranger:
                 stranger.sendall(said)
+                assert len(stranger.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)) == CHALLENGE_BYTES
                 assert stranger.recv(1) == b""
-        silent = [socket.create_connection(other.listener.getsockname()) for _ in range(dialing.GUESTS + 9)]
+        silent = [socket.create_connection(other.listener.getsockname()) for _ in range(entrance.STRANGERS)]
         one.dialer.dial([other.peer])
         assert one.result() == Dialed(peer=2)
         for sock in silent:
@@ -158,8 +198,7 @@ def test_a_way_that_loses_large_packets_is_named(monkeypatch):
         one.dialer.dial([(2, 1, host, port)])
         near, _ = relay.accept()
         with near, closing(socket.create_connection(other.peer[2:])) as far:
-            far.sendall(near.recv(dialing._ASK_BYTES, socket.MSG_WAITALL))
-            near.sendall(far.recv(32, socket.MSG_WAITALL))
+            pass_handshake(near, far)
             found = one.result()
             assert found.lossy
             assert "small packets arrive there and large ones do not" in found.trouble

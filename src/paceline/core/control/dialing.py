@@ -1,26 +1,25 @@
 """Whether two workers reach each other: a dial of the endpoint that a view would use, and a proof at its end.
 
-    dialing worker -> listener    magic, from, to, nonce, HMAC("ask" of these)
-    listener -> dialing worker    HMAC("answer" of the same)
+    both                          the handshake of every connection (`core.handshake`): from whom, to whom
     dialing worker -> listener    LARGE_BYTES
-    listener -> dialing worker    HMAC("receipt" of the same)
+    listener -> dialing worker    a receipt, with the tag of the session
 
-Some links carry small packets and lose large ones (a tunnel with a smaller MTU and no ICMP): the first two
-messages pass there, and no gradient ever does. So the way of the data is proved with data, in the direction
-of the dial; the peer proves the other one.
+Some links carry small packets and lose large ones (a tunnel with a smaller MTU and no ICMP): the handshake
+passes there, and no gradient ever does. So the way of the data is proved with data, in the direction of the
+dial; the peer proves the other one.
 
-The listener of a worker is idle while it trains; it is used only while a view forms, and dials wait then.
-One thread dials and answers, without the worker's main thread, and ends when nothing was asked for a while:
-a job whose workers share a machine never has one. Who connects and says anything else is dropped. Must not
-know views, nor what follows from an answer.
+The listener of a worker is idle while it trains; it is used only while a view forms, and dials wait then: a
+dial that meets the store of a view is repeated. One thread dials and answers, without the worker's main
+thread, and ends when nothing was asked for a while: a job whose workers share a machine never has one.
+Strangers are kept out as everywhere (`core.entrance`). Must not know views, nor what follows from an answer.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
-import hmac
+import functools
+import logging
 import os
 import selectors
 import socket
@@ -32,22 +31,23 @@ from dataclasses import dataclass, field
 from typing import Final, final
 
 from paceline.core.control.messages import Dialed
+from paceline.core.entrance import Entrance, Proven
+from paceline.core.handshake import DIAL, Connector, HandshakeError, OtherProtocolError
+from paceline.core.sealing import TAG_BYTES, Session
+
+_log = logging.getLogger(__name__)
 
 CONNECT_SECONDS: Final = 5.0
 ANSWER_SECONDS: Final = 15.0
 """Longer than connecting: the peer may be in the middle of forming a view."""
 LINGER_SECONDS: Final = 60.0
-GUESTS: Final = 64
-GUEST_SECONDS: Final = 3.0
 LARGE_BYTES: Final = 20_000
 """More than two packets of any usual size: jumbo frames have 9,000 bytes."""
 LARGE_SECONDS: Final = 3.0
 """For the large part, once the small one was answered: time for four retransmissions."""
 
-_MAGIC: Final = b"PLdial2\0"
-_HEAD: Final = struct.Struct("<8sII16s")
-_MAC_BYTES: Final = 32
-_ASK_BYTES: Final = _HEAD.size + _MAC_BYTES
+_RECEIPT: Final = b"receipt"
+_CONTEXT: Final = struct.Struct("<II")  # from, to
 _AGAIN_SECONDS: Final = 0.1
 _TROUBLE_LENGTH: Final = 1000  # what a Dialed can carry: the address is another member's, and may be longer
 _LOST: Final = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
@@ -55,7 +55,6 @@ _HOLE: Final = (
     "small packets arrive there and large ones do not; the MTU of the way may be smaller than that of the "
     "interface"
 )
-_NO_PROOF: Final = "what answers there does not know this job's secret"
 
 Peer = tuple[int, int, str, int]
 """Member, slot, host and port, as in messages.Dial."""
@@ -75,13 +74,15 @@ class _Target:
 @final
 @dataclass
 class _Call:
-    """A connection under way to a target."""
+    """A connection under way to a target. `session` once both have proved themselves: then `unsent` goes
+    there, and a receipt comes back."""
 
     target: _Target
-    head: bytes
+    sock: socket.socket
+    connector: Connector
     limit: float
     connected: bool = False
-    answered: bool = False
+    session: Session | None = None
     unsent: memoryview = field(default_factory=lambda: memoryview(b""))
     heard: bytearray = field(default_factory=bytearray)
 
@@ -89,13 +90,11 @@ class _Call:
 @final
 @dataclass
 class _Guest:
-    """A connection of which nothing is known yet; `head` once it has proved itself, then `large` bytes are
-    still to come."""
+    """A worker that has proved itself, and of which `left` bytes are still to come."""
 
+    proven: Proven
     limit: float
-    heard: bytearray = field(default_factory=bytearray)
-    head: bytes = b""
-    large: int = LARGE_BYTES
+    left: int = LARGE_BYTES
 
 
 @final
@@ -107,11 +106,13 @@ class Dialer:
     ) -> None:
         self._member = member
         self._slot = slot
-        self._key = hmac.new(secret, b"dial", hashlib.sha256).digest()
+        self._secret = secret
         self._listener = listener
         self._tell = tell
         self._lock = threading.Lock()
         self._targets: dict[int, _Target] = {}
+        self._calls: dict[int, _Call] = {}  # of the thread, by the target's member
+        self._guests: dict[socket.socket, _Guest] = {}  # of the thread
         self._until = 0.0
         self._holds = 0
         self._thread: threading.Thread | None = None
@@ -129,7 +130,7 @@ class Dialer:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """While the listener is somebody else's."""
+        """While the listener is used for a view."""
         self._hold()
         try:
             yield
@@ -168,19 +169,26 @@ class Dialer:
 
     def _run(self) -> None:
         with selectors.DefaultSelector() as selector:
-            self._listener.setblocking(False)
-            selector.register(self._listener, selectors.EVENT_READ)
-            selector.register(self._wake, selectors.EVENT_READ)
+            welcome = functools.partial(self._welcome, selector)
+            entrance = Entrance(
+                self._listener, DIAL, self._secret, selector, welcome, expected=self._is_for_me
+            )
+            selector.register(self._wake, selectors.EVENT_READ, lambda mask, now: os.eventfd_read(self._wake))
             try:
-                while self._is_needed(selector):
-                    self._turn(selector)
+                while self._is_needed():
+                    self._turn(selector, entrance)
             finally:
-                for key in list(selector.get_map().values()):
-                    if isinstance(key.data, _Call | _Guest):
-                        _close(selector, key.fileobj)
+                entrance.close()
+                for call in list(self._calls.values()):
+                    self._close(selector, call)
+                for guest in list(self._guests.values()):
+                    self._part(selector, guest)
 
-    def _is_needed(self, selector: selectors.BaseSelector) -> bool:
-        """Decided with the lock held, so that whoever asks next starts another thread."""
+    def _is_for_me(self, context: bytes) -> bool:
+        return bool(_CONTEXT.unpack(context)[1] == self._member)
+
+    def _is_needed(self) -> bool:
+        """Decided with the lock held, so that the next caller of `dial` starts another thread."""
         with self._lock:
             busy = bool(self._targets) or time.monotonic() < self._until
             if self._holds or not busy:
@@ -188,13 +196,12 @@ class Dialer:
                 return False
             return True
 
-    def _turn(self, selector: selectors.BaseSelector) -> None:
+    def _turn(self, selector: selectors.BaseSelector, entrance: Entrance) -> None:
         now = time.monotonic()
         with self._lock:
             targets = list(self._targets.values())
-        calls = {id(key.data.target) for key in selector.get_map().values() if isinstance(key.data, _Call)}
         for target in targets:
-            if id(target) in calls or now < target.again_at:
+            if target.peer[0] in self._calls or now < target.again_at:
                 continue
             try:
                 self._dial(selector, target, now)
@@ -202,101 +209,109 @@ class Dialer:
                 # Also an address that is none (UnicodeError, ValueError): this peer is not reached, and the
                 # thread is there for the others.
                 self._done(target, f"it cannot be dialed: {error}")
-        for key, mask in selector.select(self._pause(selector, targets)):
-            try:
-                self._ready(selector, key, mask)
-            except Exception as error:
-                # Whatever a peer or a stranger makes us stumble over, it is that connection that ends.
-                _close(selector, key.fileobj)
-                if isinstance(key.data, _Call):
-                    self._failed(key.data, error)
-        self._expire(selector)
-
-    def _pause(self, selector: selectors.BaseSelector, targets: list[_Target]) -> float:
-        limits: list[float] = [key.data.limit for key in selector.get_map().values() if key.data is not None]
+        limits = [self._until, entrance.due, *(call.limit for call in self._calls.values())]
+        limits += [guest.limit for guest in self._guests.values()]
         limits += [target.again_at for target in targets if target.again_at]
-        return max(0.01, min([self._until, *limits]) - time.monotonic())
-
-    def _ready(self, selector: selectors.BaseSelector, key: selectors.SelectorKey, mask: int) -> None:
-        if key.data is None:
-            if key.fileobj is self._listener:
-                self._accept(selector)
+        ready = selector.select(max(0.01, min(limits) - time.monotonic()))
+        now = time.monotonic()
+        for key, mask in ready:
+            key.data(mask, now)
+        entrance.tick(now)
+        for guest in [guest for guest in self._guests.values() if now >= guest.limit]:
+            self._part(selector, guest)
+        for call in [call for call in self._calls.values() if now >= call.limit]:
+            self._close(selector, call)
+            if call.session is not None:
+                self._done(call.target, _HOLE, lossy=True)
+            elif call.connected:
+                self._done(call.target, call.target.trouble)
             else:
-                os.eventfd_read(self._wake)
-            return
-        sock = key.fileobj
-        assert isinstance(sock, socket.socket)
-        if isinstance(key.data, _Guest):
-            self._answer(selector, sock, key.data)
-        else:
-            self._go_on(selector, sock, key.data)
-
-    # dialing
+                self._done(call.target, "connecting timed out", lossy=True)
 
     def _dial(self, selector: selectors.BaseSelector, target: _Target, now: float) -> None:
         if now >= target.limit:
             self._done(target, target.trouble)
             return
         member, _, host, port = target.peer
-        head = _HEAD.pack(_MAGIC, self._member, member, os.urandom(16))
-        call = _Call(target, head, min(now + CONNECT_SECONDS, target.limit))
+        connector = Connector(DIAL, self._secret, _CONTEXT.pack(self._member, member))
         try:
             family, kind, protocol, _, at = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             sock = socket.socket(family, kind, protocol)
         except OSError as error:
-            self._failed(call, error)
+            self._done(target, error.strerror or str(error))
             return
         sock.setblocking(False)
         code = sock.connect_ex(at)
         if code not in (0, errno.EINPROGRESS):
             sock.close()
-            self._failed(call, OSError(code, os.strerror(code)))
+            self._done(target, os.strerror(code), lossy=code in _LOST)
             return
-        selector.register(sock, selectors.EVENT_WRITE, call)
+        call = _Call(target, sock, connector, min(now + CONNECT_SECONDS, target.limit))
+        self._calls[member] = call
+        selector.register(sock, selectors.EVENT_WRITE, functools.partial(self._go_on, selector, call))
 
-    def _go_on(self, selector: selectors.BaseSelector, sock: socket.socket, call: _Call) -> None:
+    def _go_on(self, selector: selectors.BaseSelector, call: _Call, mask: int, now: float) -> None:
+        """A connection that could not be made is the answer, and so is a proof that is wrong; one that ended
+        early, or that speaks otherwise, may have met a listener that was busy with a view: it is dialed
+        again."""
+        try:
+            reached = self._converse(selector, call, now)
+        except (BlockingIOError, InterruptedError):
+            return
+        except Exception as error:
+            # Whatever a peer or a stranger makes us stumble over, it is that connection that ends.
+            self._close(selector, call)
+            final = isinstance(error, HandshakeError) and not isinstance(error, OtherProtocolError)
+            lossy = isinstance(error, OSError) and error.errno in _LOST
+            reason = (error.strerror if isinstance(error, OSError) else "") or str(error) or repr(error)
+            if isinstance(error, HandshakeError):
+                reason = f"what answers there is no worker of this job: {error.message}"
+            if final or not call.connected or now >= call.target.limit:
+                self._done(call.target, reason, lossy)
+            else:
+                call.target.trouble, call.target.again_at = reason, now + _AGAIN_SECONDS
+            return
+        if reached:
+            self._close(selector, call)
+            self._done(call.target, "")
+
+    def _converse(self, selector: selectors.BaseSelector, call: _Call, now: float) -> bool:
+        """The next piece of a call; True: the receipt is here."""
+        sock, connector = call.sock, call.connector
+        go_on = functools.partial(self._go_on, selector, call)
         if not call.connected:
             code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if code:
                 raise OSError(code, os.strerror(code))
             call.connected, call.limit = True, call.target.limit
-            sock.sendall(call.head + self._mac(b"ask", call.head))
-            selector.modify(sock, selectors.EVENT_READ, call)
-            return
+            selector.modify(sock, selectors.EVENT_READ, go_on)
+            return False
         if call.unsent:
             call.unsent = call.unsent[sock.send(call.unsent) :]
             if not call.unsent:
-                selector.modify(sock, selectors.EVENT_READ, call)
-            return
-        data = sock.recv(_MAC_BYTES - len(call.heard))
+                selector.modify(sock, selectors.EVENT_READ, go_on)
+            return False
+        data = sock.recv(connector.wanted if call.session is None else TAG_BYTES - len(call.heard))
         if not data:
             raise ConnectionResetError("the connection was closed there")
-        call.heard += data
-        if len(call.heard) < _MAC_BYTES:
-            return
-        role = b"receipt" if call.answered else b"answer"
-        if not hmac.compare_digest(bytes(call.heard), self._mac(role, call.head)):
-            # Perhaps the listener serves a view that forms, and something else speaks there.
-            raise ConnectionAbortedError(_NO_PROOF)
-        if call.answered:
-            _close(selector, sock)
-            self._done(call.target, "")
-            return
-        call.answered, call.unsent = True, memoryview(bytes(LARGE_BYTES))
-        call.heard.clear()
-        call.limit = time.monotonic() + LARGE_SECONDS
-        selector.modify(sock, selectors.EVENT_WRITE, call)
+        if call.session is not None:
+            call.heard += data
+            if len(call.heard) < TAG_BYTES:
+                return False
+            call.session.incoming.check(call.heard, _RECEIPT)
+            return True
+        if answer := connector.feed(data):
+            sock.sendall(answer)
+        if connector.done:
+            call.session, call.unsent = connector.session(), memoryview(bytes(LARGE_BYTES))
+            call.limit = now + LARGE_SECONDS
+            selector.modify(sock, selectors.EVENT_WRITE, go_on)
+        return False
 
-    def _failed(self, call: _Call, error: Exception) -> None:
-        """A connection that could not be made is the answer; one that ended early may have met a listener
-        that was busy with a view, and is tried again."""
-        reason = (error.strerror or str(error)) if isinstance(error, OSError) else repr(error)
-        lossy = isinstance(error, OSError) and error.errno in _LOST
-        if call.connected and time.monotonic() < call.target.limit:
-            call.target.trouble = reason
-            call.target.again_at = time.monotonic() + _AGAIN_SECONDS
-        else:
-            self._done(call.target, reason, lossy)
+    def _close(self, selector: selectors.BaseSelector, call: _Call) -> None:
+        del self._calls[call.target.peer[0]]
+        selector.unregister(call.sock)
+        call.sock.close()
 
     def _done(self, target: _Target, trouble: str, lossy: bool = False) -> None:
         member, slot, host, port = target.peer
@@ -309,60 +324,29 @@ class Dialer:
 
     # answering
 
-    def _accept(self, selector: selectors.BaseSelector) -> None:
-        try:
-            sock, _ = self._listener.accept()
-        except OSError:
-            return  # gone again, or no descriptor is left
-        sock.setblocking(False)
-        guests = [key for key in selector.get_map().values() if isinstance(key.data, _Guest)]
-        if len(guests) >= GUESTS:
-            _close(selector, min(guests, key=lambda key: key.data.limit).fileobj)
-        selector.register(sock, selectors.EVENT_READ, _Guest(time.monotonic() + GUEST_SECONDS))
+    def _welcome(self, selector: selectors.BaseSelector, context: bytes, proven: Proven) -> None:
+        """The other worker has our proof: the large part follows."""
+        guest = _Guest(proven, time.monotonic() + 2 * LARGE_SECONDS)
+        selector.register(proven.sock, selectors.EVENT_READ, functools.partial(self._take, selector, guest))
+        self._guests[proven.sock] = guest
 
-    def _answer(self, selector: selectors.BaseSelector, sock: socket.socket, guest: _Guest) -> None:
-        if guest.head:
-            guest.large -= len(data := sock.recv(guest.large))
-            if data and guest.large:
+    def _take(self, selector: selectors.BaseSelector, guest: _Guest, mask: int, now: float) -> None:
+        if guest.proven.sock not in self._guests:
+            return  # its time was over in this turn
+        try:
+            data = guest.proven.sock.recv(guest.left)
+            guest.left -= len(data)
+            if data and guest.left:
                 return
             if data:
-                sock.sendall(self._mac(b"receipt", guest.head))
-            _close(selector, sock)
+                guest.proven.sock.sendall(guest.proven.session.outgoing.tag(_RECEIPT))
+        except (BlockingIOError, InterruptedError):
             return
-        data = sock.recv(_ASK_BYTES - len(guest.heard))
-        guest.heard += data
-        head, mac = bytes(guest.heard[: _HEAD.size]), bytes(guest.heard[_HEAD.size :])
-        if not data or not head.startswith(_MAGIC[: len(head)]):
-            _close(selector, sock)  # a rank that is early for a view comes again
-        elif len(guest.heard) == _ASK_BYTES:
-            to_me = _HEAD.unpack(head)[2] == self._member
-            if to_me and hmac.compare_digest(mac, self._mac(b"ask", head)):
-                sock.sendall(self._mac(b"answer", head))
-                guest.head, guest.limit = head, time.monotonic() + LARGE_SECONDS + GUEST_SECONDS
-            else:
-                _close(selector, sock)
+        except OSError as error:
+            _log.debug("a worker that dialed from %s is gone: %r", guest.proven.host, error)
+        self._part(selector, guest)
 
-    def _expire(self, selector: selectors.BaseSelector) -> None:
-        now = time.monotonic()
-        for key in list(selector.get_map().values()):
-            if key.data is None or now < key.data.limit:
-                continue
-            _close(selector, key.fileobj)
-            if isinstance(key.data, _Call):
-                target = key.data.target
-                if key.data.answered:
-                    self._done(target, _HOLE, lossy=True)
-                elif key.data.connected:
-                    self._done(target, target.trouble)
-                else:
-                    self._done(target, "connecting timed out", lossy=True)
-
-    def _mac(self, role: bytes, head: bytes) -> bytes:
-        return hmac.new(self._key, role + head, hashlib.sha256).digest()
-
-
-def _close(selector: selectors.BaseSelector, sock: object) -> None:
-    assert isinstance(sock, socket.socket)
-    with contextlib.suppress(KeyError):
-        selector.unregister(sock)
-    sock.close()
+    def _part(self, selector: selectors.BaseSelector, guest: _Guest) -> None:
+        del self._guests[guest.proven.sock]
+        selector.unregister(guest.proven.sock)
+        guest.proven.sock.close()
