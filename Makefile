@@ -10,10 +10,10 @@ PYTEST_ARGS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup system demo test check format bench bench-peers gauntlet clean
+.PHONY: help setup system demo test test-network check format bench bench-peers gauntlet clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## create .venv and install Paceline with its development tools
 
@@ -22,9 +22,14 @@ demo: $(STAMP) ## train on 4 workers, kill one, repair, add one; train undisturb
 
 # Two at a time: most tests wait for processes that they started. More would be too many for their deadlines.
 # How fast an import is can only be seen alone.
-test: system check ## everything that must pass: check, then the tests
+test: system check ## check, then all tests that need one host
 	$(if $(PYTEST_ARGS),,$(BIN)/python -m pytest -q tests/test_imports.py)
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(or $(PYTEST_ARGS),--ignore=tests/test_imports.py)
+	$(BIN)/python -m pytest -n 2 --dist worksteal \
+		$(or $(PYTEST_ARGS),--ignore=tests/test_imports.py --ignore=tests/network)
+
+# They wait for real timeouts of real links: 4 minutes, and without root they are skipped.
+test-network: system $(STAMP) ## the tests of several hosts, in network namespaces, as root
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests/network
 
 check: $(STAMP) ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check .

@@ -16,6 +16,7 @@ from paceline.elastic.model import (
     Lost,
     NoteFailure,
     NoteRepair,
+    NoteVerdict,
     Phase,
     Reported,
     Standing,
@@ -271,3 +272,21 @@ def test_standing_of_everybody_is_what_it_should_be():
         2: Standing.LEAVING,
         3: Standing.STARTING,
     }
+
+
+def test_a_collective_that_breaks_because_a_member_died_counts_against_nobody():
+    """The survivors tell of it before the death is known, three times in a row without a step."""
+    job = Driven(3, 6, max_worker_failures=9).running()
+    for _ in range(4):
+        victim = job.of_slot(1)
+        told = job.tell(HasBroken(job.of_slot(0), job.state.generation, "a peer is away", (), (victim,)))
+        assert not some(told, NoteVerdict)
+        job.tell(Lost(victim, "crash", "killed"))
+        job.regroup()
+        while not job.state.slots[1].worker:
+            job.beat_all()
+            job.wait(0.2)
+        job.join_all()
+        job.beat_all()
+        job.wait(0.5)
+        job.regroup()

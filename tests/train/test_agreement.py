@@ -112,18 +112,19 @@ def test_what_is_gathered_as_on_a_device_has_the_same_hash():
     net = nn.Sequential(nn.Linear(700, 700), nn.Linear(700, 3))
     net[0].weight.data = net[0].weight.detach().t().contiguous().t()  # type: ignore[operator]
     plain, gathered = WeightSample(net.parameters()), WeightSample(net.parameters(), gathers=True)
-    assert (plain.parts, gathered.parts) == (2, 2)
+    assert plain.parts == gathered.parts > 1
     assert (plain.at_hand, gathered.at_hand) == (True, False)
     for step in range(4):
         assert plain.of(step) == gathered.of(step)
-    before, asked = plain.of(1), gathered.look(1)
+    last = plain.parts - 1  # the part with the second layer
+    before, asked = plain.of(last), gathered.look(last)
     flip(net[1].weight, 5, 3)  # type: ignore[arg-type]
     assert asked.value == before
-    assert gathered.of(1) == plain.of(1) != before
+    assert gathered.of(last) == plain.of(last) != before
     looks = [gathered.look(step) for step in range(5)]  # more than there are places
     assert [look.value for look in looks] == [plain.of(step) for step in range(5)]
     net[1].weight.data = torch.zeros(3, 700)
-    assert gathered.of(1) == plain.of(1)
+    assert gathered.of(last) == plain.of(last)
 
 
 def test_a_large_model_of_a_device_is_looked_at_in_smaller_parts():

@@ -69,6 +69,8 @@ def lose(
     if worker.standing in IN_VIEW:
         job.lost = (*job.lost, worker.slot)
         job.failed_at = now if job.failed_at is None else job.failed_at
+        # Survivors often tell of a broken collective before the death that broke it is known.
+        job.breaks, job.suspicion = 0, {}
     forget(job, worker)
     _vacate(job, worker, kind, now)
     start_due(job, now, out)

@@ -377,13 +377,9 @@ class Run:
             parts.saver.poll()
 
     def _leave_trace(self) -> None:
-        """What the update left, for this rank to look at again, and for the others should it be gone. Not in
-        groups of three and more: there it takes two losses within one step until a rank is alone."""
-        step, ranks = self.position.step, self._parts.team.world_size
-        if ranks > 2:
-            self._memory.forget()
-            return
-        self._memory.leave(step, alone=ranks == 1)
+        """What the update left, for this rank to look at again, and for the others should it be gone."""
+        step = self.position.step
+        self._memory.leave(step, alone=self._parts.team.world_size == 1)
         left = self.left
         if left is not None:
             self._parts.phases.leave(step, left)
