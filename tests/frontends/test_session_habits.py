@@ -218,6 +218,16 @@ def test_one_damaged_word_of_the_weights_is_no_mistake_of_the_program() -> None:
         watch.finish_shard(1)
 
 
+def test_a_weight_that_is_replaced_by_a_smaller_one_is_refused_and_not_read_beyond_its_end() -> None:
+    parameter = nn.Parameter(torch.ones(1 << 24))
+    watch = GradientWatch({"weight": parameter})
+    watch.opened((1 << 17) + 5)
+    watch.start_shard()
+    parameter.data = torch.ones(2)
+    with pytest.raises(UsageError, match="weights"):
+        watch.finish_shard(1)
+
+
 def test_scheduler_of_torch_is_refused(tmp_path: Path) -> None:
     schedulers: list[Any] = []
 

@@ -189,8 +189,8 @@ def _listener_for(group: Group) -> socket.socket:
 
 
 def _endpoint(group: Group, rank: int) -> tuple[str, int]:
-    """Where another rank listens. One that has no address of its own that others can use is on the master's
-    host, and says its port when it is known that connections are needed."""
+    """Where another rank listens. A rank without an address at which the others reach it is on the master's
+    host, and sends its port once connections are known to be needed."""
     host, port = group.hellos[rank]["endpoint"]
     if host:
         return str(host), int(port)

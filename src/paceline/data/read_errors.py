@@ -36,6 +36,7 @@ class UnreadableDataError(UsageError):
 
 def read_error(message: str, error: Exception, *, remedy: str, **facts: object) -> UsageError:
     """The error to raise from `error`, which is named at the end of the message."""
+    # Some errors are both: a certificate that cannot be verified is an OSError and a ValueError.
     is_mistake = isinstance(error, _MISTAKES) and not isinstance(error, OSError)
     kind = UsageError if is_mistake else UnreadableDataError
     return kind(f"{message}: {type(error).__name__}: {error}", remedy=remedy, **facts)

@@ -90,11 +90,11 @@ def refuse(job: State, worker: Worker, reason: str, now: float, out: list[Action
 
 
 def overdue(job: State, now: float) -> list[tuple[Worker, str]]:
-    """Ready workers of which nobody said in time whether they can be met, and why they are refused.
+    """Ready workers whose dials, or dials of whom, had no result in time, and why they are refused.
 
     Of the pairs that have not met, the worker that is in most of them is refused, the later one of equals,
-    until no pair is left: one that answers nobody must not cost those who wait for it. A member of the view
-    is never refused for the sake of a newcomer.
+    until no pair is left: a worker that answers no dial must not cost its peers their place. A member of
+    the view is never refused for the sake of a newcomer.
     """
     limit = job.settings.start_seconds
     pairs = [

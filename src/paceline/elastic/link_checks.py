@@ -1,10 +1,11 @@
 """Members that do not get on, and are on different machines, dial each other again before one is blamed.
 
-A collective that breaks with nobody gone, and members that wait for each other, can have a cause between the
-machines: a link that was lost after the members had met, in one direction or both, or one that carries small
-packets and no large ones. Who waits for whom does not tell (all wait for all), a dial does (admission.py):
-from whom, to whom, at which address. So those who named each other are asked, with all members of their two
-machines; the next view is formed when all have answered, which takes milliseconds where the links are well.
+A collective that breaks while all members live, and members that wait for each other, can have a cause
+between the machines: a link that was lost after the members had met, in one direction or both, or one that
+carries small packets and no large ones. Who waits for whom does not tell (all wait for all), a dial does
+(admission.py): from whom, to whom, at which address. So those who named each other are asked, with all
+members of their two machines; the next view is formed when all have answered, which takes milliseconds where
+the links are well.
 
 Only packets that do not arrive are a proof. A dial that is refused may have met a process that has just died,
 and one without an answer a process that is stopped or whose interpreter is held. What was asked for is
@@ -56,8 +57,9 @@ def doubt(job: State, named: Iterable[tuple[int, int]], now: float, out: list[Ac
 
 
 def doubt_breaker(job: State, reporter: Worker, now: float, out: list[Action]) -> bool:
-    """A collective broke at this member with nobody gone. Whom it waited for says little: where all wait for
-    all, it may have waited for members behind a good link only. A large job asks for what it named."""
+    """A collective broke at this member while all members live. Whom it waited for says little: where
+    all wait for all, it may have waited for members behind a good link only. A large job asks for those that
+    it named."""
     members = [worker.number for worker in in_view(job)]
     named: Iterable[tuple[int, int]] = combinations(members, 2)
     if len(members) > _ALL_PAIRS:

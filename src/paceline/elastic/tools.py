@@ -22,7 +22,7 @@ from paceline.core.tls import Tls
 JOURNAL_FILE: Final = "journal.jsonl"
 
 _SECONDS = 10.0
-_PAUSES: Final = (0.02, 0.05, 0.1, 0.2, 0.0)  # between two connections; after the last is none
+_PAUSES: Final = (0.02, 0.05, 0.1, 0.2)  # between two connections
 ENDED_EXIT_CODE: Final = 3
 KILLED_EXIT_CODE: Final = 4
 NO_RUN_EXIT_CODE: Final = 5
@@ -119,18 +119,19 @@ def open_channel(where: tuple[str, int], secret: bytes, tls: Tls | None, seconds
     Calls again where it is closed before that: strangers may have taken all places at the port for a moment.
     A port gives no reason to who has not proved itself, so another secret is tried as often."""
     limit = time.monotonic() + seconds
-    for pause in _PAUSES:
+    pauses = iter(_PAUSES)
+    while True:
         try:
             return _open_once(where, secret, tls, max(limit - time.monotonic(), 0.1))
         except OSError as error:
-            if not isinstance(error, ConnectionError) or not pause or time.monotonic() + pause >= limit:
+            pause = next(pauses, float("inf"))
+            if not isinstance(error, ConnectionError) or time.monotonic() + pause >= limit:
                 raise RendezvousError(
                     f"the supervisor at {where[0]}:{where[1]} refused the connection: {error}",
                     remedy="give the token file of this very job; a job with TLS wants a certificate too; "
                     "where others overrun the port with connections, try again",
                 ) from error
         time.sleep(pause)
-    raise AssertionError("unreachable")
 
 
 def _open_once(where: tuple[str, int], secret: bytes, tls: Tls | None, seconds: float) -> Channel:

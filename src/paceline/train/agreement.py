@@ -69,7 +69,7 @@ class Look:
 @final
 class WeightSample:
     """A hash of a part of these tensors, chosen by the step. Of a device's tensors the part is gathered there
-    and copied to the host at once, while other work goes on: whoever needs the hash waits for it. Tensors
+    and copied to the host while other work goes on; reading the hash waits for the copy. Tensors
     that are no plain memory are left out. `gathers`: treat those of the host like those of a device."""
 
     def __init__(self, parameters: Iterable[Tensor], *, gathers: bool = False) -> None:

@@ -95,9 +95,8 @@ class Assembled:
         phases: Phases | None = None,
     ) -> None:
         self.team, self._given, self._device = team, given, device
-        self._rank = (
-            team.context.rank
-        )  # as the job knows it; one that saves alone is the first of its own group
+        # As the job knows this worker: a member that saves alone is rank 0 of the group that it makes.
+        self._rank = team.context.rank
         self._looked_after, self._phases = looked_after, phases or Phases()
         self.module = given.module
         self.folder = None if given.folder is None else RunFolder(given.folder)

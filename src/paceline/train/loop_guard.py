@@ -28,7 +28,7 @@ from paceline.core.errors import UsageError
 _ABSENT = object()
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 _LOOKED_AT = 64  # parameters in a step
-_READ = 8  # tensors whose memory is compared in a step
+_READ = 2  # tensors whose memory is compared in a step
 _WINDOW = 256  # bytes of each of them
 _WORD = 4
 _gradient: Callable[[Parameter], Tensor | None] = attrgetter("grad")
@@ -54,8 +54,8 @@ class GradientWatch:
         self._gradients: list[Tensor | None] = []
         self._changes = self._moves = 0  # in place: of the gradients, of the parameters
         self._windows = _Windows((), 0)
-        self._memory: list[bytes] = []  # of the gradients
-        self._weights: list[bytes] = []
+        self._memory: list[bytes | None] = []  # of the gradients
+        self._weights: list[bytes | None] = []
 
     def opened(self, step: int) -> None:
         """A step begins, or goes on in another group: the parameters are as they are to stay."""
@@ -125,36 +125,39 @@ class _Windows:
     """Some bytes of some of these parameters, or of their gradients: others in each step."""
 
     def __init__(self, parameters: Sequence[Tensor], step: int) -> None:
-        stride = -(-len(parameters) // _READ) or 1
         self._places: list[tuple[int, int, int]] = []  # which, from where, how much
-        for index in range(step % stride, len(parameters), stride):
-            if _is_readable(one := parameters[index]):
-                size = one.numel() * one.element_size()
+        for turn in range(min(_READ, len(parameters))):
+            index = (step * _READ + turn) % len(parameters)
+            one = parameters[index]
+            if size := one.numel() * one.element_size():
                 start = step % -(-size // _WINDOW) * _WINDOW
                 self._places.append((index, start, min(_WINDOW, size - start)))
 
-    def of(self, tensors: Sequence[Tensor | None]) -> list[bytes]:
-        return [
-            _read(one.data_ptr() + start, size)
-            for index, start, size in self._places
-            if (one := tensors[index]) is not None and _is_readable(one) and one.is_contiguous()
-        ]
+    def of(self, tensors: Sequence[Tensor | None]) -> list[bytes | None]:
+        """None: it is no plain memory of this process. Empty: it has become smaller than it was."""
+        return [_bytes(tensors[index], start, size) for index, start, size in self._places]
 
 
-def _is_readable(tensor: Tensor) -> bool:
-    """Whether its elements are memory of this process that can be read as it is."""
-    plain = type(tensor) in (Tensor, Parameter) and tensor.layout is torch.strided
-    return plain and tensor.device.type == "cpu" and tensor.numel() > 0
+def _bytes(tensor: Tensor | None, start: int, size: int) -> bytes | None:
+    if tensor is None or type(tensor) not in (Tensor, Parameter) or not tensor.is_cpu:
+        return None
+    if tensor.layout is not torch.strided or not tensor.is_contiguous():
+        return None
+    # `.data` may have been given another size since: what lies behind it is not this tensor's.
+    if tensor.numel() * tensor.element_size() < start + size:
+        return b""
+    return _read(tensor.data_ptr() + start, size)
 
 
-def _rewritten(before: Sequence[bytes], now: Sequence[bytes]) -> bool:
+def _rewritten(before: Sequence[bytes | None], now: Sequence[bytes | None]) -> bool:
     """Whether a program wrote there. One word alone may be damage to the memory, which the ranks find and
     repair (agreement.py), and is not a mistake of the program."""
     if before == now:
         return False
     words = 0
     for one, other in zip(before, now, strict=False):
-        words += sum(one[i : i + _WORD] != other[i : i + _WORD] for i in range(0, len(one), _WORD))
+        if one is not None and other is not None:
+            words += sum(one[i : i + _WORD] != other[i : i + _WORD] for i in range(0, len(one), _WORD))
     return words > 1
 
 

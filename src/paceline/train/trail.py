@@ -26,7 +26,8 @@ def contribution(tensors: Iterable[Tensor]) -> str:
     backward pass none of them is in a cache, and each by itself would cost a fetch."""
     digest = xxhash.xxh3_64()
     for tensor in tensors:
-        memory = host_bytes(tensor.detach().contiguous())
+        flat = tensor.detach().contiguous()  # named, so that it outlives the view of its memory
+        memory = host_bytes(flat)
         apart = len(memory) // CHUNKS
         if apart <= CHUNK_BYTES:
             digest.update(memory)

@@ -106,19 +106,6 @@ def test_what_listens_there_must_prove_itself():
         thread.join()
 
 
-def test_a_listener_that_serves_a_store_is_dialed_again():
-    with workers(SECRET, SECRET) as (one, other):
-        with other.dialer.paused():
-            other.dialer.dial([])
-            one.dialer.dial([other.peer])
-            other.listener.setblocking(True)
-            sock, _ = other.listener.accept()
-            with sock:
-                sock.sendall(Acceptor(STORE, SECRET).challenge)
-                assert sock.recv(1) == b""
-        assert one.result() == Dialed(peer=2)
-
-
 def test_a_receipt_is_the_peers_own():
     """A machine on the path has the large part and answers for it."""
     with workers(SECRET, SECRET) as (one, other), listener("127.0.0.1", 0) as relay:
@@ -148,15 +135,19 @@ def test_who_connects_and_does_not_answer(monkeypatch):
         assert one.result().trouble.endswith("it did not answer")
 
 
-def test_a_listener_that_is_busy_with_a_view_answers_afterwards():
+@pytest.mark.parametrize("protocol", [None, STORE])
+def test_a_listener_that_is_busy_with_a_view_is_dialed_again(protocol):
+    """What has the listener now closes the connection at once, or speaks for the store of a view."""
     with workers(SECRET, SECRET) as (one, other):
         with other.dialer.paused():
             other.dialer.dial([])
             one.dialer.dial([other.peer])
-            # Whoever has the listener now takes the connection and drops it.
             other.listener.setblocking(True)
             sock, _ = other.listener.accept()
-            sock.close()
+            with sock:
+                if protocol is not None:
+                    sock.sendall(Acceptor(protocol, SECRET).challenge)
+                    assert sock.recv(1) == b""
         assert one.result() == Dialed(peer=2)
 
 

@@ -44,8 +44,8 @@ class Length:
 @final
 @dataclass(frozen=True)
 class Cut:
-    """Text for people, as an annotation: what is longer than so many characters is cut, not refused. It may
-    be an exception's of the user's code, and goes into other messages, which have a longest length too."""
+    """Text that a log or an error will show, as an annotation: cut to `most` characters, not refused. User
+    code's exceptions are of any length, and the text goes into other messages, which have a limit too."""
 
     most: int
 
