@@ -76,6 +76,20 @@ def test_a_member_that_is_told_to_stop_before_it_has_voted_is_judged_by_its_repo
     assert only(told, TellView).plan.restore
 
 
+def test_a_member_that_is_stopped_in_the_comparison_votes_all_the_same():
+    """What reports do not hold (buffers) differs: with the vote of the second the odd one can be found."""
+    job = Driven(2, 4).running()
+    job.beat_all(steps=12)
+    differ(job, {1: "good"})
+    job.tell(Hashed(2, 12, "sample:bad", generation_of(job)))
+    told = report(job, {1: "same", 2: "same"})
+    assert only(told, TellView).plan.disputed == 12
+    job.install_all()
+    generation = generation_of(job)
+    job.tell(Hashed(1, 12, "sample:good", generation))
+    assert only(job.tell(Hashed(2, 12, "sample:good", generation)), NoteVerdict).slot == 1
+
+
 def test_a_state_is_not_handed_on_when_another_member_holds_another_one():
     """A worker is killed for some other reason, and the reports show that the others differ."""
     job = Driven(4, 8).running()

@@ -322,13 +322,13 @@ def hashed(job: State, event: Hashed, now: float, out: list[Action]) -> str:
     if worker is None or worker.standing not in IN_VIEW:
         return f"a hash of member {event.member}, who is in no view"
     differs = event.agreed >= 0
-    if (job.restore and not differs) or (
-        event.generation and job.view and event.generation != job.view.generation
-    ):
+    ballot = (event.step, event.kind)
+    # A vote on what another member has seen to differ, from one that was stopped before it saw it, counts.
+    late = job.restore and not differs and ballot not in job.votes
+    if late or (event.generation and job.view and event.generation != job.view.generation):
         return "a hash from a time that everybody goes back from"
     if event.trail and job.dispute is not None and not job.restore:
         job.trails[event.member] = event.trail
-    ballot = (event.step, event.kind)
     decides = differs or (job.dispute is not None and job.dispute.ballot == ballot)
     if not decides and event.step <= job.agreed and event.generation and job.view and job.view.restore:
         # Everybody went back before it: what was agreed on then says nothing about this time.

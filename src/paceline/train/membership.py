@@ -293,6 +293,9 @@ class Membership:
         self._vote(step, digest, agreed)
         raise GroupInterruptedError(f"the weights after step {step} are not the same on all members")
 
+    def broken_off(self, step: int, digest: str) -> None:
+        self._vote(step, digest)
+
     def agree(self, step: int, digest: str) -> None:
         if step == self._disputed:
             self._vote(step, digest)

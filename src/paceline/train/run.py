@@ -301,8 +301,17 @@ class Run:
         parts, step = self._parts, self.position.step
         if parts.team.world_size == 1:
             self._check_memory(None)
-        if parts.team.world_size > 1 and len(set(parts.team.context.all_gather(digest))) > 1:
-            self._differ(kind, digest)
+        if parts.team.world_size > 1:
+            try:
+                told = parts.team.context.all_gather(digest)
+            except GROUP_TROUBLE:
+                # The first member that sees a difference has all others stopped, also those that are still
+                # here. Buffers are in no report: without this vote the odd one of two could not be named.
+                if parts.members is not None:
+                    parts.members.broken_off(step, f"{kind}:{digest}")
+                raise
+            if len(set(told)) > 1:
+                self._differ(kind, digest)
         self.agreed = step
         if parts.members is not None:
             parts.members.agree(step, f"{kind}:{digest}")

@@ -62,6 +62,10 @@ class Members(Protocol):
         """The members' weights after `step` are not the same; this is the hash of this one's, and all were
         the same after step `agreed`. Raises one of GROUP_TROUBLE: who is right is decided elsewhere."""
 
+    def broken_off(self, step: int, digest: str) -> None:
+        """The comparison after `step` was interrupted, perhaps because another member has seen a difference
+        in it already; this is the hash that this member brought."""
+
     def agree(self, step: int, digest: str) -> None:
         """The members' weights after `step` are the same, with this hash."""
 
