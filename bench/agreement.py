@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.train import agreement, own_memory, summation
+from paceline.train.step import gradient_reducer, replica_agreement
 
 _BLOCK = 10
 _WARM = 2 * _BLOCK
@@ -53,13 +53,15 @@ class Turns(paceline.Modifier):
         return (self.seen // _BLOCK) % 2 == 0
 
     def _wrap(self) -> None:
-        sample = agreement.WeightSample
+        sample = replica_agreement.WeightSample
         sample.of = self._timed(sample.of, 0)  # type: ignore[method-assign]
-        agreement.ballot = self._timed(agreement.ballot, [0] * agreement.NUMBERS)
-        agreement.are_equal = self._timed(agreement.are_equal, True)
+        replica_agreement.counters = self._timed(
+            replica_agreement.counters, [0] * replica_agreement.SAMPLE_COUNTERS
+        )
+        replica_agreement.are_equal = self._timed(replica_agreement.are_equal, True)
         # What names the odd one of two, and what the only one left compares itself with.
-        summation.contribution = self._timed(summation.contribution, "")
-        memory = own_memory.OwnMemory
+        gradient_reducer.contribution = self._timed(gradient_reducer.contribution, "")
+        memory = replica_agreement.WeightWatch
         memory.leave = self._timed(memory.leave, None)  # type: ignore[method-assign]
 
     def _timed(self, call: Any, otherwise: Any) -> Any:

@@ -10,11 +10,11 @@ import os
 
 from bench.report import Report, Series, Target, main
 from paceline.cli.bench import size_text
+from paceline.comm import benchmark
+from paceline.comm.benchmark import Row
 from paceline.frontends.spawn import spawn
-from paceline.plan import comm_bench
-from paceline.plan.comm_bench import Row
 
-KB4, MB1, MB25, MB100 = comm_bench.SIZES
+KB4, MB1, MB25, MB100 = benchmark.SIZES
 SMALL_MACHINE = {(KB4, ""): 5.0, (MB1, ""): 5.0, (MB25, ""): 2.5, (MB100, ""): 2.0}
 LARGE_MACHINE = {
     (KB4, ""): 10.0,
@@ -31,7 +31,7 @@ def run() -> Report:
     counts, wanted = ((2, 4, 8), LARGE_MACHINE) if cores >= 8 else ((2, 4), SMALL_MACHINE)
     rows: list[Row] = []
     for count in counts:
-        rows += spawn(comm_bench.compare, workers=count, threads=1)[0]
+        rows += spawn(benchmark.compare, workers=count, threads=1)[0]
     report = Report(
         "all_reduce",
         f"All-reduce on one host, {cores} cores, fp32",

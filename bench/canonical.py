@@ -8,9 +8,9 @@ import torch
 
 from bench.report import Report, Target, main
 from paceline.cli.bench import size_text
+from paceline.comm import benchmark
 from paceline.comm.context import DistributedContext
 from paceline.frontends.spawn import spawn
-from paceline.plan import comm_bench
 
 RANKS = (1, 2, 3, 4, 5, 7, 8)
 SHARDS = (8, 12)
@@ -31,9 +31,9 @@ def hash_of_sum(ctx: DistributedContext, shards: int) -> str:
     return hashlib.sha256(total.numpy().tobytes()).hexdigest()
 
 
-def cost(ctx: DistributedContext) -> list[comm_bench.Row]:
+def cost(ctx: DistributedContext) -> list[benchmark.Row]:
     methods = ("direct", "canonical", "direct, ctx.empty", "canonical, ctx.empty")
-    return comm_bench.compare(ctx, COST_SIZES, methods, rounds=7)
+    return benchmark.compare(ctx, COST_SIZES, methods, rounds=7)
 
 
 def run() -> Report:

@@ -25,7 +25,7 @@ from bench.train import gpt_loop
 from bench.train.paceline_loop import DeviceClock
 from bench.train.turns import Peer
 from paceline.core.errors import UnavailableError
-from paceline.train.config import CheckpointConfig, TrainConfig
+from paceline.train.settings.train_config import CheckpointConfig, TrainConfig
 
 WARMUP = 15
 STEPS = 60

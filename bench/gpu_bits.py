@@ -17,7 +17,7 @@ from bench.gpu import need_cuda
 from bench.report import Report, Target, main
 from bench.train import bits, gpt_loop
 from bench.train.bits import CASES
-from paceline.train.config import CheckpointConfig, TrainConfig
+from paceline.train.settings.train_config import CheckpointConfig, TrainConfig
 
 WORKERS = (1, 2, 4)
 SHARDS = 4

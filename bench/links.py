@@ -41,13 +41,13 @@ Sample = tuple[float, float]
 
 def measure(ctx: DistributedContext, megabytes: int, rounds: int, gloo: bool) -> dict[str, list[Sample]]:
     """What every round took on this rank, by method."""
-    from paceline.comm.shards import Holdings
+    from paceline.comm.collectives.shard_sums import ShardOwnership
 
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(ctx.rank)
     data = torch.randn((megabytes << 20) // 4, generator=generator)
     out = torch.empty_like(data)
-    holdings = Holdings(ctx.world_size, tuple((rank,) for rank in range(ctx.world_size)))
+    holdings = ShardOwnership(ctx.world_size, tuple((rank,) for rank in range(ctx.world_size)))
     actions: dict[str, Callable[[], object]] = {
         FOLD: lambda: ctx.fold_partials([data], holdings, out),
         CHECKED: lambda: ctx.fold_partials([data], holdings, out, checksum=True),

@@ -13,10 +13,10 @@ from torch._C._distributed_c10d import TCPStore
 
 from bench.hosts import run_on_hosts
 from bench.report import Report, Target, main
+from paceline.comm.benchmark import interleaved
 from paceline.comm.compression import cast_gradients, quantize_gradients, sparsify_gradients
-from paceline.comm.compression.base import Compression
+from paceline.comm.compression.error_feedback import Compression
 from paceline.comm.context import DistributedContext
-from paceline.plan.comm_bench import interleaved
 
 NBYTES = 25 << 20
 RATE = 1e9 / 8

@@ -15,7 +15,7 @@ from rich.table import Table
 
 import paceline
 from paceline.cli.bench import parse_size, size_text
-from paceline.plan.comm_bench import GlooPeer, interleaved
+from paceline.comm.benchmark import GlooPeer, interleaved
 
 ALGORITHMS = ("direct", "canonical", "hierarchical", "tree", "ring")
 
@@ -32,7 +32,7 @@ class Result:
 
 
 def compare(ctx: paceline.DistributedContext, nbytes: int) -> dict[str, Result]:
-    """Runs inside every rank."""
+    """Run every algorithm and Gloo inside a rank, and compare sums and times."""
     torch.set_num_threads(1)
     data = torch.arange(nbytes // 4, dtype=torch.float32).remainder_(1000) + ctx.rank
     # Small whole numbers add up exactly in any order: every algorithm has to give exactly this.

@@ -28,8 +28,8 @@ from torch import nn
 
 import paceline
 from paceline.core import events, journal
-from paceline.train.audit import Audit, audit
-from paceline.train.report import write_report
+from paceline.monitor.audit import AuditResult, audit
+from paceline.monitor.report import write_report
 
 Images = tuple[torch.Tensor, torch.Tensor]
 
@@ -38,7 +38,7 @@ LOOK_SECONDS = 0.02
 
 
 def digits() -> tuple[Images, Images]:
-    """1,437 images to learn from and 360 to be judged by, 8 x 8 pixels each."""
+    """Return 1,437 images to train on and 360 to evaluate on, 8 x 8 pixels each."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -81,7 +81,7 @@ def train(config: paceline.TrainConfig, data: tuple[Images, Images]) -> paceline
 
 
 class Watcher:
-    """Follows the journal of a run: shows what happens, and with `trouble` makes something happen."""
+    """Follow the journal of a run: show its events, and with `trouble` kill and add a worker."""
 
     def __init__(self, run_dir: Path, steps: int, console: Console, *, trouble: bool) -> None:
         self._thread = threading.Thread(target=self._follow, name="watcher", daemon=True)
@@ -158,7 +158,7 @@ class Watcher:
             rank = sorted(self._members)[len(self._members) // 2]
             self._lost.add(rank)
             self._over.wait(event.seconds / 2)
-            # The supervisor is about to say what happened, and a bar would be in its way.
+            # The supervisor is about to print a verdict, which a progress bar would overwrite.
             self._progress.stop()
             self.say(f"[bold]kill -9 {self._members[rank]}[/]: rank {rank}, in the middle of a step")
             with contextlib.suppress(ProcessLookupError):  # a short run may be over by now
@@ -180,7 +180,7 @@ def watched(
     console.print(f"\n [bold]{name}[/]: {options.workers} workers, {run_dir}")
     config = paceline.TrainConfig(
         workers=options.workers,
-        shards=2 * options.workers,  # more than workers, so that there is something to share when one is gone
+        shards=2 * options.workers,  # more than workers: the shards of a lost worker are divided
         global_batch=BATCH,
         epochs=options.epochs,
         schedule="cosine",
@@ -207,7 +207,9 @@ def fresh(root: Path, name: str) -> Path:
     return path
 
 
-def show(console: Console, titles: list[str], runs: list[paceline.History], proofs: list[Audit]) -> bool:
+def show(
+    console: Console, titles: list[str], runs: list[paceline.History], proofs: list[AuditResult]
+) -> bool:
     table = Table("", *titles, box=SIMPLE_HEAD)
     for column in table.columns[1:]:
         column.justify = "right"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
 import subprocess
 import sys
@@ -17,7 +18,7 @@ LIMIT = 0.150
 ROUNDS = 10
 ROOT = Path(paceline.__file__).parent
 FOLDERS = sorted(path.parent.name for path in ROOT.glob("*/__init__.py"))
-TORCH_FREE = ("core", "engines", "elastic")
+TORCH_FREE = ("core", "control", "engines", "elastic")
 
 
 def timed(code: str) -> float:
@@ -101,3 +102,16 @@ def test_every_folder_says_what_it_is_for_and_what_it_must_not_know(folder):
     docstring = ast.get_docstring(ast.parse((ROOT / folder / "__init__.py").read_text()))
     assert docstring is not None
     assert "must not" in docstring.lower()
+
+
+def test_what_a_worker_imports_with_its_job_is_cheap() -> None:
+    """A job names the function that shows it, which every worker imports after the fork: a replacement must
+    not import the launchers of the front doors for it."""
+    trainer = importlib.import_module("paceline.frontends.trainer")
+    assert trainer.progress_display.__module__ == "paceline.monitor.terminal"
+    code = (
+        "import sys, paceline.monitor.terminal; heavy = ('paceline.frontends', 'paceline.elastic', 'rich'); "
+        "print([name for name in sys.modules if name.startswith(heavy)])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

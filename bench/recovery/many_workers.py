@@ -23,10 +23,10 @@ from bench.recovery.run_journal import RunJournal
 from bench.recovery.supervised_run import NO_BACKOFF, RunSettings
 from bench.report import Report, Target
 from paceline.core.errors import UsageError
+from paceline.data.batch_plan import assign, slices_of_step
 from paceline.data.partition import DataPartitioner
 from paceline.data.permutation import Permutation
-from paceline.data.plan import deal, slices_of_step
-from paceline.train.signals import STOPPED_EXIT_CODE
+from paceline.train.stop_signals import STOPPED_EXIT_CODE
 
 WORKERS = 128
 QUICK_WORKERS = 24
@@ -111,7 +111,7 @@ def sharding_seconds(samples: int, workers: int) -> float:
     for attempt in range(TRIES):
         began = time.perf_counter()
         order = Permutation(samples, SEED, attempt)
-        blocks = deal(workers, workers)
+        blocks = assign(workers, workers)
         parts = DataPartitioner(samples, workers)
         first = slices_of_step(0, BATCH, BATCH, workers)
         last = slices_of_step(samples - samples % BATCH, samples % BATCH, BATCH, workers)

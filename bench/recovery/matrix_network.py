@@ -17,8 +17,8 @@ from typing import Any
 
 from bench.recovery.matrix_cases import RANK
 from bench.recovery.matrix_run import BIND
+from paceline.control import supervisor_address
 from paceline.core import events, journal
-from paceline.core.control import address
 from paceline.core.events import Event
 from paceline.testing import netns
 
@@ -50,9 +50,9 @@ def run(folder: Path, seconds: float) -> dict[str, Any]:
 
         training = start(0, "bench.recovery.matrix_run", str(folder), "partition of one host")
         run_folder = folder / "run"
-        if _wait(deadline, training, lambda: (run_folder / address.ADDRESS_FILE).exists()):
-            found = address.read(run_folder)
-            token = str(run_folder / address.SECRET_FILE)
+        if _wait(deadline, training, lambda: (run_folder / supervisor_address.ADDRESS_FILE).exists()):
+            found = supervisor_address.read(run_folder)
+            token = str(run_folder / supervisor_address.SECRET_FILE)
             where = f"{found.host}:{found.port}"
             start(1, "paceline", "join", where, "--workers", "1", "--token-file", token)
         if _wait(deadline, training, lambda: _trained_together(_read(run_folder))):

@@ -28,8 +28,8 @@ import paceline
 from bench.recovery import matrix_cases
 from bench.recovery.matrix_cases import FAULT_STEP, RANK, STEPS, WORKERS, Case
 from paceline.core import events, journal
-from paceline.train.fault_tolerance import FaultTolerance
 from paceline.train.history import StepRecord
+from paceline.train.settings.fault_tolerance import FaultTolerance
 
 SAMPLES = 2048
 BATCH = 128

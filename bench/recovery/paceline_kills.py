@@ -26,7 +26,7 @@ from bench.recovery.run_journal import RunJournal
 from bench.recovery.supervised_run import NO_BACKOFF, RunSettings
 from bench.report import Report, Target
 from paceline.core.errors import UsageError
-from paceline.train.signals import STOPPED_EXIT_CODE
+from paceline.train.stop_signals import STOPPED_EXIT_CODE
 
 KILLS = 200
 QUICK_KILLS = 15

@@ -27,7 +27,7 @@ from bench.recovery.supervised_run import NO_BACKOFF, RunSettings
 from bench.recovery.vitals import Sample, Vital, slope, typical, vital
 from bench.report import Report, Target
 from paceline.core.errors import UsageError
-from paceline.train.signals import STOPPED_EXIT_CODE
+from paceline.train.stop_signals import STOPPED_EXIT_CODE
 
 MINUTES = 10.0
 QUICK_MINUTES = 1.0

@@ -24,8 +24,8 @@ from bench.recovery import command
 from bench.recovery.processes import Family
 from bench.recovery.supervised_run import NO_BACKOFF, RunSettings
 from bench.report import Report, Target
+from paceline.control import supervisor_address
 from paceline.core import events, journal
-from paceline.core.control import address
 from paceline.core.errors import PacelineError
 
 SEQUENCES = 30
@@ -118,7 +118,7 @@ def _size(file: Path) -> int:
 
 def _supervisor(settings: RunSettings) -> list[int]:
     try:
-        return [address.read(Path(settings.run_dir)).pid]
+        return [supervisor_address.read(Path(settings.run_dir)).pid]
     except PacelineError:
         return []
 

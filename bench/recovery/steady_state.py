@@ -1,4 +1,4 @@
-"""What being looked after costs while nothing happens: heartbeats, journal, the transaction of a step.
+"""What supervision costs while nothing happens: heartbeats, journal, the transaction of a step.
 
 The same training with a supervisor and without (`fault_tolerance` off: spawned ranks, the first failure ends
 them). Three things hide a cost of a few per cent. Machines drift: so all kinds are started together, and

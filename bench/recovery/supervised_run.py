@@ -20,11 +20,11 @@ import paceline
 from bench.recovery import workload
 from bench.train import models
 from paceline.core import journal
-from paceline.train.audit import audit
-from paceline.train.config import CheckpointConfig, TrainConfig
-from paceline.train.fault_tolerance import FaultTolerance
-from paceline.train.signals import STOPPED_EXIT_CODE, Stopped
-from paceline.train.state import state_hash
+from paceline.monitor.audit import audit
+from paceline.train.settings.fault_tolerance import FaultTolerance
+from paceline.train.settings.train_config import CheckpointConfig, TrainConfig
+from paceline.train.state.model_state import state_hash
+from paceline.train.stop_signals import STOPPED_EXIT_CODE, Stopped
 
 TINY_BATCH = 4
 # Doubled with every failure of a rank, this is still nothing: faults that come from outside, one after

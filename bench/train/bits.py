@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import paceline
 from bench.train import models
-from paceline.train.config import CheckpointConfig, TrainConfig
 from paceline.train.history import History
+from paceline.train.settings.train_config import CheckpointConfig, TrainConfig
 
 SEED = 7
 GLOBAL_BATCH = 48

@@ -16,7 +16,7 @@ from typing import Literal
 import psutil
 
 from paceline.core.errors import CommTimeoutError, UsageError
-from paceline.train.signals import STOPPED_EXIT_CODE
+from paceline.train.stop_signals import STOPPED_EXIT_CODE
 
 Manner = Literal["SIGTERM", "SIGKILL"]
 

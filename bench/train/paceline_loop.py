@@ -15,8 +15,8 @@ from torch import nn
 import paceline
 from bench.train.workload import SEED, Workload
 from paceline.train.callbacks import Modifier, Observer, SavedCheckpoint
-from paceline.train.config import CheckpointConfig, TrainConfig
 from paceline.train.history import History, StepRecord
+from paceline.train.settings.train_config import CheckpointConfig, TrainConfig
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     )
     from paceline.comm.context import DistributedContext as DistributedContext
     from paceline.comm.ops import ReduceOp as ReduceOp
-    from paceline.core.chaos import Chaos as Chaos
+    from paceline.core.chaos_spec import Chaos as Chaos
     from paceline.core.errors import (
         CommTimeoutError as CommTimeoutError,
         ConfigError as ConfigError,
@@ -44,6 +44,19 @@ if TYPE_CHECKING:
         balance_workload as balance_workload,
     )
     from paceline.data.sampler import DistributedSampler as DistributedSampler
+    from paceline.frontends.collective_functions import (
+        all_gather as all_gather,
+        all_reduce as all_reduce,
+        all_to_all as all_to_all,
+        barrier as barrier,
+        broadcast as broadcast,
+        gather as gather,
+        recv as recv,
+        reduce as reduce,
+        reduce_scatter as reduce_scatter,
+        scatter as scatter,
+        send as send,
+    )
     from paceline.frontends.orchestrator import (
         Aggregation as Aggregation,
         AggregationStrategy as AggregationStrategy,
@@ -56,31 +69,24 @@ if TYPE_CHECKING:
         register_aggregation as register_aggregation,
     )
     from paceline.frontends.process_group import (
-        all_gather as all_gather,
-        all_reduce as all_reduce,
-        all_to_all as all_to_all,
-        barrier as barrier,
-        broadcast as broadcast,
         destroy_process_group as destroy_process_group,
-        gather as gather,
         get_distributed_info as get_distributed_info,
         get_rank as get_rank,
         get_world_size as get_world_size,
         init_process_group as init_process_group,
         is_initialized as is_initialized,
-        no_sync as no_sync,
-        recv as recv,
-        reduce as reduce,
-        reduce_scatter as reduce_scatter,
-        scatter as scatter,
-        send as send,
     )
     from paceline.frontends.session import session as session
     from paceline.frontends.spawn import spawn as spawn
     from paceline.frontends.trainer import Trainer as Trainer
-    from paceline.parallel.ddp import DistributedDataParallel as DistributedDataParallel
+    from paceline.monitor.report import write_report as write_report
+    from paceline.parallel.ddp import (
+        DistributedDataParallel as DistributedDataParallel,
+        no_sync as no_sync,
+    )
     from paceline.train.callbacks import Modifier as Modifier, Observer as Observer
-    from paceline.train.config import (
+    from paceline.train.history import History as History
+    from paceline.train.settings.train_config import (
         CheckpointConfig as CheckpointConfig,
         DynamicBatch as DynamicBatch,
         EarlyStopping as EarlyStopping,
@@ -89,14 +95,12 @@ if TYPE_CHECKING:
         LossScaling as LossScaling,
         TrainConfig as TrainConfig,
     )
-    from paceline.train.history import History as History
-    from paceline.train.report import write_report as write_report
-    from paceline.train.signals import (
+    from paceline.train.state.model_state import state_hash as state_hash
+    from paceline.train.stop_signals import (
         STOPPED_EXIT_CODE as STOPPED_EXIT_CODE,
         SUPERVISOR_LOST_EXIT_CODE as SUPERVISOR_LOST_EXIT_CODE,
         Stopped as Stopped,
     )
-    from paceline.train.state import state_hash as state_hash
 
 
 if TYPE_CHECKING:
@@ -106,7 +110,7 @@ _MODULES = {
     "paceline.comm.compression": ("PowerSGD", "cast_gradients", "quantize_gradients", "sparsify_gradients"),
     "paceline.comm.context": ("DistributedContext",),
     "paceline.comm.ops": ("ReduceOp",),
-    "paceline.core.chaos": ("Chaos",),
+    "paceline.core.chaos_spec": ("Chaos",),
     "paceline.core.errors": (
         "CommTimeoutError",
         "ConfigError",
@@ -126,6 +130,19 @@ _MODULES = {
         "UsageError",
         "WireError",
     ),
+    "paceline.frontends.collective_functions": (
+        "all_gather",
+        "all_reduce",
+        "all_to_all",
+        "barrier",
+        "broadcast",
+        "gather",
+        "recv",
+        "reduce",
+        "reduce_scatter",
+        "scatter",
+        "send",
+    ),
     "paceline.frontends.orchestrator": (
         "Aggregation",
         "AggregationStrategy",
@@ -138,24 +155,12 @@ _MODULES = {
         "register_aggregation",
     ),
     "paceline.frontends.process_group": (
-        "all_gather",
-        "all_reduce",
-        "all_to_all",
-        "barrier",
-        "broadcast",
         "destroy_process_group",
-        "gather",
         "get_distributed_info",
         "get_rank",
         "get_world_size",
         "init_process_group",
         "is_initialized",
-        "no_sync",
-        "recv",
-        "reduce",
-        "reduce_scatter",
-        "scatter",
-        "send",
     ),
     "paceline.data.checked": ("CheckedShards", "write_shards"),
     "paceline.data.partition": ("DataPartitioner", "balance_workload"),
@@ -163,9 +168,9 @@ _MODULES = {
     "paceline.frontends.session": ("session",),
     "paceline.frontends.spawn": ("spawn",),
     "paceline.frontends.trainer": ("Trainer",),
-    "paceline.parallel.ddp": ("DistributedDataParallel",),
+    "paceline.parallel.ddp": ("DistributedDataParallel", "no_sync"),
     "paceline.train.callbacks": ("Modifier", "Observer"),
-    "paceline.train.config": (
+    "paceline.train.settings.train_config": (
         "CheckpointConfig",
         "DynamicBatch",
         "EarlyStopping",
@@ -175,9 +180,9 @@ _MODULES = {
         "TrainConfig",
     ),
     "paceline.train.history": ("History",),
-    "paceline.train.report": ("write_report",),
-    "paceline.train.signals": ("STOPPED_EXIT_CODE", "SUPERVISOR_LOST_EXIT_CODE", "Stopped"),
-    "paceline.train.state": ("state_hash",),
+    "paceline.monitor.report": ("write_report",),
+    "paceline.train.stop_signals": ("STOPPED_EXIT_CODE", "SUPERVISOR_LOST_EXIT_CODE", "Stopped"),
+    "paceline.train.state.model_state": ("state_hash",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 

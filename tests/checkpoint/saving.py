@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.manifest import Info, Manifest
-from paceline.checkpoint.reading import Checkpoint
+from paceline.checkpoint import state_json
+from paceline.checkpoint.loader import Checkpoint
+from paceline.checkpoint.manifest import MODEL, CheckpointInfo, CheckpointManifest, FileRecord
 from paceline.checkpoint.retention import Retention
+from paceline.checkpoint.staging_buffer import ImageBuffer
 from paceline.checkpoint.store import CheckpointStore
-from paceline.checkpoint.writer import BackgroundWriter, Finished, share_of
+from paceline.checkpoint.writer import BackgroundWriter, WriteResult, share_of
 
 
 def tensors_at(step: int) -> dict[str, Tensor]:
@@ -29,6 +33,22 @@ def state_at(step: int) -> dict[str, Any]:
     return {"step": step, "position": (1, step), "loss": 1.0 / (step + 3), "scale": float("inf")}
 
 
+def write_part(
+    store: CheckpointStore, version: int, part: int, parts: int, tensors: Mapping[str, Tensor]
+) -> FileRecord:
+    """Write tensors as one of `parts` files, in this thread."""
+    buffer = ImageBuffer()
+    layout = buffer.fill(tensors, sorted(tensors))
+    buffer.wait()
+    record = store.write_image(version, part, parts, buffer.image(layout), len(layout.entries))
+    return replace(record, finite=buffer.finite(layout, MODEL))
+
+
+def write_state(store: CheckpointStore, version: int, state: dict[str, Any]) -> FileRecord:
+    """Write what is not a tensor."""
+    return store.write_state_bytes(version, state_json.encode(state))
+
+
 def save(
     store: CheckpointStore,
     step: int,
@@ -37,24 +57,24 @@ def save(
     retention: Retention | None = None,
     parent: int | None = None,
     loss: float | None = None,
-) -> Manifest:
+) -> CheckpointManifest:
     """Save a step as `parts` writers would, one after the other."""
     version = store.next_version()
     tensors = tensors_at(step)
     records = []
     for part in range(parts):
         share = {name: tensors[name] for name in share_of(tensors, part, parts)}
-        records.append(store.write_part(version, part, parts, share))
-    records.append(store.write_state(version, state_at(step)))
+        records.append(write_part(store, version, part, parts, share))
+    records.append(write_state(store, version, state_at(step)))
     metrics = {"loss": 1.0 / (step + 1) if loss is None else loss}
-    info = Info(step=step, samples=32 * step, workers=parts, parent=parent, metrics=metrics)
+    info = CheckpointInfo(step=step, samples=32 * step, workers=parts, parent=parent, metrics=metrics)
     manifest = store.commit(version, records, info)
     if retention is not None:
         store.prune(retention)
     return manifest
 
 
-def finished(writer: BackgroundWriter) -> Finished:
+def finished(writer: BackgroundWriter) -> WriteResult:
     """What the writer has under way, when it is done."""
     done = writer.wait(60)
     assert done is not None

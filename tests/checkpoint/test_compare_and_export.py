@@ -8,19 +8,19 @@ import os
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.checkpoint.saving import save, tensors_at
+from tests.checkpoint.saving import save, tensors_at, write_part, write_state
 
 from paceline.checkpoint.compare import StateChange, TensorChange, compare
-from paceline.checkpoint.manifest import Info
-from paceline.checkpoint.reading import Checkpoint
+from paceline.checkpoint.loader import Checkpoint
+from paceline.checkpoint.manifest import CheckpointInfo
 from paceline.checkpoint.store import CheckpointStore
 from paceline.core.errors import UsageError
 
 
 def saved(store: CheckpointStore, tensors: dict[str, torch.Tensor], state: dict[str, object]) -> Checkpoint:
     version = store.next_version()
-    records = [store.write_part(version, 0, 1, tensors), store.write_state(version, state)]
-    store.commit(version, records, Info(step=1))
+    records = [write_part(store, version, 0, 1, tensors), write_state(store, version, state)]
+    store.commit(version, records, CheckpointInfo(step=1))
     return store.open(version)
 
 

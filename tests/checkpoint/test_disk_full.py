@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.checkpoint.saving import assert_is, finished, save, state_at, tensors_at
 
-from paceline.checkpoint.manifest import Info
+from paceline.checkpoint.manifest import CheckpointInfo
 from paceline.checkpoint.retention import Retention
 from paceline.checkpoint.store import CheckpointStore
 from paceline.checkpoint.writer import BackgroundWriter
@@ -64,7 +64,7 @@ def test_a_save_that_does_not_fit(small_disk, megabytes):
         filler.unlink()
         version = store.next_version()
         writer.save(version, tensors_at(3), state_at(3))
-        writer.commit(version, finished(writer).records, Info(step=3), Retention(keep_last=1))
+        writer.commit(version, finished(writer).records, CheckpointInfo(step=3), Retention(keep_last=1))
         assert finished(writer).error is None
     assert_is(store.newest_good(), 3)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import uuid
 
 import pytest
-from tests.checkpoint.saving import state_at, tensors_at
+from tests.checkpoint.saving import state_at, tensors_at, write_part, write_state
 
-from paceline.checkpoint.manifest import FileRecord, Info
+from paceline.checkpoint.manifest import CheckpointInfo, FileRecord
 from paceline.checkpoint.retention import Retention
 from paceline.checkpoint.store import CheckpointStore
 from paceline.core.errors import PlatformError, UsageError
@@ -20,14 +20,14 @@ def url(request, tmp_path) -> str:
 
 def written(store: CheckpointStore, version: int, step: int) -> list[FileRecord]:
     return [
-        store.write_part(version, 0, 1, tensors_at(step)),
-        store.write_state(version, state_at(step)),
+        write_part(store, version, 0, 1, tensors_at(step)),
+        write_state(store, version, state_at(step)),
     ]
 
 
 def save(store: CheckpointStore, step: int, run: str, **metrics: float) -> int:
     version = store.next_version(run)
-    store.commit(version, written(store, version, step), Info(step=step, run=run, metrics=metrics))
+    store.commit(version, written(store, version, step), CheckpointInfo(step=step, run=run, metrics=metrics))
     return version
 
 
@@ -51,7 +51,7 @@ def test_what_another_run_is_still_writing_stays():
     save(mine, 2, "mine")
     assert mine.prune(Retention(keep_last=1), run="mine") == [under_way + 1]
     assert mine.storage.names(f"v{left_behind:08d}") == []
-    theirs.commit(under_way, records, Info(step=1, run="other"))
+    theirs.commit(under_way, records, CheckpointInfo(step=1, run="other"))
     assert theirs.verify(under_way) == []
 
 
@@ -63,7 +63,7 @@ def test_of_two_that_take_one_version_only_one_commits():
     # As if both had looked at the same moment.
     second.storage.put(f"v{version:08d}/owner.json", _owner_of(second))
     with pytest.raises(PlatformError, match="another run saves to"):
-        first.commit(version, records, Info(step=1, run="first"))
+        first.commit(version, records, CheckpointInfo(step=1, run="first"))
     assert second.next_version("second") == version + 1
 
 

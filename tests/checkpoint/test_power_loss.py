@@ -9,20 +9,20 @@ from pathlib import Path
 import pytest
 from tests.checkpoint.saving import assert_is, save
 
-from paceline.checkpoint.local import LocalStorage
-from paceline.checkpoint.manifest import Damage, DamagedCheckpointError
+from paceline.checkpoint.manifest import CheckpointDamage, DamagedCheckpointError
 from paceline.checkpoint.retention import Retention
-from paceline.checkpoint.storage import open_storage
 from paceline.checkpoint.store import CheckpointStore
-from paceline.testing.crash_points import Made, Recorder, recorder
+from paceline.core.storage.local_storage import LocalStorage
+from paceline.core.storage.open_storage import open_storage
 from paceline.testing.power_loss import disks_after
+from paceline.testing.storage_crash_points import CallRecorder, RecordedCall
 
 KEEP_TWO = Retention(keep_last=2)
 
 
-def three_saves(folder: Path) -> tuple[list[Made], list[int]]:
+def three_saves(folder: Path) -> tuple[list[RecordedCall], list[int]]:
     """All calls of three saves, and how many had been made when each of them had returned."""
-    calls = recorder()
+    calls = CallRecorder()
     store = CheckpointStore(open_storage(folder, call=calls))
     ends = []
     for step in (1, 2, 3):
@@ -32,7 +32,10 @@ def three_saves(folder: Path) -> tuple[list[Made], list[int]]:
 
 
 def steps_after(
-    made: list[Made], folder: Path, scratch: Path, on_damage: Callable[[Damage], None] = lambda damage: None
+    made: list[RecordedCall],
+    folder: Path,
+    scratch: Path,
+    on_damage: Callable[[CheckpointDamage], None] = lambda damage: None,
 ) -> dict[str, int | None]:
     """The step that loads from each disk that may be left; all of the checkpoint is that step's."""
     found: dict[str, int | None] = {}
@@ -53,7 +56,7 @@ def test_after_every_call_of_three_saves(quick_path):
     folder = quick_path / "run"
     made, ends = three_saves(folder)
     disks = 0
-    damage: list[Damage] = []
+    damage: list[CheckpointDamage] = []
     for count in range(len(made) + 1):
         finished = sum(count >= end for end in ends)
         for description, step in steps_after(
@@ -68,7 +71,9 @@ def test_after_every_call_of_three_saves(quick_path):
     print(f"{len(made)} calls, {disks} disks")
 
 
-def without(name: str, matches: Callable[[Made], bool], made: list[Made]) -> list[Made]:
+def without(
+    name: str, matches: Callable[[RecordedCall], bool], made: list[RecordedCall]
+) -> list[RecordedCall]:
     return [call for call in made if not (call.name == name and matches(call))]
 
 
@@ -97,12 +102,12 @@ def test_the_model_notices_a_flush_that_is_missing(tmp_path):
 
 
 def test_a_large_file_past_the_cache_is_flushed_too(tmp_path):
-    from paceline.checkpoint.regions import memory
+    from paceline.checkpoint.tensor_file import image_memory
 
-    calls: Recorder = recorder()
+    calls = CallRecorder()
     storage = LocalStorage(str(tmp_path / "run"), call=calls)
     storage.make_folder("")
-    data = memoryview(memory(9 << 20))[: (9 << 20) - 100]
+    data = memoryview(image_memory(9 << 20))[: (9 << 20) - 100]
     storage.write("big", data)
     (disk, *_) = disks_after(calls.made, str(tmp_path / "run"))
     assert len(disk.files["big"]) == len(data)
@@ -110,7 +115,7 @@ def test_a_large_file_past_the_cache_is_flushed_too(tmp_path):
 
 @pytest.mark.parametrize("name", ["latest", "tags.json"])
 def test_a_small_file_is_old_or_new_and_never_neither(tmp_path, name):
-    calls = recorder()
+    calls = CallRecorder()
     storage = LocalStorage(str(tmp_path / "run"), call=calls)
     storage.make_folder("")
     storage.put(name, b"old")

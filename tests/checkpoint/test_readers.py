@@ -6,10 +6,10 @@ import threading
 
 from tests.checkpoint.saving import assert_is, save
 
-from paceline.checkpoint.manifest import Damage
+from paceline.checkpoint.manifest import CheckpointDamage
 from paceline.checkpoint.retention import Retention
-from paceline.checkpoint.storage import open_storage
 from paceline.checkpoint.store import CheckpointStore
+from paceline.core.storage.open_storage import open_storage
 
 KEEP_ONE = Retention(keep_last=1)
 
@@ -67,7 +67,7 @@ def test_a_checkpoint_deleted_at_any_moment_of_reading_it(tmp_path):
                 save(writer, 2, retention=KEEP_ONE)
             return operation(*args, **kwargs)
 
-        damage: list[Damage] = []
+        damage: list[CheckpointDamage] = []
         found = CheckpointStore(open_storage(url, call=interrupted)).newest_good(damage.append)
         assert damage == []
         assert found is not None

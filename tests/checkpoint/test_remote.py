@@ -14,17 +14,16 @@ from pathlib import Path
 
 import fsspec
 import pytest
-from tests.checkpoint.saving import assert_is, finished, save, state_at, tensors_at
+from tests.checkpoint.remote_servers import KEEPS_CONNECTIONS
+from tests.checkpoint.saving import assert_is, finished, save, state_at, tensors_at, write_part, write_state
 from tests.waiting import wait_for
 
-from paceline.checkpoint.manifest import DamagedCheckpointError, Info
+from paceline.checkpoint.manifest import CheckpointInfo, DamagedCheckpointError
 from paceline.checkpoint.retention import Retention
 from paceline.checkpoint.store import CheckpointStore
 from paceline.checkpoint.writer import BackgroundWriter
 from paceline.core.errors import PlatformError
-from paceline.testing.crash_points import recorder
-
-KEEPS_CONNECTIONS = pytest.mark.leaky("fsspec keeps its thread and its connections until the process ends")
+from paceline.testing.storage_crash_points import CallRecorder
 
 KEY, SECRET = "paceline", "paceline-secret"
 
@@ -130,7 +129,7 @@ def test_in_the_background(url):
         writer.save(version, tensors_at(1), state_at(1))
         done = finished(writer)
         assert done.error is None
-        writer.commit(version, done.records, Info(step=1))
+        writer.commit(version, done.records, CheckpointInfo(step=1))
         assert finished(writer).error is None
     assert_is(CheckpointStore(url).newest_good(), 1)
 
@@ -140,33 +139,33 @@ def test_several_uploads_of_one_file(s3, monkeypatch):
     """More than one part of a multipart upload, and several ranges of a read."""
     import torch
 
-    from paceline.checkpoint import remote
+    from paceline.core.storage import remote_storage
 
-    monkeypatch.setattr(remote, "_CHUNK", 5 << 20)
+    monkeypatch.setattr(remote_storage, "_CHUNK", 5 << 20)
     url = f"{s3}/{uuid.uuid4().hex}"
     store = CheckpointStore(url)
     tensors = {"model/large": torch.arange(3 << 20)}
     version = store.next_version()
-    records = [store.write_part(version, 0, 1, tensors), store.write_state(version, {})]
-    store.commit(version, records, Info(step=1))
+    records = [write_part(store, version, 0, 1, tensors), write_state(store, version, {})]
+    store.commit(version, records, CheckpointInfo(step=1))
     assert torch.equal(CheckpointStore(url).open().tensors()["model/large"], tensors["model/large"])
     assert store.verify() == []
 
 
 def test_a_failing_upload_leaves_no_file(url):
-    calls = recorder()
+    calls = CallRecorder()
 
     def failing(operation, /, *args, **kwargs):
         if operation.__name__ == "close":
             raise OSError("the connection broke")
         return calls(operation, *args, **kwargs)
 
-    from paceline.checkpoint.storage import open_storage
+    from paceline.core.storage.open_storage import open_storage
 
     store = CheckpointStore(open_storage(url, call=failing))
     version = store.next_version()
     with pytest.raises(PlatformError, match="the connection broke"):
-        store.write_part(version, 0, 1, tensors_at(1))
+        write_part(store, version, 0, 1, tensors_at(1))
     assert CheckpointStore(url).storage.names(f"v{version:08d}") == ["owner.json"]
 
 

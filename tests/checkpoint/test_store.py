@@ -8,12 +8,19 @@ import shutil
 
 import pytest
 import torch
-from tests.checkpoint.saving import assert_is, save, state_at, tensors_at
+from tests.checkpoint.saving import assert_is, save, state_at, tensors_at, write_part, write_state
+from tests.virtual_clock import VirtualClock
 
-from paceline.checkpoint.manifest import FileRecord, Info, Manifest, folder_name, part_name, version_of
+from paceline.checkpoint.manifest import (
+    CheckpointInfo,
+    CheckpointManifest,
+    FileRecord,
+    folder_name,
+    part_name,
+    version_of,
+)
 from paceline.checkpoint.retention import Retention, kept
 from paceline.checkpoint.store import CheckpointStore
-from paceline.core.clock import VirtualClock
 from paceline.core.errors import ConfigError, PlatformError, UsageError
 
 
@@ -33,8 +40,8 @@ def test_any_number_of_writers(store, parts):
 def test_what_is_not_committed_does_not_exist(store):
     save(store, 1)
     version = store.next_version()
-    store.write_part(version, 0, 1, tensors_at(2))
-    store.write_state(version, state_at(2))
+    write_part(store, version, 0, 1, tensors_at(2))
+    write_state(store, version, state_at(2))
     assert [manifest.version for manifest in store.manifests()] == [1]
     assert_is(store.newest_good(), 1)
     assert_is(store.open("latest"), 1)
@@ -73,8 +80,8 @@ def test_versions_of_two_stores_never_meet(store):
 def test_latest_never_goes_back(store):
     first, second = store.next_version(), store.next_version()
     for version in (second, first):
-        records = [store.write_part(version, 0, 1, tensors_at(version)), store.write_state(version, {})]
-        store.commit(version, records, Info(step=version))
+        records = [write_part(store, version, 0, 1, tensors_at(version)), write_state(store, version, {})]
+        store.commit(version, records, CheckpointInfo(step=version))
     assert store.open("latest").version == second
 
 
@@ -115,7 +122,7 @@ def test_metrics_that_json_lacks(store):
 def test_an_incomplete_set_of_files_is_refused(store, files):
     version = store.next_version()
     with pytest.raises(UsageError, match="cannot be committed"):
-        store.commit(version, [FileRecord(name, 1, "") for name in files], Info(step=1))
+        store.commit(version, [FileRecord(name, 1, "") for name in files], CheckpointInfo(step=1))
     assert store.manifests() == []
 
 
@@ -127,7 +134,7 @@ def test_names_that_two_writers_have_are_refused(store):
         FileRecord("state.json", 1, ""),
     ]
     with pytest.raises(UsageError, match="'residual/a' twice"):
-        store.commit(version, records, Info(step=1))
+        store.commit(version, records, CheckpointInfo(step=1))
 
 
 def test_a_part_on_another_hosts_disk_is_noticed(store, tmp_path):
@@ -136,21 +143,21 @@ def test_a_part_on_another_hosts_disk_is_noticed(store, tmp_path):
     elsewhere.next_version()
     tensors = tensors_at(1)
     records = [
-        store.write_part(version, 0, 2, {"model/bias": tensors["model/bias"]}),
-        elsewhere.write_part(version, 1, 2, {"model/weight": tensors["model/weight"]}),
-        store.write_state(version, {}),
+        write_part(store, version, 0, 2, {"model/bias": tensors["model/bias"]}),
+        write_part(elsewhere, version, 1, 2, {"model/weight": tensors["model/weight"]}),
+        write_state(store, version, {}),
     ]
     with pytest.raises(PlatformError, match=r"part-01-of-02\.safetensors is not there") as caught:
-        store.commit(version, records, Info(step=1))
+        store.commit(version, records, CheckpointInfo(step=1))
     assert "every host" in str(caught.value)
     assert store.newest_good() is None
 
 
 def test_a_file_is_written_once(store):
     version = store.next_version()
-    store.write_part(version, 0, 1, tensors_at(1))
+    write_part(store, version, 0, 1, tensors_at(1))
     with pytest.raises(PlatformError, match="exists already"):
-        store.write_part(version, 0, 1, tensors_at(2))
+        write_part(store, version, 0, 1, tensors_at(2))
 
 
 @pytest.mark.parametrize(
@@ -158,22 +165,22 @@ def test_a_file_is_written_once(store):
 )
 def test_an_info_that_could_not_be_read_back_is_refused(store, info):
     version = store.next_version()
-    records = [store.write_part(version, 0, 1, {}), store.write_state(version, {})]
+    records = [write_part(store, version, 0, 1, {}), write_state(store, version, {})]
     with pytest.raises(UsageError):
-        store.commit(version, records, Info(**info))
+        store.commit(version, records, CheckpointInfo(**info))
 
 
 def test_a_part_may_be_empty(store):
     version = store.next_version()
-    records = [store.write_part(version, 0, 1, {}), store.write_state(version, {})]
-    store.commit(version, records, Info(step=1))
+    records = [write_part(store, version, 0, 1, {}), write_state(store, version, {})]
+    store.commit(version, records, CheckpointInfo(step=1))
     assert store.open().tensors() == {}
     assert store.verify() == []
 
 
 def test_part_out_of_range(store):
     with pytest.raises(UsageError, match="part 2 of 2"):
-        store.write_part(store.next_version(), 2, 2, {})
+        write_part(store, store.next_version(), 2, 2, {})
 
 
 def test_names(store):
@@ -214,9 +221,9 @@ def test_names_that_cannot_be_tags(store, name):
         store.tag(1, name)
 
 
-def manifests(*losses: float) -> list[Manifest]:
+def manifests(*losses: float) -> list[CheckpointManifest]:
     return [
-        Manifest(version, 0.0, Info(step=version, metrics={"loss": loss}), ())
+        CheckpointManifest(version, 0.0, CheckpointInfo(step=version, metrics={"loss": loss}), ())
         for version, loss in enumerate(losses, 1)
     ]
 
@@ -266,10 +273,10 @@ def test_pruning_keeps_tags_the_latest_and_one_of_every_k_for_ever(store, tmp_pa
 def test_pruning_clears_what_failed_saves_left_and_not_the_one_under_way(store, tmp_path):
     save(store, 1)
     dead = store.next_version()
-    store.write_part(dead, 0, 2, tensors_at(2))
+    write_part(store, dead, 0, 2, tensors_at(2))
     save(store, 3)
     under_way = store.next_version()
-    store.write_part(under_way, 0, 2, tensors_at(4))
+    write_part(store, under_way, 0, 2, tensors_at(4))
     assert store.prune(Retention(keep_last=5)) == []
     assert sorted(path.name for path in (tmp_path / "run").glob("v*")) == [
         folder_name(1),
@@ -295,7 +302,7 @@ def test_nothing_is_deleted_when_nobody_knows_the_tags(store, tmp_path, caplog):
 def test_discard(store, tmp_path):
     save(store, 1)
     version = store.next_version()
-    store.write_part(version, 0, 1, tensors_at(2))
+    write_part(store, version, 0, 1, tensors_at(2))
     store.discard(version)
     store.discard(version)
     assert not (tmp_path / "run" / folder_name(version)).exists()

@@ -15,21 +15,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.checkpoint.future_versions import from_the_future
+from tests.checkpoint.remote_servers import KEEPS_CONNECTIONS
 from tests.checkpoint.saving import assert_is, save
-from tests.checkpoint.test_remote import KEEPS_CONNECTIONS
 
-from paceline.checkpoint.documents import seal, unseal
 from paceline.checkpoint.manifest import UnreadableCheckpointError
 from paceline.checkpoint.store import CheckpointStore
 from paceline.core.errors import PlatformError
-
-MANIFEST = "v{:08d}/manifest.json"
-
-
-def from_the_future(folder: Path, version: int) -> None:
-    """Rewrites the manifest as the next Paceline would."""
-    file = folder / MANIFEST.format(version)
-    file.write_bytes(seal({**unseal(file.read_bytes()), "format": "paceline-checkpoint-2"}))
 
 
 @pytest.fixture

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, strategies as st
 from tests.checkpoint.saving import assert_is, finished, save, state_at, tensors_at
 
-from paceline.checkpoint.manifest import FileRecord, Info
+from paceline.checkpoint.manifest import CheckpointInfo, FileRecord
 from paceline.checkpoint.retention import Retention
-from paceline.checkpoint.storage import open_storage
 from paceline.checkpoint.store import CheckpointStore
-from paceline.checkpoint.writer import BackgroundWriter, Finished, share_of
+from paceline.checkpoint.writer import BackgroundWriter, WriteResult, share_of
 from paceline.core.errors import CommTimeoutError, InternalError, PlatformError, UsageError
+from paceline.core.storage.open_storage import open_storage
 
 
 class Gate:
@@ -40,7 +40,7 @@ def test_every_rank_writes_its_share(tmp_path):
         writer.save(version, tensors_at(1), state_at(1) if writer.rank == 0 else None)
     records = [record for writer in writers for record in finished(writer).records]
     assert len(records) == 4
-    writers[0].commit(version, records, Info(step=1))
+    writers[0].commit(version, records, CheckpointInfo(step=1))
     committed = finished(writers[0])
     assert committed.error is None
     assert committed.manifest == store.manifests()[0]
@@ -65,7 +65,7 @@ def test_the_caller_goes_on_and_may_change_everything(tmp_path):
         assert writer.poll() is None
         gate.opened.set()
         done = finished(writer)
-        writer.commit(version, done.records, Info(step=1))
+        writer.commit(version, done.records, CheckpointInfo(step=1))
         writer.wait(20)
     assert_is(CheckpointStore(tmp_path).newest_good(), 1)
 
@@ -76,7 +76,7 @@ def test_at_most_one_is_under_way(tmp_path):
         writer.save(writer.store.next_version(), tensors_at(1), {})
         for again in (
             lambda: writer.save(2, tensors_at(2)),
-            lambda: writer.commit(1, [], Info(step=1)),
+            lambda: writer.commit(1, [], CheckpointInfo(step=1)),
             lambda: writer.discard(1),
             lambda: writer.prepare(tensors_at(1)),
         ):
@@ -117,7 +117,7 @@ def test_tensors_of_one_rank_only(tmp_path):
             records += finished(writer).records
             with pytest.raises(UsageError, match="'model/bias' is among the tensors of all ranks"):
                 writer.save(version, tensors_at(1), own={"model/bias": torch.ones(1)})
-    store.commit(version, records, Info(step=1))
+    store.commit(version, records, CheckpointInfo(step=1))
     found = store.open().tensors()
     assert found["residual/1"].tolist() == [1, 1]
     assert len(found) == len(tensors_at(1)) + 2
@@ -144,11 +144,11 @@ def test_an_error_is_told_and_the_next_save_works(tmp_path):
         broken.clear()
         writer.discard(version)
         discarded = finished(writer)
-        assert discarded == Finished(version, seconds=discarded.seconds)
+        assert discarded == WriteResult(version, seconds=discarded.seconds)
         version = store.next_version()
         writer.save(version, tensors_at(3), state_at(3))
         done = finished(writer)
-        writer.commit(version, done.records, Info(step=3))
+        writer.commit(version, done.records, CheckpointInfo(step=3))
         assert finished(writer).manifest is not None
     assert_is(store.newest_good(), 3)
     assert sorted(path.name for path in tmp_path.glob("v*")) == ["v00000001", "v00000003"]
@@ -165,7 +165,7 @@ def test_a_failing_prune_does_not_undo_the_commit(tmp_path):
     with BackgroundWriter(store) as writer:
         version = store.next_version()
         writer.save(version, tensors_at(2), state_at(2))
-        writer.commit(version, finished(writer).records, Info(step=2), Retention(keep_last=1))
+        writer.commit(version, finished(writer).records, CheckpointInfo(step=2), Retention(keep_last=1))
         done = finished(writer)
     assert done.manifest is not None
     assert isinstance(done.error, PlatformError)
@@ -259,7 +259,7 @@ def test_cuda_tensors_are_copied_before_they_change(tmp_path):
         writer.save(version, tensors, {})
         for tensor in tensors.values():
             tensor.zero_()
-        writer.commit(version, finished(writer).records, Info(step=1))
+        writer.commit(version, finished(writer).records, CheckpointInfo(step=1))
         assert finished(writer).error is None
     found = store.open().tensors()
     assert bool((found.pop("large") == 1).all())

@@ -15,8 +15,8 @@ from paceline.cli import main
 from paceline.cli.audit import audit
 from paceline.core import events
 from paceline.core.journal import Journal
-from paceline.train.config import TrainConfig
-from paceline.train.run_folder import RunFolder
+from paceline.train.settings.train_config import TrainConfig
+from paceline.train.state.run_folder import RunFolder
 
 app = typer.Typer(rich_markup_mode=None)
 app.callback()(lambda: None)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.checkpoint.future_versions import from_the_future
 from tests.checkpoint.saving import save
-from tests.checkpoint.test_unreadable import from_the_future
 
 from paceline.checkpoint.store import CheckpointStore
 from paceline.cli import main
@@ -78,7 +78,7 @@ def test_a_url(capsys):
         "memory://cli-test/run/checkpoints/",
     ):
         assert paceline("verify", url) == 0
-        assert capsys.readouterr().out == "1 checkpoints: every file is as it was written\n"
+        assert capsys.readouterr().out == "1 checkpoint: every file is as it was written\n"
 
 
 def test_show(run, capsys):

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from paceline.cli.main import app, invoke
-from paceline.elastic import dealing
+from paceline.elastic.machine import shard_assignment
 
 
 def told(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
@@ -41,8 +41,8 @@ def test_a_seed_replays_to_the_same_trace(capsys):
 
 
 def test_a_violation_is_exit_code_1_and_says_how_to_see_it_again(capsys, monkeypatch):
-    whole = dealing.contiguous
-    monkeypatch.setattr(dealing, "contiguous", lambda shards, speeds: whole(shards - 1, speeds))
+    whole = shard_assignment.contiguous
+    monkeypatch.setattr(shard_assignment, "contiguous", lambda shards, speeds: whole(shards - 1, speeds))
     code, out = told(capsys, "--workers", "2", "--schedules", "2", "--seed", "30")
     assert code == 1
     assert "violations: 2" in out

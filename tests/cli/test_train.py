@@ -15,7 +15,7 @@ import pytest
 SCRIPT = """
 import json, sys
 from paceline.frontends import overrides
-from paceline.train.config import CheckpointConfig, TrainConfig
+from paceline.train.settings.train_config import CheckpointConfig, TrainConfig
 
 config = overrides.current().apply(TrainConfig(workers=2, checkpoint=CheckpointConfig(metric="accuracy")))
 print(json.dumps({

@@ -136,7 +136,7 @@ def test_a_first_step_that_differs_asks_for_the_scripts_data(copied, capsys):
 
 def test_one_step_is_one_step(run, capsys):
     assert paceline(run, "--steps", "sample=1") == 0
-    assert "1 steps: the same bits" in capsys.readouterr().out
+    assert "1 step: the same bits" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
+from tests.waiting import wait_for
 from torch import Tensor
 
 from paceline.comm.context import DistributedContext
 from paceline.comm.ops import ReduceOp, accumulator_dtype
-from paceline.comm.transport.shm.layout import Layout
-from paceline.comm.transport.threads import run_ranks
+from paceline.comm.transport.base import ReportsWaits
 from paceline.core.errors import PacelineError, UsageError
+from paceline.core.shm_segment_layout import SegmentLayout
 from paceline.frontends.spawn import spawn
+from paceline.testing.thread_transport import run_ranks
 
 E = TypeVar("E", bound=Exception)
 
@@ -136,7 +138,7 @@ def canonical_reference(shards: Sequence[Tensor]) -> Tensor:
 
 def small_slot(world_size: int) -> int:
     """The longest float32 tensor that takes the short way through the window."""
-    return Layout(world_size, 0).small_bytes // 4
+    return SegmentLayout(world_size, 0).small_bytes // 4
 
 
 def sha(tensor: Tensor) -> str:
@@ -145,3 +147,10 @@ def sha(tensor: Tensor) -> str:
 
 def same_bits(tensors: Sequence[Tensor]) -> bool:
     return len({(tensor.dtype, tensor.shape, sha(tensor)) for tensor in tensors}) == 1
+
+
+def until_it_waits(ctx: DistributedContext) -> None:
+    """A wait that has lasted for a moment posts a status."""
+    transport = ctx.transport
+    assert isinstance(transport, ReportsWaits)
+    wait_for(lambda: transport.posted_status() is not None)

@@ -11,15 +11,24 @@ import torch
 
 from paceline.comm import algorithms
 from paceline.comm.context import DistributedContext
-from paceline.comm.cost import Choice, Link, Links, Situation, decide, links_file, load_links, save_links
-from paceline.comm.transport.threads import run_ranks
+from paceline.comm.cost import (
+    Choice,
+    LinkCost,
+    LinkCosts,
+    Situation,
+    decide,
+    links_file,
+    load_links,
+    save_links,
+)
 from paceline.core.errors import UsageError
+from paceline.testing.thread_transport import run_ranks
 
 KB, MB = 1 << 10, 1 << 20
 
 
-def choose(situation: Situation, links: Links | None = None) -> Choice:
-    links = links or Links()
+def choose(situation: Situation, links: LinkCosts | None = None) -> Choice:
+    links = links or LinkCosts()
     return decide(
         situation, {name: algorithms.load(name).cost(situation, links) for name in algorithms.NAMES}, links
     )
@@ -40,7 +49,7 @@ def test_several_ranks_per_host_hierarchical(nbytes, ranks, hosts):
 def test_between_hosts_of_one_rank_each():
     """Few rounds where latency counts, neighbours only where handling many messages at once is dear."""
     assert choose(Situation(64 * KB, 256, 256)).algorithm == "tree"
-    dear = Links(overhead=10e-3)
+    dear = LinkCosts(overhead=10e-3)
     assert choose(Situation(64 * KB, 16, 16), dear).algorithm == "tree"
     assert choose(Situation(100 * MB, 5, 5), dear).algorithm == "ring"
 
@@ -48,10 +57,10 @@ def test_between_hosts_of_one_rank_each():
 def test_costs_grow_with_size_and_ranks():
     for name in ("direct", "ring", "tree"):
         cost = algorithms.load(name).cost
-        sizes = [cost(Situation(nbytes, 8, 8), Links()) for nbytes in (0, 64 * KB, MB, 100 * MB)]
+        sizes = [cost(Situation(nbytes, 8, 8), LinkCosts()) for nbytes in (0, 64 * KB, MB, 100 * MB)]
         assert sizes == sorted(sizes)
         assert sizes[0] < sizes[-1]
-        assert cost(Situation(MB, 16, 16), Links()) > cost(Situation(MB, 2, 2), Links())
+        assert cost(Situation(MB, 16, 16), LinkCosts()) > cost(Situation(MB, 2, 2), LinkCosts())
 
 
 def test_canonical_and_native_are_never_chosen_by_themselves():
@@ -102,7 +111,7 @@ def test_auto_takes_what_was_explained():
 
 class TestLinks:
     def test_a_fit_goes_through_both_measurements(self):
-        link = Link.fit((1000, 3e-5), (1_000_000, 1e-3))
+        link = LinkCost.fit((1000, 3e-5), (1_000_000, 1e-3))
         for nbytes, seconds in ((1000, 3e-5), (1_000_000, 1e-3)):
             assert link.latency + nbytes * link.per_byte == pytest.approx(seconds)
 
@@ -110,21 +119,23 @@ class TestLinks:
         ("small", "large"), [((10, 5e-3), (1000, 1e-3)), ((10, 0.0), (1000, 0.0)), ((10, 1e-9), (1000, 1.0))]
     )
     def test_a_fit_of_noise_stays_positive(self, small, large):
-        link = Link.fit(small, large)
+        link = LinkCost.fit(small, large)
         assert link.latency > 0
         assert link.per_byte > 0
         assert math.isfinite(link.latency)
         assert math.isfinite(link.per_byte)
 
     def test_what_is_saved_is_loaded(self, tmp_path):
-        links = Links(Link(1e-5, 1e-10), Link(2e-5, 2e-10), Link(3e-5, 3e-10), 4e-6, "measured here")
+        links = LinkCosts(
+            LinkCost(1e-5, 1e-10), LinkCost(2e-5, 2e-10), LinkCost(3e-5, 3e-10), 4e-6, "measured here"
+        )
         path = tmp_path / "deep" / "links.json"
         assert save_links(links, path) == path
         assert load_links(path) == links
         assert [entry.name for entry in path.parent.iterdir()] == ["links.json"]
 
     def test_without_a_file_the_defaults(self, tmp_path):
-        assert load_links(tmp_path / "none.json") == Links()
+        assert load_links(tmp_path / "none.json") == LinkCosts()
 
     @pytest.mark.parametrize(
         "content",
@@ -149,7 +160,7 @@ class TestLinks:
 
     @pytest.mark.parametrize("value", [float("nan"), -1.0, float("inf")])
     def test_values_that_are_no_costs_are_refused(self, tmp_path, value):
-        plain = Links().to_plain()
+        plain = LinkCosts().to_plain()
         plain["window"]["per_byte"] = value
         path = tmp_path / "links.json"
         path.write_text(json.dumps(plain))
@@ -169,7 +180,7 @@ class TestLinks:
     def test_saved_links_change_the_choice_of_a_context(self, monkeypatch, tmp_path):
         """Shared memory that is dearer than messages would be: strange, but measured is measured."""
         monkeypatch.setenv("PACELINE_LINKS", str(tmp_path / "links.json"))
-        save_links(Links(window=Link(1.0, 1.0), source="a strange machine"))
+        save_links(LinkCosts(window=LinkCost(1.0, 1.0), source="a strange machine"))
         for choice in run_ranks(2, lambda ctx: ctx.explain_all_reduce(MB)):
             assert choice.algorithm in ("ring", "tree")
             assert "a strange machine" in choice.reason

@@ -10,9 +10,9 @@ import torch
 from tests.comm.ranks import LARGE, processes
 
 from paceline.comm.context import DistributedContext
-from paceline.comm.transport.threads import run_ranks
 from paceline.core.errors import DisagreementError
 from paceline.testing import leaks
+from paceline.testing.thread_transport import run_ranks
 
 
 def _work(ctx: Any, turn: int) -> float:

@@ -12,9 +12,9 @@ import torch
 from tests.comm.ranks import LARGE, outcomes, processes
 
 from paceline.comm.context import DistributedContext
-from paceline.comm.transport import watch
-from paceline.comm.transport.threads import run_ranks
+from paceline.comm.transport import wait_watch
 from paceline.core.errors import CommTimeoutError, DisagreementError, PacelineError, PeerLostError
+from paceline.testing.thread_transport import run_ranks
 
 HERE = "test_disagreement.py:"
 
@@ -177,7 +177,7 @@ def test_the_line_is_the_caller_s_own():
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A circle is certain sooner; one test below waits as long as everybody does."""
-    monkeypatch.setattr(watch, "STABLE_SECONDS", 0.2)
+    monkeypatch.setattr(wait_watch, "STABLE_SECONDS", 0.2)
 
 
 @pytest.mark.usefixtures("impatient")

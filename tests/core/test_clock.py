@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 
 import pytest
+from tests.virtual_clock import VirtualClock
 
-from paceline.core.clock import Clock, MonotonicClock, VirtualClock, WallClock
+from paceline.core.clock import Clock, MonotonicClock, WallClock
 
 
 @pytest.mark.parametrize("clock", [MonotonicClock(), WallClock()])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
+import os
 import threading
 from dataclasses import dataclass
 
@@ -14,7 +16,7 @@ from hypothesis import given, strategies as st
 from paceline.core import events, journal
 from paceline.core.errors import PlatformError, ResourceError, UsageError, WireError
 from paceline.core.events import Note, StepCommitted, UnknownEvent, WorkerFailed, WorkerStarted
-from paceline.core.journal import Journal
+from paceline.core.journal import Journal, PatientJournal
 
 STARTED = WorkerStarted(time=1.5, rank=0, pid=42, host="a")
 COMMITTED = StepCommitted(time=2.0, step=1, epoch=0, loss=0.25, samples=64)
@@ -141,7 +143,7 @@ def test_a_line_torn_by_a_crash_is_reported_once_writing_goes_on(tmp_path, caplo
     assert chunk.events == (STARTED, COMMITTED)
     (damage,) = chunk.damage
     assert (damage.offset, damage.text) == (len(start), '{"type":"step_comm')
-    found: list[journal.Damage] = []
+    found: list[journal.JournalDamage] = []
     assert list(journal.iterate(path, on_damage=found.append)) == [STARTED, COMMITTED]
     assert found == [damage]
     with caplog.at_level(logging.WARNING):
@@ -192,3 +194,23 @@ def test_a_closed_journal_a_missing_one_and_a_full_disk(tmp_path):
         Journal(tmp_path)
     with Journal("/dev/full") as full, pytest.raises(ResourceError, match="free space"):
         full.append(STARTED)
+
+
+def test_a_journal_whose_size_is_not_known_is_not_cut(tmp_path, monkeypatch):
+    """Half a line is taken back where the length before is known; else earlier events would go with it."""
+    path = tmp_path / "journal.jsonl"
+    with Journal(path) as writer:
+        patient = PatientJournal(writer, alone=True)
+        patient.append(STARTED)
+
+        def refuse(*_: object) -> None:
+            raise OSError(errno.EIO, "Input/output error")
+
+        with monkeypatch.context() as broken:
+            broken.setattr(os, "stat", refuse)
+            broken.setattr(os, "write", refuse)
+            patient.append(STARTED)
+        assert not patient.complete
+        assert journal.read(path).events == (STARTED,)
+        patient.retry()
+        assert journal.read(path).events == (STARTED, STARTED)

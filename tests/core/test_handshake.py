@@ -39,7 +39,7 @@ def test_both_ends_prove_themselves_and_have_the_same_keys() -> None:
     acceptor, connector = Acceptor(PROTOCOL, SECRET), Connector(PROTOCOL, SECRET, b"abcd")
     proven(acceptor, connector)
     assert acceptor.context == b"abcd"
-    mine, theirs = acceptor.session(), connector.session()
+    mine, theirs = acceptor.session_keys(), connector.session_keys()
     theirs.incoming.check(mine.outgoing.tag(b"down"), b"down")
     mine.incoming.check(theirs.outgoing.tag(b"up"), b"up")
 
@@ -157,7 +157,7 @@ def test_all_of_it_through_calls_that_wait() -> None:
         box.extend(acceptor.proof)
 
     session = connector.run(read, send)
-    acceptor.session().incoming.check(session.outgoing.tag(b"up"), b"up")
+    acceptor.session_keys().incoming.check(session.outgoing.tag(b"up"), b"up")
 
 
 def test_one_end_without_a_secret_is_told_so() -> None:
@@ -176,5 +176,8 @@ def test_sessions_of_two_connections_differ() -> None:
     for _ in range(3):
         acceptor, connector = Acceptor(PROTOCOL, SECRET), Connector(PROTOCOL, SECRET, b"abcd")
         proven(acceptor, connector)
-        tags |= {acceptor.session().outgoing.tag(b"same"), connector.session().outgoing.tag(b"same")}
+        tags |= {
+            acceptor.session_keys().outgoing.tag(b"same"),
+            connector.session_keys().outgoing.tag(b"same"),
+        }
     assert len(tags) == 6

@@ -5,9 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import math
-import socket
-import struct
-import threading
 from fractions import Fraction
 
 import numpy as np
@@ -112,16 +109,15 @@ def test_layouts_are_kept_where_they_cost_nothing():
         assert result.flags.f_contiguous == (array.flags.f_contiguous or array.ndim == 1)
 
 
-def test_a_large_array_is_not_copied_on_either_side():
+def test_encoding_does_not_copy_a_large_array_and_decoding_does():
     array = np.arange(100_000, dtype=np.float32)
     pieces = wire.encode([array, "and words"])
     view = next(piece for piece in pieces if isinstance(piece, memoryview))
     assert np.shares_memory(np.frombuffer(view, np.float32), array)
     buffer = bytearray(b"".join(pieces))
-    result = wire.decode(buffer, copy=False)[0]
-    assert np.shares_memory(result, np.frombuffer(buffer, np.uint8))
-    assert result.ctypes.data % 4 == 0
-    assert not np.shares_memory(wire.decode(buffer)[0], np.frombuffer(buffer, np.uint8))
+    result = wire.decode(buffer)[0]
+    assert result.flags.writeable
+    assert not np.shares_memory(result, np.frombuffer(buffer, np.uint8))
 
 
 def test_buffers_are_aligned_within_the_message():
@@ -137,11 +133,6 @@ def test_large_bytes_are_not_copied():
         views = [piece for piece in wire.encode(message) if isinstance(piece, memoryview)]
         assert [view.obj is data for view in views] == [True]
         assert wire.decode(joined(message)) == message
-
-
-def test_total_bytes_is_the_length_of_the_message():
-    pieces = wire.encode({"a": np.zeros((30, 30)), "b": bytearray(5000)})
-    assert wire.total_bytes(pieces) == len(b"".join(pieces))
 
 
 @pytest.mark.parametrize(
@@ -231,69 +222,3 @@ def test_a_damaged_message_is_data_or_a_wire_error(draw):
 def test_garbage_is_refused(data):
     with pytest.raises(WireError):
         wire.decode(data)
-
-
-@pytest.fixture
-def pair():
-    left, right = socket.socketpair()
-    with left, right:
-        left.settimeout(10)
-        right.settimeout(10)
-        yield left, right
-
-
-def test_frames_travel_in_order_and_end_cleanly(pair):
-    left, right = pair
-    messages = [None, {"a": 1}, [np.arange(2000.0) for _ in range(700)], b""]
-    writer = threading.Thread(
-        target=lambda: (
-            [wire.write_frame(left, wire.encode(m)) for m in messages],
-            left.shutdown(socket.SHUT_WR),
-        )
-    )
-    writer.start()
-    got = []
-    while (frame := wire.read_frame(right)) is not None:
-        got.append(wire.decode(frame, copy=False))
-    writer.join()
-    assert got[:2] == [None, {"a": 1}]
-    assert all(np.array_equal(array, np.arange(2000.0)) for array in got[2])
-    assert got[3] == b""
-
-
-def test_write_frame_counts_what_is_on_the_wire(pair):
-    left, right = pair
-    count = wire.write_frame(left, [b"abc", b"", b"de"])
-    left.shutdown(socket.SHUT_WR)
-    assert count == len(right.recv(100))
-
-
-@pytest.mark.parametrize("keep", [1, 11, 12, 20])
-def test_a_frame_cut_short_is_refused(pair, keep):
-    left, right = pair
-    whole = struct.pack("<4sQ", b"PLf1", 100) + bytes(100)
-    left.sendall(whole[:keep])
-    left.shutdown(socket.SHUT_WR)
-    with pytest.raises(WireError, match="connection closed after"):
-        wire.read_frame(right)
-
-
-def test_a_frame_longer_than_the_limit_is_refused_before_it_is_read(pair):
-    left, right = pair
-    left.sendall(struct.pack("<4sQ", b"PLf1", 1 << 60))
-    with pytest.raises(WireError, match="longer than the limit of 1000"):
-        wire.read_frame(right, max_bytes=1000)
-
-
-def test_a_peer_that_speaks_something_else_is_refused(pair):
-    left, right = pair
-    left.sendall(b"GET / HTTP/1.1\r\n")
-    with pytest.raises(WireError, match="does not speak Paceline"):
-        wire.read_frame(right)
-
-
-def test_writing_to_a_peer_that_left_is_a_wire_error(pair):
-    left, right = pair
-    right.close()
-    with pytest.raises(WireError, match="closed the connection"):
-        wire.write_frame(left, [bytes(1 << 20)])

@@ -10,8 +10,8 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from paceline.core.errors import UsageError
-from paceline.data.containers import changed, packed, unpacked
-from paceline.train.feed import to_device
+from paceline.data.containers import map_leaves, packed, unpacked
+from paceline.train.step.batch_feed import to_device
 
 
 class Pair(NamedTuple):
@@ -22,7 +22,7 @@ class Pair(NamedTuple):
 def test_containers_keep_their_kind():
     inner: Any = defaultdict(list, {"c": (torch.ones(1), "text")})
     data = OrderedDict(a=Pair(1, [torch.ones(2)]), b=inner)
-    found = changed(data, lambda tensor: tensor + 1, lambda other: other)
+    found = map_leaves(data, lambda tensor: tensor + 1, lambda other: other)
     assert type(found) is OrderedDict
     assert type(found["a"]) is Pair
     assert found["a"].y[0].tolist() == [2.0, 2.0]

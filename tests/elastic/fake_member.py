@@ -9,58 +9,59 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import queue
 import signal
 import time
 from pathlib import Path
 from typing import Any
 
-from paceline.core import events, phase_page
-from paceline.core.control import address
-from paceline.core.control.dialing import Dialer
-from paceline.core.control.host import host_identity, host_name
-from paceline.core.control.member_link import MemberLink
-from paceline.core.control.messages import (
-    Beat,
-    Dial,
+from paceline.control import supervisor_address
+from paceline.control.control_client import ControlClient
+from paceline.control.messages import (
+    ControlMessage,
+    DialRequest,
     Dismissed,
-    Done,
-    Hello,
-    Installed,
-    Leaving,
-    Message,
+    Heartbeat,
+    JournalLines,
+    LeaveRequest,
+    MemberFinished,
+    MemberHello,
+    MemberReport,
     Prepare,
-    Raised,
-    Receipt,
-    Report,
+    StepReceipt,
     Stop,
-    Told,
     View,
+    ViewInstalled,
+    WorkerException,
 )
+from paceline.control.reachability import ReachabilityProber
+from paceline.control.worker_options import WorkerOptions
+from paceline.core import events, phase_page
 from paceline.core.events import StepCommitted
-from paceline.core.listening import Listening
-from paceline.core.tls import Tls
-from paceline.engines.local import payload
-from paceline.engines.local.child import Task
+from paceline.core.host import host_identity, host_name
+from paceline.core.listen_address import ListenAddress
+from paceline.engines.local import memfd_pickle
+from paceline.engines.local.forked_rank import RankTask
 
 ENTRY = "tests.elastic.fake_member:main"
 
 
-def main(task: Task) -> int:
+def main(task: RankTask) -> int:
     """Entry of the engine."""
-    member = FakeMember(dict(task.options))
+    member = FakeMember(WorkerOptions.from_plain(task.options), memfd_pickle.load(task.payload))
     with contextlib.closing(member):
-        return payload.dump(member.run())
+        return memfd_pickle.dump(member.run())
 
 
 class FakeMember:
-    """One worker. Options: steps, step_seconds, patience, raise_at, fault, hang_at=[slot, step],
+    """One worker. Options: steps, step_seconds, raise_at, fault, hang_at=[slot, step],
     grip_at=[slot, step, seconds] (0: for good), fingerprints by slot, follow_seconds, oom=slot."""
 
-    def __init__(self, options: dict[str, Any]) -> None:
+    def __init__(self, worker: WorkerOptions, options: dict[str, Any]) -> None:
         self.options = options
-        self.slot, self.number = options["slot"], options["member"]
+        self.slot, self.number, self.attempt = worker.slot, worker.member, worker.attempt
         # A worker on another machine has no folder of the run; in tests it is the same machine after all.
-        self.folder = Path(options["folder"] or options["shared"])
+        self.folder = Path(worker.folder or options["shared"])
         self.count = Path(options.get("count", self.folder)) / "count"
         self.view: View | None = None
         self.generation = 0
@@ -68,37 +69,46 @@ class FakeMember:
         self.told = 0
         self.waits_for: tuple[int, ...] = ()
         page = phase_page.page_file(self.folder, self.number)
-        self.page = phase_page.PhasePage(page) if options["folder"] else None
+        self.page = phase_page.PhasePage(page) if worker.folder else None
         self.phase, self.since = "start", time.monotonic()
         self.asked_to_go = False
         self.stop: str | None = None
         self.gripped = False
+        self.inbox: queue.SimpleQueue[ControlMessage] = queue.SimpleQueue()
         signal.signal(signal.SIGTERM, self._on_term)
-        self.listener = Listening().open(str(options.get("listen", "127.0.0.1")))
-        self.link = MemberLink(
-            (options["address"][0], options["address"][1]),
-            bytes.fromhex(options["secret"]),
-            self.hello,
-            self.beat,
-            self.hear,
-            tls=Tls(*map(Path, options["tls"])) if options["tls"] else None,
-            lookup=lambda: address.lookup(self.folder),
-            runs=self.page.tick if self.page is not None else lambda: None,
+        self.listener = ListenAddress().open(worker.listen)
+        self.link = ControlClient(
+            worker.address,
+            bytes.fromhex(worker.secret),
+            tls=worker.tls,
+            lookup=lambda: supervisor_address.lookup(self.folder),
+            on_turn=self.page.tick if self.page is not None else lambda: None,
         )
-        secret = bytes.fromhex(options["secret"])
-        self.dialer = Dialer(self.number, self.slot, secret, self.listener, self.link.send)
+        secret = bytes.fromhex(worker.secret)
+        self.dialer = ReachabilityProber(self.number, self.slot, secret, self.listener, self.link.send)
 
-    def hear(self, message: Message) -> None:
-        if isinstance(message, Dial):
+    def receive(self, message: ControlMessage) -> None:
+        if isinstance(message, DialRequest):
             self.dialer.dial(message.peers)
+        else:
+            self.inbox.put(message)
+
+    def supervisor_away(self) -> None:
+        pass
+
+    def next_message(self, timeout: float) -> ControlMessage | None:
+        try:
+            return self.inbox.get(timeout=timeout)
+        except queue.Empty:
+            return None
 
     def close(self) -> None:
         self.dialer.close()
         self.link.close()
         self.listener.close()
 
-    def hello(self) -> Hello:
-        return Hello(
+    def hello(self) -> MemberHello:
+        return MemberHello(
             member=self.number,
             slot=self.slot,
             pid=os.getpid(),
@@ -110,8 +120,8 @@ class FakeMember:
             progress=(self.step, 0, 0) if self.generation else None,
         )
 
-    def beat(self) -> Beat:
-        return Beat(
+    def heartbeat(self) -> Heartbeat:
+        return Heartbeat(
             phase=self.phase,
             seconds=time.monotonic() - self.since,
             progress=(self.step, 0, 0) if self.generation else None,
@@ -122,11 +132,11 @@ class FakeMember:
 
     def run(self) -> Any:
         """Until dismissed; the result is the number of steps."""
-        self.welcome = self.link.start(30.0)
+        self.welcome = self.link.start(self, 30.0)
         self.enter("wait")
         done = False
         while True:
-            message = self.link.receive(0.0 if self.training and not done else 0.02)
+            message = self.next_message(0.0 if self.training and not done else 0.02)
             if isinstance(message, Dismissed):
                 return {"steps": self.step, "slot": self.slot, "reason": message.reason}
             if message is not None:
@@ -139,7 +149,7 @@ class FakeMember:
                 os._exit(76)
             if self.asked_to_go:
                 self.asked_to_go = False
-                self.link.send(Leaving(reason="SIGTERM"))
+                self.link.send(LeaveRequest(reason="SIGTERM"))
             if self.training and not done:
                 if self.stop is not None or self.step >= self.options["steps"]:
                     done = True
@@ -151,14 +161,14 @@ class FakeMember:
     def training(self) -> bool:
         return self.view is not None
 
-    def take(self, message: Message) -> None:
+    def take(self, message: ControlMessage) -> None:
         match message:
             case Prepare():
                 self.view = None
                 self.enter("wait")
                 self.step = self.committed()
                 progress = (self.step, 0, 0) if self.generation else None
-                self.link.send(Report(generation=message.generation, progress=progress))
+                self.link.send(MemberReport(generation=message.generation, progress=progress))
             case View():
                 self.view, self.generation = message, message.generation
                 self.step = self.committed()
@@ -166,7 +176,7 @@ class FakeMember:
                 if message.segment:
                     pid, descriptor, inode, _ = message.segment
                     assert os.stat(f"/proc/{pid}/fd/{descriptor}").st_ino == inode
-                self.link.send(Installed(generation=message.generation))
+                self.link.send(ViewInstalled(generation=message.generation))
                 # The first counts, the others wait for it.
                 self.waits_for = message.members[:1] if message.members[0] != self.number else ()
                 self.enter("collective" if self.waits_for else "forward")
@@ -189,7 +199,7 @@ class FakeMember:
             shards = self.view.shards[self.view.members.index(self.number)]
             self.enter(self.phase)
             self.link.send(
-                Receipt(generation=self.generation, first=before + 1, last=self.step, shards=shards)
+                StepReceipt(generation=self.generation, first=before + 1, last=self.step, shards=shards)
             )
 
     def tell(self) -> None:
@@ -201,7 +211,7 @@ class FakeMember:
                     StepCommitted(time=time.time(), step=self.told, epoch=0, loss=1.0 / self.told, samples=8)
                 )
             )
-        self.link.send(Told(generation=self.generation, lines=tuple(lines)))
+        self.link.send(JournalLines(generation=self.generation, lines=tuple(lines)))
 
     def finish(self) -> None:
         assert self.view is not None
@@ -209,7 +219,9 @@ class FakeMember:
             self.tell()
         self.enter("wait")
         self.link.send(
-            Done(generation=self.generation, progress=(self.step, 0, 0), hash="same", stopped=self.stop)
+            MemberFinished(
+                generation=self.generation, progress=(self.step, 0, 0), hash="same", stopped=self.stop
+            )
         )
 
     def committed(self) -> int:
@@ -237,7 +249,7 @@ class FakeMember:
             text = f"Traceback (most recent call last):\n  here\nValueError: {error}\n"
             fault = self.options.get("fault", "code")
             self.link.send(
-                Raised(
+                WorkerException(
                     summary=f"ValueError: {error}",
                     traceback=text,
                     phase="forward",
@@ -246,21 +258,21 @@ class FakeMember:
                 )
             )
             raise error
-        if self.options.get("hang_at") == [self.slot, self.step] and self.options["attempt"] == 1:
+        if self.options.get("hang_at") == [self.slot, self.step] and self.attempt == 1:
             self.enter("data")
             _hang_here()
 
         slot, step, seconds = self.options.get("grip_at", (-1, 0, 0))
-        if slot == self.slot and self.step >= step and self.options["attempt"] == 1 and not self.gripped:
+        if slot == self.slot and self.step >= step and self.attempt == 1 and not self.gripped:
             self.gripped = True
             self.enter("data")
             _grip_here(seconds)
             (self.folder / "let-go").touch()
             self.enter("collective" if self.waits_for else "forward")
 
-        if self.options.get("oom") == self.slot and self.options["attempt"] == 1:
+        if self.options.get("oom") == self.slot and self.attempt == 1:
             # Not at the top: it imports torch, and no other member needs that.
-            from paceline.train.chaos import run_out_of_memory
+            from paceline.train.member.fault_injection import run_out_of_memory
 
             run_out_of_memory()
 

@@ -11,14 +11,15 @@ from typing import Any
 
 from tests.elastic.fake_member import ENTRY
 
+from paceline.control.worker_options import WorkerOptions
 from paceline.core import journal
 from paceline.core.events import Event, StepCommitted, ViewChanged, WorkerStarted
-from paceline.core.listening import ANY_PORT, Listening
+from paceline.core.listen_address import ANY_PORT, ListenAddress
 from paceline.core.tls import Tls
-from paceline.elastic.client import Supervised
-from paceline.elastic.job import Job, Outcome
-from paceline.elastic.model import Settings
-from paceline.engines.local import payload
+from paceline.elastic.machine.settings import MachineSettings
+from paceline.elastic.supervisor.parent_messages import JobOutcome, SupervisedJob
+from paceline.elastic.supervisor.supervisor_launcher import SupervisorLauncher
+from paceline.engines.local import memfd_pickle
 
 PRELOAD = ("tests.elastic.fake_member",)
 QUICK: dict[str, Any] = {
@@ -34,7 +35,7 @@ QUICK: dict[str, Any] = {
 class Run:
     """A job that was started, and its journal."""
 
-    def __init__(self, supervised: Supervised, folder: Path) -> None:
+    def __init__(self, supervised: SupervisorLauncher, folder: Path) -> None:
         self.supervised = supervised
         self.folder = folder
 
@@ -68,7 +69,7 @@ class Run:
     def until_views(self, count: int) -> None:
         self.until(lambda: len(self.of(ViewChanged)) >= count)
 
-    def finish(self, seconds: float = 40.0) -> Outcome:
+    def finish(self, seconds: float = 40.0) -> JobOutcome:
         outcome = self.supervised.wait(seconds)
         assert outcome is not None, f"still not over:\n{self.tail()}"
         return outcome
@@ -78,8 +79,8 @@ class Run:
         return "\n".join(path.read_text().splitlines()[-lines:]) if path.exists() else "nothing"
 
 
-def settings(workers: int = 3, **changes: Any) -> Settings:
-    return Settings(**{"workers": workers, "shards": 8, **QUICK, **changes})
+def settings(workers: int = 3, **changes: Any) -> MachineSettings:
+    return MachineSettings(**{"workers": workers, "shards": 8, **QUICK, **changes})
 
 
 @contextlib.contextmanager
@@ -91,25 +92,25 @@ def running(
     tls: Tls | None = None,
     bind: str = "127.0.0.1",
     port: int = 0,
-    listening: Listening = ANY_PORT,
+    listening: ListenAddress = ANY_PORT,
     **options: Any,
 ) -> Iterator[Run]:
     """A started job; whatever is left of it is gone afterwards."""
-    packed = payload.dump({})
-    job = Job(
+    own: dict[str, Any] = {"patience": 20.0, "tls": tls}
+    own |= {name: options.pop(name) for name in ("patience", "exact") if name in options}
+    packed = memfd_pickle.dump({"steps": 100, "step_seconds": 0.01, **options})
+    job = SupervisedJob(
         entry=ENTRY,
-        payload=packed,
         preload=PRELOAD,
         settings=settings(workers, **(machine or {})),
         folder=folder,
         threads=1,
-        options={"steps": 100, "step_seconds": 0.01, "patience": 20.0, **options},
-        tls=tls,
+        options=WorkerOptions(**own),
         bind=bind,
         port=port,
         listening=listening,
     )
-    supervised = Supervised(job)
+    supervised = SupervisorLauncher(job, packed)
     try:
         supervised.start()
         yield Run(supervised, folder)
@@ -118,17 +119,17 @@ def running(
         os.close(packed)
 
 
-def result_of(outcome: Outcome) -> Any:
+def result_of(outcome: JobOutcome) -> Any:
     """What the first member returned."""
     assert outcome.result is not None
     try:
-        return payload.load(outcome.result)
+        return memfd_pickle.load(outcome.result)
     finally:
         os.close(outcome.result)
 
 
-def drop(outcome: Outcome) -> Outcome:
+def drop(outcome: JobOutcome) -> JobOutcome:
     """Give back an outcome's descriptors."""
-    for descriptor in [*(outcome.failure or ()), *([outcome.result] if outcome.result is not None else [])]:
+    for descriptor in outcome.descriptors:
         os.close(descriptor)
     return outcome

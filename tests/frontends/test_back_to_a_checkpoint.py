@@ -11,8 +11,8 @@ from tests.train.small_run import STEPS, UNATTENDED, fit, journal_of, settings, 
 
 import paceline
 from paceline.core import events
-from paceline.train.audit import audit
-from paceline.train.config import GradientCompression, TrainConfig
+from paceline.monitor.audit import audit
+from paceline.train.settings.train_config import GradientCompression, TrainConfig
 
 
 def compressed(folder: Path, workers: int, chaos: str | None = None) -> TrainConfig:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.frontends.test_supervised import check_exactly_once, looked_after, of
+from tests.frontends.supervised_runs import check_exactly_once, of, supervised
 from tests.train.small_run import UNATTENDED, data, fit, settings, trainer
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from paceline.core import events
-from paceline.train.config import CheckpointConfig
+from paceline.train.settings.train_config import CheckpointConfig
 
 
 class Stream(IterableDataset):
@@ -32,7 +32,7 @@ def test_a_hang_where_the_first_rank_gathers_what_was_saved(tmp_path):
     right = fit(settings(tmp_path / "calm", 1, fault_tolerance=UNATTENDED, **saves)).state_hash
     folder = tmp_path / "run"
     chaos = "slow rank=all factor=30; hang rank=1 step=6 phase=optimizer"
-    assert fit(looked_after(folder, 3, chaos, **saves)).state_hash == right
+    assert fit(supervised(folder, 3, chaos, **saves)).state_hash == right
     assert blamed(folder) == [(1, "optimizer", "hung")]
     assert [verdict.rank for verdict in of(events.Verdict, folder)] == [1]
     check_exactly_once(folder)
@@ -41,7 +41,7 @@ def test_a_hang_where_the_first_rank_gathers_what_was_saved(tmp_path):
 def test_a_hang_of_the_rank_that_reads_for_all(tmp_path):
     right = trainer(settings(tmp_path / "calm", 1, fault_tolerance=UNATTENDED, epochs=2)).fit(Stream())
     folder = tmp_path / "run"
-    config = looked_after(folder, 3, "hang rank=0 step=6 phase=data", epochs=2)
+    config = supervised(folder, 3, "hang rank=0 step=6 phase=data", epochs=2)
     assert trainer(config).fit(Stream()).state_hash == right.state_hash
     assert blamed(folder) == [(0, "data", "hung")]
     (verdict,) = of(events.Verdict, folder)

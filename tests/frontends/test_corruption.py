@@ -3,7 +3,6 @@ rank and leaves nothing behind that a resume would take for good."""
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import signal
@@ -11,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.frontends.flipped_bits import Flips, build_large, flip, of, supervised
 from tests.train import small_run
-from tests.train.small_run import fit, journal_of, settings
+from tests.train.small_run import fit, settings
 from tests.waiting import wait_for
 from torch import nn
 from typer.testing import CliRunner
@@ -21,51 +21,15 @@ import paceline
 from paceline.checkpoint.store import CheckpointStore
 from paceline.cli.main import app
 from paceline.core import events
-from paceline.frontends.replaying import verify_fit
+from paceline.frontends.recomputation import verify_fit
 from paceline.train.callbacks import Modifier
-from paceline.train.config import CheckpointConfig
-
-
-def of(kind: type, folder: Path) -> list:
-    return [event for event in journal_of(folder) if isinstance(event, kind)]
-
-
-def looked_after(folder: Path, workers: int, chaos: str | None = None, **changes):
-    care = paceline.FaultTolerance(max_worker_failures=100, chaos=chaos)
-    return settings(folder, workers, fault_tolerance=care, **changes)
+from paceline.train.settings.train_config import CheckpointConfig
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
     return fit(settings(folder, 1, fault_tolerance=paceline.FaultTolerance(enabled=False)))
-
-
-class Flips(Modifier):
-    """Once, in the worker of one rank: a bit of a parameter's memory, unnoticed by torch."""
-
-    def __init__(self, mark: Path, step: int, rank: int, bit: int = 30) -> None:
-        self.mark, self.step, self.rank, self.bit, self.seen = mark, step, rank, bit, 0
-
-    def change_gradients(self, parameters):
-        self.seen += 1
-        if self.seen == self.step and os.environ.get("RANK") == str(self.rank) and not self.mark.exists():
-            self.mark.touch()
-            flip(next(iter(parameters.values())), self.bit)
-
-    def state_dict(self):
-        return {"seen": self.seen}
-
-    def load_state_dict(self, state):
-        self.seen = state["seen"]
-
-
-def flip(tensor: torch.Tensor, bit: int) -> None:
-    """Through /proc, as another process would."""
-    word = ctypes.c_uint32.from_address(tensor.data_ptr())
-    with open(f"/proc/{os.getpid()}/mem", "r+b", buffering=0) as memory:
-        memory.seek(tensor.data_ptr())
-        memory.write((word.value ^ (1 << bit)).to_bytes(4, "little"))
 
 
 def audited(folder: Path) -> str:
@@ -80,9 +44,7 @@ def test_a_flipped_bit_leaves_no_trace_and_its_rank_is_named(
     workers, rank, audit_every, tmp_path, undisturbed
 ):
     folder = tmp_path / "run"
-    history = fit(
-        looked_after(folder, workers, audit_every=audit_every), [Flips(tmp_path / "mark", 13, rank)]
-    )
+    history = fit(supervised(folder, workers, audit_every=audit_every), [Flips(tmp_path / "mark", 13, rank)])
     assert (tmp_path / "mark").exists()
     assert history.state_hash == undisturbed.state_hash
     blamed = [(event.rank, event.cause) for event in of(events.WorkerFailed, folder)]
@@ -96,7 +58,7 @@ def test_a_flipped_bit_and_then_a_kill_and_a_join(workers, rank, killed, tmp_pat
     """The state of the odd worker is handed to none."""
     folder = tmp_path / "run"
     chaos = f"kill rank={killed} step=15 phase=backward"
-    history = fit(looked_after(folder, workers, chaos), [Flips(tmp_path / "mark", 13, rank)])
+    history = fit(supervised(folder, workers, chaos), [Flips(tmp_path / "mark", 13, rank)])
     assert history.state_hash == undisturbed.state_hash
     assert rank in [event.rank for event in of(events.WorkerFailed, folder) if event.cause == "dissent"]
     audited(folder)
@@ -108,7 +70,7 @@ def test_a_bit_that_flips_after_the_last_exchange_before_a_save_or_the_end(
     workers, rank, step, tmp_path, undisturbed
 ):
     folder = tmp_path / "run"
-    history = fit(looked_after(folder, workers), [Flips(tmp_path / "mark", step, rank)])
+    history = fit(supervised(folder, workers), [Flips(tmp_path / "mark", step, rank)])
     assert history.state_hash == undisturbed.state_hash
     assert [event.rank for event in of(events.WorkerFailed, folder)] == [rank]
     audited(folder)
@@ -156,7 +118,7 @@ def test_a_flipped_bit_of_the_optimizers_state(workers, rank, tmp_path, undistur
         return made
 
     trainer = paceline.Trainer(
-        small_run.build, nn.CrossEntropyLoss(), optimizer=optimizer, config=looked_after(folder, workers)
+        small_run.build, nn.CrossEntropyLoss(), optimizer=optimizer, config=supervised(folder, workers)
     )
     history = trainer.fit(small_run.data(), small_run.data())
     assert mark.exists()
@@ -193,7 +155,7 @@ class FlipsABuffer(Modifier):
 @pytest.mark.parametrize(("workers", "rank"), [(2, 0), (2, 1), (3, 2)])
 def test_a_flipped_bit_of_a_buffer_is_found_with_the_next_checkpoint(workers, rank, tmp_path, undisturbed):
     folder, mark = tmp_path / "run", tmp_path / "mark"
-    history = fit(looked_after(folder, workers), [FlipsABuffer(mark, rank)])
+    history = fit(supervised(folder, workers), [FlipsABuffer(mark, rank)])
     assert mark.exists()
     assert history.state_hash == undisturbed.state_hash
     assert [(one.rank, one.cause) for one in of(events.WorkerFailed, folder)] == [(rank, "dissent")]
@@ -202,14 +164,9 @@ def test_a_flipped_bit_of_a_buffer_is_found_with_the_next_checkpoint(workers, ra
 
 def test_without_checkpoints_all_begin_anew(tmp_path, undisturbed):
     folder = tmp_path / "run"
-    config = looked_after(folder, 2, checkpoint=CheckpointConfig(enabled=False))
+    config = supervised(folder, 2, checkpoint=CheckpointConfig(enabled=False))
     assert fit(config, [Flips(tmp_path / "mark", 13, 0)]).state_hash == undisturbed.state_hash
     audited(folder)
-
-
-def build_large() -> nn.Module:
-    """Looked at in three parts: a difference may be seen when wrong gradients are in the weights of all."""
-    return nn.Sequential(nn.Linear(6, 512), nn.ReLU(), nn.Linear(512, 1100), nn.ReLU(), nn.Linear(1100, 3))
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +179,7 @@ def large(tmp_path_factory):
 @pytest.mark.parametrize(("rank", "step"), [(0, 11), (1, 11), (1, 13)])
 def test_of_two_ranks_with_a_large_model_the_odd_one_is_named(rank, step, tmp_path, large):
     folder = tmp_path / "run"
-    config = looked_after(folder, 2, epochs=3, checkpoint=CheckpointConfig(every_steps=7))
+    config = supervised(folder, 2, epochs=3, checkpoint=CheckpointConfig(every_steps=7))
     flips = Flips(tmp_path / "mark", step, rank, bit=22)
     history = fit(config, [flips], model=build_large)
     assert (tmp_path / "mark").exists()
@@ -255,7 +212,7 @@ class FlipsAndEndsTheSupervisor(Flips):
 
 def test_a_dispute_is_decided_after_a_restart_of_the_supervisor(tmp_path, large):
     folder = tmp_path / "run"
-    config = looked_after(folder, 2, epochs=3, checkpoint=CheckpointConfig(every_steps=7))
+    config = supervised(folder, 2, epochs=3, checkpoint=CheckpointConfig(every_steps=7))
     flips = FlipsAndEndsTheSupervisor(tmp_path / "mark", 11, 1, bit=22)
     flips.folder = folder
     history = fit(config, [flips], model=build_large)
@@ -270,7 +227,7 @@ def test_the_only_one_left_had_something_else_than_the_one_that_is_gone(rank, ki
     """The bit flips in the update: the rank's own look after it has seen nothing else."""
     folder = tmp_path / "run"
     chaos = f"kill rank={killed} step=14 phase=backward"
-    history = fit(looked_after(folder, 2, chaos), [Flips(tmp_path / "mark", 13, rank)])
+    history = fit(supervised(folder, 2, chaos), [Flips(tmp_path / "mark", 13, rank)])
     assert (tmp_path / "mark").exists()
     assert history.state_hash == undisturbed.state_hash
     (resumed,) = of(events.RunResumed, folder)
@@ -297,7 +254,7 @@ def test_the_only_one_left_finds_that_its_memory_has_changed(workers, rank, kill
     folder = tmp_path / "run"
     chaos = "; ".join(f"kill rank={other} step=14 phase=backward" for other in killed)
     flips = FlipsAfterTheUpdate(tmp_path / "mark", 13, rank)
-    history = fit(looked_after(folder, workers, chaos), [flips])
+    history = fit(supervised(folder, workers, chaos), [flips])
     assert (tmp_path / "mark").exists()
     assert history.state_hash == undisturbed.state_hash
     assert [one.rank for one in of(events.WorkerFailed, folder) if one.cause == "dissent"] == [rank]
@@ -319,6 +276,6 @@ def test_weights_that_a_callback_writes_past_torch_are_no_fault(tmp_path):
         settings(tmp_path / "one", 1, fault_tolerance=paceline.FaultTolerance(enabled=False)), [Clips()]
     )
     folder = tmp_path / "run"
-    history = fit(looked_after(folder, 2, "kill rank=1 step=14 phase=backward"), [Clips()])
+    history = fit(supervised(folder, 2, "kill rank=1 step=14 phase=backward"), [Clips()])
     assert history.state_hash == alone.state_hash
     assert [one.cause for one in of(events.WorkerFailed, folder)] == ["crash"]

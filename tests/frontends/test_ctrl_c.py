@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.engines.local.processes import all_gone, watch
-from tests.frontends.test_stopped_programs import PROGRAM, family, program, wait_for_step
+from tests.frontends.training_programs import PROGRAM, family, program, wait_for_step
 from tests.train.small_run import STEPS, fit, settings, steps_of
 
 # A shell that starts pytest in the background has SIGINT ignored, and so would its children.

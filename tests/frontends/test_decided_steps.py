@@ -10,18 +10,18 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from tests.frontends.test_supervised import check_exactly_once, looked_after, of
+from tests.frontends.supervised_runs import check_exactly_once, of, supervised
 from tests.train.small_run import Signals, data, fit, settings, steps_of
 from tests.waiting import wait_for
 from torch import Tensor, nn
 
 import paceline
-from paceline.comm.sequence import Sequence
+from paceline.comm.collectives.call_queue import CallQueue
 from paceline.core import events
 from paceline.core.errors import GroupInterruptedError
 from paceline.train.callbacks import Modifier
-from paceline.train.config import GradientCompression, TrainConfig
-from paceline.train.step import StepTransaction
+from paceline.train.settings.train_config import GradientCompression, TrainConfig
+from paceline.train.step.transaction import StepTransaction
 
 STEP = 8
 COMPRESSED: dict[str, Any] = {"compression": GradientCompression(kind="int8")}
@@ -57,23 +57,23 @@ class Strikes(Modifier):
         StepTransaction.reduce = armed  # type: ignore[assignment, method-assign]
 
     def _count_calls(self) -> None:
-        run, calls = Sequence.run, 0
+        run, calls = CallQueue.run, 0
 
-        def struck(sequence: Sequence, *args: Any, **named: Any) -> Any:
+        def struck(queue: CallQueue, *args: Any, **named: Any) -> Any:
             nonlocal calls
             calls += 1
             if calls < self._call:
-                return run(sequence, *args, **named)
+                return run(queue, *args, **named)
             self._mark.touch()
             if self._kind == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
-            Sequence.run = run  # type: ignore[method-assign]
-            run(sequence, *args, **named)
+            CallQueue.run = run  # type: ignore[method-assign]
+            run(queue, *args, **named)
             wait_for(lambda: all(file.exists() for file in self._decided))
-            sequence.interrupt("it is late")
+            queue.interrupt("it is late")
             raise GroupInterruptedError("it is late")
 
-        Sequence.run = struck  # type: ignore[assignment, method-assign]
+        CallQueue.run = struck  # type: ignore[assignment, method-assign]
 
     def state_dict(self) -> dict[str, Any]:
         return {"seen": self._seen}
@@ -126,7 +126,7 @@ def test_between_the_sums_of_dense_and_sparse_gradients(
     rank: int, call: int, kind: Literal["killed", "cut"], tmp_path: Path, words: str
 ) -> None:
     folder = tmp_path / "run"
-    assert fit_words(looked_after(folder, 3), [Strikes(tmp_path, rank, call, kind)]) == words
+    assert fit_words(supervised(folder, 3), [Strikes(tmp_path, rank, call, kind)]) == words
     assert (tmp_path / "struck").exists()
     assert {event.rank for event in of(events.WorkerFailed, folder)} == (
         {rank} if kind == "killed" else set()
@@ -138,7 +138,7 @@ def test_between_the_sums_of_dense_and_sparse_gradients(
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_a_worker_that_is_late_keeps_what_its_shards_owe(rank: int, tmp_path: Path, compressed: str) -> None:
     folder = tmp_path / "run"
-    history = fit(looked_after(folder, 3, **COMPRESSED), [Strikes(tmp_path, rank, 1, "cut", late=True)])
+    history = fit(supervised(folder, 3, **COMPRESSED), [Strikes(tmp_path, rank, 1, "cut", late=True)])
     assert history.state_hash == compressed
     views = of(events.ViewChanged, folder)
     assert len(views) == 2
@@ -153,7 +153,7 @@ def test_a_worker_that_leaves_hands_over_what_its_shards_owe(
     rank: int, tmp_path: Path, compressed: str
 ) -> None:
     folder = tmp_path / "run"
-    history = fit(looked_after(folder, 3, **COMPRESSED), [Signals(folder, STEP, [rank])])
+    history = fit(supervised(folder, 3, **COMPRESSED), [Signals(folder, STEP, [rank])])
     assert history.state_hash == compressed
     assert [(event.rank, event.cause) for event in of(events.WorkerFailed, folder)] == [(rank, "preempted")]
     assert not of(events.RunResumed, folder)
@@ -164,7 +164,7 @@ def test_a_worker_that_leaves_hands_over_what_its_shards_owe(
 def test_a_worker_that_is_killed_with_what_its_shards_owe(tmp_path: Path, compressed: str) -> None:
     """Only it had that: all go back to the last checkpoint, and the journal says why."""
     folder = tmp_path / "run"
-    history = fit(looked_after(folder, 3, **COMPRESSED), [Strikes(tmp_path, 1, 1, "killed")])
+    history = fit(supervised(folder, 3, **COMPRESSED), [Strikes(tmp_path, 1, 1, "killed")])
     assert history.state_hash == compressed
     assert of(events.RunResumed, folder)
     assert any("what compression owes shard" in view.reason for view in of(events.ViewChanged, folder))
@@ -174,7 +174,7 @@ def test_a_worker_that_is_killed_with_what_its_shards_owe(tmp_path: Path, compre
 @pytest.mark.parametrize(("rank", "workers"), [(0, 2), (1, 2), (0, 3), (1, 3), (2, 3)])
 def test_killed_after_its_shards_were_announced(rank: int, workers: int, tmp_path: Path, plain: str) -> None:
     folder = tmp_path / "run"
-    config = looked_after(
+    config = supervised(
         folder, workers, f"kill rank={rank} step={STEP} phase=collective", care={"stragglers": "backup"}
     )
     assert fit(config).state_hash == plain

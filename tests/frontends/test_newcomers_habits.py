@@ -17,11 +17,12 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 
 import paceline
+from paceline.comm import payload_pickling
 from paceline.comm.context import DistributedContext
 from paceline.core.errors import ConfigError, UsageError
-from paceline.engines.local import payload
-from paceline.frontends import joining, tensor_payload
-from paceline.train import worker
+from paceline.engines.local import memfd_pickle
+from paceline.frontends import run_preparation
+from paceline.train.loop import worker_tasks
 
 
 class Symmetric(nn.Module):
@@ -62,8 +63,8 @@ def test_parametrized_models_are_trained_evaluated_and_trained_again(tmp_path: P
 def test_a_parametrized_module_travels_whole() -> None:
     net: Any = parametrized()
     shared = nn.ModuleDict({"a": net, "b": net[1]})
-    descriptor = payload.dump(shared, reducers=tensor_payload.reducers())
-    back: Any = payload.load(descriptor)
+    descriptor = memfd_pickle.dump(shared, reducers=payload_pickling.reducers())
+    back: Any = memfd_pickle.load(descriptor)
     os.close(descriptor)
     assert back["a"][1] is back["b"]
     assert type(back["b"]).__name__ == "ParametrizedLinear"
@@ -91,9 +92,9 @@ class WithLoss(nn.Module):
 
 def predicted(kind: str, batch: int = 5) -> Any:
     config = paceline.TrainConfig(workers=1, shards=1, global_batch=batch, threads=1).resolved(1)
-    job = worker.TrainJob(WithLoss(kind), nn.MSELoss(), None, config, data()[0])
+    job = worker_tasks.TrainJob(WithLoss(kind), nn.MSELoss(), None, config, data()[0])
     with DistributedContext(1, 0) as context:
-        return worker.predict(context, job)
+        return worker_tasks.predict(context, job)
 
 
 def test_predict_leaves_a_loss_out_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -138,17 +139,17 @@ def test_a_folder_in_which_something_happened_is_never_cleared(tmp_path: Path) -
     """A version counts without a journal, and so does a run that still goes on."""
     folder = tmp_path / "run"
     config = settings(folder, epochs=1, workers=1).resolved(1)
-    joining.prepare(config, None)
+    run_preparation.prepare(config, None)
     version = folder / "checkpoints" / "v00000001"
     version.mkdir()
     with pytest.raises(UsageError, match="already holds a run"):
-        joining.prepare(config, None)
+        run_preparation.prepare(config, None)
     version.rmdir()
-    from paceline.train.run_lock import held
+    from paceline.train.state.run_lock import held
 
     with held(folder / "lock", "x"), pytest.raises(UsageError, match="already holds a run"):
-        joining.prepare(config, None)
-    joining.prepare(config, None)
+        run_preparation.prepare(config, None)
+    run_preparation.prepare(config, None)
     assert (folder / "failed-1" / "config.toml").exists()
 
 
@@ -182,9 +183,9 @@ def test_a_loss_of_output_and_target_is_told_the_rule() -> None:
     with pytest.raises(UsageError, match=r"looks like a loss of \(output, target\)"):
         trainer(paceline.TrainConfig(), objective=lambda out, target: F.mse_loss(out, target)).fit(data())
     config = paceline.TrainConfig(shards=1, threads=1, progress=False).resolved(1)
-    job = worker.TrainJob(build(), lambda a, b: F.cross_entropy(a, b), adam, config, data())
+    job = worker_tasks.TrainJob(build(), lambda a, b: F.cross_entropy(a, b), adam, config, data())
     with DistributedContext(1, 0) as context, pytest.raises(TypeError, match="must be Tensor") as caught:
-        worker.train(context, job)
+        worker_tasks.train(context, job)
     assert any("is called with (model, batch)" in note for note in caught.value.__notes__)
 
 

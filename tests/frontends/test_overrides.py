@@ -9,9 +9,13 @@ import pytest
 
 from paceline.core.errors import ConfigError
 from paceline.frontends import overrides
-from paceline.frontends.overrides import Command, Overrides
-from paceline.frontends.script import run_script
-from paceline.train.config import CheckpointConfig, EarlyStopping, GradientCompression, TrainConfig
+from paceline.frontends.overrides import Command, Overrides, run_script
+from paceline.train.settings.train_config import (
+    CheckpointConfig,
+    EarlyStopping,
+    GradientCompression,
+    TrainConfig,
+)
 
 
 def slow_start(step: int) -> float:
@@ -92,12 +96,12 @@ def test_in_force_for_the_time_of_a_block():
 
 def test_one_who_takes_the_place_of_training():
     seen = []
-    assert overrides.interceptor() is None
-    with overrides.intercept(lambda *given: seen.append(given)):
-        taken = overrides.interceptor()
+    assert overrides.current().replaces_fit is None
+    with overrides.in_force(Overrides(replaces_fit=lambda *given: seen.append(given))):
+        taken = overrides.current().replaces_fit
         assert taken is not None
         taken("trainer", "data", None)
-    assert overrides.interceptor() is None
+    assert overrides.current().replaces_fit is None
     assert seen == [("trainer", "data", None)]
 
 

@@ -73,7 +73,7 @@ def test_a_group_of_one_needs_no_launcher():
     try:
         assert group.is_initialized()
         assert default_group.current() is context
-        assert group.all_reduce([1.0, 2.0]) == [1.0, 2.0]
+        assert paceline.all_reduce([1.0, 2.0]) == [1.0, 2.0]
         assert group.get_distributed_info()["ranks_by_host"] == [[0]]
         with pytest.raises(UsageError, match=r"already has a group(.|\n)*destroy_process_group\(\) first"):
             group.init_process_group()
@@ -111,21 +111,21 @@ def test_without_a_group_functions_say_how_to_get_one(name):
     with pytest.raises(
         UsageError, match=rf"{name}: (.|\n)*paceline.init_process_group\(\) first, or (.|\n)*paceline.spawn"
     ):
-        getattr(group, name)(torch.ones(2))
-    for function in (group.barrier, group.recv, lambda: group.send(1, 1)):
+        getattr(paceline, name)(torch.ones(2))
+    for function in (paceline.barrier, paceline.recv, lambda: paceline.send(1, 1)):
         with pytest.raises(UsageError, match="belongs to no group"):
             function()
 
 
 def _inside_spawn(ctx: Any) -> Any:
-    before = group.is_initialized(), group.get_rank(), group.all_reduce([1.0])
+    before = group.is_initialized(), group.get_rank(), paceline.all_reduce([1.0])
     same = group.init_process_group() is ctx
     with pytest.raises(UsageError, match="already has a group"):
         group.init_process_group()
     info = group.get_distributed_info()
     group.destroy_process_group()
     with pytest.raises(UsageError, match="belongs to no group"):
-        group.barrier()
+        paceline.barrier()
     ctx.barrier()  # spawn's own group goes on
     again = group.init_process_group("shm", world_size=ctx.world_size, rank=ctx.rank) is ctx
     group.destroy_process_group()
@@ -162,7 +162,7 @@ def _over_tcp(ctx: Any, backend: str) -> Any:
         backend, f"tcp://127.0.0.1:{port}", ctx.world_size, ctx.rank, timeout=30
     )
     try:
-        return context is ctx, group.get_distributed_info()["backend"], group.all_reduce(torch.ones(3))
+        return context is ctx, group.get_distributed_info()["backend"], paceline.all_reduce(torch.ones(3))
     finally:
         group.destroy_process_group()
 
@@ -181,9 +181,9 @@ def _over_torch(ctx: Any, path: str) -> Any:
         with pytest.raises(UsageError, match=r"torch\.distributed has a group on gloo"):
             group.init_process_group("nccl")
         context = group.init_process_group("gloo", timeout=30)
-        mine = group.all_gather(ctx.rank)
+        mine = paceline.all_gather(ctx.rank)
         ddp: Any = paceline.DistributedDataParallel(torch.nn.Linear(2, 2), mode="fast")
-        with group.no_sync():
+        with paceline.no_sync():
             ddp(torch.full((1, 2), 1.0 + ctx.rank)).sum().backward()
         local = ddp.module.weight.grad.clone()
         ddp.zero_grad()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.checkpoint.test_unreadable import from_the_future
+from tests.checkpoint.future_versions import from_the_future
 from tests.train import small_run
 from tests.train.small_run import EPOCHS, STEPS, fit, journal_of, settings, steps_of
 
@@ -18,8 +18,8 @@ from paceline.checkpoint.store import CheckpointStore
 from paceline.core import config as core_config, events
 from paceline.core.errors import ConfigError, UsageError
 from paceline.train.callbacks import Modifier
-from paceline.train.config import CheckpointConfig, EarlyStopping, TrainConfig, to_toml
-from paceline.train.fault_tolerance import FaultTolerance
+from paceline.train.settings.fault_tolerance import FaultTolerance
+from paceline.train.settings.train_config import CheckpointConfig, EarlyStopping, TrainConfig, to_toml
 
 
 @pytest.fixture(scope="module")

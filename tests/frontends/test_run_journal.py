@@ -82,7 +82,7 @@ def test_resuming_is_in_the_journal_and_a_torn_line_is_no_obstacle(tmp_path):
     with open(folder / "journal.jsonl", "a") as file:
         file.write('{"type":"step_comm')  # a writer that was killed
     fit(settings(folder, 1, epochs=3, resume="auto"))
-    damage: list[journal.Damage] = []
+    damage: list[journal.JournalDamage] = []
     everything = list(journal.iterate(folder / "journal.jsonl", on_damage=damage.append))
     assert [item.text for item in damage] == ['{"type":"step_comm']
     (again,) = [event for event in everything if isinstance(event, events.RunResumed)]

@@ -19,8 +19,8 @@ from paceline.checkpoint.store import CheckpointStore
 from paceline.core import events
 from paceline.core.errors import RankFailedError, UsageError
 from paceline.train.callbacks import Observer
-from paceline.train.config import CheckpointConfig, GradientCompression
 from paceline.train.history import History, StepRecord
+from paceline.train.settings.train_config import CheckpointConfig, GradientCompression
 
 BAD = 17  # some sample
 

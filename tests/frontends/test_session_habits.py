@@ -10,7 +10,7 @@ from typing import Any, final
 
 import pytest
 import torch
-from tests.frontends.test_trainer_session import X, Y, build, config
+from tests.frontends.session_parts import X, Y, build, config
 from tests.one_thread import one_thread as one_thread
 from torch import nn
 from torch.nn import functional as F
@@ -18,8 +18,8 @@ from torch.nn import functional as F
 import paceline
 from paceline.core.errors import UsageError
 from paceline.frontends.spawn import spawn
-from paceline.train.loop_guard import GradientWatch
-from paceline.train.state import state_hash
+from paceline.train.state.model_state import state_hash
+from paceline.train.step.misuse_guard import GradientWatch
 
 Body = Callable[[Any, Any, nn.Module, Any], None]
 

@@ -130,9 +130,11 @@ def test_a_closed_standard_output_does_no_harm():
 
 HANGING = """
 import os, signal, subprocess, sys, time
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests run under nohup
+# Both are ignored where the tests run under nohup in the background, and children inherit that.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 import paceline
-from paceline.engines.local import client
+from paceline.engines.local.fork_server_client import fork_server
 
 def hang(ctx):
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
@@ -145,11 +147,11 @@ def hang(ctx):
     ctx.barrier()
 
 paceline.spawn(lambda ctx: None, workers=1)
-print(client.server().pid, flush=True)
+print(fork_server().pid, flush=True)
 try:
     paceline.spawn(hang, workers=3)
 except KeyboardInterrupt:
-    with open(f"/proc/{client.server().pid}/task/{client.server().pid}/children") as file:
+    with open(f"/proc/{fork_server().pid}/task/{fork_server().pid}/children") as file:
         print("interrupted, left:", file.read().split(), flush=True)
     raise
 """
@@ -189,8 +191,9 @@ def test_nobody_survives_a_kill_of_the_parent(tmp_path):
 
 def test_nobody_survives_a_kill_of_the_parent_even_if_it_had_forked(tmp_path):
     """A fork of the parent, made by code that Python does not see, holds copies of its sockets."""
-    fork = "import ctypes\nctypes.CDLL(None).fork() or time.sleep(3600)\nprint(client"
-    with hanging(tmp_path, HANGING.replace("print(client", fork, 1)) as (program, pids), watch(pids) as gone:
+    fork = "import ctypes\nctypes.CDLL(None).fork() or time.sleep(3600)\nprint(fork_server"
+    program_that_forks = HANGING.replace("print(fork_server", fork, 1)
+    with hanging(tmp_path, program_that_forks) as (program, pids), watch(pids) as gone:
         assert len(gone) == 7
         program.kill()
         assert all_gone(gone, 5)

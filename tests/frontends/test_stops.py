@@ -17,14 +17,13 @@ from tests.train.small_run import EPOCHS, STEPS, UNATTENDED, Signals, fit, journ
 from tests.waiting import PATIENCE, wait_for
 
 import paceline
-from paceline.checkpoint import storage
 from paceline.checkpoint.store import CheckpointStore
-from paceline.core import events
+from paceline.core import atomic_file, events
 from paceline.core.errors import PeerLostError
 from paceline.train.callbacks import Observer
-from paceline.train.signals import Stopped
+from paceline.train.stop_signals import Stopped
 
-LOOKED_AFTER = paceline.FaultTolerance()
+SUPERVISED = paceline.FaultTolerance()
 
 
 def named(value: object) -> str:
@@ -60,9 +59,9 @@ def ended(folder: Path) -> events.RunEnded:
 @pytest.mark.parametrize(
     ("to", "care"),
     [
-        (("main",), LOOKED_AFTER),
-        (("main", 0, 1), LOOKED_AFTER),
-        # To one worker of a run that is looked after it means that this one leaves: see test_supervised.py.
+        (("main",), SUPERVISED),
+        (("main", 0, 1), SUPERVISED),
+        # To one worker of a supervised run it means that this worker leaves: see test_supervised.py.
         ((0,), UNATTENDED),
         ((1,), UNATTENDED),
         (("main", 0, 1), UNATTENDED),
@@ -104,7 +103,7 @@ class AtStart(Signals):
         pass
 
 
-@pytest.mark.parametrize("care", [LOOKED_AFTER, UNATTENDED], ids=named)
+@pytest.mark.parametrize("care", [SUPERVISED, UNATTENDED], ids=named)
 def test_before_the_first_step(folder, quiet, care):
     stopped(settings(folder, 2, fault_tolerance=care), [AtStart(folder)])
     assert steps_of(folder) == [1]
@@ -158,7 +157,7 @@ def build_and_signal_while_saving(main: int) -> torch.nn.Module:
         return operation(*args, **kwargs)
 
     if not done:
-        storage.direct = call
+        atomic_file.direct = call
     return small_run.build()
 
 
@@ -181,7 +180,7 @@ class AtTheEnd(Observer):
             wait_for((self.folder / "stop").exists)
 
 
-@pytest.mark.parametrize("care", [LOOKED_AFTER, UNATTENDED], ids=named)
+@pytest.mark.parametrize("care", [SUPERVISED, UNATTENDED], ids=named)
 def test_a_signal_after_the_last_step_is_not_swallowed(folder, quiet, care):
     how = stopped(settings(folder, 2, fault_tolerance=care), [AtTheEnd(folder)])
     assert how.history.state_hash == quiet
@@ -190,7 +189,7 @@ def test_a_signal_after_the_last_step_is_not_swallowed(folder, quiet, care):
     assert fit(settings(folder, 1, resume="auto")).state_hash == quiet
 
 
-@pytest.mark.parametrize(("to", "care"), [((1,), UNATTENDED), (("main",), LOOKED_AFTER)], ids=named)
+@pytest.mark.parametrize(("to", "care"), [((1,), UNATTENDED), (("main",), SUPERVISED)], ids=named)
 def test_with_a_signal_in_the_last_step_the_run_is_complete(folder, quiet, to, care):
     how = stopped(settings(folder, 2, fault_tolerance=care), [Signals(folder, STEPS, to)])
     assert how.history.state_hash == quiet

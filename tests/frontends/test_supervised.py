@@ -1,15 +1,15 @@
-"""A run that is looked after: whatever happens to its workers, the bits are those of the undisturbed run."""
+"""A supervised run: whatever happens to its workers, the bits are those of the undisturbed run."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import threading
 from pathlib import Path
 
 import pytest
 import torch
+from tests.frontends.supervised_runs import behind_gate, check_exactly_once, of, supervised
 from tests.train import small_run
 from tests.train.small_run import STEPS, fit, journal_of, settings
 from tests.waiting import wait_for
@@ -18,22 +18,12 @@ from typer.testing import CliRunner
 import paceline
 from paceline.cli.main import app
 from paceline.core import events
-from paceline.elastic.shell.memory import Memory
-from paceline.train.audit import audit
+from paceline.elastic.supervisor.supervisor_recovery import SnapshotFile
+from paceline.monitor.audit import audit
 from paceline.train.callbacks import Modifier, Observer
-from paceline.train.config import CheckpointConfig, GradientCompression
+from paceline.train.settings.train_config import CheckpointConfig, GradientCompression
 
 QUICK = paceline.FaultTolerance(max_worker_failures=100)
-
-
-def of(kind: type, folder: Path) -> list:
-    return [event for event in journal_of(folder) if isinstance(event, kind)]
-
-
-def looked_after(folder: Path, workers: int = 3, chaos: str | None = None, **changes):
-    care = changes.pop("care", {})
-    care = paceline.FaultTolerance(**{"max_worker_failures": 100, "chaos": chaos, **care})
-    return settings(folder, workers, fault_tolerance=care, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -44,15 +34,9 @@ def undisturbed(tmp_path_factory):
     return fit(settings(folder, 1, fault_tolerance=off)).state_hash
 
 
-def check_exactly_once(folder: Path) -> None:
-    """`paceline audit` finds every step and sample once."""
-    done = CliRunner().invoke(app, ["audit", str(folder)])
-    assert done.exit_code == 0, done.output
-
-
 def test_nothing_happens(tmp_path, undisturbed):
     folder = tmp_path / "run"
-    history = fit(looked_after(folder))
+    history = fit(supervised(folder))
     assert history.state_hash == undisturbed
     assert [record.step for record in history.steps] == list(range(1, STEPS + 1))
     assert len(history.epochs) == small_run.EPOCHS
@@ -86,7 +70,7 @@ def test_nothing_happens(tmp_path, undisturbed):
 )
 def test_lost_workers_leave_no_trace(chaos, ranks, tmp_path, undisturbed):
     folder = tmp_path / "run"
-    history = fit(looked_after(folder, chaos=chaos))
+    history = fit(supervised(folder, chaos=chaos))
     assert history.state_hash == undisturbed
     assert sorted({event.rank for event in of(events.WorkerFailed, folder)}) == ranks
     named = [word.partition("=")[2] for word in chaos.split() if word.startswith("phase=")]
@@ -97,7 +81,7 @@ def test_lost_workers_leave_no_trace(chaos, ranks, tmp_path, undisturbed):
 
 def test_who_is_well_is_not_restarted(tmp_path, undisturbed):
     folder = tmp_path / "run"
-    history = fit(looked_after(folder, 4, "kill rank=3 step=9"))
+    history = fit(supervised(folder, 4, "kill rank=3 step=9"))
     assert history.state_hash == undisturbed
     first, *_, last = of(events.ViewChanged, folder)
     assert first.pids[:3] == last.pids[:3]
@@ -110,7 +94,7 @@ def test_down_to_one_survivor(tmp_path, undisturbed):
     """With no replacements allowed, training goes on smaller."""
     folder = tmp_path / "run"
     history = fit(
-        looked_after(folder, chaos="kill rank=0 step=5; kill rank=2 step=9", care={"max_worker_failures": 0})
+        supervised(folder, chaos="kill rank=0 step=5; kill rank=2 step=9", care={"max_worker_failures": 0})
     )
     assert history.state_hash == undisturbed
     assert of(events.ViewChanged, folder)[-1].members == [1]
@@ -119,57 +103,19 @@ def test_down_to_one_survivor(tmp_path, undisturbed):
 
 def test_fewer_than_wanted_is_the_end_with_a_verdict(tmp_path):
     folder = tmp_path / "run"
-    config = looked_after(folder, 2, "kill rank=1 step=5", care={"max_worker_failures": 0, "min_workers": 2})
-    with pytest.raises(paceline.PeerLostError, match="1 workers are left of at least 2"):
+    config = supervised(folder, 2, "kill rank=1 step=5", care={"max_worker_failures": 0, "min_workers": 2})
+    with pytest.raises(paceline.PeerLostError, match="1 worker is left, at least 2 are required"):
         fit(config)
     assert of(events.Verdict, folder)
     (failed,) = of(events.RunFailed, folder)
-    assert "1 workers are left of at least 2" in failed.reason
+    assert "1 worker is left, at least 2 are required" in failed.reason
     assert failed.step == small_run.steps_of(folder)[-1]
     assert f"the run failed: {failed.reason}" in audit(journal_of(folder)).notes
 
 
-class Gate(Modifier):
-    """Every rank waits after a step until a file is there: a test does something meanwhile."""
-
-    def __init__(self, folder: Path, step: int) -> None:
-        self._folder, self._step, self._seen = folder, step, 0
-
-    def change_gradients(self, parameters):
-        self._seen += 1
-        if self._seen == self._step:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            (self._folder / f"at-{os.getpid()}").touch()
-            wait_for(lambda: (self._folder / "open").exists())
-
-    def state_dict(self):
-        return {"seen": self._seen}
-
-    def load_state_dict(self, state):
-        self._seen = state["seen"]
-
-
-def behind_gate(config, gate_folder: Path, act) -> paceline.History:
-    """Trains; `act` is called while the first worker waits at the gate, which then opens."""
-
-    def watch() -> None:
-        wait_for(lambda: gate_folder.exists() and any(gate_folder.glob("at-*")))
-        try:
-            act()
-        finally:
-            (gate_folder / "open").touch()
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        return fit(config, [Gate(gate_folder, 8)])
-    finally:
-        thread.join()
-
-
 def generation_of(folder: Path) -> int:
     """The newest one that the supervisor has decided on; its members may not have heard of it yet."""
-    known = Memory(folder).recall()
+    known = SnapshotFile(folder).load()
     return 0 if known is None else known.began.generation
 
 
@@ -185,7 +131,7 @@ def test_scaled_while_it_trains(tmp_path):
         assert done.exit_code == 0, done.output
         wait_for(lambda: len(of(events.WorkerStarted, folder)) >= 4)
 
-    history = behind_gate(looked_after(folder, 2, epochs=80), tmp_path / "gate", more)
+    history = behind_gate(supervised(folder, 2, epochs=80), tmp_path / "gate", more)
     assert history.state_hash == clean.state_hash
     assert max(len(view.members) for view in of(events.ViewChanged, folder)) == 4
     check_exactly_once(folder)
@@ -200,7 +146,7 @@ def test_a_worker_that_is_asked_to_go_hands_over_at_a_step(tmp_path, undisturbed
         # It says so with its next heartbeat, and the run must not be over by then.
         wait_for(lambda: generation_of(folder) > before)
 
-    history = behind_gate(looked_after(folder, 3), tmp_path / "gate", leave)
+    history = behind_gate(supervised(folder, 3), tmp_path / "gate", leave)
     assert history.state_hash == undisturbed
     (failed,) = of(events.WorkerFailed, folder)
     assert (failed.rank, failed.cause) == (1, "preempted")
@@ -216,7 +162,7 @@ def test_the_supervisor_is_killed(tmp_path, undisturbed):
         wait_for(lambda: len(of(events.SupervisorStarted, folder)) >= 2)
 
     before = small_run.workers_of
-    history = behind_gate(looked_after(folder, 3), tmp_path / "gate", kill)
+    history = behind_gate(supervised(folder, 3), tmp_path / "gate", kill)
     assert history.state_hash == undisturbed
     assert sorted(before(folder)) == [0, 1, 2]
     assert not of(events.WorkerFailed, folder)
@@ -239,7 +185,7 @@ def test_the_supervisor_is_killed_and_its_snapshot_is_gone(tmp_path, undisturbed
         os.kill(pid, signal.SIGKILL)
         wait_for(lambda: len(of(events.SupervisorStarted, folder)) >= 2)
 
-    history = behind_gate(looked_after(folder, 3), tmp_path / "gate", kill)
+    history = behind_gate(supervised(folder, 3), tmp_path / "gate", kill)
     assert history.state_hash == undisturbed
     assert not of(events.WorkerFailed, folder)
     assert any("is lost" in note.text and "supervisor.json" in note.text for note in of(events.Note, folder))
@@ -249,8 +195,8 @@ def test_the_supervisor_is_killed_and_its_snapshot_is_gone(tmp_path, undisturbed
 def test_a_dissenting_worker_is_named_and_its_steps_are_done_again(tmp_path):
     """Silent corruption of one worker's weights: audited, expelled, and gone back before it."""
     folder = tmp_path / "run"
-    clean = fit(looked_after(tmp_path / "clean", 3, audit_every=5))
-    history = fit(looked_after(folder, 3, audit_every=5), [FlipsAWeight(tmp_path / "flipped", 13)])
+    clean = fit(supervised(tmp_path / "clean", 3, audit_every=5))
+    history = fit(supervised(folder, 3, audit_every=5), [FlipsAWeight(tmp_path / "flipped", 13)])
     assert history.state_hash == clean.state_hash
     assert "dissent" in [event.cause for event in of(events.WorkerFailed, folder)]
     assert any(event.rank == 1 for event in of(events.Verdict, folder))
@@ -281,11 +227,9 @@ class FlipsAWeight(Modifier):
     ids=["compressed", "fast", "fp16", "evaluated"],
 )
 def test_other_ways_to_train_survive_too(changes, tmp_path):
-    clean = fit(looked_after(tmp_path / "clean", 3, **changes))
+    clean = fit(supervised(tmp_path / "clean", 3, **changes))
     history = fit(
-        looked_after(
-            tmp_path / "run", 3, "kill rank=1 step=7; kill rank=0 step=14 phase=collective", **changes
-        )
+        supervised(tmp_path / "run", 3, "kill rank=1 step=7; kill rank=0 step=14 phase=collective", **changes)
     )
     assert len(history.steps) == STEPS
     if changes.get("mode") != "fast":
@@ -296,7 +240,7 @@ def test_other_ways_to_train_survive_too(changes, tmp_path):
 def test_without_checkpoints_all_workers_lost_begin_anew(tmp_path, undisturbed):
     folder = tmp_path / "run"
     chaos = "kill rank=0 step=6; kill rank=1 step=6"
-    config = looked_after(folder, 2, chaos, checkpoint=CheckpointConfig(enabled=False))
+    config = supervised(folder, 2, chaos, checkpoint=CheckpointConfig(enabled=False))
     assert fit(config).state_hash == undisturbed
 
 
@@ -315,7 +259,7 @@ class Counts(Observer):
 def test_observers_live_in_the_callers_process(tmp_path):
     """What they keep is there afterwards, whichever workers were lost."""
     counts = Counts()
-    fit(looked_after(tmp_path / "run", 2, "kill rank=0 step=11"), [counts])
+    fit(supervised(tmp_path / "run", 2, "kill rank=0 step=11"), [counts])
     assert counts.steps == list(range(1, STEPS + 1))
     assert counts.ended
 
@@ -325,13 +269,13 @@ def test_the_same_mistake_twice_ends_the_run_with_its_traceback(tmp_path):
         raise ArithmeticError("does not add up")
 
     with pytest.raises(paceline.RankFailedError, match="ArithmeticError: does not add up") as caught:
-        fit(looked_after(tmp_path / "run", 3), objective=broken)
+        fit(supervised(tmp_path / "run", 3), objective=broken)
     assert "in broken" in caught.value.traceback_text
 
 
 def test_slow_workers_get_fewer_shards(tmp_path, undisturbed):
     folder = tmp_path / "run"
-    history = fit(looked_after(folder, 2, "slow rank=0 factor=20", epochs=40))
+    history = fit(supervised(folder, 2, "slow rank=0 factor=20", epochs=40))
     assert len(history.steps) == 40 * small_run.STEPS_OF_EPOCH
     blocks = [view.shards for view in of(events.ViewChanged, folder)]
     assert blocks[0] == [[0, 1], [2, 3]]
@@ -340,7 +284,7 @@ def test_slow_workers_get_fewer_shards(tmp_path, undisturbed):
 
 def test_backups_compute_what_slow_workers_lack(tmp_path, undisturbed):
     folder = tmp_path / "run"
-    history = fit(looked_after(folder, 2, "slow rank=0 factor=30", care={"stragglers": "backup"}))
+    history = fit(supervised(folder, 2, "slow rank=0 factor=30", care={"stragglers": "backup"}))
     assert history.state_hash == undisturbed
     computed = [event for event in of(events.StepsReceived, folder) if event.rank == 1]
     assert any(len(event.shards) > 2 for event in computed)

@@ -11,16 +11,16 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from tests.frontends.test_supervised import behind_gate, check_exactly_once, looked_after, of
+from tests.frontends.supervised_runs import behind_gate, check_exactly_once, of, supervised
 from tests.train.small_run import fit, settings, steps_of
 from tests.waiting import wait_for
 
 import paceline
+from paceline.control.messages import ToolRequest
 from paceline.core import events
-from paceline.core.control.messages import Ask
-from paceline.elastic import tools
+from paceline.elastic.supervisor import tool_client
 from paceline.train.callbacks import Modifier
-from paceline.train.config import CheckpointConfig
+from paceline.train.settings.train_config import CheckpointConfig
 
 # That of the manual, with steps that this run has.
 MANUAL = (
@@ -57,7 +57,7 @@ class FullHouse(Modifier):
 
 def test_every_fault_of_the_manual_comes_once(tmp_path, undisturbed, caplog):
     folder = tmp_path / "run"
-    history = fit(looked_after(folder, 4, MANUAL), [FullHouse(folder, 4)])
+    history = fit(supervised(folder, 4, MANUAL), [FullHouse(folder, 4)])
     assert history.state_hash == undisturbed
     assert injected(folder) == {(0, 2): 1, (1, 1): 1, (2, 0): 1, (3, 3): 1, (4, 1): 1, (5, 2): 1}
     texts = {event.index: event.fault for event in of(events.FaultInjected, folder)}
@@ -72,7 +72,7 @@ def test_every_fault_of_the_manual_comes_once(tmp_path, undisturbed, caplog):
 
 def all_are_back(folder: Path) -> bool:
     """Whether the supervisor that took over has heard both workers."""
-    workers = tools.ask(folder, Ask(what="status")).facts["workers"]
+    workers = tool_client.ask(folder, ToolRequest(what="status")).facts["workers"]
     return len(workers) == 2 and all(worker["heard"] is not None for worker in workers)
 
 
@@ -87,7 +87,7 @@ def test_a_fault_does_not_come_again_when_the_run_begins_anew_under_another_supe
         wait_for(lambda: all_are_back(folder))
 
     chaos = "kill rank=1 step=4; kill rank=all step=12"
-    config = looked_after(folder, 2, chaos, checkpoint=CheckpointConfig(enabled=False))
+    config = supervised(folder, 2, chaos, checkpoint=CheckpointConfig(enabled=False))
     history = behind_gate(config, tmp_path / "gate", kill)
     assert history.state_hash == undisturbed
     assert steps_of(folder).count(4) == 2  # it did come by that step again
@@ -97,7 +97,7 @@ def test_a_fault_does_not_come_again_when_the_run_begins_anew_under_another_supe
 def test_what_never_came_is_said_at_the_end(tmp_path, caplog):
     chaos = "kill rank=9; kill rank=1 step=500; hang rank=0 step=3 for=1ms; corrupt rank=1 step=2 attempt=7"
     with caplog.at_level(logging.WARNING, logger="paceline"):
-        fit(looked_after(tmp_path / "run", 2, chaos))
+        fit(supervised(tmp_path / "run", 2, chaos))
     (said,) = [record.getMessage() for record in caplog.records if "never came" in record.getMessage()]
     assert "kill rank=9 (there was no rank 9)" in said
     assert "kill rank=1 step=500 (the run ended after step 30)" in said
@@ -116,4 +116,4 @@ def test_chaos_inside_a_job_is_refused(tmp_path):
         return ""
 
     said = paceline.spawn(inside, workers=2)
-    assert all("only workers that a supervisor looks after meet faults" in one for one in said)
+    assert all("faults are injected only into supervised workers" in one for one in said)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import paceline
 from paceline.core.errors import ConfigError, UsageError
 from paceline.frontends.spawn import spawn
-from paceline.train.state import state_hash
+from paceline.train.state.model_state import state_hash
 
 X = torch.randn(29, 5, generator=torch.Generator().manual_seed(0))
 Y = torch.sin(X[:, :2])

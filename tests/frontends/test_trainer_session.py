@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.frontends.session_parts import X, Y, build, config, own_loop
 from tests.one_thread import one_thread as one_thread
 from torch import nn
 from torch.nn import functional as F
@@ -18,43 +19,12 @@ import paceline
 from paceline.comm.context import DistributedContext
 from paceline.core.errors import ConfigError, UsageError
 from paceline.frontends.spawn import spawn
-from paceline.train import worker
-from paceline.train.state import state_hash
-
-X = torch.randn(29, 5, generator=torch.Generator().manual_seed(0))
-Y = torch.sin(X[:, :2])
-
-
-def config(**given: Any) -> paceline.TrainConfig:
-    defaults: dict[str, Any] = {
-        "shards": 4,
-        "global_batch": 12,
-        "epochs": 2,
-        "micro_batch": 2,
-        "threads": 1,
-        "progress": False,
-        "seed": 5,
-        "checkpoint": paceline.CheckpointConfig(every_epochs=None),
-    }
-    return paceline.TrainConfig(**{**defaults, **given})
-
-
-def build() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Dropout(0.25), nn.Linear(16, 2))
-
-
-def own_loop(folder: Path, **given: Any) -> tuple[nn.Module, Any]:
-    model = build()
-    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-    with paceline.session(model, optimizer, config(run_dir=folder, **given)) as run:
-        for micro in run.microbatches((X, Y)):
-            run.backward(F.mse_loss(model(micro.x), micro.y), {"count": micro.count})
-    return model, run.history
+from paceline.train.loop import worker_tasks
+from paceline.train.state.model_state import state_hash
 
 
 def trainers_hash(**given: Any) -> str:
-    job = worker.TrainJob(
+    job = worker_tasks.TrainJob(
         build(),
         nn.MSELoss(),
         lambda p: torch.optim.AdamW(p, 0.01),
@@ -62,7 +32,7 @@ def trainers_hash(**given: Any) -> str:
         (X, Y),
     )
     with DistributedContext(1, 0) as context:
-        history = worker.train(context, job).history
+        history = worker_tasks.train(context, job).history
     assert history is not None
     return history.state_hash
 
@@ -108,8 +78,8 @@ UNDER_TORCHRUN = """
 import os
 import sys
 from pathlib import Path
-from tests.frontends.test_trainer_session import own_loop
-from paceline.train.state import state_hash
+from tests.frontends.session_parts import own_loop
+from paceline.train.state.model_state import state_hash
 model, history = own_loop(Path(sys.argv[1]), workers=1)
 Path(sys.argv[1] + f".{os.environ['RANK']}").write_text(state_hash(model))
 """

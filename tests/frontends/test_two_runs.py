@@ -18,10 +18,10 @@ from torch.utils.data import IterableDataset
 import paceline
 from paceline.checkpoint.store import CheckpointStore
 from paceline.core.errors import ConfigError, UsageError
-from paceline.data.batches import SkippedSampleError
+from paceline.data.source_interface import SkippedSampleError
 from paceline.train.callbacks import Observer
-from paceline.train.config import CheckpointConfig, DynamicBatch, TrainConfig
-from paceline.train.run_lock import held
+from paceline.train.settings.train_config import CheckpointConfig, DynamicBatch, TrainConfig
+from paceline.train.state.run_lock import held
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

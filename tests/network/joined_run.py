@@ -23,7 +23,7 @@ from torch import nn
 
 import paceline
 from paceline.train.callbacks import Modifier
-from paceline.train.config import TrainConfig
+from paceline.train.settings.train_config import TrainConfig
 
 EPOCHS = 40
 STEPS = EPOCHS * small_run.STEPS_OF_EPOCH

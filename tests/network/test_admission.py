@@ -12,14 +12,12 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.network.test_join import Run, ended, training, undisturbed
+from tests.network.joined_runs import Run, ended, training
 from tests.waiting import wait_for
 
 from paceline.core import events
 from paceline.testing import netns
 from paceline.testing.netns import Hosts
-
-__all__ = ["undisturbed"]
 
 _WHY_NOT = netns.why_not()
 

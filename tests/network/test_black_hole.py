@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.network import joined_run
-from tests.network.test_join import Run, ended, training
+from tests.network.joined_runs import Run, ended, training
 from tests.waiting import wait_for
 
 import paceline
@@ -61,7 +61,7 @@ def test_the_link_is_named_and_the_run_goes_on(
             run.hosts.lose_large(sender, receiver)
         wait_for(lambda: run.of(events.Verdict), "a verdict")
         verdict = run.of(events.Verdict)[0]
-        assert "the link between the machines is at fault, not a rank" in verdict.text
+        assert "the link between the hosts is at fault, not a rank" in verdict.text
         assert "small packets arrive there and large ones do not" in verdict.text
         # Both ends are named; where it is one way only, so is the direction.
         from_host, to_host = ("abc"[host] for host in holes[0])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.fold import Node, tree_fold
+from paceline.comm.reduction_order import Node, tree_fold
 from paceline.frontends.spawn import spawn
 from paceline.parallel.ddp import DistributedDataParallel
 

@@ -25,8 +25,8 @@ from torch import nn
 from paceline.comm import default_group
 from paceline.comm.compression import PowerSGD
 from paceline.comm.context import DistributedContext
-from paceline.comm.transport.shm.layout import create_segment
 from paceline.core.errors import DisagreementError, PacelineError, PeerLostError, UsageError
+from paceline.core.shm_segment_layout import create_segment
 from paceline.parallel.ddp import no_sync
 
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from paceline.comm.transport.bulk import Bulk
-from paceline.comm.transport.dial import Look, nothing_to_see
-from paceline.comm.transport.handshake import Connected, Stream, connect_all
-from paceline.comm.transport.mesh import Mesh
+from paceline.comm.transport.tcp.bulk_transfer import BulkConnections
+from paceline.comm.transport.tcp.dial import Look, no_check
+from paceline.comm.transport.tcp.mesh import Mesh
+from paceline.comm.transport.tcp.mesh_handshake import MeshStream, PeerConnections, connect_all
 from paceline.core.handshake import CHALLENGE_BYTES, MESH, PROOF_BYTES
-from paceline.core.listening import Listening
-from paceline.core.macs import Mac
+from paceline.core.listen_address import ListenAddress
+from paceline.core.mac_algorithms import Mac
 
 SECRET = b"s" * 32
 PATIENCE = 120.0
@@ -30,7 +30,7 @@ class Forming:
     """One rank's part in connecting, in a thread."""
 
     port: int
-    connected: dict[int, Connected] = field(default_factory=dict)
+    connected: dict[int, PeerConnections] = field(default_factory=dict)
     errors: list[BaseException] = field(default_factory=list)
     thread: threading.Thread = field(default_factory=threading.Thread)
 
@@ -40,9 +40,9 @@ def forming(
     rank: int,
     endpoints: dict[int, tuple[str, int]],
     macs: Mapping[int, Mac] | None = None,
-    look: Look = nothing_to_see,
+    look: Look = no_check,
 ) -> Iterator[Forming]:
-    listener = Listening().open("127.0.0.1")
+    listener = ListenAddress().open("127.0.0.1")
     found = Forming(listener.getsockname()[1])
 
     def run() -> None:
@@ -127,7 +127,7 @@ class Pair:
     """Two ranks with a machine between them: `mine` is rank 0's end, `theirs` rank 1's."""
 
     meshes: tuple[Mesh, Mesh]
-    bulks: tuple[Bulk, Bulk]
+    bulks: tuple[BulkConnections, BulkConnections]
 
 
 BOTH = Mac.SHA256 | Mac.GMAC
@@ -152,8 +152,8 @@ def apart(attack: Attack, offers: tuple[Mac, Mac] = OFFERS["gmac"]) -> Iterator[
             Mesh(1, {0: second.connected[0].control}, names),
         )
         bulks = (
-            Bulk({1: first.connected[1].bulk}, meshes[0].notify),
-            Bulk({0: second.connected[0].bulk}, meshes[1].notify),
+            BulkConnections({1: first.connected[1].bulk}, meshes[0].notify),
+            BulkConnections({0: second.connected[0].bulk}, meshes[1].notify),
         )
         try:
             yield Pair(meshes, bulks)
@@ -170,7 +170,7 @@ def unchanged(number: int, way: str, data: bytes) -> bytes:
     return data
 
 
-def flipped(stream: Stream, offset: int) -> Attack:
+def flipped(stream: MeshStream, offset: int) -> Attack:
     """One bit of what rank 1 sends on `stream`, at `offset` after the handshake, is another."""
     seen = [0, 0]
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paceline.engines.local import payload
-from paceline.engines.local.child import Task
+from paceline.engines.local import memfd_pickle
+from paceline.engines.local.forked_rank import RankTask
 
 ENTRY = "tests.security.evil_entry:main"
 
 
-def main(task: Task) -> int:
+def main(task: RankTask) -> int:
     """Leaves a mark where the attacker said."""
-    Path(str(task.options["mark"])).write_text("code of the attacker ran here")
-    return payload.dump(None)
+    Path(memfd_pickle.load(task.payload)).write_text("code of the attacker ran here")
+    return memfd_pickle.dump(None)

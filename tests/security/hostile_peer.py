@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import select
+import signal
 import socket
 import struct
 import time
@@ -13,26 +15,26 @@ from typing import Any, final
 import msgpack
 from tests.elastic.supervised_jobs import Run
 
-from paceline.core.control import address, channel
-from paceline.core.control.messages import Ask, Hello, Message
-from paceline.core.sealing import Session
-from paceline.elastic import tools
+from paceline.control import channel, supervisor_address
+from paceline.control.messages import ControlMessage, MemberHello, ToolRequest
+from paceline.core.session_auth import SessionKeys
+from paceline.elastic.supervisor import tool_client
 
 
 @final
 class Hostile:
     """One connection with a keyed session, on which anything can be sent."""
 
-    def __init__(self, sock: socket.socket, session: Session) -> None:
+    def __init__(self, sock: socket.socket, session: SessionKeys) -> None:
         self.sock = sock
         self._session = session
 
-    def send(self, *messages: Message | list[Any] | bytes) -> None:
+    def send(self, *messages: ControlMessage | list[Any] | bytes) -> None:
         """In one piece: messages, plain trees in place of them, or bytes in place of a body."""
         self.sock.sendall(b"".join(map(self._sealed, messages)))
 
-    def _sealed(self, message: Message | list[Any] | bytes) -> bytes:
-        if isinstance(message, Message):
+    def _sealed(self, message: ControlMessage | list[Any] | bytes) -> bytes:
+        if isinstance(message, ControlMessage):
             data = channel.frame(message)
         else:
             body = message if isinstance(message, bytes) else packed(message)
@@ -64,18 +66,31 @@ def packed(plain: Any) -> bytes:
 def hostile(run: Run) -> Iterator[Hostile]:
     """A connection to the run's supervisor, proven with its token."""
     with socket.create_connection(run.supervised.address, timeout=30.0) as sock:
-        session = channel.prove(sock, address.read_secret(run.folder), 30.0)
+        session = channel.authenticate(sock, supervisor_address.read_secret(run.folder), 30.0)
         sock.settimeout(30.0)
         yield Hostile(sock, session)
 
 
+@contextlib.contextmanager
+def in_place_of(run: Run, worker: dict[str, Any], generation: int = 0) -> Iterator[Hostile]:
+    """A connection in the place of `worker`, which is stopped meanwhile: it would reconnect at once, and the
+    supervisor would close this connection for the worker's new one before a long message is read."""
+    os.kill(worker["pid"], signal.SIGSTOP)
+    try:
+        with hostile(run) as peer:
+            peer.send(hello_as(worker, generation))
+            yield peer
+    finally:
+        os.kill(worker["pid"], signal.SIGCONT)
+
+
 def facts(run: Run) -> dict[str, Any]:
-    return tools.ask(run.folder, Ask(what="status"), 60.0).facts
+    return tool_client.ask(run.folder, ToolRequest(what="status"), 60.0).facts
 
 
-def hello_as(worker: dict[str, Any], generation: int = 0) -> Hello:
+def hello_as(worker: dict[str, Any], generation: int = 0) -> MemberHello:
     """How a peer with the token takes the place of a worker: `status` tells its process."""
-    return Hello(
+    return MemberHello(
         member=worker["member"],
         slot=worker["rank"],
         pid=worker["pid"],

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, final
 
 from paceline.core.handshake import CHALLENGE_BYTES, CONTROL, PROOF_BYTES
-from paceline.core.sealing import TAG_BYTES
+from paceline.core.session_auth import TAG_BYTES
 from paceline.core.tls import TlsEnd
 
 Direction = Literal["to the supervisor", "to the joiner"]

@@ -13,12 +13,12 @@ from tests.security.between import BOTH, Attack, Pair, apart, by_every_kind, fli
 from tests.waiting import wait_for
 
 from paceline.comm.context import DistributedContext
-from paceline.comm.transport.bulk import CHUNK_BYTES, Ticket
-from paceline.comm.transport.handshake import Stream
-from paceline.comm.transport.link import Kind
+from paceline.comm.transport.tcp.bulk_transfer import CHUNK_BYTES, bulk_head
+from paceline.comm.transport.tcp.framed_socket import Kind
+from paceline.comm.transport.tcp.mesh_handshake import MeshStream
 from paceline.core.errors import RendezvousError
-from paceline.core.macs import Mac, offered
-from paceline.core.sealing import TAG_BYTES
+from paceline.core.mac_algorithms import Mac, offered
+from paceline.core.session_auth import TAG_BYTES
 
 SIZE = 3 * CHUNK_BYTES - 1000
 _HEAD = 32 + TAG_BYTES
@@ -29,10 +29,10 @@ def transferred(pair: Pair, messages: int = 1) -> list[torch.Tensor | BaseExcept
     """Rank 1 sends messages of three chunks to rank 0: what arrived, or the error."""
     found: list[torch.Tensor | BaseException] = []
     for number in range(messages):
-        ticket = Ticket(SIZE, 1, 2, number)
+        head = bulk_head(SIZE, 1, 2, number)
         body, room = torch.full((SIZE,), number + 1, dtype=torch.uint8), torch.zeros(SIZE, dtype=torch.uint8)
-        transfer = pair.bulks[0].receive(room, 1, ticket)
-        pair.bulks[1].send(body, 0, ticket)
+        transfer = pair.bulks[0].receive(room, 1, head)
+        pair.bulks[1].send(body, 0, head)
         wait_for(partial(getattr, transfer, "done"), "the transfer did not end")
         found.append(room if transfer.error is None else transfer.error)
     return found
@@ -54,7 +54,7 @@ def test_an_honest_relay_is_not_noticed(offers: tuple[Mac, Mac]) -> None:
     ids=["head", "its tag", "chunk", "its tag", "second chunk", "third chunk", "its end"],
 )
 def test_bulk_data_that_was_changed_on_the_way_is_never_taken(offset: int, offers: tuple[Mac, Mac]) -> None:
-    with apart(flipped(Stream.BULK, offset), offers) as pair:
+    with apart(flipped(MeshStream.BULK, offset), offers) as pair:
         (found,) = transferred(pair)
         assert isinstance(found, Exception)
         assert "tag of this session" in str(found)
@@ -65,7 +65,7 @@ def rearranged(order: tuple[int, ...]) -> Attack:
     got = bytearray()
 
     def attack(number: int, way: str, data: bytes) -> bytes:
-        if number != Stream.BULK or way != "up":
+        if number != MeshStream.BULK or way != "up":
             return data
         got.extend(data)
         if len(got) < SIZE + _HEAD + 3 * TAG_BYTES:
@@ -92,17 +92,17 @@ def test_a_message_that_is_cut_is_never_taken(offers: tuple[Mac, Mac]) -> None:
     """Two whole chunks come, then the connection ends."""
 
     def attack(number: int, way: str, data: bytes) -> bytes:
-        if number == Stream.BULK and way == "up":
+        if number == MeshStream.BULK and way == "up":
             start, seen[0] = seen[0], seen[0] + len(data)
             return data[: max(_HEAD + 2 * _CHUNK - start, 0)]
         return data
 
     seen = [0]
     with apart(attack, offers) as pair:
-        ticket = Ticket(SIZE, 1, 2, 0)
+        head = bulk_head(SIZE, 1, 2, 0)
         room = torch.zeros(SIZE, dtype=torch.uint8)
-        transfer = pair.bulks[0].receive(room, 1, ticket)
-        pair.bulks[1].send(torch.ones(SIZE, dtype=torch.uint8), 0, ticket)
+        transfer = pair.bulks[0].receive(room, 1, head)
+        pair.bulks[1].send(torch.ones(SIZE, dtype=torch.uint8), 0, head)
         wait_for(lambda: int(room[2 * CHUNK_BYTES - 1]) == 1)
         assert not transfer.done
         pair.bulks[1].close()
@@ -115,7 +115,7 @@ def test_bulk_data_that_is_repeated_is_never_taken(offers: tuple[Mac, Mac]) -> N
     first: list[bytes] = []
 
     def attack(number: int, way: str, data: bytes) -> bytes:
-        if number == Stream.BULK and way == "up":
+        if number == MeshStream.BULK and way == "up":
             first.append(data)
             # After the whole first message it comes again, instead of the second.
             if sum(map(len, first)) > SIZE + 1000:

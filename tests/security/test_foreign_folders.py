@@ -14,21 +14,21 @@ from tests.checkpoint.saving import save
 from tests.elastic.supervised_jobs import running
 from tests.train.made_journals import MadeRun
 
-from paceline.checkpoint.documents import seal, unseal
+from paceline.checkpoint.checksummed_json import decode_document, encode_document
 from paceline.checkpoint.retention import Retention
 from paceline.checkpoint.store import CheckpointStore
 from paceline.cli import main
-from paceline.core import own_records
-from paceline.core.control import address
-from paceline.core.control.address import new_secret
-from paceline.core.control.channel import Channel
-from paceline.core.control.messages import Answer
+from paceline.control import supervisor_address
+from paceline.control.channel import Channel
+from paceline.control.messages import ToolReply
+from paceline.control.supervisor_address import new_secret
+from paceline.core import record_signing
 from paceline.core.errors import PlatformError, UsageError
 from paceline.core.journal import Journal
-from paceline.core.sealing import session
-from paceline.elastic import tools
-from paceline.train.config import TrainConfig
-from paceline.train.run_folder import RunFolder
+from paceline.core.session_auth import session_keys
+from paceline.elastic.supervisor import tool_client
+from paceline.train.settings.train_config import TrainConfig
+from paceline.train.state.run_folder import RunFolder
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="giving a file to another user needs root")
 NOBODY = 65534
@@ -88,9 +88,9 @@ def test_a_manifest_cannot_name_files_outside(tmp_path, thesis, name, capsys):
     store = CheckpointStore(tmp_path / "run" / "checkpoints")
     save(store, 1)
     manifest = tmp_path / "run" / "checkpoints" / "v00000001" / "manifest.json"
-    body = unseal(manifest.read_bytes())
+    body = decode_document(manifest.read_bytes())
     body["files"][0]["name"] = name
-    manifest.write_bytes(seal(body))
+    manifest.write_bytes(encode_document(body))
     (damage, *_) = store.verify()
     assert "is not the name of a checkpoint's file" in str(damage)
     assert paceline("checkpoint", "show", tmp_path / "run") != 0
@@ -138,7 +138,9 @@ def test_pipes_in_a_runs_folder_do_not_hang_its_readers(tmp_path, name, capsys):
 
 
 def whereabouts(folder: Path, port: int, secret: str = "control.secret") -> None:
-    address.write(folder, address.Whereabouts(host="127.0.0.1", port=port, pid=1, secret=secret))
+    supervisor_address.write(
+        folder, supervisor_address.SupervisorAddress(host="127.0.0.1", port=port, pid=1, secret=secret)
+    )
 
 
 @pytest.mark.parametrize("command", [["status"], ["stop"], ["scale", "--workers", "2"]])
@@ -146,7 +148,7 @@ def test_control_json_cannot_name_another_secret(tmp_path, command, capsys):
     mine, theirs = tmp_path / "mine", tmp_path / "theirs"
     for folder in (mine, theirs):
         folder.mkdir()
-        address.write_secret(folder, new_secret())
+        supervisor_address.write_secret(folder, new_secret())
     with socket.create_server(("127.0.0.1", 0)) as listener:
         for name in ("../mine/control.secret", str(mine / "control.secret")):
             whereabouts(theirs, listener.getsockname()[1], name)
@@ -166,7 +168,7 @@ def test_control_json_cannot_name_another_secret(tmp_path, command, capsys):
 def test_a_folder_of_another_user_gets_no_token(tmp_path, whose, capsys):
     folder = tmp_path / "theirs"
     folder.mkdir()
-    address.write_secret(folder, new_secret())
+    supervisor_address.write_secret(folder, new_secret())
     with socket.create_server(("127.0.0.1", 0)) as listener:
         whereabouts(folder, listener.getsockname()[1])
         os.chown(folder / whose, NOBODY, NOBODY)
@@ -197,7 +199,7 @@ def test_with_the_token_named_a_run_of_another_user_is_shown(tmp_path, capsys):
 
 def recorded(folder: Path, script: Path) -> None:
     command = {"script": str(script), "arguments": [], "folder": str(folder), "settings": []}
-    (folder / "command.json").write_text(json.dumps(own_records.tagged(command)))
+    (folder / "command.json").write_text(json.dumps(record_signing.signed(command)))
 
 
 EVIL = "from pathlib import Path\nPath({!r}).write_text('ran')\n"
@@ -237,13 +239,13 @@ def test_what_an_unpacked_folder_names_is_not_run_unasked(tmp_path, capsys, comm
     # The tag of another user's key is none either; that of one's own holds for what was recorded, and moves.
     with monkeypatch.context() as other:
         other.setenv("XDG_STATE_HOME", str(tmp_path / "theirs"))
-        (folder / "command.json").write_text(json.dumps(own_records.tagged(record)))
+        (folder / "command.json").write_text(json.dumps(record_signing.signed(record)))
     assert paceline(command, folder, *which) == 2
-    tagged = own_records.tagged(record)
-    (folder / "command.json").write_text(json.dumps({**tagged, "script": "/else.py"}))
+    signed = record_signing.signed(record)
+    (folder / "command.json").write_text(json.dumps({**signed, "script": "/else.py"}))
     assert paceline(command, folder, *which) == 2
     assert not mark.exists()
-    (folder / "command.json").write_text(json.dumps(tagged))
+    (folder / "command.json").write_text(json.dumps(signed))
     paceline(command, folder, *which)
     assert mark.exists()
 
@@ -272,10 +274,10 @@ def test_names_of_a_checkpoint_reach_the_terminal_without_escapes_and_markup(tmp
     store = CheckpointStore(tmp_path / "run" / "checkpoints")
     save(store, 1)
     manifest = tmp_path / "run" / "checkpoints" / "v00000001" / "manifest.json"
-    body = unseal(manifest.read_bytes())
+    body = decode_document(manifest.read_bytes())
     body["metrics"] = {HOSTILE: 0.5}
     body["note"] = HOSTILE
-    manifest.write_bytes(seal(body))
+    manifest.write_bytes(encode_document(body))
     for command in (["ls", tmp_path / "run"], ["show", tmp_path / "run"], ["verify", tmp_path / "run"]):
         # `latest` has another checksum of this manifest, which verify tells.
         assert paceline("checkpoint", *command) == (1 if command[0] == "verify" else 0)
@@ -303,7 +305,7 @@ def test_a_manifest_with_values_that_no_checkpoint_has(tmp_path, field, value, c
     store = CheckpointStore(tmp_path / "run" / "checkpoints")
     save(store, 1)
     manifest = tmp_path / "run" / "checkpoints" / "v00000001" / "manifest.json"
-    manifest.write_bytes(seal({**unseal(manifest.read_bytes()), field: value}))
+    manifest.write_bytes(encode_document({**decode_document(manifest.read_bytes()), field: value}))
     assert paceline("checkpoint", "ls", tmp_path / "run") == (0 if field == "note" else 1)
     assert "unexpected" not in capsys.readouterr().err
 
@@ -350,15 +352,15 @@ def test_what_the_supervisor_of_a_folder_answers_reaches_the_terminal_without_es
     tmp_path, capsys, monkeypatch
 ):
     """control.json and control.secret of an unpacked folder lead to a supervisor of its maker."""
-    address.write_secret(tmp_path, new_secret())
+    supervisor_address.write_secret(tmp_path, new_secret())
     whereabouts(tmp_path, 1)
     facts = {"phase": HOSTILE, "generation": HOSTILE, "step": HOSTILE, "workers": []}
     for command in (["status"], ["status", "--json"], ["stop"], ["scale", "-n", "2"]):
         ours, theirs = socket.socketpair()
-        maker = Channel(theirs, session(b"s" * 32, b"", accepts=True))
-        maker.send(Answer(done=True, text=HOSTILE, facts=facts))
-        opened = Channel(ours, session(b"s" * 32, b"", accepts=False))
-        monkeypatch.setattr(tools, "open_channel", lambda *_, opened=opened: opened)
+        maker = Channel(theirs, session_keys(b"s" * 32, b"", accepts=True))
+        maker.send(ToolReply(done=True, text=HOSTILE, facts=facts))
+        opened = Channel(ours, session_keys(b"s" * 32, b"", accepts=False))
+        monkeypatch.setattr(tool_client, "open_channel", lambda *_, opened=opened: opened)
         assert paceline(*command, tmp_path) == 0
         maker.close()
         captured = capsys.readouterr()
@@ -371,7 +373,7 @@ def test_certificates_that_a_folder_names_are_small_regular_files(tmp_path, file
     os.mkfifo(tmp_path / "pipe")
     with (tmp_path / "sparse").open("wb") as sparse:
         sparse.truncate(1 << 40)
-    address.write_secret(tmp_path, new_secret())
+    supervisor_address.write_secret(tmp_path, new_secret())
     with socket.create_server(("127.0.0.1", 0)) as listener:
         named = {name: str(tmp_path / file) for name in ("certificate", "key", "authority")}
         plain = {"host": "127.0.0.1", "port": listener.getsockname()[1], "pid": 1, **named}

@@ -18,14 +18,14 @@ from tests.security.between import OFFERS, PATIENCE, SECRET, apart, flipped, for
 from tests.security.strangers import KnockedAt, calling, dropped, knocking
 from tests.waiting import wait_for
 
-from paceline.comm.calls import RankState
+from paceline.comm.call_status import RankState
 from paceline.comm.context import DistributedContext
-from paceline.comm.transport.handshake import Claim, Stream, connect_all
-from paceline.comm.transport.link import HEAD_BYTES, Kind
+from paceline.comm.transport.tcp.framed_socket import HEAD_BYTES, Kind
+from paceline.comm.transport.tcp.mesh_handshake import ConnectionClaim, MeshStream, connect_all
 from paceline.core.errors import RendezvousError
 from paceline.core.handshake import MESH, Acceptor, Connector
-from paceline.core.listening import Listening
-from paceline.core.macs import offered
+from paceline.core.listen_address import ListenAddress
+from paceline.core.mac_algorithms import offered
 
 
 def join(port: int, rank: int = 1) -> None:
@@ -73,8 +73,10 @@ def test_300_strangers_who_stay_do_not_keep_a_member_out(said: bytes) -> None:
 
 def test_a_stranger_cannot_take_a_ranks_place() -> None:
     with forming(0, {1: ("", 0)}) as acceptor:
-        for stream in Stream:
-            connector = Connector(MESH, b"x" * 32, Claim(1, 0, stream, offered(), offered()).packed())
+        for stream in MeshStream:
+            connector = Connector(
+                MESH, b"x" * 32, ConnectionClaim(1, 0, stream, offered(), offered()).packed()
+            )
             with calling(acceptor.port) as stranger:
                 answer = b""
                 while not answer:
@@ -99,7 +101,7 @@ def test_a_rank_of_another_version_is_refused_with_both_numbers() -> None:
         thread = threading.Thread(target=greet)
         thread.start()
         both = f"mesh protocol {later.number}, this end speaks {MESH.number}"
-        with pytest.raises(RendezvousError, match=both), Listening().open("127.0.0.1") as listener:
+        with pytest.raises(RendezvousError, match=both), ListenAddress().open("127.0.0.1") as listener:
             connect_all(1, listener, {0: other.getsockname()}, SECRET, time.monotonic() + PATIENCE)
         thread.join()
 
@@ -166,7 +168,7 @@ def test_a_group_that_stands_listens_nowhere(hosts: int) -> None:
     ],
 )
 def test_a_frame_of_the_mesh_that_was_changed_ends_the_connection(offset: int, size: int, kind: str) -> None:
-    with apart(flipped(Stream.CONTROL, offset), OFFERS[kind]) as pair:
+    with apart(flipped(MeshStream.CONTROL, offset), OFFERS[kind]) as pair:
         body = b"pay 10 euros to me".ljust(size)
         pair.meshes[1].send(0, Kind.MESSAGE, [memoryview(body[:5]), memoryview(body[5:])], sequence=3)
         wait_for(lambda: pair.meshes[0].peers()[1].state is RankState.DEAD)
@@ -176,7 +178,7 @@ def test_a_frame_of_the_mesh_that_was_changed_ends_the_connection(offset: int, s
 
 def test_a_frame_of_the_mesh_that_is_repeated_ends_the_connection() -> None:
     def attack(number: int, way: str, data: bytes) -> bytes:
-        return data * 2 if number == Stream.CONTROL and way == "up" else data
+        return data * 2 if number == MeshStream.CONTROL and way == "up" else data
 
     with apart(attack) as pair:
         pair.meshes[1].send(0, Kind.MESSAGE, [memoryview(b"pay 10 euros to me")], sequence=3)

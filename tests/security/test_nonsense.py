@@ -11,54 +11,58 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 from tests.elastic.supervised_jobs import Run, drop, running
-from tests.security.hostile_peer import facts, hello_as, hostile
+from tests.security.hostile_peer import facts, hello_as, hostile, in_place_of
 from tests.waiting import wait_for
 
-from paceline.core.control import messages
-from paceline.core.control.channel import MAX_FRAME
-from paceline.core.control.messages import (
-    Ask,
-    Beat,
-    Broken,
-    Exited,
-    Installed,
-    Message,
-    Receipt,
-    Report,
-    Told,
+from paceline.control import messages
+from paceline.control.channel import MAX_FRAME
+from paceline.control.messages import (
+    CollectiveFailed,
+    ControlMessage,
+    Heartbeat,
+    JournalLines,
+    MemberReport,
+    StepReceipt,
+    ToolRequest,
+    ViewInstalled,
+    WorkerExited,
 )
 from paceline.core.events import Note, SupervisorStarted, WorkerFailed
 from paceline.core.version import PROTOCOL, VERSION
 
 STEP = '{{"type":"step_committed","time":1.0,"step":{}}}'
 
-NONSENSE: dict[str, Message | list[Any] | bytes] = {
-    "a step that is text": Told(generation=1, lines=(STEP.format('"x"'),)),
-    "a step that is a list": Told(generation=1, lines=(STEP.format("[[]]"),)),
-    "a step far ahead": Told(generation=1, lines=(STEP.format(10**15),)),
-    "a negative step": Told(generation=1, lines=(STEP.format(-5),)),
-    "a step with 4000 digits": Told(generation=1, lines=(STEP.format("9" * 4000),)),
-    "no step": Told(generation=1, lines=('{"type":"step_committed","time":1.0}',)),
-    "resumed at text": Told(generation=1, lines=('{"type":"run_resumed","time":1.0,"step":"x"}',)),
-    "no time": Told(generation=1, lines=('{"type":"note","time":NaN,"text":"x"}',)),
-    "half a character": Told(generation=1, lines=('{"type":"note","time":1.0,"text":"\ud800"}',)),
-    "two lines in one": Told(generation=1, lines=('{"type":"note","time":1.0}\n{"type":"note","time":1.0}',)),
-    "a hash of no step": Receipt(generation=1, first=1, last=0, shards=(), hashes={"abc": "x"}),
-    "a hash of another alphabet": Receipt(generation=1, first=1, last=0, shards=(), hashes={"\u0663": "x"}),
-    "receipts for ever": Receipt(generation=1, first=1, last=1 << 47, shards=(0,)),
-    "a number of no message": [1 << 60, "Beat", {"phase": "forward", "seconds": 1.0}],
-    "a bool for a number": [0, "Installed", {"generation": True}],
-    "NaN seconds": [0, "Beat", {"phase": "forward", "seconds": float("nan")}],
-    "infinite seconds": [0, "Beat", {"phase": "forward", "seconds": 1.0, "shard_seconds": float("inf")}],
-    "seconds beyond all clocks": Beat(phase="forward", seconds=1.0, shard_seconds=1e308),
-    "negative seconds": Beat(phase="forward", seconds=1.0, step_seconds=-1e9),
-    "negative progress": Beat(phase="forward", seconds=1.0, progress=(-1, 0, 0)),
-    "progress beyond all": Beat(phase="forward", seconds=1.0, progress=(1 << 60, 0, 0)),
-    "a phase of a megabyte": Beat(phase="x" * (1 << 20), seconds=1.0),
-    "a generation beyond all": Report(generation=1 << 62, progress=None),
-    "a negative generation": Installed(generation=-1),
-    "a supervisor's message": [0, "Heard", {"number": 1}],
-    "an agent's message": Exited(member=1, status=0, reason="made up"),
+NONSENSE: dict[str, ControlMessage | list[Any] | bytes] = {
+    "a step that is text": JournalLines(generation=1, lines=(STEP.format('"x"'),)),
+    "a step that is a list": JournalLines(generation=1, lines=(STEP.format("[[]]"),)),
+    "a step far ahead": JournalLines(generation=1, lines=(STEP.format(10**15),)),
+    "a negative step": JournalLines(generation=1, lines=(STEP.format(-5),)),
+    "a step with 4000 digits": JournalLines(generation=1, lines=(STEP.format("9" * 4000),)),
+    "no step": JournalLines(generation=1, lines=('{"type":"step_committed","time":1.0}',)),
+    "resumed at text": JournalLines(generation=1, lines=('{"type":"run_resumed","time":1.0,"step":"x"}',)),
+    "no time": JournalLines(generation=1, lines=('{"type":"note","time":NaN,"text":"x"}',)),
+    "half a character": JournalLines(generation=1, lines=('{"type":"note","time":1.0,"text":"\ud800"}',)),
+    "two lines in one": JournalLines(
+        generation=1, lines=('{"type":"note","time":1.0}\n{"type":"note","time":1.0}',)
+    ),
+    "a hash of no step": StepReceipt(generation=1, first=1, last=0, shards=(), hashes={"abc": "x"}),
+    "a hash of another alphabet": StepReceipt(
+        generation=1, first=1, last=0, shards=(), hashes={"\u0663": "x"}
+    ),
+    "receipts for ever": StepReceipt(generation=1, first=1, last=1 << 47, shards=(0,)),
+    "a number of no message": [1 << 60, "Heartbeat", {"phase": "forward", "seconds": 1.0}],
+    "a bool for a number": [0, "ViewInstalled", {"generation": True}],
+    "NaN seconds": [0, "Heartbeat", {"phase": "forward", "seconds": float("nan")}],
+    "infinite seconds": [0, "Heartbeat", {"phase": "forward", "seconds": 1.0, "shard_seconds": float("inf")}],
+    "seconds beyond all clocks": Heartbeat(phase="forward", seconds=1.0, shard_seconds=1e308),
+    "negative seconds": Heartbeat(phase="forward", seconds=1.0, step_seconds=-1e9),
+    "negative progress": Heartbeat(phase="forward", seconds=1.0, progress=(-1, 0, 0)),
+    "progress beyond all": Heartbeat(phase="forward", seconds=1.0, progress=(1 << 60, 0, 0)),
+    "a phase of a megabyte": Heartbeat(phase="x" * (1 << 20), seconds=1.0),
+    "a generation beyond all": MemberReport(generation=1 << 62, progress=None),
+    "a negative generation": ViewInstalled(generation=-1),
+    "a supervisor's message": [0, "Ack", {"number": 1}],
+    "an agent's message": WorkerExited(member=1, status=0, reason="made up"),
     "bytes": b"\xc1\xff\x00nonsense",
     "deep": b"\x91" * 100_000,
 }
@@ -86,8 +90,8 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 @pytest.mark.parametrize("what", NONSENSE)
 def test_a_worker_that_sends_nonsense_is_dropped(job, what):
     supervisor, before = job.supervised.pid, facts(job)
-    with hostile(job) as peer:
-        peer.send(hello_as(before["workers"][0]), NONSENSE[what])
+    with in_place_of(job, before["workers"][0]) as peer:
+        peer.send(NONSENSE[what])
         assert peer.is_dropped()
     # The worker whose place it took comes back by itself, and training goes on.
     job.until_step(job.steps[-1] + 3)
@@ -103,9 +107,9 @@ def test_an_agent_cannot_speak_for_workers_of_another_machine(job):
     member = facts(job)["workers"][0]["member"]
     with hostile(job) as peer:
         peer.send(
-            messages.Offer(workers=1, host="evil", hostname="evil", pid=1),
-            Exited(member=member, status=-9, reason="made up"),
-            messages.Offer(workers=0, host="evil", hostname="evil", pid=1),
+            messages.AgentHello(workers=1, host="evil", hostname="evil", pid=1),
+            WorkerExited(member=member, status=-9, reason="made up"),
+            messages.AgentHello(workers=0, host="evil", hostname="evil", pid=1),
         )
         job.until_step(job.steps[-1] + 3)
     assert not [one for one in job.of(WorkerFailed) if one.reason == "made up"]
@@ -115,7 +119,7 @@ def test_sizes_that_no_job_can_have_are_refused(job):
     before = facts(job)
     for number in (1 << 30, -5, 10**6):
         with hostile(job) as peer:
-            peer.send(Ask(what="scale", number=number))
+            peer.send(ToolRequest(what="scale", number=number))
             assert b"workers are" in peer.sock.recv(4096)
     with hostile(job) as peer:
         fields = {"workers": 10**9, "host": "h", "hostname": "h", "pid": 1}
@@ -173,7 +177,7 @@ def hashable(value: Any) -> bool:
 
 def plain_messages(kinds: list[str]) -> st.SearchStrategy[list[Any]]:
     def fields(kind: str) -> st.SearchStrategy[list[Any]]:
-        cls = messages._known[kind]
+        cls = messages.REGISTRY[kind]
         hints = typing.get_type_hints(cls)
         given = {field.name: values(hints[field.name]) for field in dataclasses.fields(cls)}
         return st.tuples(st.one_of(st.just(0), NUMBERS), st.just(kind), st.fixed_dictionaries(given)).map(
@@ -184,8 +188,8 @@ def plain_messages(kinds: list[str]) -> st.SearchStrategy[list[Any]]:
 
 
 # What may end a job, or a worker, when its values happen to be right: it is a worker's to say.
-MAY_END = {"Raised", "Done", "Leaving", "Ask", "Offer"}
-KINDS = sorted(set(messages._known) - MAY_END)
+MAY_END = {"WorkerException", "MemberFinished", "LeaveRequest", "Ask", "Offer"}
+KINDS = sorted(set(messages.REGISTRY) - MAY_END)
 
 
 @settings(
@@ -232,9 +236,8 @@ def test_no_wrong_value_of_what_may_end_a_worker_ends_the_supervisor(job, said):
 def test_a_reason_of_megabytes_is_cut(job):
     """What a member gives as a reason goes into messages to all others, which have a longest length."""
     before = facts(job)
-    with hostile(job) as peer:
-        said = Broken(generation=before["generation"], reason="x" * (MAX_FRAME - 60))
-        peer.send(hello_as(before["workers"][0], before["generation"]), said)
+    with in_place_of(job, before["workers"][0], before["generation"]) as peer:
+        peer.send(CollectiveFailed(generation=before["generation"], reason="x" * (MAX_FRAME - 80)))
         # The view is made anew: some time later it is another one.
         wait_for(lambda: facts(job)["generation"] > before["generation"])
     job.until_step(job.steps[-1] + 3)

@@ -19,25 +19,25 @@ from tests.security.evil_entry import ENTRY
 from tests.security.relay import DOWN, UP, Direction, Passed, Relay
 from tests.waiting import wait_for
 
-from paceline.core.control import channel
-from paceline.core.control.messages import (
-    Ask,
+from paceline.control import channel
+from paceline.control.messages import (
+    AgentAccepted,
+    AgentEnd,
+    AgentHello,
+    AgentStart,
+    ControlMessage,
     Dismissed,
-    Done,
-    End,
-    Granted,
-    Message,
-    Offer,
-    Piece,
-    Raised,
-    Start,
+    JournalLines,
+    MemberFinished,
+    PayloadChunk,
     Stop,
-    Told,
+    ToolRequest,
+    WorkerException,
 )
 from paceline.core.events import ViewChanged, WorkerFailed
-from paceline.core.sealing import TAG_BYTES
+from paceline.core.session_auth import TAG_BYTES
 from paceline.core.tls import Tls
-from paceline.engines.local import launch, payload
+from paceline.engines.local import launch, memfd_pickle
 
 ROOT = Path(__file__).parents[2]
 FORGED = bytes(TAG_BYTES)
@@ -92,7 +92,7 @@ def job(folder: Path, tls: Tls | None = None) -> Iterator[Run]:
         assert drop(run.finish()).stopped == "the test is over"
 
 
-def forged(message: Message) -> bytes:
+def forged(message: ControlMessage) -> bytes:
     """A frame as an attacker can make it: no key, so no tag."""
     return channel.frame(message) + FORGED
 
@@ -104,17 +104,17 @@ def kind_of(frame: bytes) -> str:
 
 def attack_with_code(mark: Path) -> bytes:
     """What makes a joiner run code: a grant with options, the payload, an order to start."""
-    packed = payload.dump({})
+    packed = memfd_pickle.dump(str(mark))
     data = os.pread(packed, 1 << 20, 0)
     os.close(packed)
-    order = launch.order_here(ENTRY, 1, (), 1, {})
-    granted = Granted(
+    order = launch.order_from_caller(ENTRY, 1, (), 1, {})
+    granted = AgentAccepted(
         agent=1,
         payload_bytes=len(data),
         digest=hashlib.sha256(data).hexdigest(),
-        options={"options": {"mark": str(mark)}, "entry": order.entry, "preload": [], "threads": 1},
+        options={"options": {}, "entry": order.entry, "preload": [], "threads": 1},
     )
-    piece, start = Piece(offset=0, data=data), Start(member=77, slot=0)
+    piece, start = PayloadChunk(offset=0, data=data), AgentStart(member=77, slot=0)
     return b"".join(map(forged, (granted, piece, start)))
 
 
@@ -139,10 +139,10 @@ def test_code_of_a_relay_is_not_run_by_the_joiner(tmp_path):
 @pytest.mark.parametrize(
     "message",
     [
-        Ask(what="status"),
-        Ask(what="stop", text="stopped by the attacker"),
-        Ask(what="scale", number=1),
-        Offer(workers=4, host="evil", hostname="evil", pid=1),
+        ToolRequest(what="status"),
+        ToolRequest(what="stop", text="stopped by the attacker"),
+        ToolRequest(what="scale", number=1),
+        AgentHello(workers=4, host="evil", hostname="evil", pid=1),
     ],
     ids=lambda message: f"{message.kind} {getattr(message, 'what', '')}",
 )
@@ -188,7 +188,7 @@ def test_tampered_frames_of_a_joiner_are_refused_and_it_joins_again(tmp_path, wh
         passed.attacked = True
         if what == "dropped" and direction == UP:
             # It has said all that it says: what comes next is made up.
-            return forged(Offer(workers=9, host="evil", hostname="evil", pid=1))
+            return forged(AgentHello(workers=9, host="evil", hostname="evil", pid=1))
         return TAMPERING[what](frame)
 
     with job(tmp_path / "run") as run, Relay(run.supervised.address, attack) as relay:
@@ -220,9 +220,9 @@ def test_reflected_frames_are_refused_at_both_ends(tmp_path):
     [
         (DOWN, Dismissed(reason="go away", code=3)),
         (DOWN, Stop(reason="stopped by the attacker")),
-        (UP, Raised(summary="made up", traceback="", phase="data", fault="user")),
-        (UP, Told(generation=1, lines=('{"type":"note","time":1.0,"text":"made up"}',))),
-        (UP, Done(generation=1, progress=(10**6, 0, 0), hash="x")),
+        (UP, WorkerException(summary="made up", traceback="", phase="data", fault="user")),
+        (UP, JournalLines(generation=1, lines=('{"type":"note","time":1.0,"text":"made up"}',))),
+        (UP, MemberFinished(generation=1, progress=(10**6, 0, 0), hash="x")),
     ],
     ids=lambda value: getattr(value, "kind", ""),
 )
@@ -231,7 +231,7 @@ def test_a_relay_cannot_speak_in_a_workers_session(tmp_path, direction, message)
     hit: list[Passed] = []
 
     def attack(passed: Passed, towards: Direction, number: int, frame: bytes) -> bytes | None:
-        if not hit and towards == UP and kind_of(frame) == "Beat":
+        if not hit and towards == UP and kind_of(frame) == "Heartbeat":
             hit.append(passed)
             passed.inject(direction, forged(message))
         return None
@@ -259,7 +259,7 @@ def test_a_certificate_of_the_authority_without_the_token_is_refused(tmp_path):
             passed.inject(DOWN, code)
             return b""
         passed.attacked = True
-        return forged(Ask(what="stop", text="stopped by the attacker"))
+        return forged(ToolRequest(what="stop", text="stopped by the attacker"))
 
     with (
         job(tmp_path / "run", authority.issue("job")) as run,
@@ -287,7 +287,7 @@ def test_with_tls_each_end_may_have_a_certificate_of_its_own(tmp_path):
 def test_the_end_message_of_a_relay_does_not_end_a_joiner(tmp_path):
     def attack(passed: Passed, direction: Direction, number: int, frame: bytes) -> bytes | None:
         if passed.number == 1 and direction == DOWN and number == 0:
-            passed.inject(DOWN, forged(End(member=-1, reason="go", code=0)))
+            passed.inject(DOWN, forged(AgentEnd(member=-1, reason="go", code=0)))
         return None
 
     with (

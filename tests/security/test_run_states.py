@@ -13,7 +13,7 @@ from tests.elastic.supervised_jobs import drop, running
 from tests.waiting import wait_for
 
 from paceline.cli import main
-from paceline.core.control import crew
+from paceline.control import liveness_lock
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = [["status"], ["stop"], ["scale", "--workers", "2"]]
@@ -67,7 +67,7 @@ def test_a_run_that_was_killed_says_so(tmp_path, capsys):
         os.kill(caller.pid, signal.SIGKILL)
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: crew.is_free(tmp_path), "workers are still there")
+    wait_for(lambda: liveness_lock.is_free(tmp_path), "workers are still there")
     assert (tmp_path / "control.json").exists()
     for command in COMMANDS:
         code, said = outcome(capsys, command, tmp_path)

@@ -11,11 +11,11 @@ import sys
 
 import pytest
 
-from paceline.checkpoint.storage import open_storage
 from paceline.core.errors import ConfigError, PacelineError
-from paceline.core.foreign import REDACTED, without_credentials, without_secrets
-from paceline.train.config import TrainConfig, recorded_toml, to_toml
-from paceline.train.run_folder import RunFolder
+from paceline.core.storage.open_storage import open_storage
+from paceline.core.untrusted import REDACTED, redact_credentials, redact_secrets
+from paceline.train.settings.train_config import TrainConfig, recorded_toml, to_toml
+from paceline.train.state.run_folder import RunFolder
 
 
 @pytest.mark.parametrize(
@@ -38,8 +38,8 @@ from paceline.train.run_folder import RunFolder
     ],
 )
 def test_credentials_are_cut_from_urls(url, kept):
-    assert without_credentials(url) == kept
-    assert "hunter2" not in without_credentials(url)
+    assert redact_credentials(url) == kept
+    assert "hunter2" not in redact_credentials(url)
 
 
 def test_arguments_that_name_a_secret_are_not_recorded():
@@ -56,7 +56,7 @@ def test_arguments_that_name_a_secret_are_not_recorded():
     given += ["--pw", "hunter2", "--header", "Authorization: Bearer hunter2", "--pass=hunter2"]
     given += ['--options={"password": "hunter2", "lr": 1}', "{'api_key':'hunter2'}", "compass=5"]
     given += ["ftp://bob:hunter2@host/x", "--secret", "--flag", "plain"]
-    kept = without_secrets(given)
+    kept = redact_secrets(given)
     assert "hunter2" not in " ".join(kept)
     assert kept[:4] == ("--epochs", "3", "--api-key", REDACTED)
     assert kept[-2:] == ("--flag", "plain")

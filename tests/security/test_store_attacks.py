@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from tests.security.strangers import HUGE_ARRAY, INFINITE, calling, dropped, frame_of, knocking, message_of
 
-from paceline.comm.store import StoreClient, StoreServer
-from paceline.comm.transport.link import Kind
-from paceline.core.entrance import STRANGER_SECONDS, STRANGERS
+from paceline.comm.rendezvous.key_value_store import StoreClient, StoreServer
+from paceline.comm.transport.tcp.framed_socket import Kind
+from paceline.core.authenticated_listener import HANDSHAKE_SECONDS, MAX_UNAUTHENTICATED
 from paceline.core.errors import WireError
 from paceline.core.handshake import STORE
 
@@ -95,7 +95,7 @@ def test_strangers_are_few_and_for_a_short_time(port: int) -> None:
 def test_the_newest_strangers_take_the_place_of_the_oldest(port: int) -> None:
     with ExitStack() as stack:
         first = stack.enter_context(calling(port))
-        for _ in range(STRANGERS + 1):
+        for _ in range(MAX_UNAUTHENTICATED + 1):
             stack.enter_context(calling(port))
         assert dropped(first)
         assert serves(port)
@@ -120,7 +120,7 @@ def test_a_stranger_who_is_slow_is_dropped_in_time(port: int) -> None:
         assert dropped(stranger)
         stop.set()
         thread.join()
-        assert time.monotonic() - begun >= STRANGER_SECONDS * 0.9
+        assert time.monotonic() - begun >= HANDSHAKE_SECONDS * 0.9
         assert serves(port)
 
 

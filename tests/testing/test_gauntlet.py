@@ -11,8 +11,8 @@ from torch.nn import Parameter
 
 from paceline.core import events, journal
 from paceline.core.faults import Fault
-from paceline.testing.gauntlet import campaign, features, plans
-from paceline.testing.gauntlet.attempt import Finding, Gauntlet
+from paceline.testing.gauntlet import features, plans, runner
+from paceline.testing.gauntlet.attempt import AttemptResult, Gauntlet
 from paceline.testing.gauntlet.features import FEATURES, SHARDS
 from paceline.train.callbacks import Modifier
 
@@ -29,7 +29,7 @@ def test_a_disturbed_run_has_the_bits_of_one_process(gauntlet: Gauntlet, feature
 
 
 def test_a_plan_follows_from_feature_and_seed() -> None:
-    def drawn(feature: str, seed: int) -> plans.Plan:
+    def drawn(feature: str, seed: int) -> plans.FaultPlan:
         return plans.draw(feature, seed, steps=90, shards=SHARDS)
 
     assert drawn("sparse", 3) == drawn("sparse", 3)
@@ -69,7 +69,7 @@ def planted() -> Iterator[str]:
 
 def test_a_planted_mistake_is_found_and_its_run_is_kept(planted: str, tmp_path: Path) -> None:
     # All are killed, and begin again from a checkpoint that does not hold the modifier's number.
-    plan = plans.Plan(2, (Fault(kind="kill", rank=None, step=40, phase="forward"),), ())
+    plan = plans.FaultPlan(2, (Fault(kind="kill", rank=None, step=40, phase="forward"),), ())
     finding = Gauntlet(keep=tmp_path).attempt(planted, 1, plan)
     assert finding.wrong, finding
     kept = list(journal.iterate(Path(finding.kept) / "journal.jsonl"))
@@ -82,8 +82,8 @@ def test_steps_are_really_skipped_in_the_feature_that_says_so(tmp_path: Path) ->
     assert any(event.skipped for event in steps if isinstance(event, events.StepCommitted))
 
 
-def finding(**changes: Any) -> Finding:
-    return Finding(**{"feature": "sparse", "seed": 3, "plan": "2 workers", **changes})
+def finding(**changes: Any) -> AttemptResult:
+    return AttemptResult(**{"feature": "sparse", "seed": 3, "plan": "2 workers", **changes})
 
 
 def test_the_table_counts_what_went_wrong_and_what_met_nothing() -> None:
@@ -92,7 +92,7 @@ def test_the_table_counts_what_went_wrong_and_what_met_nothing() -> None:
         finding(met={"workers lost": 2, "state transfers": 1}, wrong="other weights"),
         finding(feature="stream", met={"kill": 1}),
     ]
-    lines = {line.split()[0]: line.split()[1:] for line in campaign.table(found)[2:]}
+    lines = {line.split()[0]: line.split()[1:] for line in runner.table(found)[2:]}
     assert lines == {
         "sparse": ["2", "1", "2", "1", "1"],
         "stream": ["1", "1", "0", "0", "0"],
@@ -102,11 +102,11 @@ def test_the_table_counts_what_went_wrong_and_what_met_nothing() -> None:
 
 def test_a_finding_travels_between_processes() -> None:
     sent = finding(met={"kill": 1}, wrong="x", seconds=1.5, kept="there")
-    assert Finding.from_json(sent.to_json()) == sent
+    assert AttemptResult.from_json(sent.to_json()) == sent
 
 
 @pytest.mark.leaky("the campaign's processes keep a warm fork server that is ended with them")
 def test_a_campaign_runs_plans_in_other_processes(tmp_path: Path) -> None:
-    found = list(campaign.run([("dropout", 1), ("dropout", 2)], jobs=2, keep=tmp_path))
+    found = list(runner.run([("dropout", 1), ("dropout", 2)], jobs=2, keep=tmp_path))
     assert sorted(one.seed for one in found) == [1, 2]
     assert [one.wrong for one in found] == ["", ""]

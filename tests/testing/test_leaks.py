@@ -121,4 +121,4 @@ def test_what_a_stranger_holds_in_shared_memory_is_not_ours():
 def test_what_may_be_kept_is_kept():
     before = leaks.snapshot()
     with socket.socket() as sock:
-        assert leaks.since(before, kept=leaks.Kept(descriptors=frozenset({sock.fileno()}))) == []
+        assert leaks.since(before, kept=leaks.Allowed(descriptors=frozenset({sock.fileno()}))) == []

@@ -21,17 +21,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline.comm.context import DistributedContext
-from paceline.comm.rendezvous import alone
-from paceline.comm.transport.threads import run_ranks
+from paceline.comm.rendezvous.transport_setup import single_rank
+from paceline.control.messages import MemberReport
 from paceline.core.errors import CommTimeoutError, GroupInterruptedError, PeerError, PeerLostError
-from paceline.elastic.model import Action, Phase, Reported, Settings, Standing, ViewPlan
-from paceline.elastic.regroup import install
-from paceline.elastic.state import State, Worker, initial
+from paceline.elastic.machine.actions import ViewPlan
+from paceline.elastic.machine.settings import MachineSettings
+from paceline.elastic.machine.state import JobState, Phase, Worker, WorkerStatus
+from paceline.elastic.machine.view_change import decide
+from paceline.testing.thread_transport import run_ranks
 from paceline.train.precision import LossScaler
-from paceline.train.state import state_hash
-from paceline.train.step import StepTransaction
+from paceline.train.state.model_state import state_hash
+from paceline.train.step.transaction import StepTransaction
+from paceline.train.step.weight_update import WeightUpdate
 from paceline.train.team import Team
-from paceline.train.update import Update
 
 SHARDS = 4
 STEPS = 3
@@ -77,7 +79,7 @@ class Counter:
     def watch(self, context: DistributedContext) -> None:
         self._context = context
         self._wrap(context.transport, "exchange", "post", "take")
-        self._wrap(context.transport.window, "tick", "wait", "meet", "locations")
+        self._wrap(context.transport.window, "signal", "wait", "barrier", "locations")
 
     def _wrap(self, owner: Any, *names: str) -> None:
         for name in names:
@@ -110,7 +112,7 @@ class Member:
         self.alive, self.has_state, self.fresh = True, False, True
         self.config = settings(shards=SHARDS, **feature.config)
         fixed = None if self.config.mode == "fast" else SHARDS
-        self.team = Team(DistributedContext.from_transport(alone()), fixed)
+        self.team = Team(DistributedContext.from_transport(single_rank()), fixed)
         self.module = seeded(feature.model)
         self._first = copy.deepcopy(self.module.state_dict())
         self._build()
@@ -120,7 +122,7 @@ class Member:
     def _build(self) -> None:
         self.optimizer = torch.optim.SGD(self.module.parameters(), 0.1, momentum=0.9)
         scaler = LossScaler(self.config.loss_scaling) if self.feature.scaled else None
-        self.update = Update(
+        self.update = WeightUpdate(
             dict(self.module.named_parameters()), [self.optimizer], clip_norm=1.0, scaler=scaler
         )
         self.step = 0
@@ -128,16 +130,15 @@ class Member:
 
     # as the worker's membership does it
 
-    def report(self, generation: int) -> Reported:
+    def report(self, generation: int) -> MemberReport:
         progress = (self.step, 0, 0) if self.has_state else None
         transaction = self.transaction
-        return Reported(
-            self.number,
-            generation,
-            progress,
-            transaction.held,
-            transaction.has_state_of_its_own,
-            owed=transaction.owed,
+        return MemberReport(
+            generation=generation,
+            progress=progress,
+            held_shards=transaction.held,
+            has_private_state=transaction.residuals.kept,
+            private_shards=transaction.residuals.owed,
         )
 
     def live(self, context: DistributedContext, plan: ViewPlan) -> None:
@@ -165,17 +166,17 @@ class Member:
             transaction.abandon()
             self.module.load_state_dict(self._first)
             self._build()
-            transaction.load_residuals({}, 0)
+            transaction.residuals.load({}, 0)
             self.restored += plan.generation > 1
-        elif context.rank == plan.source and plan.behind:
-            transaction.settle(self.step)
-            for rank in plan.behind:
+        elif context.rank == plan.source and plan.stale_ranks:
+            transaction.residuals.settle(self.step)
+            for rank in plan.stale_ranks:
                 context.send(self._state(), rank)
-        elif context.rank in plan.behind:
+        elif context.rank in plan.stale_ranks:
             self._take_over(context.receive(plan.source))
         if not plan.restore:
-            transaction.settle(self.step)
-            transaction.share_residuals()
+            transaction.residuals.settle(self.step)
+            transaction.residuals.share()
         self.has_state = True
 
     def _state(self) -> Tensor:
@@ -193,7 +194,7 @@ class Member:
 
     def _take_over(self, sent: Tensor) -> None:
         kept = torch.load(io.BytesIO(sent.numpy().tobytes()), weights_only=True)
-        self.transaction.settle(kept["step"])
+        self.transaction.residuals.settle(kept["step"])
         self.transaction.abandon()
         self.module.load_state_dict(kept["module"])
         self.optimizer.load_state_dict(kept["optimizer"])
@@ -206,7 +207,7 @@ class Member:
 
     def _train(self) -> None:
         transaction, scaler = self.transaction, self.update.scaler
-        transaction.open(0, self.step, COUNTS[: transaction.shards], scaler.scale if scaler else 1.0)
+        transaction.open(0, self.step, COUNTS[: self.team.shards], scaler.scale if scaler else 1.0)
         for shard in transaction.missing:
             self._compute(shard)
         if self.team.backup:
@@ -224,7 +225,7 @@ class Member:
 
     def _compute(self, shard: int) -> None:
         transaction = self.transaction
-        if transaction.has(shard):
+        if shard in transaction._computed:
             return
         transaction.start_shard(shard)
         first, stop = 3 * shard, 3 * shard + 3
@@ -262,7 +263,7 @@ class Crew:
                 crew[context.rank].live(context, plan)
 
             if len(crew) == 1:
-                crew[0].live(DistributedContext.from_transport(alone()), plan)
+                crew[0].live(DistributedContext.from_transport(single_rank()), plan)
             else:
                 run_ranks(len(crew), rank, timeout=60)
             generation += 1
@@ -279,11 +280,10 @@ class Crew:
     def _decide(self, generation: int) -> ViewPlan:
         job = _job(generation)
         for member in self._living:
-            standing = Standing.MEMBER if member.has_state else Standing.READY
-            job.workers[member.number] = Worker(member.number, member.number, 0, standing, 0.0)
+            status = WorkerStatus.MEMBER if member.has_state else WorkerStatus.READY
+            job.workers[member.number] = Worker(member.number, member.number, 0, status, 0.0)
             job.reports[member.number] = member.report(generation)
-        out: list[Action] = []
-        install(job, "a test", 0.0, out)
+        decide(job, "a test")
         assert job.view is not None
         return job.view
 
@@ -302,8 +302,8 @@ class Crew:
         return any(member.restored for member in self._living)
 
 
-def _job(generation: int) -> State:
-    job = initial(Settings(workers=RANKS, shards=SHARDS))
+def _job(generation: int) -> JobState:
+    job = JobState(MachineSettings(workers=RANKS, shards=SHARDS))
     job.phase, job.generation, job.abort = Phase.PREPARING, generation, True
     return job
 

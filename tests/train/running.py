@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm.context import DistributedContext
-from paceline.comm.transport.threads import run_ranks
-from paceline.train import run_setup, worker
-from paceline.train.config import CheckpointConfig, TrainConfig
+from paceline.testing.thread_transport import run_ranks
 from paceline.train.history import History
-from paceline.train.run_folder import RunFolder
-from paceline.train.signals import STOP_SIGNALS
-from paceline.train.worker import TrainJob
+from paceline.train.loop import process_setup, worker_tasks
+from paceline.train.loop.worker_tasks import TrainJob
+from paceline.train.settings.train_config import CheckpointConfig, TrainConfig
+from paceline.train.state.run_folder import RunFolder
+from paceline.train.stop_signals import STOP_SIGNALS
 
 WORKERS = (1, 2, 3, 4, 6)
 
@@ -85,11 +85,11 @@ def train(given: TrainJob, workers: int = 1, callbacks: Callable[[], Sequence[An
     copies = [copy.deepcopy(given.model) for _ in range(workers)]
 
     def one(context: DistributedContext) -> tuple[nn.Module, History | None]:
-        module = run_setup.build_model(copies[context.rank], config.seed)
+        module = process_setup.build_model(copies[context.rank], config.seed)
         mine = dataclasses.replace(given, model=module, config=config)
         if callbacks is not None:
             mine = dataclasses.replace(mine, callbacks=callbacks())
-        trained = worker.train(context, mine)
+        trained = worker_tasks.train(context, mine)
         return module, trained.history
 
     if workers == 1:
@@ -97,7 +97,7 @@ def train(given: TrainJob, workers: int = 1, callbacks: Callable[[], Sequence[An
             ended = [one(context)]
     else:
         # Around the ranks, so that none puts the process back while others still train.
-        with run_setup.prepared(config):
+        with process_setup.prepared(config):
             ended = run_ranks(workers, one, timeout=60)
     history = ended[0][1]
     assert history is not None

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 import paceline
 from paceline.core import events, journal
-from paceline.elastic.shell.memory import Memory
+from paceline.elastic.supervisor.supervisor_recovery import SnapshotFile
 from paceline.train.callbacks import Modifier, Observer
-from paceline.train.config import CheckpointConfig, TrainConfig
 from paceline.train.history import History, StepRecord
-from paceline.train.signals import StopRequest
+from paceline.train.settings.train_config import CheckpointConfig, TrainConfig
+from paceline.train.stop_signals import StopRequest
 
 SHARDS = 4
 STEPS_OF_EPOCH = 5
@@ -120,7 +120,7 @@ class Signals(Modifier):
         with asked_to_stop(self.folder) as asked:
             for who in self.to:
                 os.kill(self.main if isinstance(who, str) else ranks[who], self.number)
-            # Members that were signalled too leave: only when they have regrouped are they told to stop.
+            # Members that were signalled too leave: only after that view change are the others told to stop.
             leaves = any(isinstance(who, int) for who in self.to)
             if "main" in self.to:
                 wait_for(lambda: asked() or (leaves and _supervisor_knows(self.folder)))
@@ -142,8 +142,8 @@ def asked_to_stop(folder: Path) -> Iterator[Callable[[], bool]]:
 
 
 def _supervisor_knows(folder: Path) -> bool:
-    known = Memory(folder).recall()
-    return known is not None and known.began.stop is not None
+    known = SnapshotFile(folder).load()
+    return known is not None and known.began.stop_reason is not None
 
 
 class Holds(Modifier):

@@ -11,8 +11,8 @@ import pytest
 from paceline.core.errors import UsageError
 from paceline.train import callbacks as module
 from paceline.train.callbacks import Callbacks, Modifier, Observer, RunInfo, SavedCheckpoint
-from paceline.train.config import TrainConfig
 from paceline.train.history import EpochRecord, Evaluation, History, StepRecord
+from paceline.train.settings.train_config import TrainConfig
 
 RUN = RunInfo(config=TrainConfig(), workers=1)
 STEP = StepRecord(step=3, epoch=0, loss=1.0, samples=8, seconds=2.5)
@@ -77,24 +77,24 @@ def test_observers_see_every_hook_in_the_order_of_the_list():
     seen: list = []
     both = Callbacks([Watching(seen, "a"), Watching(seen, "b")])
     calls: list[tuple[Any, Any]] = [
-        (both.start, RUN),
-        (both.step, STEP),
-        (both.evaluation, EVALUATION),
-        (both.epoch, EPOCH),
-        (both.checkpoint, SAVED),
-        (both.end, HISTORY),
+        (Observer.on_start, RUN),
+        (Observer.on_step, STEP),
+        (Observer.on_evaluation, EVALUATION),
+        (Observer.on_epoch, EPOCH),
+        (Observer.on_checkpoint, SAVED),
+        (Observer.on_end, HISTORY),
     ]
-    for call, argument in calls:
-        call(argument)
+    for hook, argument in calls:
+        both.notify(hook, argument)
     assert [(name, what) for _, name, what in seen][:4] == [("start", RUN)] * 2 + [("step", STEP)] * 2
     assert [who for who, *_ in seen] == ["a", "b"] * 6
 
 
 def test_an_observer_that_overrides_nothing_is_fine():
     plain = Callbacks([Observer(), Modifier()])
-    plain.start(RUN)
-    plain.step(STEP)
-    plain.end(HISTORY)
+    plain.notify(Observer.on_start, RUN)
+    plain.notify(Observer.on_step, STEP)
+    plain.notify(Observer.on_end, HISTORY)
     assert plain.change_batch([1]) == [1]
     assert plain.stop(STEP) is None
     assert not plain.changes_gradients
@@ -140,10 +140,9 @@ def test_an_observer_that_raises_is_named_with_its_hook(hook):
         raise KeyError("nothing here")
 
     broken = type("Broken", (Observer,), {hook: fail})()
-    call = getattr(Callbacks([broken]), hook.removeprefix("on_"))
     argument = {"on_start": RUN, "on_end": HISTORY, "on_epoch": EPOCH}.get(hook, STEP)
     with pytest.raises(UsageError, match=f"the observer Broken raised KeyError in {hook}") as raised:
-        call(argument)
+        Callbacks([broken]).notify(getattr(Observer, hook), argument)
     assert isinstance(raised.value.__cause__, KeyError)
     assert f"fix Broken.{hook}" in raised.value.remedy
 
@@ -161,7 +160,7 @@ def test_a_modifier_that_raises_is_named_and_interrupts_pass_through():
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Callbacks([Interrupted()]).step(STEP)
+        Callbacks([Interrupted()]).notify(Observer.on_step, STEP)
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_json_there_and_back_is_equal_to_the_last_bit(tmp_path):
     data = json.loads(path.read_text())
     assert data["final_loss"] == FULL.final_loss
     assert data["state_hash"] == "ab" * 32
-    assert not list(path.parent.glob("*.part"))
+    assert not list(path.parent.glob("*.tmp"))
 
 
 def test_numbers_that_json_lacks_survive(tmp_path):

@@ -39,3 +39,16 @@ def test_one_that_was_broken_off_says_nothing(clock):
     assert phases.longest(names.EVALUATION) == 0.0
     passing(phases, clock, (names.COLLECTIVE, 1.0))
     assert phases.longest(names.EVALUATION) == pytest.approx(0.2)
+
+
+def test_a_view_change_meets_no_fault_and_tells_nothing_about_saving(clock):
+    met: list[tuple[str, int]] = []
+    phases = Phases(lambda phase, step: met.append((phase, step)))
+    phases.enter(names.WAIT)
+    for phase in (names.COLLECTIVE, names.CHECKPOINT, names.COLLECTIVE):
+        phases.enter(phase, in_view_change=True)
+        assert phases.now == (phase, 0.0)
+        clock[0] += 5.0
+    phases.enter(names.DATA)
+    assert met == [(names.WAIT, 0), (names.DATA, 0)]
+    assert phases.longest(names.CHECKPOINT) == 0.0

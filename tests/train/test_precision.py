@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from paceline.core.errors import UsageError
-from paceline.train.config import LossScaling
 from paceline.train.precision import LossScaler, autocast
+from paceline.train.settings.train_config import LossScaling
 
 
 def test_the_scale_follows_the_usual_rule():

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from bench.recovery import workload
 from bench.recovery.step_log import StepLog
-from paceline.train.state import state_hash
+from paceline.train.state.model_state import state_hash
 
 
 def main(folder: Path, steps: int) -> None:

@@ -19,7 +19,7 @@ import torch
 
 from bench.recovery import workload
 from bench.recovery.step_log import StepLog
-from paceline.train.state import state_hash
+from paceline.train.state.model_state import state_hash
 
 
 def train(settings: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ from torchft import Manager, Optimizer, ProcessGroupGloo
 
 from bench.recovery import workload
 from bench.recovery.step_log import FINAL, StepLog
-from paceline.train.state import state_hash
+from paceline.train.state.model_state import state_hash
 
 
 def flat_gradient(model: nn.Module) -> Tensor:

@@ -1,5 +1,4 @@
-"""Combines the work of many: ways of one's own to join gradients, asynchronous SGD; federated averaging and
-its robust forms.
+"""Train without a barrier in every step: asynchronous SGD.
 
-Must not know parallel, engines, nor the training loop.
+A layer above train and elastic: uses both, and the synchronous loop must not know it.
 """

@@ -1,4 +1,4 @@
-"""What differs between two checkpoints: tensors, bit for bit, and the state. Must not know files."""
+"""What differs between two checkpoints: tensors, bit for bit, and the state."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.reading import Checkpoint
+from paceline.checkpoint.loader import Checkpoint
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class StateChange:
 
 
 @dataclass(frozen=True)
-class Difference:
+class CheckpointDiff:
     """From checkpoint `before` to checkpoint `after`."""
 
     before: int
@@ -49,12 +49,12 @@ class Difference:
         return not (self.added or self.removed or self.changed or self.state)
 
 
-def compare(before: Checkpoint, after: Checkpoint) -> Difference:
-    """Every difference. Equal means equal bits: NaN equals itself, and 0.0 is not -0.0."""
+def compare(before: Checkpoint, after: Checkpoint) -> CheckpointDiff:
+    """Return every difference. Equal means equal bits: NaN equals itself, and 0.0 is not -0.0."""
     old, new = before.tensors(), after.tensors()
     both = sorted(old.keys() & new.keys())
     changed = [change for name in both if (change := _change(name, old[name], new[name]))]
-    return Difference(
+    return CheckpointDiff(
         before.version,
         after.version,
         added=tuple(sorted(new.keys() - old.keys())),

@@ -1,11 +1,12 @@
-"""Short digests of tensors by name: whether ranks hold the same bytes, and whether a file's image has them.
+"""Which rank writes which tensor, and short digests of tensors by name: whether ranks hold the same bytes,
+and whether a file's image has them.
 
-Not a proof against an adversary: it tells apart what memory or arithmetic has changed. Must not know ranks,
-nor when anything is compared.
+Not a proof against an adversary: it detects what memory or arithmetic has changed.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -13,12 +14,12 @@ import torch
 import xxhash
 from torch import Tensor
 
-from paceline.checkpoint.sharing import share_of
-from paceline.checkpoint.tensor_file import Layout
+from paceline.checkpoint.tensor_file import TensorFileLayout
+from paceline.core.errors import UsageError
 
 
 def digest_of(tensors: Mapping[str, Tensor], names: Iterable[str] | None = None) -> str:
-    """Of each tensor, in the order of the names: name, dtype, shape and the bytes in row-major order."""
+    """Hash name, dtype, shape and row-major bytes of each tensor, in the order of the names."""
     digest = xxhash.xxh3_128()
     for name in sorted(tensors if names is None else names):
         tensor = tensors[name].detach()
@@ -30,8 +31,8 @@ def digest_of(tensors: Mapping[str, Tensor], names: Iterable[str] | None = None)
 
 
 def _dense_parts(tensor: Tensor) -> list[Tensor]:
-    """What holds the numbers. A sparse tensor of a state is dense parts here already (train/sparse_state.py);
-    ranks also compare what a run has before a file refuses it (a sparse buffer)."""
+    """Return what holds the numbers. A sparse tensor of a state is dense parts here already
+    (`sparse_parts`); ranks also compare what a run has before a file refuses it (a sparse buffer)."""
     if tensor.layout is torch.strided:
         return [tensor]
     if tensor.is_sparse:
@@ -41,17 +42,17 @@ def _dense_parts(tensor: Tensor) -> list[Tensor]:
 
 
 def share_digests(tensors: Mapping[str, Tensor], writers: int) -> list[str]:
-    """The digest of what each of `writers` ranks writes of these tensors: every rank computes all of them."""
+    """Return the digest of what each of `writers` ranks writes; every rank computes all of them."""
     return [digest_of(tensors, share_of(tensors, writer, writers)) for writer in range(writers)]
 
 
 def combined(digests: Iterable[str]) -> str:
-    """One digest of several, in their order."""
+    """Return one digest of several, in their order."""
     return str(xxhash.xxh3_128("-".join(digests).encode()).hexdigest())
 
 
-def image_digest(layout: Layout, image: memoryview, leave_out: Iterable[str] = ()) -> str:
-    """What `digest_of` says of the tensors that lie in this image of a file."""
+def image_digest(layout: TensorFileLayout, image: memoryview, leave_out: Iterable[str] = ()) -> str:
+    """Return the `digest_of` the tensors that lie in this image of a file."""
     digest, others = xxhash.xxh3_128(), set(leave_out)
     for entry in sorted(layout.entries, key=lambda one: one.name):
         if entry.name in others:
@@ -64,3 +65,30 @@ def image_digest(layout: Layout, image: memoryview, leave_out: Iterable[str] = (
 
 def _add_header(digest: Any, name: str, dtype: str, shape: tuple[int, ...]) -> None:
     digest.update(f"{name}\0{dtype}\0{','.join(map(str, shape))}\0".encode())
+
+
+def share_of(tensors: Mapping[str, Tensor], rank: int, world: int) -> list[str]:
+    """Return the names that `rank` of `world` writes: whole tensors, balanced by bytes, largest first.
+
+    Every rank computes the same division, from names and sizes alone, whatever the order of the mapping.
+    """
+    if not 0 <= rank < world:
+        raise UsageError(f"rank {rank} of {world}", remedy="give 0 <= rank < world")
+    found = [(name, require_tensor(name, tensor)) for name, tensor in tensors.items()]
+    sizes = sorted((-tensor.numel() * tensor.element_size(), name) for name, tensor in found)
+    loads = [(0, index) for index in range(world)]
+    mine: list[str] = []
+    for negative, name in sizes:
+        load, index = heapq.heappop(loads)
+        heapq.heappush(loads, (load - negative, index))
+        if index == rank:
+            mine.append(name)
+    return sorted(mine)
+
+
+def require_tensor(name: str, value: object) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise UsageError(
+            f"{name!r} is a {type(value).__name__}, not a tensor", remedy="put plain values into the state"
+        )
+    return value

@@ -1,4 +1,4 @@
-"""A checkpoint's tensors as one plain file for other programs. Must not know stores, nor read such files."""
+"""A checkpoint's tensors as one plain file for other programs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.images import ImageBuffer
-from paceline.checkpoint.local import LocalStorage
 from paceline.checkpoint.manifest import MODEL
+from paceline.checkpoint.staging_buffer import ImageBuffer
 from paceline.core.errors import UsageError
+from paceline.core.storage.local_storage import LocalStorage
 
 Format = Literal["safetensors", "torch"]
 
@@ -52,7 +52,11 @@ def export(
         )
     storage = LocalStorage(str(target.parent))
     storage.make_folder("")
-    storage.put(target.name, _safetensors(chosen) if format == "safetensors" else _torch(chosen))
+    if format == "safetensors":
+        buffer = ImageBuffer()
+        storage.put(target.name, buffer.image(buffer.fill(chosen, sorted(chosen))))
+    else:
+        storage.put(target.name, _torch(chosen))
     return target
 
 
@@ -68,11 +72,6 @@ def _as_state_dict(
     found |= {alias: found[name] for alias, name in names.get("aliases", {}).items() if name in found}
     left_out = set(names.get("not_saved", ()))
     return {name: tensor for name, tensor in found.items() if name not in left_out}
-
-
-def _safetensors(tensors: Mapping[str, Tensor]) -> memoryview:
-    buffer = ImageBuffer()
-    return buffer.image(buffer.fill(tensors, sorted(tensors)))
 
 
 def _torch(tensors: Mapping[str, Tensor]) -> memoryview:

@@ -1,6 +1,6 @@
-"""What a checkpoint says about itself: which files, how long, which checksum; and which moment of the run.
+"""The manifest of a checkpoint: its files with length and checksum, and the moment of the run.
 
-Plain values that survive any wire. Must not know how files are read or written, nor torch.
+Plain values that survive any wire.
 """
 
 from __future__ import annotations
@@ -10,9 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from paceline.checkpoint.documents import BrokenDocument, UnknownFormat, finite, seal, unseal
+from paceline.checkpoint.checksummed_json import (
+    BrokenDocument,
+    UnknownFormat,
+    decode_document,
+    encode_document,
+)
 from paceline.core.errors import PlatformError, UsageError
-from paceline.core.foreign import shown
+from paceline.core.events import finite
+from paceline.core.untrusted import printable
 
 FORMAT: Final = "paceline-checkpoint-1"
 MANIFEST: Final = "manifest.json"
@@ -64,7 +70,7 @@ class FileRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Info:
+class CheckpointInfo:
     """Which moment of which run a checkpoint is; `parent` is the version the run loaded or saved before.
 
     `run` is the run's own mark, the same in all its versions: only those does its retention delete.
@@ -81,12 +87,12 @@ class Info:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class CheckpointManifest:
     """A committed checkpoint, without its tensors. `created` is in seconds since 1970."""
 
     version: int
     created: float
-    info: Info
+    info: CheckpointInfo
     files: tuple[FileRecord, ...]
 
     @property
@@ -104,45 +110,33 @@ class Manifest:
         return False if False in known else None if None in known else True
 
     def to_bytes(self) -> bytes:
-        info = self.info
+        metrics = {name: finite(float(value)) for name, value in sorted(self.info.metrics.items())}
         body = {
             "format": FORMAT,
             "version": self.version,
             "created": self.created,
-            "step": info.step,
-            "epoch": info.epoch,
-            "samples": info.samples,
-            "workers": info.workers,
-            "parent": info.parent,
-            "metrics": {name: finite(float(value)) for name, value in sorted(info.metrics.items())},
-            "note": info.note,
-            "run": info.run,
+            **vars(self.info),
+            "metrics": metrics,
             "files": [file.to_plain() for file in self.files],
         }
-        return seal(body)
+        return encode_document(body)
 
     @classmethod
-    def from_bytes(cls, raw: bytes) -> Manifest:
-        """The manifest in a file; BrokenDocument says what is wrong with it, UnknownFormat that it may be
-        well and was not written for this Paceline."""
-        body = unseal(raw)
+    def from_bytes(cls, raw: bytes) -> CheckpointManifest:
+        """Return the manifest in a file; BrokenDocument has the reason where it is damaged, UnknownFormat
+        where it may be well and was not written for this Paceline."""
+        body = decode_document(raw)
         if body.get("format") != FORMAT:
             # The body matched its checksum: another Paceline wrote it so.
             raise UnknownFormat(f"has the format {body.get('format')!r}, and only {FORMAT!r} is known here")
         try:
-            info = Info(
-                step=body["step"],
-                epoch=body["epoch"],
-                samples=body["samples"],
-                workers=body["workers"],
-                parent=body["parent"],
-                metrics={name: float(value) for name, value in body["metrics"].items()},
-                note=str(body["note"]),
-                run=str(body.get("run", "")),
-            )
+            counts = {name: body[name] for name in ("step", "epoch", "samples", "workers", "parent")}
+            metrics = {name: float(value) for name, value in body["metrics"].items()}
+            note, run = str(body["note"]), str(body.get("run", ""))
+            info = CheckpointInfo(**counts, metrics=metrics, note=note, run=run)
             files = tuple(FileRecord.from_plain(file) for file in body["files"])
             created = float(body["created"])
-            whole = (body["version"], info.step, info.epoch, info.samples, info.workers, info.parent or 0)
+            whole = (body["version"], *{**counts, "parent": info.parent or 0}.values())
             if not 0 <= created < _LAST_TIME or any(type(number) is not int for number in whole):
                 raise ValueError("a number or a time that no checkpoint has")
             return cls(body["version"], created, info, files)
@@ -152,14 +146,13 @@ class Manifest:
 
 Kind = Literal["damaged", "unreadable", "unknown format"]
 """damaged: the bytes are not those that were written, so an older version is the best there is. unreadable:
-permissions, the disk or the server refuse; unknown format: another Paceline wrote it. These two say nothing
+permissions, the disk or the server refuse; unknown format: another Paceline wrote it. These two prove nothing
 about the bytes: the version may be well, and to go on from an older one would throw it away."""
 
 
 @dataclass(frozen=True)
-class Damage:
-    """A file that is not as it was written, or that cannot be read here. `file` is relative to the
-    checkpoints' folder."""
+class CheckpointDamage:
+    """A file (relative to the checkpoints' folder) that was changed since, or that cannot be read here."""
 
     version: int | None
     file: str
@@ -168,15 +161,11 @@ class Damage:
 
     def __str__(self) -> str:
         # For logs and errors, which reach terminals: the names of files may come from elsewhere.
-        return shown(f"{self.file} {self.problem}")
+        return printable(f"{self.file} {self.problem}")
 
 
-class DamagedCheckpointError(PlatformError):
-    """A checkpoint that was asked for by name does not verify; `damage` names each file and what is wrong."""
-
-    usual_remedy = "load an older version (`paceline checkpoint ls` shows them), or let resume='auto' find it"
-
-    def __init__(self, message: str, *, damage: tuple[Damage, ...] = (), remedy: str = "") -> None:
+class _CheckpointError(PlatformError):
+    def __init__(self, message: str, *, damage: tuple[CheckpointDamage, ...] = (), remedy: str = "") -> None:
         super().__init__(message, remedy=remedy)
         self.damage = damage
 
@@ -184,8 +173,14 @@ class DamagedCheckpointError(PlatformError):
         return "\n".join([self.message, *(f"  {damage}" for damage in self.damage)])
 
 
-class UnreadableCheckpointError(PlatformError):
-    """Checkpoints are there and cannot be read here, or are of a format that is not known here: nothing says
+class DamagedCheckpointError(_CheckpointError):
+    """A checkpoint that was asked for by name does not verify; `damage` names each file and what is wrong."""
+
+    usual_remedy = "load an older version (`paceline checkpoint ls` shows them), or let resume='auto' find it"
+
+
+class UnreadableCheckpointError(_CheckpointError):
+    """Checkpoints are there and cannot be read here, or are of a format that is not known here: nothing shows
     that they are damaged. `damage` names each file and why."""
 
     usual_remedy = (
@@ -193,24 +188,15 @@ class UnreadableCheckpointError(PlatformError):
         "wrote them"
     )
 
-    def __init__(self, message: str, *, damage: tuple[Damage, ...] = (), remedy: str = "") -> None:
-        super().__init__(message, remedy=remedy)
-        self.damage = damage
-
-    def _body(self) -> str:
-        return "\n".join([self.message, *(f"  {damage}" for damage in self.damage)])
-
 
 def folder_name(version: int) -> str:
     return f"v{version:08d}"
 
 
 def version_of(folder: str) -> int | None:
-    """The version a folder's name stands for; None when it is not a checkpoint's folder."""
+    """Return the version a folder's name stands for; None when it is not a checkpoint's folder."""
     match = _FOLDER.fullmatch(folder)
-    if match is None or folder != folder_name(int(match[1])):
-        return None
-    return int(match[1])
+    return int(match[1]) if match is not None and folder == folder_name(int(match[1])) else None
 
 
 def part_name(part: int, parts: int) -> str:
@@ -238,7 +224,7 @@ def check_complete(version: int, files: tuple[FileRecord, ...]) -> None:
                 )
 
 
-def check_info(info: Info) -> None:
+def check_info(info: CheckpointInfo) -> None:
     """Refuse what could not be read back."""
     for name, number in (("step", info.step), ("epoch", info.epoch), ("samples", info.samples)):
         if type(number) is not int or number < 0:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from paceline.checkpoint.manifest import Manifest
+from paceline.checkpoint.manifest import CheckpointManifest
 from paceline.core.errors import ConfigError
 
 
@@ -40,10 +40,9 @@ class Retention:
 
 
 def kept(
-    manifests: Sequence[Manifest], retention: Retention, protected: Collection[int] = ()
+    manifests: Sequence[CheckpointManifest], retention: Retention, protected: Collection[int] = ()
 ) -> frozenset[int]:
-    """The versions that stay; `protected` ones (tagged, or the latest) always do, and the newest one whose
-    weights are finite."""
+    """Return the versions that stay: also `protected` ones, and the newest whose weights are finite."""
     versions = sorted(manifest.version for manifest in manifests)
     if retention.keep_last is None:
         return frozenset(versions)
@@ -52,20 +51,16 @@ def kept(
     stay |= set(sorted(manifest.version for manifest in manifests if manifest.finite is not False)[-1:])
     stay |= {manifest.version for manifest in ranked(manifests, retention)[: retention.keep_best]}
     if retention.keep_every is not None:
-        seen: set[int] = set()
-        for version in versions:
-            group = (version - 1) // retention.keep_every
-            if group not in seen:
-                seen.add(group)
-                stay.add(version)
+        firsts = {(version - 1) // retention.keep_every: version for version in reversed(versions)}
+        stay.update(firsts.values())
     return frozenset(stay)
 
 
-def ranked(manifests: Sequence[Manifest], retention: Retention) -> list[Manifest]:
-    """Those that have the metric, best first."""
+def ranked(manifests: Sequence[CheckpointManifest], retention: Retention) -> list[CheckpointManifest]:
+    """Return those that have the metric, best first."""
     sign = 1.0 if retention.mode == "min" else -1.0
 
-    def value(manifest: Manifest) -> float:
+    def value(manifest: CheckpointManifest) -> float:
         return manifest.info.metrics.get(retention.metric, math.nan)
 
     measured = [manifest for manifest in manifests if not math.isnan(value(manifest))]

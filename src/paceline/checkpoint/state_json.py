@@ -5,8 +5,7 @@ that begins with "$":
 
     {"$tuple": [...]}  {"$bytes": "base64"}  {"$float": "nan"}  {"$dict": [[key, value], ...]}
 
-Anything else (a tensor, an object of some class) is refused with its place, never pickled. Must not know what
-the state means.
+Anything else (a tensor, an object of some class) is refused with its place, never pickled.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ _DEEPEST = 200
 
 
 def encode(state: dict[str, Any]) -> bytes:
-    """The state's bytes; UsageError names the first value that cannot be kept."""
+    """Return the state's bytes; UsageError names the first value that cannot be kept."""
     if type(state) is not dict:
         raise UsageError(f"a state is a dict, not a {type(state).__name__}", remedy="wrap it in a dict")
     return json.dumps(_plain(state, "state", 0), allow_nan=False, separators=(",", ":")).encode() + b"\n"
 
 
 def decode(raw: bytes) -> dict[str, Any]:
-    """The state that `encode` was given; ValueError when the bytes are something else."""
+    """Return the state that `encode` was given; ValueError when the bytes are something else."""
     try:
         state = _restored(json.loads(raw))
     except (ValueError, TypeError, RecursionError) as error:

@@ -6,7 +6,7 @@
     tags.json                                            name -> version
 
 Deleting goes the other way round, manifest first, so that at no moment a manifest names a file that is not
-there. Must not know what the tensors mean, nor when a checkpoint is due.
+there.
 """
 
 from __future__ import annotations
@@ -15,22 +15,27 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final, Literal, final
 
-from paceline.checkpoint import state_json
-from paceline.checkpoint.documents import BrokenDocument, checksum, seal, unseal
+from paceline.checkpoint.checksummed_json import checksum, decode_document, encode_document
+from paceline.checkpoint.loader import (
+    Checkpoint,
+    examine,
+    has_manifest,
+    newest_good,
+    read_document,
+    read_manifest,
+)
 from paceline.checkpoint.manifest import (
     MANIFEST,
-    MODEL,
     OWNER,
     STATE,
-    Damage,
+    CheckpointDamage,
+    CheckpointInfo,
+    CheckpointManifest,
     DamagedCheckpointError,
     FileRecord,
-    Info,
-    Manifest,
     UnreadableCheckpointError,
     check_complete,
     check_info,
@@ -38,19 +43,16 @@ from paceline.checkpoint.manifest import (
     part_name,
     version_of,
 )
-from paceline.checkpoint.newest import newest_good
-from paceline.checkpoint.reading import Checkpoint, examine, kind_of, read_manifest
 from paceline.checkpoint.retention import Retention, kept, ranked
-from paceline.checkpoint.storage import Storage, open_storage
 from paceline.core.clock import Clock, WallClock
 from paceline.core.errors import PlatformError, UsageError
+from paceline.core.storage.open_storage import open_storage
+from paceline.core.storage.storage import Storage
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from torch import Tensor
-
-    from paceline.checkpoint.compare import Difference
+    from paceline.checkpoint.compare import CheckpointDiff
     from paceline.checkpoint.export import Format
 
 _log = logging.getLogger(__name__)
@@ -61,7 +63,7 @@ TAGS: Final = "tags.json"
 _TAG: Final = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,63}")
 _RESERVED: Final = re.compile(r"latest|best|v\d+")
 
-OnDamage = Callable[[Damage], None]
+OnDamage = Callable[[CheckpointDamage], None]
 
 
 @final
@@ -72,7 +74,7 @@ class CheckpointStore:
         self.storage = where if isinstance(where, Storage) else open_storage(where)
         self._clock = clock or WallClock()
         self._highest: int | None = None
-        self._token = secrets.token_hex(8)  # tells this writer from others that save to the same place
+        self._token = secrets.token_hex(8)  # of this writer, among those that save to one place
 
     @property
     def url(self) -> str:
@@ -81,7 +83,7 @@ class CheckpointStore:
     # -- saving
 
     def next_version(self, run: str = "") -> int:
-        """A version that was never used here, reserved: higher than any, also than those deleted since."""
+        """Reserve a version that was never used here: higher than any, also than those deleted since."""
         if self._highest is None:
             # Looked up once: the caller waits for this, and a store far away takes its time to list.
             newest = self._latest()
@@ -98,12 +100,13 @@ class CheckpointStore:
         folder = folder_name(version)
         if self.storage.exclusive:
             return self.storage.make_folder(folder)
-        # Where making a folder tells nothing: whoever is in it already has it, and of two that come at the
-        # same moment the one whose name stays loses nothing, and the other is refused when it commits.
+        # Where making a folder is not exclusive (object stores): a version with files in it is taken. Of two
+        # runs that take one at the same moment, the owner file of the later one stays, and the other run is
+        # refused when it commits.
         if self.storage.names(folder):
             return False
         self.storage.make_folder(folder)
-        self.storage.put(f"{folder}/{OWNER}", seal({"run": run, "writer": self._token}))
+        self.storage.put(f"{folder}/{OWNER}", encode_document({"run": run, "writer": self._token}))
         return True
 
     def _check_owner(self, version: int) -> None:
@@ -115,16 +118,6 @@ class CheckpointStore:
                 remedy="give every run a place of its own for its checkpoints (checkpoint.url)",
             )
 
-    def write_part(self, version: int, part: int, parts: int, tensors: Mapping[str, Tensor]) -> FileRecord:
-        """Write tensors as one of `parts` files; they are durable when this returns."""
-        from paceline.checkpoint.images import ImageBuffer
-
-        buffer = ImageBuffer()
-        layout = buffer.fill(tensors, sorted(tensors))
-        buffer.wait()
-        record = self.write_image(version, part, parts, buffer.image(layout), len(layout.entries))
-        return replace(record, finite=buffer.finite(layout, MODEL))
-
     def write_image(self, version: int, part: int, parts: int, image: memoryview, tensors: int) -> FileRecord:
         """Write a part whose file is already laid out in memory."""
         if not 0 <= part < parts:
@@ -133,16 +126,12 @@ class CheckpointStore:
         self.storage.write(f"{folder_name(version)}/{record.name}", image)
         return record
 
-    def write_state(self, version: int, state: dict[str, Any]) -> FileRecord:
-        """Write all that is not a tensor, as JSON."""
-        return self.write_state_bytes(version, state_json.encode(state))
-
     def write_state_bytes(self, version: int, data: bytes) -> FileRecord:
         record = FileRecord(STATE, len(data), checksum(data))
         self.storage.write(f"{folder_name(version)}/{STATE}", memoryview(data))
         return record
 
-    def commit(self, version: int, files: Iterable[FileRecord], info: Info) -> Manifest:
+    def commit(self, version: int, files: Iterable[FileRecord], info: CheckpointInfo) -> CheckpointManifest:
         """Make a version whose files are all written the newest checkpoint; before this it does not exist."""
         records = tuple(sorted(files, key=lambda file: file.name))
         check_complete(version, records)
@@ -161,16 +150,16 @@ class CheckpointStore:
                     f"checkpoint {version} cannot be committed: {record.name} {found} in {self.url}",
                     remedy="give a checkpoint folder that every host of the job shares",
                 )
-        manifest = Manifest(version, self._clock.now(), info, records)
+        manifest = CheckpointManifest(version, self._clock.now(), info, records)
         data = manifest.to_bytes()
         self.storage.put(f"{folder}/{MANIFEST}", data)
         newest = self._latest()
         if newest is None or newest[0] < version:
-            self.storage.put(LATEST, seal({"version": version, "manifest": checksum(data)}))
+            self.storage.put(LATEST, encode_document({"version": version, "manifest": checksum(data)}))
         return manifest
 
     def discard(self, version: int) -> None:
-        """Delete all of a version: one that failed to be saved, or one that nobody needs."""
+        """Delete all of a version: one that failed to be saved, or one that is not needed."""
         folder = folder_name(version)
         self.storage.remove(f"{folder}/{MANIFEST}", durable=True)
         for name in self.storage.names(folder):
@@ -179,8 +168,8 @@ class CheckpointStore:
 
     # -- finding
 
-    def manifests(self, on_damage: OnDamage | None = None) -> list[Manifest]:
-        """Every committed checkpoint whose manifest is whole, oldest first; files are not looked at."""
+    def manifests(self, on_damage: OnDamage | None = None) -> list[CheckpointManifest]:
+        """Return every committed checkpoint whose manifest is whole, oldest first; reads no other file."""
         found = []
         for version in self._versions():
             manifest, damage = read_manifest(self.storage, version)
@@ -190,11 +179,11 @@ class CheckpointStore:
         return found
 
     def versions(self) -> list[int]:
-        """Every committed version, oldest first, also those whose manifest cannot be read."""
+        """Return every committed version, oldest first, also those whose manifest cannot be read."""
         return self._committed(self._versions())
 
     def find(self, which: int | str, *, metric: str = "loss", mode: Literal["min", "max"] = "min") -> int:
-        """The version that a number, a tag, "latest" or "best" stands for."""
+        """Return the version that a number, a tag, "latest" or "best" stands for."""
         if isinstance(which, int):
             return which
         if which == "latest":
@@ -222,7 +211,7 @@ class CheckpointStore:
     def open(
         self, which: int | str = "latest", *, metric: str = "loss", mode: Literal["min", "max"] = "min"
     ) -> Checkpoint:
-        """A checkpoint, all of it verified and in memory; DamagedCheckpointError says what is wrong."""
+        """Return a checkpoint, all of it verified and in memory; DamagedCheckpointError has the reason."""
         version = self.find(which, metric=metric, mode=mode)
         examined = examine(self.storage, version, keep=True)
         # What a name stands for may be deleted at this moment; then the name stands for another one.
@@ -249,7 +238,8 @@ class CheckpointStore:
     def newest_good(
         self, on_damage: OnDamage | None = None, *, at_most_step: int | None = None
     ) -> Checkpoint | None:
-        """The newest checkpoint that verifies; each damaged one on the way is told, by default to the log.
+        """Return the newest checkpoint that verifies; each damaged one on the way is reported, by default to
+        the log.
 
         None where there is no checkpoint (of at most that step). Where there are some and none is whole, or
         where one cannot be read that may be newer and whole, that is an error with the list.
@@ -258,13 +248,13 @@ class CheckpointStore:
             self.storage, self.versions, lambda damage: self._tell(damage, on_damage), at_most_step
         )
 
-    def verify(self, which: int | str | None = None) -> list[Damage]:
-        """What is wrong with a checkpoint, or with all of them and the files beside them."""
+    def verify(self, which: int | str | None = None) -> list[CheckpointDamage]:
+        """Return what is wrong with a checkpoint, or with all of them and the files beside them."""
         if which is not None:
             version = self.find(which)
             examined = examine(self.storage, version, keep=False)
             if examined.gone:
-                return [Damage(version, f"{folder_name(version)}/{MANIFEST}", "is missing")]
+                return [CheckpointDamage(version, f"{folder_name(version)}/{MANIFEST}", "is missing")]
             return list(examined.damage)
         found = [damage for name in (LATEST, TAGS) for damage in self._document(name)[1]]
         for version in self._versions():
@@ -274,8 +264,8 @@ class CheckpointStore:
             found += self._check_latest(*newest)
         return found
 
-    def diff(self, before: int | str, after: int | str) -> Difference:
-        """What changed from one checkpoint to another."""
+    def diff(self, before: int | str, after: int | str) -> CheckpointDiff:
+        """Return what changed from one checkpoint to another."""
         from paceline.checkpoint.compare import compare
 
         return compare(self.open(before), self.open(after))
@@ -305,7 +295,7 @@ class CheckpointStore:
     # -- tags and deleting
 
     def tags(self) -> dict[str, int]:
-        """Every tag and its version; empty, with a line in the log, when the file is damaged."""
+        """Return every tag and its version; empty, with a line in the log, when the file is damaged."""
         body, damage = self._document(TAGS)
         self._tell(damage, None)
         return dict((body or {}).get("tags", {}))
@@ -344,7 +334,7 @@ class CheckpointStore:
         with self.storage.lock():
             body, damage = self._document(TAGS)
             if damage:
-                # Nobody knows which ones are tagged: nothing is deleted.
+                # It is not known which ones are tagged: nothing is deleted.
                 self._tell(damage, None)
                 return []
             manifests = [manifest for manifest in self.manifests() if run is None or manifest.info.run == run]
@@ -363,7 +353,7 @@ class CheckpointStore:
         return removed
 
     def _may_clear(self, version: int, run: str | None) -> bool:
-        """Whether an unfinished version is one's own, or nobody's who still writes."""
+        """Return whether an unfinished version is this writer's, or of a run that does not write."""
         if run is None or self.storage.exclusive:
             return True
         owner = self._document(f"{folder_name(version)}/{OWNER}")[0]
@@ -376,15 +366,8 @@ class CheckpointStore:
         return sorted(v for v in map(version_of, self.storage.names("")) if v is not None)
 
     def _committed(self, versions: Iterable[int]) -> list[int]:
-        """Those that have a manifest. Oldest first: one is deleted only after a newer one was committed."""
-        return [version for version in sorted(versions) if self._has_manifest(version)]
-
-    def _has_manifest(self, version: int) -> bool:
-        try:
-            return self.storage.size(f"{folder_name(version)}/{MANIFEST}") is not None
-        except OSError:
-            # It may be there: reading it will tell, and nothing is deleted on a guess.
-            return True
+        """Return those that have a manifest, oldest first: one is deleted only after a newer one's commit."""
+        return [version for version in sorted(versions) if has_manifest(self.storage, version)]
 
     def _require(self, version: int) -> None:
         if not self._committed([version]):
@@ -394,14 +377,11 @@ class CheckpointStore:
 
     def _newest(self) -> int:
         newest = self._latest()
-        if newest is not None and self._has_manifest(newest[0]):
+        if newest is not None and has_manifest(self.storage, newest[0]):
             return newest[0]
-        manifests = self.manifests()
-        if manifests:
-            return manifests[-1].version
-        present = self.versions()
+        present = [manifest.version for manifest in self.manifests()] or self.versions()
         if present:
-            return present[-1]  # opening it says what is wrong with it
+            return present[-1]  # opening one that cannot be read fails with the reason
         raise UsageError(f"there is no checkpoint in {self.url}", remedy="check the path or the URL")
 
     def _latest(self) -> tuple[int, str] | None:
@@ -409,38 +389,32 @@ class CheckpointStore:
         self._tell(damage, None)
         return None if body is None else (int(body["version"]), str(body["manifest"]))
 
-    def _check_latest(self, version: int, digest: str) -> list[Damage]:
+    def _check_latest(self, version: int, digest: str) -> list[CheckpointDamage]:
         path = f"{folder_name(version)}/{MANIFEST}"
-        if not self._has_manifest(version):
-            return [Damage(version, LATEST, f"points to version {version}, which is not there")]
+        if not has_manifest(self.storage, version):
+            return [CheckpointDamage(version, LATEST, f"points to version {version}, which is not there")]
         if checksum(self.storage.read(path)) != digest:
-            return [Damage(version, LATEST, f"was written for another {path} than the one that is there")]
+            problem = f"was written for another {path} than the one that is there"
+            return [CheckpointDamage(version, LATEST, problem)]
         return []
 
-    def _document(self, name: str) -> tuple[dict[str, Any] | None, list[Damage]]:
-        try:
-            return unseal(self.storage.read(name)), []
-        except FileNotFoundError:
-            return None, []
-        except BrokenDocument as error:
-            return None, [Damage(None, name, str(error))]
-        except OSError as error:
-            return None, [Damage(None, name, f"cannot be read: {error.strerror or error}", kind_of(error))]
+    def _document(self, name: str) -> tuple[dict[str, Any] | None, tuple[CheckpointDamage, ...]]:
+        return read_document(self.storage, name, decode_document)
 
     def _tags_or_fail(self) -> dict[str, int]:
         body, damage = self._document(TAGS)
         if damage:
             raise DamagedCheckpointError(
                 f"the tags of {self.url} cannot be changed:",
-                damage=tuple(damage),
+                damage=damage,
                 remedy=f"delete {TAGS} and tag again what must stay",
             )
         return dict((body or {}).get("tags", {}))
 
     def _write_tags(self, tags: dict[str, int]) -> None:
-        self.storage.put(TAGS, seal({"tags": dict(sorted(tags.items()))}))
+        self.storage.put(TAGS, encode_document({"tags": dict(sorted(tags.items()))}))
 
-    def _tell(self, damage: Iterable[Damage], on_damage: OnDamage | None) -> None:
+    def _tell(self, damage: Iterable[CheckpointDamage], on_damage: OnDamage | None) -> None:
         for item in damage:
             if on_damage is None:
                 _log.warning("checkpoints in %s: %s", self.url, item)

@@ -1,20 +1,20 @@
 """The safetensors format: eight bytes of length, a JSON header, then every tensor's memory, without holes.
 
 `plan` lays tensors out in one image of the file, `parse` reads a header back and believes nothing in it. Wide
-types come first, so that every tensor is aligned in the image. Must not know torch (a dtype is a name), nor
-where files are.
+types come first, so that every tensor is aligned in the image.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import mmap
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from paceline.core.errors import UsageError
+from paceline.core.errors import ResourceError, UsageError
 
 _LENGTH: Final = struct.Struct("<Q")
 _ALIGNMENT: Final = 64
@@ -44,7 +44,7 @@ _BY_CODE: Final = {code: (name, width) for name, (code, width) in CODES.items()}
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One tensor: its bytes are image[start:stop]."""
 
     name: str
@@ -55,16 +55,16 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Layout:
+class TensorFileLayout:
     """An image of a file: the header's bytes, then the entries."""
 
     header: bytes
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorEntry, ...]
     nbytes: int
 
 
-def plan(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> Layout:
-    """Where each (name, dtype, shape) goes."""
+def plan(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> TensorFileLayout:
+    """Return where each (name, dtype, shape) goes."""
     wanted = sorted(
         ((name, dtype, shape, _width(name, dtype)) for name, dtype, shape in tensors),
         key=lambda item: (-item[3], item[0]),
@@ -83,12 +83,12 @@ def plan(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> Layout:
     entries = []
     for name, dtype, shape, _ in wanted:
         start, stop = fields[name]["data_offsets"]
-        entries.append(Entry(name, dtype, shape, len(header) + start, len(header) + stop))
-    return Layout(header, tuple(entries), len(header) + position)
+        entries.append(TensorEntry(name, dtype, shape, len(header) + start, len(header) + stop))
+    return TensorFileLayout(header, tuple(entries), len(header) + position)
 
 
-def parse(image: memoryview) -> list[Entry]:
-    """The entries of a file's image; ValueError says what is wrong with its header."""
+def parse(image: memoryview) -> list[TensorEntry]:
+    """Return the entries of a file's image; ValueError where its header is wrong."""
     if len(image) < _LENGTH.size:
         raise ValueError(f"has {len(image)} bytes, too few for a header")
     (length,) = _LENGTH.unpack(image[: _LENGTH.size])
@@ -123,7 +123,7 @@ def _width(name: str, dtype: str) -> int:
         ) from None
 
 
-def _entry(name: str, field: Any, base: int) -> Entry:
+def _entry(name: str, field: Any, base: int) -> TensorEntry:
     try:
         dtype, width = _BY_CODE[field["dtype"]]
         shape = tuple(field["shape"])
@@ -134,4 +134,25 @@ def _entry(name: str, field: Any, base: int) -> Entry:
         good = False
     if not good:
         raise ValueError(f"describes tensor {name!r} in a way that cannot be")
-    return Entry(name, dtype, shape, base + start, base + stop)
+    return TensorEntry(name, dtype, shape, base + start, base + stop)
+
+
+# Huge pages; and a state that grows a little does not need new memory each time.
+IMAGE_STEP: Final = 2 << 20
+
+
+def image_memory(nbytes: int) -> mmap.mmap:
+    """Return at least `nbytes` of anonymous memory for an image, in huge pages where the system gives them.
+    It begins on a page, so that the disk can read the image by itself (O_DIRECT)."""
+    unit = IMAGE_STEP if nbytes >= IMAGE_STEP else mmap.PAGESIZE
+    size = max(unit, -(-nbytes // unit) * unit)
+    try:
+        region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, ValueError) as error:
+        raise ResourceError(
+            f"{size / 2**20:.0f} MiB of memory for a copy of the state cannot be had: {error}",
+            remedy="give the job more memory: a rank keeps one copy of the share it saves",
+        ) from error
+    if unit == IMAGE_STEP:
+        region.madvise(mmap.MADV_HUGEPAGE)
+    return region

@@ -7,7 +7,7 @@
 At most one of these is under way in a writer: a second one while `busy` is refused, so the caller decides
 whether to wait (back-pressure) or to skip a save. Memory: one copy of this rank's share, kept from the first
 save to `close`. The thread has low priority and spends its time in calls that leave Python's lock and the
-processor to others. Must not know when a checkpoint is due, nor how ranks talk.
+processor to others.
 """
 
 from __future__ import annotations
@@ -18,29 +18,27 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any, Final, Self, final
 
 from torch import Tensor
 
 from paceline.checkpoint import state_json
-from paceline.checkpoint.digests import image_digest
-from paceline.checkpoint.images import ImageBuffer
-from paceline.checkpoint.manifest import MODEL, FileRecord, Info, Manifest
+from paceline.checkpoint.digests import image_digest, share_of
+from paceline.checkpoint.manifest import MODEL, CheckpointInfo, CheckpointManifest, FileRecord
 from paceline.checkpoint.retention import Retention
-from paceline.checkpoint.sharing import share_of
+from paceline.checkpoint.staging_buffer import ImageBuffer
 from paceline.checkpoint.store import CheckpointStore
-from paceline.checkpoint.tensor_file import Layout
+from paceline.checkpoint.tensor_file import TensorFileLayout
 from paceline.core.errors import CommTimeoutError, InternalError, PacelineError, UsageError
 
-__all__ = ["BackgroundWriter", "Finished", "share_of"]
+__all__ = ["BackgroundWriter", "WriteResult", "share_of"]
 
 # Of two busy threads on one core, one of this niceness gets a tenth.
 _NICENESS: Final = 10
 
 
 @dataclass(frozen=True)
-class Finished:
+class WriteResult:
     """What the thread did: a save has `records`, a commit has a `manifest`; `error` when it failed.
 
     A commit with both a manifest and an error is committed; only deleting older checkpoints failed.
@@ -51,7 +49,7 @@ class Finished:
 
     version: int
     records: tuple[FileRecord, ...] = ()
-    manifest: Manifest | None = None
+    manifest: CheckpointManifest | None = None
     removed: tuple[int, ...] = ()
     stall: float = 0.0
     seconds: float = 0.0
@@ -65,18 +63,22 @@ class Finished:
 
 @final
 class BackgroundWriter:
-    """One rank's writer into a store. Use it from one thread; close it, or use it with `with`."""
+    """One rank's writer into a store. Use it from one thread; close it, or use it with `with`.
+
+    `rank` is the index among the `world` writers, which decides the share. `label` is the rank by which
+    messages name this writer: in a supervised job the slot, whichever members write.
+    """
 
     def __init__(self, store: CheckpointStore, rank: int = 0, world: int = 1) -> None:
         if not 0 <= rank < world:
             raise UsageError(f"rank {rank} of {world}", remedy="give 0 <= rank < world")
         self.store = store
-        self.rank = rank
+        self.rank = self.label = rank
         self.world = world
         self._buffer = ImageBuffer()
         self._change = threading.Condition()
-        self._job: Callable[[], Finished] | None = None
-        self._done: Finished | None = None
+        self._job: Callable[[], WriteResult] | None = None
+        self._done: WriteResult | None = None
         self._busy = False
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -112,7 +114,7 @@ class BackgroundWriter:
         private = tuple(sorted(own or {}))
         stall = time.perf_counter() - started
 
-        def write() -> Finished:
+        def write() -> WriteResult:
             self._buffer.wait()
             image = self._buffer.image(layout)
             part = self.store.write_image(version, self.rank, self.world, image, len(layout.entries))
@@ -120,25 +122,29 @@ class BackgroundWriter:
             if encoded is not None:
                 records.append(self.store.write_state_bytes(version, encoded))
             digest = image_digest(layout, image, private)
-            return Finished(version, tuple(records), stall=stall, digest=digest)
+            return WriteResult(version, tuple(records), stall=stall, digest=digest)
 
         self._start(version, write)
 
     def commit(
-        self, version: int, records: Iterable[FileRecord], info: Info, retention: Retention | None = None
+        self,
+        version: int,
+        records: Iterable[FileRecord],
+        info: CheckpointInfo,
+        retention: Retention | None = None,
     ) -> None:
         """Commit `version`, whose files all ranks have written, then delete what `retention` lets go."""
         self._require_idle("commit")
         files = tuple(records)
 
-        def write() -> Finished:
+        def write() -> WriteResult:
             manifest = self.store.commit(version, files, info)
             try:
                 removed = [] if retention is None else self.store.prune(retention, run=info.run)
             except PacelineError as error:
-                # The checkpoint is safe: that older ones could not be deleted is told, and does not undo it.
-                return Finished(version, files, manifest, error=error)
-            return Finished(version, files, manifest, tuple(removed))
+                # The checkpoint is safe: that older ones could not be deleted is logged, and undoes nothing.
+                return WriteResult(version, files, manifest, error=error)
+            return WriteResult(version, files, manifest, tuple(removed))
 
         self._start(version, write)
 
@@ -146,25 +152,25 @@ class BackgroundWriter:
         """Delete what was written of a version that will not be committed."""
         self._require_idle("discard")
 
-        def remove() -> Finished:
+        def remove() -> WriteResult:
             self.store.discard(version)
-            return Finished(version)
+            return WriteResult(version)
 
         self._start(version, remove)
 
-    def poll(self) -> Finished | None:
-        """What has finished since the last time; never waits."""
+    def poll(self) -> WriteResult | None:
+        """Return what has finished since the last time; never waits."""
         with self._change:
             return self._take()
 
-    def wait(self, timeout: float | None = None) -> Finished | None:
-        """What is under way, when it has finished; None when nothing is."""
+    def wait(self, timeout: float | None = None) -> WriteResult | None:
+        """Return what is under way, when it has finished; None when nothing is."""
         with self._change:
             if not self._busy:
                 return None
             if not self._change.wait_for(lambda: self._done is not None, timeout):
                 raise CommTimeoutError(
-                    f"rank {self.rank} has been writing a checkpoint to {self.store.url} for {timeout} s",
+                    f"rank {self.label} has been writing a checkpoint to {self.store.url} for {timeout} s",
                     remedy="see whether the storage answers, or give it more time",
                 )
             return self._take()
@@ -189,16 +195,14 @@ class BackgroundWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _copy(self, tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> Layout:
+    def _copy(self, tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> TensorFileLayout:
         both = tensors.keys() & own.keys()
         if both:
             raise UsageError(
-                f"{min(both)!r} is among the tensors of all ranks and among rank {self.rank}'s own",
+                f"{min(both)!r} is among the tensors of all ranks and among rank {self.label}'s own",
                 remedy="give what a rank has for itself a name that has its rank or shard in it",
             )
         shared = share_of(tensors, self.rank, self.world)
@@ -213,24 +217,26 @@ class BackgroundWriter:
                 remedy="look at `busy`, and call `poll` or `wait` before",
             )
 
-    def _take(self) -> Finished | None:
+    def _take(self) -> WriteResult | None:
         done, self._done = self._done, None
         if done is not None:
             self._busy = False
         return done
 
-    def _start(self, version: int, job: Callable[[], Finished]) -> None:
+    def _start(self, version: int, job: Callable[[], WriteResult]) -> None:
         with self._change:
             self._busy = True
             self._job = lambda: _guarded(version, job)
             self._change.notify_all()
             if self._thread is None:
-                name = f"paceline-checkpoint-{self.rank}"
+                name = f"paceline-checkpoint-{self.label}"
                 self._thread = threading.Thread(target=self._work, name=name, daemon=True)
                 self._thread.start()
 
     def _work(self) -> None:
-        _be_polite()
+        # Linux gives each thread its own niceness; where that is not allowed, the writer is less polite.
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         while True:
             with self._change:
                 self._change.wait_for(lambda: self._job is not None or self._closed)
@@ -243,20 +249,14 @@ class BackgroundWriter:
                 self._change.notify_all()
 
 
-def _guarded(version: int, job: Callable[[], Finished]) -> Finished:
+def _guarded(version: int, job: Callable[[], WriteResult]) -> WriteResult:
     started = time.perf_counter()
     try:
         done = job()
     except PacelineError as error:
-        done = Finished(version, error=error)
+        done = WriteResult(version, error=error)
     except Exception as error:
         failure = InternalError(f"checkpoint {version}: the writer failed: {type(error).__name__}: {error}")
         failure.__cause__ = error
-        done = Finished(version, error=failure)
+        done = WriteResult(version, error=failure)
     return replace(done, seconds=time.perf_counter() - started)
-
-
-def _be_polite() -> None:
-    # Linux gives each thread its own niceness; where that is not allowed, the writer is merely less polite.
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

@@ -1,4 +1,4 @@
 """The command line: thin commands over the folders below, one message per error.
 
-Nobody imports it. Must not decide anything itself and must not import torch when it starts.
+Must not decide anything itself and must not import torch when it starts.
 """

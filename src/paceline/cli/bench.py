@@ -1,19 +1,18 @@
-"""`paceline bench`: measure this machine.
-
-Must not import torch until a measurement starts.
-"""
+"""`paceline bench`: measure this machine. Imports torch when a measurement starts."""
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from paceline.cli.output import AsJson, echo_json
 from paceline.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from paceline.comm.cost import Links
-    from paceline.plan.comm_bench import Row
+    from paceline.comm.benchmark import Row
+    from paceline.comm.cost import LinkCosts
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
@@ -39,7 +38,7 @@ def comm(
     ] = None,
     rounds: Annotated[int, typer.Option(help="Interleaved rounds; medians are over all of them.")] = 5,
     save: Annotated[bool, typer.Option(help="Save the measured links for algorithm='auto'.")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Time all-reduce against Gloo, calibrate the cost model, and say which algorithm 'auto' will choose.
 
@@ -54,27 +53,25 @@ def comm(
         raise UsageError(f"--rounds {rounds}", remedy="pass --rounds 1 or more")
     nbytes = [parse_size(text) for text in sizes] if sizes else [4096, 1 << 20, 25 << 20, 100 << 20]
 
+    from paceline.comm import benchmark
     from paceline.comm.algorithms import choose
     from paceline.comm.cost import Situation, save_links
     from paceline.frontends.spawn import spawn
-    from paceline.plan import comm_bench
 
     rows: list[Row] = []
     for count in counts:
-        rows += spawn(comm_bench.compare, nbytes, comm_bench.METHODS, rounds, workers=count, threads=1)[0]
-    links: Links = spawn(comm_bench.calibrate, workers=max(counts), threads=1)[0]
+        rows += spawn(benchmark.compare, nbytes, benchmark.METHODS, rounds, workers=count, threads=1)[0]
+    links: LinkCosts = spawn(benchmark.calibrate, workers=max(counts), threads=1)[0]
     path = save_links(links) if save else None
     choices = [choose(Situation(size, count, has_window=True), links) for count in counts for size in nbytes]
     if as_json:
-        import json
-
         plain = {
             "rows": [row.to_plain() for row in rows],
             "links": links.to_plain(),
             "saved": str(path) if path else None,
             "auto": [choice.reason for choice in choices],
         }
-        typer.echo(json.dumps(plain, indent=2))
+        echo_json(plain)
         return
     _print(rows)
     for choice in choices:
@@ -84,15 +81,14 @@ def comm(
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a text such as 4096, 4KB or 25MB; a multiple of 4, for the numbers are fp32."""
-    upper = text.strip().upper()
-    unit = next((unit for unit in ("KB", "MB", "GB", "B") if upper.endswith(unit)), "")
-    digits = upper.removesuffix(unit).strip()
-    if not digits.isdigit() or int(digits) == 0 or int(digits) * _UNITS.get(unit, 1) % 4:
+    """Return the bytes of a text such as 4096, 4KB or 25MB; a multiple of 4, for the numbers are fp32."""
+    match = re.fullmatch(r"(\d+)\s*([KMG]?B)?", text.strip().upper())
+    nbytes = int(match[1]) * _UNITS[match[2] or "B"] if match else 0
+    if nbytes == 0 or nbytes % 4:
         raise UsageError(
             f"--size {text!r} is not a size", remedy="write bytes (a multiple of 4), or 4KB, 25MB, 1GB"
         )
-    return int(digits) * _UNITS.get(unit, 1)
+    return nbytes
 
 
 def size_text(nbytes: int) -> str:

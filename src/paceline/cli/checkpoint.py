@@ -1,29 +1,31 @@
 """`paceline checkpoint`: list, show, verify, compare, tag and export the checkpoints of a run.
 
-Must not import torch until tensors are looked at: listing and verifying need none.
+Imports torch only where tensors are read: listing and verifying need none.
 """
 
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paceline.cli.output import AsJson, echo, echo_json
 from paceline.core.errors import UsageError
-from paceline.core.foreign import shown
+from paceline.core.untrusted import printable
+from paceline.core.wording import counted
 
 if TYPE_CHECKING:
-    from paceline.checkpoint.compare import Difference
-    from paceline.checkpoint.manifest import Damage, Manifest
+    from paceline.checkpoint.compare import CheckpointDiff
+    from paceline.checkpoint.manifest import CheckpointDamage, CheckpointManifest
     from paceline.checkpoint.store import CheckpointStore
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 Run = Annotated[str, typer.Argument(help="A run's folder, or the folder or URL of its checkpoints.")]
 Which = Annotated[str, typer.Argument(help="A version, a tag, 'latest' or 'best'.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 
 @app.callback()
@@ -42,15 +44,15 @@ def list_all(run: Run, as_json: AsJson = False) -> None:
     Example: paceline checkpoint ls s3://bucket/run/checkpoints --json
     """
     store = open_store(run)
-    damage: list[Damage] = []
+    damage: list[CheckpointDamage] = []
     manifests = store.manifests(damage.append)
     tags = store.tags()
     if as_json:
-        _print_json([_plain(manifest, tags) for manifest in manifests])
+        echo_json([_plain(manifest, tags) for manifest in manifests])
     else:
         _print_list(manifests, tags)
     for item in damage:
-        _echo(f"{item.kind}: {item}", err=True)
+        echo(f"{item.kind}: {item}", err=True)
     if damage and not manifests:
         raise typer.Exit(1)
 
@@ -71,18 +73,18 @@ def show(run: Run, which: Which = "latest", as_json: AsJson = False) -> None:
     if as_json:
         facts["tensors"] = {name: describe(tensor) for name, tensor in tensors.items()}
         facts["state"] = sorted(opened.state)
-        _print_json(facts)
+        echo_json(facts)
         return
     for name, value in facts.items():
         if name != "files":
-            _echo(f"{name}: {_shown(value)}")
-    _echo("files:")
+            echo(f"{name}: {_shown(value)}")
+    echo("files:")
     for file in opened.manifest.files:
-        _echo(f"  {file.name}  {_size(file.nbytes)}  xxh3_128 {file.checksum}")
-    _echo(f"state: {', '.join(sorted(opened.state)) or 'empty'}")
-    _echo(f"tensors: {len(tensors)}")
+        echo(f"  {file.name}  {_size(file.nbytes)}  xxh3_128 {file.checksum}")
+    echo(f"state: {', '.join(sorted(opened.state)) or 'empty'}")
+    echo(f"tensors: {len(tensors)}")
     for name, tensor in tensors.items():
-        _echo(f"  {name}  {describe(tensor)}")
+        echo(f"  {name}  {describe(tensor)}")
 
 
 @app.command()
@@ -97,13 +99,15 @@ def verify(
     store = open_store(run)
     damage = store.verify(which)
     for item in damage:
-        _echo(f"{item.kind}: {item}")
+        echo(f"{item.kind}: {item}")
     if damage:
         raise typer.Exit(1)
     checked = (
-        f"checkpoint {store.find(which)}" if which is not None else f"{len(store.manifests())} checkpoints"
+        f"checkpoint {store.find(which)}"
+        if which is not None
+        else counted(len(store.manifests()), "checkpoint")
     )
-    _echo(f"{checked}: every file is as it was written")
+    echo(f"{checked}: every file is as it was written")
 
 
 @app.command()
@@ -114,9 +118,7 @@ def diff(run: Run, before: Which, after: Which, as_json: AsJson = False) -> None
     """
     difference = open_store(run).diff(before, after)
     if as_json:
-        from dataclasses import asdict
-
-        _print_json(_finite(asdict(difference)))
+        echo_json(asdict(difference))
         return
     _print_difference(difference)
 
@@ -139,11 +141,11 @@ def tag(
                 "--remove takes one name", remedy=f"paceline checkpoint tag {run} {which} --remove"
             )
         store.untag(which)
-        _echo(f"tag {which} removed")
+        echo(f"tag {which} removed")
         return
     if name is None:
         raise UsageError("a tag needs a name", remedy=f"paceline checkpoint tag {run} {which} NAME")
-    _echo(f"checkpoint {store.tag(which, name)} is now {name}")
+    echo(f"checkpoint {store.tag(which, name)} is now {name}")
 
 
 @app.command()
@@ -171,16 +173,11 @@ def export(
         everything=everything,
         overwrite=overwrite,
     )
-    _echo(f"{written} ({_size(written.stat().st_size)}, {chosen})")
-
-
-def _echo(text: object, *, err: bool = False) -> None:
-    """Names, notes and metrics of a checkpoint may come from elsewhere."""
-    typer.echo(shown(text), err=err)
+    echo(f"{written} ({_size(written.stat().st_size)}, {chosen})")
 
 
 def open_store(run: str) -> CheckpointStore:
-    """The store of a run's folder or of a checkpoints URL; UsageError when nothing is there."""
+    """Return the store of a run's folder or of a checkpoints URL; UsageError when nothing is there."""
     from paceline.checkpoint.manifest import version_of
     from paceline.checkpoint.store import CheckpointStore
 
@@ -198,9 +195,7 @@ def open_store(run: str) -> CheckpointStore:
     )
 
 
-def _plain(manifest: Manifest, tags: dict[str, int]) -> dict[str, Any]:
-    from paceline.checkpoint.documents import finite
-
+def _plain(manifest: CheckpointManifest, tags: dict[str, int]) -> dict[str, Any]:
     info = manifest.info
     return {
         "version": manifest.version,
@@ -211,7 +206,7 @@ def _plain(manifest: Manifest, tags: dict[str, int]) -> dict[str, Any]:
         "workers": info.workers,
         "parent": info.parent,
         "tags": sorted(name for name, version in tags.items() if version == manifest.version),
-        "metrics": {name: finite(value) for name, value in info.metrics.items()},
+        "metrics": info.metrics,
         "note": info.note,
         "finite": manifest.finite,
         "bytes": manifest.nbytes,
@@ -219,7 +214,7 @@ def _plain(manifest: Manifest, tags: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def _print_list(manifests: list[Manifest], tags: dict[str, int]) -> None:
+def _print_list(manifests: list[CheckpointManifest], tags: dict[str, int]) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -238,48 +233,30 @@ def _print_list(manifests: list[Manifest], tags: dict[str, int]) -> None:
             str(manifest.info.epoch),
             _size(manifest.nbytes),
             "" if manifest.info.parent is None else str(manifest.info.parent),
-            escape(shown(_shown(facts["metrics"])))
+            escape(printable(_shown(facts["metrics"])))
             + ("" if manifest.finite is not False else " (weights not finite)"),
-            escape(shown(_shown(facts["tags"]))),
+            escape(printable(_shown(facts["tags"]))),
         )
     Console().print(table)
 
 
-def _print_difference(difference: Difference) -> None:
+def _print_difference(difference: CheckpointDiff) -> None:
     for name in difference.added:
-        _echo(f"+ {name}")
+        echo(f"+ {name}")
     for name in difference.removed:
-        _echo(f"- {name}")
+        echo(f"- {name}")
     for change in difference.changed:
         if change.elements is None:
-            _echo(f"~ {change.name}  {change.before} -> {change.after}")
+            echo(f"~ {change.name}  {change.before} -> {change.after}")
         else:
-            _echo(
+            echo(
                 f"~ {change.name}  {change.before}: {change.elements} elements differ, "
                 f"by at most {change.largest:.6g}"
             )
     for item in difference.state:
-        _echo(f"~ {item.place}: {_short(item.before)} -> {_short(item.after)}")
+        echo(f"~ {item.place}: {_short(item.before)} -> {_short(item.after)}")
     end = "no difference" if difference.empty else f"{difference.same} tensors are the same bits"
-    _echo(f"{difference.before} -> {difference.after}: {end}")
-
-
-def _print_json(value: object) -> None:
-    import json
-
-    _echo(json.dumps(value, indent=2, allow_nan=False, default=repr))
-
-
-def _finite(value: Any) -> Any:
-    from paceline.checkpoint.documents import finite
-
-    if isinstance(value, float):
-        return finite(value)
-    if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
+    echo(f"{difference.before} -> {difference.after}: {end}")
 
 
 def _shown(value: object) -> str:

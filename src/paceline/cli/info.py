@@ -1,19 +1,14 @@
-"""`paceline info`: what this machine has that a run depends on.
-
-Must not import torch: its version comes from the package's metadata.
-"""
+"""`paceline info`: versions, cores, memory and limits of this machine. Imports no torch."""
 
 from __future__ import annotations
 
 import os
 import platform
 import resource
-from typing import Annotated
-
-import typer
 
 import paceline
-from paceline.core import machine
+from paceline.cli.output import AsJson, echo_json
+from paceline.core import available_resources
 
 _PACKAGES = (
     "torch",
@@ -29,18 +24,14 @@ _PACKAGES = (
 )
 
 
-def info(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
-) -> None:
+def info(as_json: AsJson = False) -> None:
     """Show versions, cores, memory and limits of this machine.
 
     Example: paceline info --json
     """
     facts = collect()
     if as_json:
-        import json
-
-        typer.echo(json.dumps(facts, indent=2))
+        echo_json(facts)
         return
     from rich.console import Console
     from rich.table import Table
@@ -58,10 +49,10 @@ def info(
 
 
 def collect() -> dict[str, object]:
-    """All that `paceline info` shows, as plain data: sizes in bytes, None for what is absent or unlimited."""
+    """Return what `paceline info` shows: sizes in bytes, None for what is absent or unlimited."""
     import psutil
 
-    from paceline.core import macs  # loads hashes and ciphers, which the help of commands does not need
+    from paceline.core import mac_algorithms
 
     memory = psutil.virtual_memory()
     return {
@@ -69,14 +60,14 @@ def collect() -> dict[str, object]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: _version(name) for name in _PACKAGES},
-        "cores": {"cores_usable": machine.cores(), "cores_total": os.cpu_count()},
+        "cores": {"cores_usable": available_resources.cores(), "cores_total": os.cpu_count()},
         "memory": {
             "memory_total": memory.total,
             "memory_available": memory.available,
-            "memory_limit": machine.memory_limit(),
+            "memory_limit": available_resources.memory_limit(),
         },
         "shared_memory": _shared_memory(),
-        "data_between_hosts": {"authenticated_by": macs.describe(macs.offered())},
+        "data_between_hosts": {"authenticated_by": mac_algorithms.describe(mac_algorithms.offered())},
         "limits": {
             "open_files": _limit(resource.RLIMIT_NOFILE),
             "processes": _limit(resource.RLIMIT_NPROC),

@@ -1,7 +1,4 @@
-"""`paceline join`: lend this machine's processors to a job that trains elsewhere.
-
-Must not know what the job computes.
-"""
+"""`paceline join`: lend this machine's processors to a job that trains elsewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from typing import Annotated
 import typer
 
 from paceline.core.errors import UsageError
-from paceline.core.foreign import shown
+from paceline.core.untrusted import printable
 
 
 def join(
@@ -36,10 +33,10 @@ def join(
 
     Example: paceline join 10.0.0.5:41000 --workers 2 --token-file control.secret
     """
-    from paceline.core.control.address import read_token
-    from paceline.core.listening import Listening
+    from paceline.control.supervisor_address import read_token
+    from paceline.core.listen_address import ListenAddress
     from paceline.core.tls import Tls
-    from paceline.elastic.agent import Agent
+    from paceline.elastic.supervisor.agent import Agent
 
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
@@ -56,8 +53,8 @@ def join(
         read_token(token_file),
         workers,
         tls,
-        say=lambda text: typer.echo(shown(text)),
-        listening=Listening(ports, interface),
+        say=lambda text: typer.echo(printable(text)),
+        listening=ListenAddress(ports, interface),
     )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: agent.leave())

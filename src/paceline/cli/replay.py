@@ -1,38 +1,32 @@
-"""`paceline replay`: one shard's gradient computed again, and its hash beside the one in the journal.
-
-Must not know how; and imports torch only by running the script.
-"""
+"""`paceline replay`: compute one shard's gradient again, compare its hash. Only the script imports torch."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import shlex
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.core.foreign import REDACTED, shown
+from paceline.cli.output import AsJson, RunArgument, Script, ScriptArguments, echo, echo_json
+from paceline.core.untrusted import REDACTED
+from paceline.core.wording import counted
 
 if TYPE_CHECKING:
-    from paceline.train.replay import Replayed
+    from paceline.train.loop.recompute import ReplayedShard
 
 _SHOWN = 12
 
 
 def replay(
-    run: Annotated[str, typer.Argument(help="A run's folder.")],
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(help="After --: arguments of the script, in the place of the recorded ones."),
-    ] = None,
+    run: RunArgument,
+    arguments: ScriptArguments = None,
     step: Annotated[int, typer.Option(help="The step, counted from 1.")] = ...,  # type: ignore[assignment]
     shard: Annotated[int, typer.Option(help="The shard, counted from 0.")] = ...,  # type: ignore[assignment]
-    script: Annotated[
-        str | None, typer.Option(help="The script that made the run, where it was moved or not recorded.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+    script: Script = None,
+    as_json: AsJson = False,
 ) -> None:
     """Compute one shard's gradient of one step again and compare its hash; exit code 1 where it differs.
 
@@ -40,28 +34,30 @@ def replay(
 
     Example: paceline replay runs/20250301-120000-train --step 40 --shard 3
     """
-    from paceline.frontends import replaying
+    from paceline.frontends import recomputation
 
-    command = replaying.command_to_run(run, script, arguments or (), "replay")
-    chosen = command.script
+    command = recomputation.command_to_run(run, script, arguments or (), "replay")
     if not as_json:
-        echo(f"script      {shlex.join([chosen, *command.arguments])}")
+        echo(f"script      {shlex.join([command.script, *command.arguments])}")
         if REDACTED in " ".join(command.arguments):
             echo("note        what names a secret was not recorded: give all arguments after -- to use it")
-    found = replaying.replay_script(run, step, shard, chosen, command)
+    path = Path(run).absolute()  # the script runs in another folder
+    found = recomputation.compute_in_script(
+        command, lambda trainer, data: recomputation.replay_fit(trainer, path, step, shard, data)
+    )
     if as_json:
         plain = dataclasses.asdict(found)
         plain["loss"] = None if math.isnan(found.loss) else found.loss
-        echo(json.dumps({"script": chosen, "arguments": [*command.arguments], **plain}, indent=2))
+        echo_json({"script": command.script, "arguments": [*command.arguments], **plain})
     else:
         _print(found)
     if found.same is False:
         raise typer.Exit(1)
 
 
-def _print(found: Replayed) -> None:
+def _print(found: ReplayedShard) -> None:
     begin = "the beginning" if found.checkpoint is None else f"checkpoint {found.checkpoint}"
-    echo(f"state       from {begin}, then {found.redone} step{'' if found.redone == 1 else 's'} again")
+    echo(f"state       from {begin}, then {counted(found.redone, 'step')} again")
     if found.strayed is not None:
         echo(
             f"warning     from step {found.strayed} on the loss is not the journal's: the script, its data "
@@ -78,8 +74,3 @@ def _print(found: Replayed) -> None:
     echo(f"recorded    {found.recorded} {who}")
     what = "the same bits" if found.same else "OTHER BITS"
     echo(f"step {found.step}, shard {found.shard}: {what}")
-
-
-def echo(text: str, *, err: bool = False) -> None:
-    """The run's folder may come from elsewhere."""
-    typer.echo(shown(text), err=err)

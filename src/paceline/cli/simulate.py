@@ -1,18 +1,18 @@
-"""`paceline simulate`: the machine that keeps jobs alive, under thousands of simulated faults.
-
-Must not import torch, and must not know how the machine decides.
-"""
+"""`paceline simulate`: run the supervisor's machine under thousands of simulated faults. Imports no torch."""
 
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paceline.cli.output import AsJson, echo_json
+from paceline.core.wording import counted
+
 if TYPE_CHECKING:
-    from paceline.elastic.simulation.campaign import Campaign
-    from paceline.elastic.simulation.world import Outcome
+    from paceline.elastic.simulation.campaign import Campaign, ScheduleOutcome
 
 
 def simulate(
@@ -22,7 +22,7 @@ def simulate(
     replay: Annotated[int | None, typer.Option(help="Run the schedule of this seed only.")] = None,
     trace: Annotated[bool, typer.Option("--trace", help="Print all that happens in it.")] = False,
     processes: Annotated[int, typer.Option(help="Processes that share the schedules.", min=1)] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Run the supervisor's machine under a virtual clock and a simulated network, and check its promises.
 
@@ -34,23 +34,21 @@ def simulate(
     """
     if replay is not None or trace:
         raise typer.Exit(_replay(seed if replay is None else replay, workers, trace, as_json))
-    from paceline.elastic.simulation.campaign import run_many
+    from paceline.elastic.simulation.campaign import run_schedules
 
-    shown = Progress(schedules) if not as_json and sys.stderr.isatty() else None
-    campaign = run_many(workers, schedules, seed, processes, told=shown)
+    shown = CampaignProgress(schedules) if not as_json and sys.stderr.isatty() else None
+    campaign = run_schedules(workers, schedules, seed, processes, progress=shown)
     if shown is not None:
         typer.echo("\r\033[K", nl=False, err=True)
     if as_json:
-        import json
-
-        typer.echo(json.dumps(facts(campaign), indent=2))
+        echo_json(facts(campaign))
     else:
         typer.echo(text(campaign))
     raise typer.Exit(1 if campaign.violations else 0)
 
 
 def facts(campaign: Campaign) -> dict[str, Any]:
-    """What is printed as JSON."""
+    """Return what is printed as JSON."""
     return {
         "workers": campaign.workers,
         "schedules": campaign.schedules,
@@ -75,14 +73,16 @@ def facts(campaign: Campaign) -> dict[str, Any]:
 
 
 def text(campaign: Campaign) -> str:
-    """What is printed for people."""
+    """Return what is printed for people."""
     lines = [
         *(["interrupted: these are the figures so far"] if campaign.interrupted else []),
-        f"{campaign.schedules} schedules of {campaign.workers} workers in {campaign.seconds:.1f} s: "
+        f"{counted(campaign.schedules, 'schedule')} of {counted(campaign.workers, 'worker')} in "
+        f"{campaign.seconds:.1f} s: "
         f"{campaign.per_minute:.0f} a minute, {campaign.per_core_minute:.0f} a minute of one core",
-        f"{campaign.events} events, {campaign.decisions} decisions, {campaign.views} views, "
+        f"{counted(campaign.events, 'event')}, {counted(campaign.decisions, 'decision')}, "
+        f"{counted(campaign.views, 'view')}, "
         f"{campaign.virtual_seconds / 3600:.1f} virtual hours",
-        f"{campaign.finished} jobs came to their end, {campaign.schedules - campaign.finished} "
+        f"{counted(campaign.finished, 'job')} came to the end, {campaign.schedules - campaign.finished} "
         "failed or were broken off",
         "faults:",
     ]
@@ -96,19 +96,18 @@ def text(campaign: Campaign) -> str:
 
 
 def _replay(seed: int, workers: int, trace: bool, as_json: bool) -> int:
-    from paceline.elastic.simulation.world import run
+    from paceline.elastic.simulation.campaign import run
 
     outcome = run(seed, workers, tracer=typer.echo if trace else None)
     if as_json:
-        import json
-        from dataclasses import asdict
-
-        typer.echo(json.dumps(asdict(outcome), indent=2))
+        echo_json(asdict(outcome))
     else:
-        typer.echo(f"seed {seed}, {workers} workers: {len(outcome.faults)} faults")
+        faults = counted(len(outcome.faults), "fault")
+        typer.echo(f"seed {seed}, {counted(workers, 'worker')}: {faults}")
         for fault in outcome.faults:
             typer.echo(f"  {fault}")
-        typer.echo(f"{outcome.events} events, {outcome.views} views, {outcome.virtual_seconds:.1f} virtual s")
+        events, views = counted(outcome.events, "event"), counted(outcome.views, "view")
+        typer.echo(f"{events}, {views}, {outcome.virtual_seconds:.1f} virtual s")
         typer.echo(f"ended: {outcome.ended or 'no'}")
         typer.echo(f"digest: {outcome.digest:08x}")
         typer.echo(f"violations: {len(outcome.violations)}")
@@ -117,12 +116,12 @@ def _replay(seed: int, workers: int, trace: bool, as_json: bool) -> int:
     return 1 if outcome.violations else 0
 
 
-def _again(outcome: Outcome) -> str:
+def _again(outcome: ScheduleOutcome) -> str:
     return f"paceline simulate --workers {outcome.workers} --replay {outcome.seed} --trace"
 
 
-class Progress:
-    """A line that is written over, a few times a second."""
+class CampaignProgress:
+    """A line on the terminal that is overwritten a few times a second."""
 
     def __init__(self, schedules: int) -> None:
         self._schedules = schedules

@@ -1,7 +1,7 @@
 """`paceline train`: run a training script with settings that win over those in it.
 
 The script runs in this process as `__main__`, and ends it with its own exit code: 75 when it was asked to
-stop and saved. Must not know how training is done, nor import torch by itself.
+stop and saved. Only the script imports torch.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def train(
 
     Example: paceline train script.py --workers 4 --chaos "kill rank=2 step=20" --set checkpoint.keep_last=5
     """
-    from paceline.core.chaos import Chaos
+    from paceline.core.chaos_spec import Chaos
     from paceline.frontends import overrides
 
     given: dict[str, Any] = {
         "workers": workers,
         "epochs": epochs,
         "run_dir": run_dir,
-        "resume": _version(resume),
+        "resume": int(resume) if resume is not None and resume.isdigit() else resume,
         "fault_tolerance.chaos": None if chaos is None else str(Chaos(chaos)),
         "fault_tolerance.min_workers": min_workers,
     }
@@ -77,7 +77,7 @@ def train(
 
 
 def _run(script: str, arguments: tuple[str, ...]) -> int:
-    from paceline.frontends.script import run_script
+    from paceline.frontends.overrides import run_script
 
     try:
         run_script(script, arguments)
@@ -96,10 +96,6 @@ def _run(script: str, arguments: tuple[str, ...]) -> int:
         traceback.print_exception(type(error), error, trace)
         return 1
     return 0
-
-
-def _version(resume: str | None) -> str | int | None:
-    return int(resume) if resume is not None and resume.isdigit() else resume
 
 
 def _checked(assignments: list[str]) -> tuple[str, ...]:

@@ -1,23 +1,21 @@
-"""`paceline verify`: steps of a run computed again, and whether the same numbers come out.
-
-Must not know how; and imports torch only by running the script.
-"""
+"""`paceline verify`: compute steps of a run again, and compare the numbers. Only the script imports torch."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import shlex
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.replay import echo
+from paceline.cli.output import AsJson, RunArgument, Script, ScriptArguments, echo, echo_json
 from paceline.core.errors import PacelineError, UsageError
+from paceline.core.wording import counted
 
 if TYPE_CHECKING:
-    from paceline.train.verify import Interval, Verified
+    from paceline.train.loop.recompute import StepInterval, VerifiedRun
 
 _WORDS = {
     "loss": "its loss",
@@ -29,18 +27,13 @@ _WORDS = {
 
 
 def verify(
-    run: Annotated[str, typer.Argument(help="A run's folder.")],
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(help="After --: arguments of the script, in the place of the recorded ones."),
-    ] = None,
+    run: RunArgument,
+    arguments: ScriptArguments = None,
     steps: Annotated[
         str, typer.Option(help="all: from the beginning; sample=N: N steps from the kept checkpoints.")
     ] = "all",
-    script: Annotated[
-        str | None, typer.Option(help="The script that made the run, where it was moved or not recorded.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+    script: Script = None,
+    as_json: AsJson = False,
 ) -> None:
     """Compute steps of a run again, in one process, and compare the numbers with those that were recorded.
 
@@ -49,22 +42,24 @@ def verify(
 
     Example: paceline verify runs/20250301-120000-train --steps sample=20
     """
-    from paceline.frontends import replaying
+    from paceline.frontends import recomputation
 
     number = _number(steps)
-    command = replaying.command_to_run(run, script, arguments or (), "verify")
-    chosen = command.script
+    command = recomputation.command_to_run(run, script, arguments or (), "verify")
     if not as_json:
-        echo(f"script      {shlex.join([chosen, *command.arguments])}")
+        echo(f"script      {shlex.join([command.script, *command.arguments])}")
+    path = Path(run).absolute()  # the script runs in another folder
     try:
-        found = replaying.verify_script(run, number, chosen, command)
+        found = recomputation.compute_in_script(
+            command, lambda trainer, data: recomputation.verify_fit(trainer, path, number, data)
+        )
     except UsageError:
         raise
     except PacelineError as error:
         echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
     if as_json:
-        typer.echo(json.dumps({"same": found.same, **dataclasses.asdict(found)}, indent=2))
+        echo_json({"same": found.same, **dataclasses.asdict(found)})
     else:
         _print(found)
     if not found.same:
@@ -82,11 +77,11 @@ def _number(steps: str) -> int | None:
     return int(match[1])
 
 
-def _print(found: Verified) -> None:
+def _print(found: VerifiedRun) -> None:
     for interval in found.intervals:
         echo(f"computed    {_span(interval)}")
-    told = ", ".join(f"{count:,} of {what}" for what, count in found.compared.items())
-    echo(f"the same    {told or 'nothing'}")
+    compared = ", ".join(f"{count:,} of {what}" for what, count in found.compared.items())
+    echo(f"the same    {compared or 'nothing'}")
     different = found.different
     if different is not None:
         echo(f"recorded    {different.recorded}")
@@ -101,12 +96,14 @@ def _print(found: Verified) -> None:
                 "same model each time it runs? Seed what it draws (torch.manual_seed, a generator)"
             )
     elif found.complete:
-        echo(f"all {found.steps:,} steps: the same bits")
+        every = "the only step" if found.steps == 1 else f"all {counted(found.steps, 'step')}"
+        echo(f"{every}: the same bits")
     else:
-        echo(f"{found.steps:,} steps: the same bits, from checkpoints that are taken for right")
+        steps = counted(found.steps, "step")
+        echo(f"{steps}: the same bits, from checkpoints that are taken for right")
 
 
-def _span(interval: Interval) -> str:
+def _span(interval: StepInterval) -> str:
     begin = "the beginning" if interval.version is None else f"checkpoint {interval.version}"
     if interval.first == interval.last:
         return f"step {interval.first} from {begin}"

@@ -16,45 +16,45 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline.core import atomic_file
 from paceline.core.errors import UsageError
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkCost:
     """Seconds to start a message and seconds per byte."""
 
     latency: float
     per_byte: float
 
     @classmethod
-    def fit(cls, small: tuple[int, float], large: tuple[int, float]) -> Link:
-        """The line through two measurements (bytes, seconds)."""
+    def fit(cls, small: tuple[int, float], large: tuple[int, float]) -> LinkCost:
+        """Return the line through two measurements (bytes, seconds)."""
         slope = max((large[1] - small[1]) / (large[0] - small[0]), 1e-13)
         return cls(max(small[1] - small[0] * slope, 1e-7), slope)
 
 
 @dataclass(frozen=True)
-class Links:
-    """What the machine's links cost: the window of shared memory, messages inside a host, messages between
-    hosts."""
+class LinkCosts:
+    """What the links cost: the window of shared memory, messages inside a host and between hosts."""
 
-    window: Link = Link(40e-6, 0.35e-9)
-    inside: Link = Link(60e-6, 0.8e-9)
-    between: Link = Link(200e-6, 8e-9)
+    window: LinkCost = LinkCost(40e-6, 0.35e-9)
+    inside: LinkCost = LinkCost(60e-6, 0.8e-9)
+    between: LinkCost = LinkCost(200e-6, 8e-9)
     overhead: float = 20e-6  # handling of one more message in a round
     source: str = "defaults"
 
-    def message(self, crosses_hosts: bool) -> Link:
+    def message(self, crosses_hosts: bool) -> LinkCost:
         return self.between if crosses_hosts else self.inside
 
     def to_plain(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> Links:
+    def from_plain(cls, plain: Mapping[str, Any]) -> LinkCosts:
         try:
             links = {
-                name: Link(float(plain[name]["latency"]), float(plain[name]["per_byte"]))
+                name: LinkCost(float(plain[name]["latency"]), float(plain[name]["per_byte"]))
                 for name in ("window", "inside", "between")
             }
             overhead = float(plain["overhead"])
@@ -96,8 +96,8 @@ class Choice:
     predictions: Mapping[str, float] = field(default_factory=dict)
 
 
-def decide(situation: Situation, predictions: Mapping[str, float], links: Links) -> Choice:
-    """The cheapest of the predicted algorithms."""
+def decide(situation: Situation, predictions: Mapping[str, float], links: LinkCosts) -> Choice:
+    """Return the cheapest of the predicted algorithms."""
     best = min(predictions, key=lambda name: predictions[name])
     ranking = ", ".join(
         f"{name} {seconds * 1e3:.3f} ms"
@@ -116,22 +116,20 @@ def links_file() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline" / "links.json"
 
 
-def save_links(links: Links, path: Path | None = None) -> Path:
+def save_links(links: LinkCosts, path: Path | None = None) -> Path:
     target = path or links_file()
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(links.to_plain(), indent=2) + "\n")
-    temporary.replace(target)
+    atomic_file.replace(target, [json.dumps(links.to_plain(), indent=2).encode() + b"\n"], durable=False)
     return target
 
 
-def load_links(path: Path | None = None) -> Links:
-    """The saved measurement, or the defaults where there is none."""
+def load_links(path: Path | None = None) -> LinkCosts:
+    """Return the saved measurement, or the defaults where there is none."""
     source = path or links_file()
     try:
-        return Links.from_plain(json.loads(source.read_bytes()))
+        return LinkCosts.from_plain(json.loads(source.read_bytes()))
     except FileNotFoundError:
-        return Links()
+        return LinkCosts()
     except ValueError as error:
         raise UsageError(
             f"{source} is damaged: {error}", remedy="delete it, or measure again with `paceline bench comm`"

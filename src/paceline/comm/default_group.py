@@ -27,29 +27,29 @@ _state = _State()
 
 
 def offer(context: DistributedContext) -> None:
-    """A launcher's context becomes the default, until somebody initialises a group explicitly."""
+    """Make a launcher's context the default, until a group is initialised explicitly."""
     _state.context = _state.offered = context
     _state.explicit = False
 
 
 def offered() -> DistributedContext | None:
-    """What this process's launcher offered, if one did."""
+    """Return what this process's launcher offered, if one did."""
     return _state.offered
 
 
 def install(context: DistributedContext) -> None:
-    """Makes `context` the default because the user asked for it."""
+    """Make `context` the default because the user asked for it."""
     _state.context = context
     _state.explicit = True
 
 
 def is_explicit() -> bool:
-    """Whether the user asked for the present default, as opposed to a launcher's offer."""
+    """Return whether the user asked for the present default, as opposed to a launcher's offer."""
     return _state.explicit
 
 
 def clear() -> DistributedContext | None:
-    """Leaves the process without a default, and returns the one it had. An offer can be taken up again."""
+    """Leave the process without a default, and return the one it had. An offer can be taken up again."""
     context, _state.context = _state.context, None
     _state.explicit = False
     return context
@@ -60,7 +60,7 @@ def current() -> DistributedContext | None:
 
 
 def required(what: str) -> DistributedContext:
-    """The default group, or the user's mistake."""
+    """Return the default group; raise if there is none."""
     if _state.context is None:
         raise UsageError(
             f"{what}: this process belongs to no group of ranks",

@@ -7,8 +7,6 @@ Rules that hold for every algorithm and transport:
 * bool: SUM and MAX are "or", PRODUCT and MIN are "and".
 * AVERAGE is SUM divided by the number of contributions; integers and bool refuse it, because it would
   truncate.
-
-Knows nothing of ranks, transports or messages.
 """
 
 from __future__ import annotations
@@ -56,12 +54,12 @@ def kernel_of(op: ReduceOp) -> Kernel:
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which values of `dtype` are summed."""
+    """Return the dtype in which values of `dtype` are summed."""
     return _WIDENED.get(dtype, dtype)
 
 
 def parse_op(op: ReduceOp | str) -> ReduceOp:
-    """The operation for a member or its name; anything else is the caller's mistake."""
+    """Return the operation for a member or its name; anything else is the caller's mistake."""
     if isinstance(op, ReduceOp):
         return op
     if isinstance(op, str):
@@ -75,8 +73,8 @@ def parse_op(op: ReduceOp | str) -> ReduceOp:
 
 @cache
 def check_op(op: ReduceOp, dtype: torch.dtype) -> None:
-    """Refuses what torch cannot compute or what would silently lose information."""
-    name = str(dtype).removeprefix("torch.")
+    """Refuse what torch cannot compute or what would silently lose information."""
+    name = dtype_name(dtype)
     if op is ReduceOp.AVERAGE and not (dtype.is_floating_point or dtype.is_complex):
         raise UsageError(
             f"ReduceOp.AVERAGE of {name} would truncate",
@@ -99,7 +97,7 @@ def check_op(op: ReduceOp, dtype: torch.dtype) -> None:
 
 
 def finish(op: ReduceOp, total: Tensor, contributions: int) -> None:
-    """Turns the accumulated value into the result, in place."""
+    """Turn the accumulated value into the result, in place."""
     if op is ReduceOp.AVERAGE and contributions != 1:
         total.div_(contributions)
 

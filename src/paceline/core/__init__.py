@@ -1,4 +1,5 @@
-"""The shared words: errors, events, journal, clock, config, logging and the wire format.
+"""What every layer uses: errors, events, journal, config, logging, the wire format, handshakes, files,
+storage.
 
 Must not know any other folder of Paceline, and never imports torch.
 """

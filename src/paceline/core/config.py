@@ -1,49 +1,53 @@
 """Settings as dataclasses: read from TOML, JSON and YAML files and `key=value` overrides, written as TOML.
 
 Later sources win, key by key. Every source is checked by itself before they are merged, so that an error can
-name the file, the key, what was expected and what was given. Must not know what any setting means.
+name the file, the key, what was expected and what was given.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import difflib
+import datetime
+import json
+import math
 import os
+import re
 import tomllib
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar, Union, final
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar, Union
 
-from paceline.core import config_files, typed
+from paceline.core import type_conversion
 from paceline.core.errors import ConfigError, UsageError
-from paceline.core.toml_writer import dumps
-
-__all__ = ["dumps", "load"]
+from paceline.core.type_conversion import ConversionError, MismatchError, convert, fields_of, join, plain_hint
 
 T = TypeVar("T")
 Source = str | os.PathLike[str] | Mapping[str, Any]
 
+# YAML 1.1, which PyYAML speaks, takes 1e-3 for a string.
+_YAML_FLOAT = re.compile(r"[-+]?(?:\d[\d_]*)(?:\.\d*)?[eE][-+]?\d+$")
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+
 
 def load(cls: type[T], *sources: Source, overrides: Iterable[str] = ()) -> T:
-    """A `cls` from files or mappings, the later winning, then from overrides such as `optimizer.lr=0.1`.
+    """Return a `cls` from files or mappings, the later winning, then from overrides such as
+    `optimizer.lr=0.1`.
 
     An override's value is read as TOML, and as a plain string where that does not fit; `none` is None.
     """
     if not dataclasses.is_dataclass(cls):
         raise UsageError(f"{cls!r} is not a dataclass", remedy="describe the settings with @dataclass")
     table = _Table(cls, {})
-    for source in sources:
-        if isinstance(source, Mapping):
-            origin, data = "given settings", dict(source)
-        else:
-            origin, data = os.fspath(source), config_files.read(source)
-        table = _merge(table, _partial_at(data, cls, origin))
-    for override in overrides:
-        table = _merge(table, _partial_at(_parse_override(override), cls, f"--set {override}"))
+    for origin, data in _parsed(sources, overrides):
+        with _explained(origin):
+            table = _merge(table, _partial_table(data, cls, ""))
     origins = [str(s) for s in sources if not isinstance(s, Mapping)]
-    with _Explain(", ".join(origins) or "the settings"):
+    with _explained(", ".join(origins) or "the settings"):
         result = _build(table, "")
     return typing.cast(T, result)
 
@@ -63,47 +67,26 @@ class _Text:
     text: str
 
 
-@final
-class _Explain:
-    """Turns what `typed` raises into a ConfigError that says where the value came from."""
+@contextlib.contextmanager
+def _explained(origin: str) -> Iterator[None]:
+    """Have an error name where the value came from."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{origin}: {error.message}", remedy=error.remedy, **error.facts) from None
+    except ConversionError as error:
+        raise error.with_origin(origin) from None
 
-    def __init__(self, origin: str) -> None:
-        self._origin = origin
 
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, ConfigError):
-            raise ConfigError(
-                f"{self._origin}: {error.message}", remedy=error.remedy, **error.facts
-            ) from None
-        if isinstance(error, typed.MismatchError):
-            key = error.path or "the settings"
-            raise ConfigError(
-                f"{self._origin}: {key}: expected {error.expected}, given {error.given}",
-                remedy=f"change {key} to {error.expected}",
-                origin=self._origin,
-                key=error.path,
-            ) from None
-        if isinstance(error, typed.UnknownKeyError):
-            key = typed.join(error.path, error.key)
-            near = difflib.get_close_matches(error.key, error.valid, n=1, cutoff=0.5)
-            remedy = f"did you mean {typed.join(error.path, near[0])}? " if near else ""
-            where = f"below {error.path}" if error.path else "here"
-            raise ConfigError(
-                f"{self._origin}: unknown key {key}",
-                remedy=f"{remedy}valid {where}: {', '.join(error.valid)}",
-                origin=self._origin,
-                key=key,
-            ) from None
-        if isinstance(error, typed.MissingKeyError):
-            raise ConfigError(
-                f"{self._origin}: {error.path} is missing and has no default",
-                remedy=f"set {error.path} ({error.expected}) in the file or with --set {error.path}=...",
-                origin=self._origin,
-                key=error.path,
-            ) from None
+def _parsed(sources: Iterable[Source], overrides: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Return where settings come from, and what they are, one after the other."""
+    for source in sources:
+        if isinstance(source, Mapping):
+            yield "given settings", dict(source)
+        else:
+            yield os.fspath(source), _read(source)
+    for override in overrides:
+        yield f"--set {override}", _parse_override(override)
 
 
 def _parse_override(override: str) -> dict[str, Any]:
@@ -119,20 +102,13 @@ def _parse_override(override: str) -> dict[str, Any]:
     return typing.cast(dict[str, Any], data)
 
 
-def _partial_at(data: object, cls: type, origin: str) -> _Table:
-    with _Explain(origin):
-        return _partial_table(data, cls, "")
-
-
-def _partial_table(data: object, cls: type, path: str) -> _Table:
-    if not isinstance(data, Mapping):
-        raise typed.MismatchError(path, typed.describe(cls), _shown(data))
-    known = typed.fields_of(cls)
+def _partial_table(data: Mapping[str, Any], cls: type, path: str) -> _Table:
+    known = fields_of(cls)
     given: dict[str, Any] = {}
     for key, value in data.items():
         if key not in known:
-            raise typed.UnknownKeyError(path, str(key), list(known))
-        given[key] = _partial(value, known[key][1], typed.join(path, key))
+            raise type_conversion.unknown_key(path, key, list(known))
+        given[key] = _partial(value, known[key][1], join(path, key))
     return _Table(cls, given)
 
 
@@ -144,14 +120,14 @@ def _partial(value: object, hint: Any, path: str) -> Any:
         return _from_text(value.text, hint, path)
     if isinstance(value, Mapping):
         value = _settle(value)
-    return typed.convert(value, hint, path)
+    return convert(value, hint, path)
 
 
 def _nested(hint: Any) -> type | None:
-    """The one dataclass that a table at this place can be, if there is one."""
-    hint = typed.plain_hint(hint)
+    """Return the one dataclass that a table at this place can be, if there is one."""
+    hint = plain_hint(hint)
     is_union = typing.get_origin(hint) in (Union, types.UnionType)
-    members = [typed.plain_hint(member) for member in (typing.get_args(hint) if is_union else (hint,))]
+    members = [plain_hint(member) for member in (typing.get_args(hint) if is_union else (hint,))]
     tables = [member for member in members if dataclasses.is_dataclass(member)]
     return typing.cast(type, tables[0]) if len(tables) == 1 else None
 
@@ -176,10 +152,10 @@ def _from_text(text: str, hint: Any, path: str) -> Any:
     candidates.append(text)
     for candidate in candidates:
         try:
-            return typed.convert(candidate, hint, path)
-        except typed.MismatchError:
+            return convert(candidate, hint, path)
+        except MismatchError:
             continue
-    raise typed.MismatchError(path, typed.describe(hint), repr(text))
+    raise MismatchError(path, type_conversion.describe(hint), repr(text))
 
 
 def _toml_value(text: str) -> Any:
@@ -190,10 +166,6 @@ def _toml_value(text: str) -> Any:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return None
-
-
-def _shown(value: object) -> str:
-    return repr(value.text) if isinstance(value, _Text) else typed.show(value)
 
 
 def _merge(old: _Table, new: _Table) -> _Table:
@@ -211,16 +183,193 @@ def _merge(old: _Table, new: _Table) -> _Table:
 
 def _build(table: _Table, path: str) -> Any:
     given = {
-        name: _build(value, typed.join(path, name)) if isinstance(value, _Table) else value
+        name: _build(value, join(path, name)) if isinstance(value, _Table) else value
         for name, value in table.given.items()
     }
-    for name, (field, hint) in typed.fields_of(table.cls).items():
+    for name, (field, hint) in fields_of(table.cls).items():
         if name in given:
             continue
+        key = join(path, name)
         # A nested table whose fields all have defaults need not be mentioned to exist.
-        if typed.is_required(field):
+        if type_conversion.is_required(field):
             nested = _nested(hint)
-            if nested is None or typed.plain_hint(hint) is not nested:
-                raise typed.MissingKeyError(typed.join(path, name), typed.describe(hint))
-            given[name] = _build(_Table(nested, {}), typed.join(path, name))
-    return typed.construct(table.cls, given, path)
+            if nested is None or plain_hint(hint) is not nested:
+                raise type_conversion.missing_key(key, hint, f" in the file or with --set {key}=...")
+            given[name] = _build(_Table(nested, {}), key)
+    return type_conversion.construct(table.cls, given, path)
+
+
+# files
+
+
+def _read(source: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the content of a file, by its suffix: .toml, .json, .yaml or .yml. A key that stands twice is an
+    error in all three, and errors name the file and the line."""
+    path = Path(source)
+    parser = _PARSERS.get(path.suffix.lower())
+    if parser is None:
+        raise ConfigError(
+            f"{path}: the suffix {path.suffix!r} is not one of {', '.join(_PARSERS)}",
+            remedy="name the file after its format",
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}", remedy="check the path") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text: {error.reason}", remedy="save it as UTF-8") from error
+    data = parser(path, text)
+    if not isinstance(data, dict):
+        raise ConfigError(
+            f"{path}: the file holds a {type(data).__name__}, not a table of settings",
+            remedy="begin the file with keys",
+        )
+    return data
+
+
+def _toml(path: Path, text: str) -> object:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise _not(path, "TOML", str(error)) from error
+
+
+def _json(path: Path, text: str) -> object:
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        table: dict[str, object] = {}
+        for key, value in pairs:
+            if key in table:
+                raise _not(path, "JSON", f"the key {key!r} stands twice in one object")
+            table[key] = value
+        return table
+
+    try:
+        return json.loads(text, object_pairs_hook=unique)
+    except json.JSONDecodeError as error:
+        raise _not(path, "JSON", str(error)) from error
+
+
+def _yaml(path: Path, text: str) -> object:
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            seen: set[object] = set()
+            for key_node, _ in node.value:
+                key = self.construct_object(key_node, deep=True)
+                if key in seen:
+                    raise _not(
+                        path, "YAML", f"the key {key!r} stands twice, line {key_node.start_mark.line + 1}"
+                    )
+                seen.add(key)
+            return super().construct_mapping(node, deep)
+
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", _YAML_FLOAT, list("-+0123456789"))
+    try:
+        data = yaml.load(text, Loader)
+    except yaml.YAMLError as error:
+        raise _not(path, "YAML", str(error)) from error
+    return {} if data is None else data
+
+
+def _not(path: Path, language: str, why: str) -> ConfigError:
+    return ConfigError(f"{path} is not valid {language}: {why}", remedy="correct the file at the place named")
+
+
+_PARSERS = {".toml": _toml, ".json": _json, ".yaml": _yaml, ".yml": _yaml}
+
+
+# writing
+
+
+def dumps(settings: object) -> str:
+    """TOML for a dataclass instance, nested dataclasses as tables.
+
+    TOML has no None: a None that is the default is left out, another is written as "none".
+    """
+    if not dataclasses.is_dataclass(settings) or isinstance(settings, type):
+        raise ConfigError(
+            f"{type_conversion.show(settings)} is not a dataclass instance", remedy="dump the settings object"
+        )
+    lines: list[str] = []
+    _table(_items(settings, ""), "", lines)
+    return "\n".join(lines).lstrip("\n") + "\n" if lines else ""
+
+
+def _table(items: dict[str, Any], path: str, lines: list[str]) -> None:
+    tables = {name: value for name, value in items.items() if _is_table(value)}
+    lines += [f"{_key(name)} = {_value(value, path)}" for name, value in items.items() if name not in tables]
+    for name, value in tables.items():
+        below = join(path, _key(name))
+        lines += ["", f"[{below}]"]
+        _table(_items(value, below), below, lines)
+
+
+def _is_table(value: object) -> bool:
+    return (dataclasses.is_dataclass(value) and not isinstance(value, type)) or isinstance(value, Mapping)
+
+
+def _items(value: Any, path: str) -> dict[str, Any]:
+    if isinstance(value, Mapping):
+        return {str(_plain(key)): item for key, item in value.items()}
+    items: dict[str, Any] = {}
+    for name, (field, hint) in fields_of(type(value)).items():
+        item = getattr(value, name)
+        if item is not None:
+            items[name] = item
+        elif field.default is not None:
+            items[name] = _none(hint, join(path, name))
+    return items
+
+
+def _none(hint: Any, path: str) -> str:
+    if convert("none", hint, path) is not None:
+        raise ConfigError(
+            f"{path} is None, which TOML cannot write where a string is allowed",
+            remedy=f"give {path} a default of None",
+        )
+    return "none"
+
+
+def _value(value: object, path: str) -> str:
+    value = _plain(value)
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float):
+        if math.isnan(value):
+            return "nan"
+        return repr(value) if math.isfinite(value) else ("inf" if value > 0 else "-inf")
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, str):
+        return _string(value)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_value(item, path) for item in value)}]"
+    if isinstance(value, set | frozenset):
+        return f"[{', '.join(sorted(_value(item, path) for item in value))}]"
+    if _is_table(value):
+        inner = ", ".join(
+            f"{_key(name)} = {_value(item, path)}" for name, item in _items(value, path).items()
+        )
+        return f"{{ {inner} }}" if inner else "{}"
+    if isinstance(value, datetime.datetime | datetime.date | datetime.time):
+        return value.isoformat()
+    raise ConfigError(
+        f"{type_conversion.show(value)} below {path or 'the settings'} cannot be written as TOML",
+        remedy="use plain values, lists, dicts and dataclasses in settings",
+    )
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Enum):
+        return value.value
+    return str(value) if isinstance(value, Path) else value
+
+
+def _key(name: str) -> str:
+    return name if _BARE_KEY.fullmatch(name) else _string(name)
+
+
+def _string(text: str) -> str:
+    # JSON's escapes are TOML's, but for DEL, which TOML wants escaped too.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

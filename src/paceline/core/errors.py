@@ -7,7 +7,7 @@
     ├── PeerError             fault: peer
     │   ├── PeerLostError                       a rank died or its connection closed
     │   ├── DisagreementError                   ranks called different things
-    │   ├── GroupInterruptedError               this rank was told to leave its group
+    │   ├── GroupInterruptedError               this rank was interrupted to leave its group
     │   ├── CorruptDataError                    a rank's data did not match its checksum
     │   ├── RankFailedError                     a rank raised; carries its traceback as text
     │   └── WireError                           bytes that are not a Paceline message
@@ -18,10 +18,10 @@
         ├── ReplicasDifferError                 ranks that must hold the same weights do not
         └── UnavailableError                    a backend or an optional package is not here
 
-Folders that know more add leaves of their own below these (a damaged checkpoint, a corrupt shard).
+Other packages add leaves below these (a damaged checkpoint, a corrupt shard).
 
 Errors travel between processes, so all of them survive pickle with their facts, notes and cause; a fact or a
-cause that cannot be pickled arrives as text. Must not know who raises or prints them.
+cause that cannot be pickled arrives as text.
 """
 
 from __future__ import annotations
@@ -54,10 +54,13 @@ class PacelineError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         state = dict(self.__dict__)
-        state["facts"] = {name: _portable_fact(value) for name, value in self.facts.items()}
-        cause, text = _portable_cause(self.__cause__)
-        if text:
-            state["__notes__"] = [*getattr(self, "__notes__", ()), text]
+        state["facts"] = {
+            name: value if _survives_pickle(value) else repr(value) for name, value in self.facts.items()
+        }
+        cause = self.__cause__
+        if cause is not None and not _survives_pickle(cause):
+            text = "caused by: " + "".join(traceback.format_exception_only(cause)).rstrip()
+            state["__notes__"], cause = [*getattr(self, "__notes__", ()), text], None
         return _rebuild, (type(self), self.args, state, cause)
 
 
@@ -104,12 +107,12 @@ class PeerLostError(PeerError):
 
     @property
     def rank(self) -> int | None:
-        """The lost rank, or the lowest of several; None when nobody can say which."""
+        """The lost rank, or the lowest of several; None when it is not known which."""
         return self.ranks[0] if self.ranks else None
 
 
 class DisagreementError(PeerError):
-    """Ranks met in one collective with different calls; `calls` says what each of them called."""
+    """Ranks met in one collective with different calls; `calls` has the call of each of them."""
 
     usual_remedy = (
         "make every rank call the same operations in the same order with matching shapes and dtypes"
@@ -133,7 +136,7 @@ class GroupInterruptedError(PeerError):
 
 class CorruptDataError(PeerError):
     """What arrived of a rank is not what that rank took the checksum of; `rank` is whose data it is (-1:
-    nobody knows)."""
+    not known)."""
 
     usual_remedy = "suspect the memory or the network of that rank's machine; leave the rank out and go on"
 
@@ -240,13 +243,3 @@ def _survives_pickle(value: object) -> bool:
     except Exception:
         return False
     return True
-
-
-def _portable_fact(value: object) -> object:
-    return value if _survives_pickle(value) else repr(value)
-
-
-def _portable_cause(cause: BaseException | None) -> tuple[BaseException | None, str]:
-    if cause is None or _survives_pickle(cause):
-        return cause, ""
-    return None, "caused by: " + "".join(traceback.format_exception_only(cause)).rstrip()

@@ -1,8 +1,8 @@
 """What happens in a run, as frozen dataclasses that are one JSON object each.
 
 Readers of a journal may be older than its writer: fields they do not know are dropped, event types they do
-not know (or can no longer read) come back as UnknownEvent, which writes itself out unchanged. Must not know
-who writes or reads them, and never asks a clock: `time` is wall-clock seconds, given by whoever saw it.
+not know (or can no longer read) come back as UnknownEvent, which writes itself out unchanged. Events never
+ask a clock: `time` is wall-clock seconds, given by the process that saw the event.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import json
 import math
 import re
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar, final
+from typing import Any, ClassVar, TypeVar, dataclass_transform
 
-from paceline.core import typed
+from paceline.core import type_conversion
 from paceline.core.errors import UsageError, WireError
 
 E = TypeVar("E", bound="type[Event]")
@@ -21,7 +21,7 @@ E = TypeVar("E", bound="type[Event]")
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """The common part; concrete events are final and register themselves by name."""
+    """The common part; concrete events are registered by name."""
 
     type: ClassVar[str] = ""
     time: float
@@ -35,8 +35,12 @@ _known: dict[str, type[Event]] = {}
 _encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 
 
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 def register(cls: E) -> E:
-    """Class decorator: make `cls` readable. Its `type` is its name in snake_case."""
+    """Class decorator: make `cls` a frozen dataclass, if it is none, and readable. Its `type` is its name in
+    snake_case."""
+    if "__dataclass_params__" not in vars(cls):
+        dataclass(frozen=True, kw_only=True)(cls)
     name = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
     other = _known.get(name)
     if other is not None and other.__qualname__ != cls.__qualname__:
@@ -46,9 +50,7 @@ def register(cls: E) -> E:
     return cls
 
 
-@final
 @register
-@dataclass(frozen=True, kw_only=True)
 class WorkerStarted(Event):
     """A worker process runs and can be given work."""
 
@@ -57,13 +59,11 @@ class WorkerStarted(Event):
     host: str
 
 
-@final
 @register
-@dataclass(frozen=True, kw_only=True)
 class WorkerFailed(Event):
     """A worker is gone; `phase` is what it was doing, `reason` one sentence for people. `cause` is one word:
-    crash, exit, raised, memory, silent, hung, corrupt, dissent, preempted, straggler, unattended, restart;
-    empty in runs without a supervisor."""
+    crash, exit, raised, memory, silent, hung, corrupt, dissent, preempted, straggler, unattended, restart,
+    unreachable; empty in runs without a supervisor."""
 
     rank: int
     pid: int
@@ -73,20 +73,16 @@ class WorkerFailed(Event):
     cause: str = ""
 
 
-@final
 @register
-@dataclass(frozen=True, kw_only=True)
 class SupervisorStarted(Event):
-    """A supervisor looks after the run from now on; `attempt` counts from 1."""
+    """A supervisor took the run over; `attempt` counts from 1."""
 
     pid: int
     attempt: int
     address: str
 
 
-@final
 @register
-@dataclass(frozen=True, kw_only=True)
 class ViewChanged(Event):
     """Who trains from now on, and who computes which shards: parallel lists, in the order of the group.
     `step` is the last one committed before; `behind` are the ranks that get the state after it from another,
@@ -102,9 +98,7 @@ class ViewChanged(Event):
     behind: list[int] = field(default_factory=list)
 
 
-@final
 @register
-@dataclass(frozen=True, kw_only=True)
 class Repaired(Event):
     """Training goes on after workers were lost: `seconds` from noticing it to the new view."""
 
@@ -113,9 +107,7 @@ class Repaired(Event):
     lost: list[int]
 
 
-@final
 @register
-@dataclass(frozen=True, kw_only=True)
 class Verdict(Event):
     """Why progress stopped: who, where, doing what, at which line of Python, what the others waited for and
     what was done about it. `text` is all of it as it stands on the terminal."""
@@ -130,9 +122,7 @@ class Verdict(Event):
     text: str
 
 
-@final
 @register
-@dataclass(frozen=True, kw_only=True)
 class FaultInjected(Event):
     """A fault on demand is about to act, in the worker of this rank. `fault` is its text, `index` its place
     among those that were asked for, from 0."""
@@ -144,9 +134,7 @@ class FaultInjected(Event):
     index: int
 
 
-@final
 @register
-@dataclass(frozen=True, kw_only=True)
 class StepsReceived(Event):
     """A worker's receipt: it committed steps first..last, and computed these shards of each of them."""
 
@@ -158,9 +146,7 @@ class StepsReceived(Event):
     shards: list[int]
 
 
-@final
 @register
-@dataclass(frozen=True, kw_only=True)
 class ShardHashed(Event):
     """The hash of one shard's gradient in an audited step, as the worker that computed it has it."""
 
@@ -170,15 +156,13 @@ class ShardHashed(Event):
     hash: str
 
 
-@final
 @register
-@dataclass(frozen=True, kw_only=True)
 class StepCommitted(Event):
     """Every member has applied this step; `samples` counts those of the step.
 
     It took `taken` positions of the epoch from `offset` on; -1 in journals from before these were kept.
-    `generation` is the view that it was committed in: 0 where nobody looks after the run, RECALLED where the
-    step is known from a checkpoint that holds it, because whoever was to tell it was killed too soon.
+    `generation` is the view that it was committed in: 0 for a run without a supervisor, RECALLED where the
+    step is known only from a checkpoint, because the reporting rank was killed before it sent the event.
     `sample` is a hash of a part of the weights that it was computed with, the same on all ranks.
     """
 
@@ -198,9 +182,7 @@ class StepCommitted(Event):
     generation: int = 0
 
 
-@final
 @register
-@dataclass(frozen=True, kw_only=True)
 class RunStarted(Event):
     """A run begins; `definition` are the settings that its weights are a function of. `disowned`: as in
     RunResumed."""
@@ -213,9 +195,7 @@ class RunStarted(Event):
     disowned: bool = False
 
 
-@final
 @register
-@dataclass(frozen=True, kw_only=True)
 class RunResumed(Event):
     """A run goes on from a checkpoint: steps after `step` that stand above in the journal are done again.
     `disowned`: because ranks held different states, so that these steps may have been wrong."""
@@ -227,9 +207,7 @@ class RunResumed(Event):
     disowned: bool = False
 
 
-@final
 @register
-@dataclass(frozen=True, kw_only=True)
 class RunEnded(Event):
     """A run is over; `reason` is "finished", or why it ended earlier."""
 
@@ -239,9 +217,7 @@ class RunEnded(Event):
     hash: str
 
 
-@final
 @register
-@dataclass(frozen=True, kw_only=True)
 class RunFailed(Event):
     """A supervised run is over without having come to its end; `step` is the last one in the journal."""
 
@@ -249,9 +225,7 @@ class RunFailed(Event):
     reason: str
 
 
-@final
 @register
-@dataclass(frozen=True, kw_only=True)
 class Evaluated(Event):
     """The model was evaluated after this step."""
 
@@ -262,9 +236,7 @@ class Evaluated(Event):
     seconds: float = 0.0
 
 
-@final
 @register
-@dataclass(frozen=True, kw_only=True)
 class EpochEnded(Event):
     """A pass over the data is over: means over its samples, and what the evaluation after it gave."""
 
@@ -277,9 +249,7 @@ class EpochEnded(Event):
     validation: dict[str, float] = field(default_factory=dict)
 
 
-@final
 @register
-@dataclass(frozen=True, kw_only=True)
 class CheckpointSaved(Event):
     """A version is durable; `stall` is how long training stood still for it, `seconds` until it was safe."""
 
@@ -291,9 +261,7 @@ class CheckpointSaved(Event):
     epoch: int = 0
 
 
-@final
 @register
-@dataclass(frozen=True, kw_only=True)
 class CheckpointFailed(Event):
     """A version could not be written; training goes on, earlier versions stay."""
 
@@ -302,11 +270,9 @@ class CheckpointFailed(Event):
     reason: str
 
 
-@final
 @register
-@dataclass(frozen=True, kw_only=True)
 class SampleSkipped(Event):
-    """A sample was left out of a step because it cannot be read and the data's policy says so."""
+    """A sample was left out of a step: it cannot be read, and the data's policy is to skip it."""
 
     step: int
     epoch: int
@@ -314,9 +280,7 @@ class SampleSkipped(Event):
     reason: str
 
 
-@final
 @register
-@dataclass(frozen=True, kw_only=True)
 class Note(Event):
     """A sentence for people who read the journal."""
 
@@ -324,7 +288,6 @@ class Note(Event):
     rank: int | None = None
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class UnknownEvent(Event):
     """An event of a newer (or broken) writer: its name and its fields as they were."""
@@ -334,7 +297,7 @@ class UnknownEvent(Event):
 
 
 def to_json(event: Event) -> str:
-    """One line of standard JSON; NaN and infinities, which JSON lacks, become strings."""
+    """Return one line of standard JSON; NaN and infinities, which JSON lacks, become strings."""
     if isinstance(event, UnknownEvent):
         plain = {"type": event.name, "time": event.time, **event.data}
     else:
@@ -356,7 +319,7 @@ def to_json(event: Event) -> str:
 
 
 def from_json(line: str | bytes) -> Event:
-    """The event of one line; WireError when the line is not an event at all."""
+    """Return the event of one line; WireError when the line is not an event at all."""
     try:
         data = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -366,10 +329,12 @@ def from_json(line: str | bytes) -> Event:
     name = data.pop("type")
     cls = _known.get(name)
     if cls is not None:
-        fields = typed.fields_of(cls)
+        fields = type_conversion.fields_of(cls)
         try:
-            event = typed.convert({key: value for key, value in data.items() if key in fields}, cls, name)
-        except (typed.MismatchError, typed.MissingKeyError):
+            event = type_conversion.convert(
+                {key: value for key, value in data.items() if key in fields}, cls, name
+            )
+        except type_conversion.ConversionError:
             return _unknown(name, data)
         if isinstance(event, Event):
             return event
@@ -378,8 +343,8 @@ def from_json(line: str | bytes) -> Event:
 
 def _unknown(name: str, data: dict[str, Any]) -> UnknownEvent:
     try:
-        time = typed.convert(data.pop("time", math.nan), float, "time")
-    except typed.MismatchError:
+        time = type_conversion.convert(data.pop("time", math.nan), float, "time")
+    except type_conversion.MismatchError:
         time = math.nan
     return UnknownEvent(time=time, name=name, data=data)
 

@@ -1,7 +1,7 @@
 """Faults as values: what happens to which worker, at which step and in which phase, and random ones.
 
 Only the fields that `KINDS` lists make sense for a kind; the others are refused by name. Must not know the
-text they are written as (see chaos.py), nor how a fault is done.
+text they are written as (see chaos_spec.py), nor how a fault is done.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ _SLOW_FACTOR = 3.0
 class Fault:
     """One fault. Of the fields only those are allowed that `KINDS` lists for the kind (`for` is `seconds`).
 
-    rank      whom it meets; None: everybody
+    rank      the rank it acts on; None: all
     step      the step being computed, counted from 1; the fault comes at the first chance from there on
     phase     where in the step; None: at once
     factor    slow: how many times as long a shard takes
     seconds   how long it lasts; None: for ever (partition: 5 s)
-    times     how often; slow: for so many steps
+    times     how often; slow: number of steps
     code      exit: the exit code
     after     kill, stop, leave: seconds from the beginning of the phase to the signal, wherever the worker is
               by then; None: the signal comes as the phase begins
@@ -71,15 +71,7 @@ class Fault:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             refuse_word(self.kind, "fault", (*KINDS, "random"), str(self.kind))
-        filled = {
-            "step": self.step,
-            "phase": self.phase,
-            "factor": self.factor,
-            "for": self.seconds,
-            "times": self.times,
-            "code": self.code,
-            "after": self.after,
-        }
+        filled = self._filled()
         for name, value in filled.items():
             if value is not None and name not in KINDS[self.kind]:
                 refuse_word(name, f"field of {self.kind}", KINDS[self.kind], f"{self.kind} {name}={value}")
@@ -90,15 +82,27 @@ class Fault:
         if self.kind == "partition" and self.seconds is None:
             object.__setattr__(self, "seconds", _PARTITION_SECONDS)
 
+    def _filled(self) -> dict[str, Any]:
+        """Return the fields of some kinds by the names of `KINDS`, in the order of the text."""
+        return {
+            "step": self.step,
+            "phase": self.phase,
+            "factor": self.factor,
+            "for": self.seconds,
+            "times": self.times,
+            "code": self.code,
+            "after": self.after,
+        }
+
     @property
     def ends_a_life(self) -> bool:
-        """Whether the worker is gone afterwards, by itself or because nobody can wait for it."""
+        """Return whether the worker is gone afterwards, by itself or because no rank can wait for it."""
         return self.kind in ("kill", "exit", "raise", "oom", "leave") or (
             self.kind in ("stop", "hang", "deadlock") and self.seconds is None
         )
 
     def meets(self, rank: int, attempt: int) -> bool:
-        """Whether life number `attempt` of this rank is concerned at all."""
+        """Return whether life number `attempt` of this rank is concerned at all."""
         if self.rank is not None and self.rank != rank:
             return False
         if self.attempt is None:
@@ -109,18 +113,8 @@ class Fault:
         return self.attempt <= attempt < self.attempt + (lives or 1)
 
     def __str__(self) -> str:
-        words = [
-            ("rank", "all" if self.rank is None else str(self.rank)),
-            ("step", _shown(self.step)),
-            ("phase", self.phase),
-            ("factor", _shown(self.factor)),
-            ("for", None if self.seconds is None else f"{_shown(self.seconds)}s"),
-            ("times", _shown(self.times)),
-            ("code", _shown(self.code)),
-            ("after", None if self.after is None else f"{_shown(self.after)}s"),
-            ("attempt", None if self.attempt is None else str(self.attempt)),
-        ]
-        return " ".join([self.kind, *(f"{name}={text}" for name, text in words if text is not None)])
+        rank = "all" if self.rank is None else self.rank
+        return _statement(self.kind, {"rank": rank, **self._filled(), "attempt": self.attempt})
 
 
 @final
@@ -129,7 +123,7 @@ class RandomFaults:
     """In each step, with probability `rate`, one of `kinds` for each rank, in a phase that is drawn too.
 
     first, until   the steps between which it may happen, both included
-    rank           only this one; None: everybody
+    rank           only this one; None: all
     seconds        how long a hang, stop, deadlock or partition lasts; None: for ever (partition: 5 s)
     attempt        in which life of the rank; None: all
     """
@@ -169,14 +163,11 @@ class RandomFaults:
             if value is not None and not any(name in KINDS[kind] for kind in self.kinds):
                 users = [kind for kind, fields in KINDS.items() if name in fields]
                 refuse_word(name, f"field of {', '.join(self.kinds)}", users, f"random {name}={value}")
-        _check_values(
-            "random",
-            options | {"seed": self.seed, "step": self.first, "rank": self.rank},
-            attempt=self.attempt,
-        )
+        whole = {"seed": self.seed, "step": self.first, "rank": self.rank, "attempt": self.attempt}
+        _check_values("random", options | whole)
 
     def draw(self, step: int, rank: int, attempt: int = 1) -> Fault | None:
-        """What this life of the rank meets in this step."""
+        """Return what this life of the rank meets in this step."""
         if step < self.first or (self.until is not None and step > self.until):
             return None
         if (self.rank is not None and self.rank != rank) or self.attempt not in (None, attempt):
@@ -200,25 +191,25 @@ class RandomFaults:
         )
 
     def __str__(self) -> str:
-        words = [
-            ("kinds", ",".join(self.kinds)),
-            ("rate", _shown(self.rate)),
-            ("seed", _shown(self.seed)),
-            ("from", None if self.first == 1 else _shown(self.first)),
-            ("until", _shown(self.until)),
-            ("rank", _shown(self.rank)),
-            ("for", None if self.seconds is None else f"{_shown(self.seconds)}s"),
-            ("factor", _shown(self.factor)),
-            ("code", _shown(self.code)),
-            ("attempt", _shown(self.attempt)),
-        ]
-        return " ".join(["random", *(f"{name}={text}" for name, text in words if text is not None)])
+        words = {
+            "kinds": ",".join(self.kinds),
+            "rate": self.rate,
+            "seed": self.seed,
+            "from": None if self.first == 1 else self.first,
+            "until": self.until,
+            "rank": self.rank,
+            "for": self.seconds,
+            "factor": self.factor,
+            "code": self.code,
+            "attempt": self.attempt,
+        }
+        return _statement("random", words)
 
 
-def _check_values(kind: str, values: Mapping[str, Any], **more: Any) -> None:
-    """The range of each field; None is one that was left out."""
+def _check_values(kind: str, values: Mapping[str, Any]) -> None:
+    """Check the range of each field; None is a field that was left out."""
     bounds = {"rank": 0, "step": 1, "times": 1, "attempt": 1, "code": 0, "seed": 0}
-    for name, value in {**values, **more}.items():
+    for name, value in values.items():
         if value is None:
             continue
         if name == "phase":
@@ -239,7 +230,7 @@ def _check_values(kind: str, values: Mapping[str, Any], **more: Any) -> None:
             refuse(f"{kind}: {name}={value!r} is not a number", f"set {name} to a number", name)
         elif name == "factor" and not (math.isfinite(value) and value >= 1.0):
             refuse(
-                f"{kind}: factor={value}: a worker is slowed down to so many times its time",
+                f"{kind}: factor={value}: a worker takes this many times as long",
                 "set factor to 1 or more, such as factor=3",
                 name,
             )
@@ -249,8 +240,14 @@ def _check_values(kind: str, values: Mapping[str, Any], **more: Any) -> None:
             refuse(f"{kind}: after={value}s lies in the past", "set it to 0 or more, such as after=2ms", name)
 
 
-def _shown(value: float | int | None) -> str | None:
-    return None if value is None else repr(value).removesuffix(".0")
+def _statement(kind: str, words: Mapping[str, object]) -> str:
+    """Return the text of a fault; what is None is left out."""
+    texts = [kind]
+    for name, value in words.items():
+        if value is not None:
+            shown = value if isinstance(value, str) else repr(value).removesuffix(".0")
+            texts.append(f"{name}={shown}{'s' if name in ('for', 'after') else ''}")
+    return " ".join(texts)
 
 
 def refuse_word(word: str, what: str, allowed: Sequence[str], statement: str) -> NoReturn:

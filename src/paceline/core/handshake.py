@@ -1,24 +1,22 @@
-"""Prove a shared secret to each other before anything else is said: bytes in, bytes out, no I/O.
+"""Prove a shared secret to each other before anything else is sent: bytes in, bytes out, no I/O.
 
     acceptor -> connector   magic, keyed, nonce
     connector -> acceptor   magic, keyed, context, nonce, HMAC("connector", all of the above, bound)
     acceptor -> connector   HMAC("acceptor", all of the above, bound)
 
 Every message has a fixed size and is compared, never interpreted: a stranger cannot have memory allocated or
-a parser run. The acceptor says nothing that depends on the secret before the connector has proved itself; the
-two proofs begin with different words, so that neither end's proof can be sent back to it.
+a parser run. The acceptor sends nothing that depends on the secret before the connector has proved itself;
+the two proofs begin with different words, so that neither end's proof can be sent back to it.
 
     magic     name and number of the protocol: an end of another number is refused with both numbers
-    keyed     whether an end has a secret at all: where one has none, both can say so, not "wrong secret"
+    keyed     whether an end has a secret at all: the error for a missing secret is not "wrong secret"
     context   what the connector claims to be (a rank, a stream)
     bound     what both ends see and neither sends: the digests of both certificates where TLS is used. A
               machine in the middle with another certificate of the same authority, and without the secret,
               makes the two ends see different ones, and both proofs fail
 
-A proof says who is there at that moment only: a relay can pass these three messages on. So both ends derive
-the keys of a session from the secret and from everything above, see `sealing`; no unkeyed session exists.
-
-Must not know sockets, nor what is said afterwards.
+A proof holds for that moment only: a relay can pass these three messages on. So both ends derive the keys of
+a session from the secret and from everything above, see `session_auth`; no unkeyed session exists.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from hashlib import sha256
 from typing import Final, final
 
 from paceline.core.errors import WireError
-from paceline.core.sealing import Session, session
+from paceline.core.session_auth import SessionKeys, session_keys
 
 _NAME_BYTES: Final = 7
 _MAGIC_BYTES: Final = _NAME_BYTES + 1
@@ -45,7 +43,7 @@ CHALLENGE_BYTES: Final = _HEAD_BYTES + _NONCE_BYTES
 
 @dataclass(frozen=True)
 class Protocol:
-    """What is spoken after the handshake. `number` grows with every change of what is said, here or there:
+    """What follows the handshake. `number` grows with every change of what is sent, here or there:
     two numbers that differ do not talk."""
 
     name: str
@@ -126,6 +124,8 @@ class Acceptor:
     def feed(self, data: bytes) -> bool:
         """Take bytes in; raise HandshakeError as soon as they cannot be a member's."""
         self._got += data
+        # The magic is checked as it comes, byte by byte: a peer of another protocol, which may never send as
+        # many bytes as an answer has, is refused at once.
         self._protocol.check(self._got)
         if self.wanted < 0:
             raise HandshakeError("it says more than an answer")
@@ -135,6 +135,8 @@ class Acceptor:
             )
         if self.wanted:
             return False
+        # The proof covers this end's challenge, whose nonce is fresh: one that was recorded before fits no
+        # other connection. Only now is anything computed that depends on the secret.
         transcript = self._transcript
         if not hmac.compare_digest(self._got[-PROOF_BYTES:], _prove(self._secret, b"connector", transcript)):
             other = ", or its certificate is not the one that was shown to it" if self._bound else ""
@@ -143,10 +145,10 @@ class Acceptor:
         self.proof = _prove(self._secret, b"acceptor", transcript)
         return True
 
-    def session(self) -> Session:
-        """The keys of this connection, once `feed` has returned True."""
+    def session_keys(self) -> SessionKeys:
+        """Return the keys of this connection, once `feed` has returned True."""
         assert self.proof
-        return session(self._secret, self._transcript, accepts=True)
+        return session_keys(self._secret, self._transcript, accepts=True)
 
     @property
     def _transcript(self) -> bytes:
@@ -175,45 +177,44 @@ class Connector:
         return (PROOF_BYTES if self._transcript else CHALLENGE_BYTES) - len(self._got)
 
     def feed(self, data: bytes) -> bytes:
-        """Take bytes in, return what is to be sent now; raise HandshakeError if this is not the acceptor."""
+        """Take bytes in, return what to send now; raise HandshakeError if this is not the acceptor."""
         self._got += data
-        if self._transcript:
-            return self._check_proof()
-        self._protocol.check(self._got)
+        if not self._transcript:
+            self._protocol.check(self._got)
         if self.wanted:
+            return b""
+        if self._transcript:
+            # The acceptor must prove the secret as well, before this end sends its first message.
+            if not hmac.compare_digest(self._got, _prove(self._secret, b"acceptor", self._transcript)):
+                raise HandshakeError("it does not know the secret")
+            self.done = True
             return b""
         challenge, self._got = self._got, b""
         if challenge[_MAGIC_BYTES:_HEAD_BYTES] != _keyed(self._secret):
             raise KeyedDifferentlyError(
                 "it has no secret" if self._secret else "it asks for a secret, and there is none here"
             )
-        said = self.head + self._context + secrets.token_bytes(_NONCE_BYTES)
-        self._transcript = challenge + said + self._bound
-        return said + _prove(self._secret, b"connector", self._transcript)
+        # A nonce of this end, too: without it an acceptor that records could replay a whole session.
+        answer = self.head + self._context + secrets.token_bytes(_NONCE_BYTES)
+        self._transcript = challenge + answer + self._bound
+        return answer + _prove(self._secret, b"connector", self._transcript)
 
-    def _check_proof(self) -> bytes:
-        if not self.wanted:
-            if not hmac.compare_digest(self._got, _prove(self._secret, b"acceptor", self._transcript)):
-                raise HandshakeError("it does not know the secret")
-            self.done = True
-        return b""
-
-    def session(self) -> Session:
-        """The keys of this connection, once `done`."""
+    def session_keys(self) -> SessionKeys:
+        """Return the keys of this connection, once `done`."""
         assert self.done
-        return session(self._secret, self._transcript, accepts=False)
+        return session_keys(self._secret, self._transcript, accepts=False)
 
-    def run(self, read: Callable[[int], bytes], send: Callable[[bytes], object]) -> Session:
-        """All of it, for a caller that may wait: `read` returns some of as many bytes as it is asked for."""
+    def run(self, read: Callable[[int], bytes], send: Callable[[bytes], object]) -> SessionKeys:
+        """Exchange all of it, for a caller that may wait: `read` returns at most as many bytes as asked."""
         try:
             while not self.done:
                 if answer := self.feed(read(self.wanted)):
                     send(answer)
         except (VersionError, KeyedDifferentlyError):
             with contextlib.suppress(OSError):
-                send(self.head)  # by which the acceptor can say, too, why there is no connection
+                send(self.head)  # the acceptor can then log the reason too
             raise
-        return self.session()
+        return self.session_keys()
 
 
 def _keyed(secret: bytes) -> bytes:

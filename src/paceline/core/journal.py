@@ -1,7 +1,7 @@
 """The run's journal: events appended to a file, one JSON line each, and read back while it grows.
 
 A writer that dies in the middle of a line leaves a torn last line. Readers do not see it (its writer may not
-be done); the next writer ends it, and from then on it is reported as damage. Must not know what events mean.
+be done); the next writer ends it, and from then on it is reported as damage.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO, Self, final
 
-from paceline.core import events, foreign
+from paceline.core import events, untrusted
 from paceline.core.errors import PlatformError, ResourceError, UsageError, WireError
 from paceline.core.events import Event
 
@@ -32,7 +31,7 @@ _MOST_AT_ONCE = 64 << 10  # bytes: on a full disk, what waits for hours is not t
 
 
 @dataclass(frozen=True)
-class Damage:
+class JournalDamage:
     """A complete line that is not an event."""
 
     offset: int
@@ -45,7 +44,7 @@ class Chunk:
     """What was read: events, damaged lines, and the offset at which to read on."""
 
     events: tuple[Event, ...]
-    damage: tuple[Damage, ...]
+    damage: tuple[JournalDamage, ...]
     offset: int
 
 
@@ -105,19 +104,17 @@ class Journal:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
 @final
 class PatientJournal:
     """A journal whose disk may be full for a while: what could not be written is written, in order, as soon
-    as there is room. Said once each time.
+    as there is room. Logged once each time.
 
-    `alone`: nobody else writes to the file, so that half a line can be taken back instead of staying there as
-    damage.
+    `alone`: no other process writes to the file, so that half a line can be taken back instead of staying
+    there as damage.
     """
 
     def __init__(self, journal: Journal, *, alone: bool = False) -> None:
@@ -143,12 +140,15 @@ class PatientJournal:
     def retry(self) -> None:
         """Write what waits, as far as there is room."""
         while self._waiting:
-            size = self._size() if self._alone else 0
+            size = None
+            if self._alone:
+                with contextlib.suppress(OSError):
+                    size = os.stat(self._journal.path).st_size
             lines = self._next()
             try:
                 self._journal.append_lines(b"".join(lines))
             except ResourceError as error:
-                if self._alone:
+                if size is not None:
                     with contextlib.suppress(OSError):
                         os.truncate(self._journal.path, size)
                 if not self._said:
@@ -162,7 +162,7 @@ class PatientJournal:
         self._said = False
 
     def _next(self) -> list[bytes]:
-        """What is written at once: several lines only where all of them can be taken back."""
+        """Return what is written at once: several lines only where all of them can be taken back."""
         lines: list[bytes] = []
         size = 0
         for line in self._waiting:
@@ -176,26 +176,21 @@ class PatientJournal:
         self.retry()
         self._journal.close()
 
-    def _size(self) -> int:
-        try:
-            return os.stat(self._journal.path).st_size
-        except OSError:
-            return 0
-
 
 def encoded(event: Event) -> bytes:
-    """The line of an event."""
+    """Return the line of an event."""
     return events.to_json(event).encode() + b"\n"
 
 
 def read(path: str | os.PathLike[str], from_offset: int = 0, *, max_bytes: int | None = None) -> Chunk:
-    """Every complete line from `from_offset` on; call again with the chunk's offset to follow a live journal.
+    """Return every complete line from `from_offset` on; call again with the chunk's offset to follow a live
+    journal.
 
     `max_bytes` bounds how much is read at once (a single longer line is still read whole, up to LONGEST_LINE:
     the file may come from elsewhere, and what is longer is damage, passed over without being kept).
     """
     try:
-        with os.fdopen(foreign.open_regular(path, links=True), "rb") as file:
+        with os.fdopen(untrusted.open_regular(path, links=True), "rb") as file:
             file.seek(from_offset)
             data = file.read(-1 if max_bytes is None else max_bytes)
             if max_bytes is not None and b"\n" not in data:
@@ -207,7 +202,7 @@ def read(path: str | os.PathLike[str], from_offset: int = 0, *, max_bytes: int |
             f"there is no journal at {path}", remedy="give the run's own folder or file"
         ) from None
     found: list[Event] = []
-    damage: list[Damage] = []
+    damage: list[JournalDamage] = []
     offset = from_offset
     # What follows the last newline is torn, or not written to its end yet.
     for line in data.split(b"\n")[:-1]:
@@ -215,25 +210,25 @@ def read(path: str | os.PathLike[str], from_offset: int = 0, *, max_bytes: int |
             try:
                 found.append(events.from_json(line))
             except WireError as error:
-                damage.append(Damage(offset, line.decode("utf-8", "replace"), error.message))
+                damage.append(JournalDamage(offset, line.decode("utf-8", "replace"), error.message))
         offset += len(line) + 1
     return Chunk(tuple(found), tuple(damage), offset)
 
 
 def _passed_over(file: BinaryIO, offset: int) -> Chunk:
-    """Where the line ends that began at `offset` and is too long to be one; its end may be that of the
+    """Return where the line ends that began at `offset` and is too long to be one; its end may be that of the
     file."""
     while (piece := file.readline(1 << 20)) and not piece.endswith(b"\n"):
         pass
     end = file.tell()
     reason = f"a line of {end - offset} bytes is longer than any event"
-    return Chunk((), (Damage(offset, "", reason),), end)
+    return Chunk((), (JournalDamage(offset, "", reason),), end)
 
 
 def last_lines(path: str | os.PathLike[str]) -> list[str]:
-    """The lines of the end of a journal, about a megabyte; what is torn, too, as the last of them."""
+    """Return the lines of the end of a journal, about a megabyte; what is torn, too, as the last of them."""
     try:
-        with os.fdopen(foreign.open_regular(path, links=True), "rb") as file:
+        with os.fdopen(untrusted.open_regular(path, links=True), "rb") as file:
             start = max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES)
             file.seek(start)
             if start:
@@ -244,22 +239,22 @@ def last_lines(path: str | os.PathLike[str]) -> list[str]:
 
 
 def last_events(path: str | os.PathLike[str]) -> Iterator[Event]:
-    """The events of the end of a journal."""
+    """Return the events of the end of a journal."""
     for line in last_lines(path):
         with contextlib.suppress(WireError):
             yield events.from_json(line)
 
 
 def iterate(
-    path: str | os.PathLike[str], *, on_damage: Callable[[Damage], None] | None = None
+    path: str | os.PathLike[str], *, on_damage: Callable[[JournalDamage], None] | None = None
 ) -> Iterator[Event]:
-    """All events, never the whole file at once; damaged lines go to `on_damage`, else to the log."""
+    """Return all events, never the whole file at once; damaged lines go to `on_damage`, else to the log."""
     offset = 0
     while True:
         chunk = read(path, offset, max_bytes=1 << 20)
         for damaged in chunk.damage:
             if on_damage is None:
-                reason = foreign.shown(damaged.reason)
+                reason = untrusted.printable(damaged.reason)
                 _log.warning("%s: byte %d: skipped a damaged line: %s", path, damaged.offset, reason)
             else:
                 on_damage(damaged)

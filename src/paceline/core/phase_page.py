@@ -1,8 +1,8 @@
-"""What a worker does, in a small file that outlives it: after a kill -9 it still says in which phase it was,
-and what it had after its last step.
+"""The phase of a worker in a small file that outlives it: after a kill -9 the file still holds the phase and
+the step that the worker was in.
 
 The worker writes to a mapping of the file, which costs less than a microsecond and survives the process, not
-the machine; whoever looks after it reads the file. Must not know what a phase is.
+the machine; the supervisor reads the file.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _LEFT_AT: Final = _PHASE.size + _TIME.size
 
 
 @dataclass(frozen=True)
-class Seen:
+class PhaseRecord:
     """The phase, the step that it belongs to, the machine's monotonic time at which it began, and that at
-    which the thread that beats last had the interpreter; 0.0: it never said."""
+    which the thread that beats last had the interpreter; 0.0: not yet."""
 
     phase: str
     step: int
@@ -34,7 +34,7 @@ class Seen:
 
 
 def page_file(folder: Path, member: int) -> Path:
-    """Where the page of a member is, in a run's folder."""
+    """Return where the page of a member is, in a run's folder."""
     return folder / "logs" / f"phase-{member}"
 
 
@@ -55,39 +55,39 @@ class PhasePage:
         self._path = path
 
     def write(self, phase: str, step: int) -> None:
-        """The main thread enters a phase."""
+        """Record that the main thread enters a phase."""
         self._memory[: _PHASE.size] = _PHASE.pack(phase.encode(), step, time.monotonic())
 
     def tick(self) -> None:
-        """The thread that beats has the interpreter's lock: whether it can speak or not."""
+        """Record that the heartbeat thread has the interpreter's lock, whether or not it can send."""
         if not self._memory.closed:
             self._memory[_PHASE.size : _LEFT_AT] = _TIME.pack(time.monotonic())
 
     def leave(self, step: int, value: int) -> None:
-        """A number that stands for what the worker has after a step."""
+        """Record a number that stands for the worker's state after a step."""
         self._memory[_LEFT_AT:] = _LEFT.pack(step, value)
 
     def close(self) -> None:
-        """A worker that ends in peace leaves nothing."""
+        """Remove the page: the worker ends by itself."""
         self._memory.close()
         self._path.unlink(missing_ok=True)
 
 
 def left(path: Path) -> tuple[int, int] | None:
-    """The last step after which a worker left a number, and that number."""
+    """Return the last step after which a worker left a number, and that number."""
     data = _data(path)
     step, value = (0, 0) if data is None else _LEFT.unpack(data[_LEFT_AT:])
     return (step, value) if step else None
 
 
-def read(path: Path) -> Seen | None:
-    """What a worker did last; None where nobody wrote."""
+def read(path: Path) -> PhaseRecord | None:
+    """Return what a worker did last; None where none has written."""
     data = _data(path)
     if data is None:
         return None
     phase, step, since, ran, _, _ = _LAYOUT.unpack(data)
     name = phase.rstrip(b"\0").decode("ascii", "replace")
-    return Seen(name, step, since, ran) if name else None
+    return PhaseRecord(name, step, since, ran) if name else None
 
 
 def _data(path: Path) -> bytes | None:

@@ -1,7 +1,6 @@
 """TLS for connections that are proven with a secret: what it needs, and what a proof is bound to.
 
-TLS hides what is sent; the proof of the secret (`handshake`) admits, and covers both ends' certificates. Must
-not know what is sent.
+TLS hides what is sent; the proof of the secret (`handshake`) admits, and covers both ends' certificates.
 """
 
 from __future__ import annotations
@@ -34,41 +33,33 @@ class Tls:
 
     def server(self) -> TlsEnd:
         """For the end that accepts."""
-        return TlsEnd(self._fill(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)), self._digest(), accepts=True)
+        return self._end(accepts=True)
 
     def client(self) -> TlsEnd:
         """For the end that connects."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.check_hostname = False
-        return TlsEnd(self._fill(context), self._digest(), accepts=False)
+        return self._end(accepts=False)
 
-    def _fill(self, context: ssl.SSLContext) -> ssl.SSLContext:
+    def _end(self, *, accepts: bool) -> TlsEnd:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if accepts else ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.verify_mode = ssl.CERT_REQUIRED
         try:
             context.load_cert_chain(self.certificate, self.key)
             context.load_verify_locations(self.authority)
-        except (OSError, ssl.SSLError) as error:
-            raise self._unusable(error) from error
-        return context
-
-    def _digest(self) -> bytes:
-        """SHA-256 of the certificate that the other end will be shown: the first of the file."""
-        try:
+            # The other end is shown the first certificate of the file.
             found = _PEM.search(self.certificate.read_text(errors="replace"))
             if found is None:
                 raise ValueError("it holds no certificate")
-            return hashlib.sha256(ssl.PEM_cert_to_DER_cert(found.group())).digest()
+            shown = hashlib.sha256(ssl.PEM_cert_to_DER_cert(found.group())).digest()
         except (OSError, ValueError) as error:
-            raise self._unusable(error) from error
-
-    def _unusable(self, error: Exception) -> ConfigError:
-        return ConfigError(
-            f"the certificate {self.certificate}, its key {self.key} or the authority {self.authority} "
-            f"cannot be used: {error}",
-            remedy="give PEM files: a certificate, its private key without a password, and the "
-            "certificate that signed it",
-        )
+            raise ConfigError(
+                f"the certificate {self.certificate}, its key {self.key} or the authority {self.authority} "
+                f"cannot be used: {error}",
+                remedy="give PEM files: a certificate, its private key without a password, and the "
+                "certificate that signed it",
+            ) from error
+        return TlsEnd(context, shown, accepts)
 
 
 @final
@@ -85,7 +76,7 @@ class TlsEnd:
         return self.context.wrap_socket(sock, server_side=self.accepts, do_handshake_on_connect=handshake)
 
     def bound(self, sock: socket.socket) -> bytes:
-        """What the proof is bound to, after the TLS handshake: both digests, the acceptor's first."""
+        """Return what the proof is bound to, after the TLS handshake: both digests, the acceptor's first."""
         assert isinstance(sock, ssl.SSLSocket)
         shown = sock.getpeercert(binary_form=True)
         if not shown:

@@ -11,4 +11,4 @@ from __future__ import annotations
 from typing import Final
 
 VERSION = "0.1.0"
-PROTOCOL: Final = 2
+PROTOCOL: Final = 3

@@ -1,7 +1,7 @@
-"""Plain Python data and NumPy arrays as bytes; with `frames`, on a stream socket.
+"""Encode plain Python data and NumPy arrays as bytes, and decode them.
 
 A message is a small header, a msgpack tree, and the arrays' own memory beside the tree, each at a multiple of
-64 bytes, so that encoding copies no array and decoding can hand out views:
+64 bytes, so that encoding copies no array:
 
     magic  buffers:u32  tree_bytes:u64  length:u64 per buffer | tree | pad | buffer 0 | pad | buffer 1 ...
 
@@ -12,31 +12,30 @@ torch nor who talks to whom.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 import struct
-import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 import msgpack
 import numpy as np
 
 from paceline.core.errors import UsageError, WireError
-from paceline.core.frames import Buffer, nbytes, read_frame, total_bytes, write_frame
-
-__all__ = ["Buffer", "WireError", "decode", "encode", "read_frame", "register", "total_bytes", "write_frame"]
+from paceline.core.wording import type_name
 
 T = TypeVar("T")
+Buffer = bytes | memoryview
 
 ALIGNMENT: Final = 64
 
 _MESSAGE_MAGIC: Final = b"PLm1"
 _MESSAGE_HEAD: Final = struct.Struct("<4sIQ")
 _COMPLEX: Final = struct.Struct("<dd")
-# Below this an array costs less inside the tree than as a buffer of its own.
+# Below this an array costs less inside the tree than as a separate buffer.
 _INLINE_BYTES: Final = 512
 
 
@@ -53,18 +52,18 @@ class _Code(IntEnum):
     COMPLEX = 21
 
 
+_CONTAINERS: Final[dict[type, _Code]] = {tuple: _Code.TUPLE, set: _Code.SET, frozenset: _Code.FROZENSET}
+_CONTAINER_OF: Final = {code: kind for kind, code in _CONTAINERS.items()}
 _MARKERS: Final = {code: msgpack.ExtType(code, b"") for code in _Code}
 
 
-@dataclass(frozen=True)
-class _Codec:
+class _Codec(NamedTuple):
     type_: type
     name: str
     to_plain: Callable[[Any], object]
     from_plain: Callable[[Any], object]
 
 
-_lock: Final = threading.Lock()
 _by_type: Final[dict[type, _Codec]] = {}
 _by_name: Final[dict[str, _Codec]] = {}
 
@@ -77,42 +76,42 @@ def register(
     Subclasses of `type_` are encoded by the same functions. Registering the same pair again replaces it.
     """
     codec = _Codec(type_, name, to_plain, from_plain)
-    with _lock:
-        known = _by_name.get(name)
-        if known is not None and known.type_ is not type_:
-            raise UsageError(
-                f"wire name {name!r} already belongs to {_type_name(known.type_)}",
-                remedy=f"register {_type_name(type_)} under another name",
-            )
-        _by_type[type_] = codec
-        _by_name[name] = codec
+    known = _by_name.setdefault(name, codec)
+    if known.type_ is not type_:
+        raise UsageError(
+            f"wire name {name!r} already belongs to {type_name(known.type_)}",
+            remedy=f"register {type_name(type_)} under another name",
+        )
+    _by_type[type_] = _by_name[name] = codec
 
 
 def encode(obj: object) -> list[Buffer]:
-    """`obj` as pieces whose concatenation is the message; large arrays are views of their own memory.
+    """`obj` as pieces whose concatenation is the message; large arrays are not copied.
 
     The pieces are valid as long as the arrays are not changed. A memoryview arrives as bytes.
     """
     buffers: list[Buffer] = []
-
-    def default(item: object) -> object:
-        return _to_tree(item, buffers)
-
+    default = functools.partial(_to_tree, buffers)
     try:
-        packer = msgpack.Packer(
-            default=default, strict_types=True, use_bin_type=True, unicode_errors="surrogatepass"
+        tree: bytes = msgpack.packb(
+            _lift(obj), default=default, strict_types=True, unicode_errors="surrogatepass"
         )
-        tree: bytes = packer.pack(_lift(obj))
     except _Unsupported as error:
-        raise _unsupported(obj, error.item, error.why) from None
+        path = _path_to(obj, error.item, "message", 0) or "message (inside a registered type)"
+        raise UsageError(
+            f"{path} is of type {type_name(type(error.item))}, which cannot be sent{error.why}",
+            remedy="send plain Python data, NumPy arrays or tensors (convert a subclass to its plain type "
+            "first)",
+            path=path,
+        ) from None
     except (ValueError, OverflowError, RecursionError) as error:
         if isinstance(error, UsageError):
             raise
         raise UsageError(
-            f"a message of type {_type_name(type(obj))} cannot be sent: {error}",
+            f"a message of type {type_name(type(obj))} cannot be sent: {error}",
             remedy="send data that is nested less than 500 levels deep and does not contain itself",
         ) from error
-    lengths = [nbytes(buffer) for buffer in buffers]
+    lengths = [memoryview(buffer).nbytes for buffer in buffers]
     head = _MESSAGE_HEAD.pack(_MESSAGE_MAGIC, len(buffers), len(tree)) + struct.pack(
         f"<{len(lengths)}Q", *lengths
     )
@@ -127,26 +126,20 @@ def encode(obj: object) -> list[Buffer]:
     return pieces
 
 
-def decode(buffer: bytes | bytearray | memoryview, *, copy: bool = True) -> Any:
-    """The object that `encode` was given. With `copy=False` large arrays are views of `buffer`.
-
-    Views keep `buffer` alive, are writable when it is, and change when it does.
-    """
+def decode(buffer: bytes | bytearray | memoryview) -> Any:
+    """Return the object that `encode` was given; its arrays are copies, and writable."""
     view = memoryview(buffer).cast("B")
     tree, buffers = _split(view)
 
-    def extension(code: int, data: bytes) -> object:
-        return _from_extension(code, data)
-
     def sequence(items: list[Any]) -> object:
         if items and isinstance(items[0], _Code):
-            return _from_tree(items[0], items[1:], buffers, copy)
+            return _from_tree(items[0], items[1:], buffers)
         return items
 
     try:
         return msgpack.unpackb(
             tree,
-            ext_hook=extension,
+            ext_hook=_from_extension,
             list_hook=sequence,
             strict_map_key=False,
             raw=False,
@@ -161,32 +154,27 @@ def decode(buffer: bytes | bytearray | memoryview, *, copy: bool = True) -> Any:
 
 class _Unsupported(Exception):  # noqa: N818 - a signal inside this module, never seen outside
     def __init__(self, item: object, why: str) -> None:
-        super().__init__(why)
+        super().__init__()
         self.item = item
         self.why = why
 
 
-def _to_tree(item: object, buffers: list[Buffer]) -> object:
-    """What msgpack calls for everything it has no word for."""
+def _to_tree(buffers: list[Buffer], item: Any) -> object:
+    """Return the tree of an item that msgpack has no word for."""
     kind = type(item)
-    if kind is tuple:
-        return [_MARKERS[_Code.TUPLE], *item]  # type: ignore[misc]
-    if kind is set:
-        return [_MARKERS[_Code.SET], *item]  # type: ignore[misc]
-    if kind is frozenset:
-        return [_MARKERS[_Code.FROZENSET], *item]  # type: ignore[misc]
-    if isinstance(item, np.ndarray) and kind is np.ndarray:
+    if kind in _CONTAINERS:
+        return [_MARKERS[_CONTAINERS[kind]], *item]
+    if kind is np.ndarray:
         return _array_tree(item, buffers)
     if isinstance(item, np.generic):
-        descr = _describe(item.dtype, item)
-        return [_MARKERS[_Code.SCALAR], descr, item.tobytes()]
+        return [_MARKERS[_Code.SCALAR], _describe(item), item.tobytes()]
     if isinstance(item, _Lifted):
         code = _Code.BYTES if isinstance(item.data, bytes) else _Code.BYTEARRAY
         return [_MARKERS[code], _place(memoryview(item.data), buffers)]
     if kind is int:
-        size = item.bit_length() // 8 + 1  # type: ignore[attr-defined]
-        return msgpack.ExtType(_Code.BIG_INT, item.to_bytes(size, "little", signed=True))  # type: ignore[attr-defined]
-    if isinstance(item, complex) and kind is complex:
+        size = item.bit_length() // 8 + 1
+        return msgpack.ExtType(_Code.BIG_INT, item.to_bytes(size, "little", signed=True))
+    if kind is complex:
         return msgpack.ExtType(_Code.COMPLEX, _COMPLEX.pack(item.real, item.imag))
     for ancestor in kind.__mro__:
         codec = _by_type.get(ancestor)
@@ -222,33 +210,33 @@ def _lift(node: Any) -> Any:
 
 
 def _array_tree(array: np.ndarray[Any, Any], buffers: list[Buffer]) -> object:
-    descr = _describe(array.dtype, array)
-    order = "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
+    order: Literal["C", "F"] = "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
     if array.nbytes <= _INLINE_BYTES:
-        place: object = array.tobytes("F" if order == "F" else "C")
+        place: object = array.tobytes(order)
     else:
         flat = np.ascontiguousarray(array.T if order == "F" else array).reshape(-1)
         place = _place(flat.view(np.uint8).data, buffers)
-    return [_MARKERS[_Code.ARRAY], descr, list(array.shape), order, place]
+    return [_MARKERS[_Code.ARRAY], _describe(array), list(array.shape), order, place]
 
 
-def _describe(dtype: np.dtype[Any], owner: object) -> object:
+def _describe(item: np.ndarray[Any, Any] | np.generic) -> object:
+    dtype = item.dtype
     if dtype.hasobject:
-        raise _Unsupported(owner, f"dtype {dtype} holds Python objects")
+        raise _Unsupported(item, f": dtype {dtype} holds Python objects")
     if dtype.fields is None and dtype.subdtype is None:
         return dtype.str
     return np.lib.format.dtype_to_descr(dtype)
 
 
 def _place(data: Buffer, buffers: list[Buffer]) -> object:
-    if nbytes(data) <= _INLINE_BYTES:
+    if memoryview(data).nbytes <= _INLINE_BYTES:
         return bytes(data)
     buffers.append(data)
     return len(buffers) - 1
 
 
 def _split(view: memoryview) -> tuple[memoryview, list[memoryview]]:
-    """The tree and the buffers of a message, after checking that its length is the one it claims."""
+    """Return the tree and the buffers of a message, after checking that its length is the one it claims."""
     if len(view) < _MESSAGE_HEAD.size:
         raise WireError(f"a message of {len(view)} bytes is shorter than its header")
     magic, count, tree_bytes = _MESSAGE_HEAD.unpack_from(view)
@@ -280,23 +268,19 @@ def _from_extension(code: int, data: bytes) -> object:
     return kind
 
 
-def _from_tree(code: _Code, items: list[Any], buffers: list[memoryview], copy: bool) -> object:
+def _from_tree(code: _Code, items: list[Any], buffers: list[memoryview]) -> object:
+    if code in _CONTAINER_OF:
+        return _CONTAINER_OF[code](items)
     match code, items:
-        case _Code.TUPLE, _:
-            return tuple(items)
-        case _Code.SET, _:
-            return set(items)
-        case _Code.FROZENSET, _:
-            return frozenset(items)
         case _Code.ARRAY, [descr, list(shape), ("C" | "F") as order, place]:
-            return _array(_dtype(descr), shape, order, place, buffers, copy)
+            return _array(_dtype(descr), shape, order, place, buffers)
         case _Code.SCALAR, [descr, bytes(data)]:
             dtype = _dtype(descr)
             return np.frombuffer(data, dtype)[0] if dtype.itemsize else dtype.type()
         case _Code.BYTEARRAY, [place]:
-            return bytearray(_find(place, buffers)[0])
+            return bytearray(_find(place, buffers))
         case _Code.BYTES, [place]:
-            return bytes(_find(place, buffers)[0])
+            return bytes(_find(place, buffers))
         case _Code.REGISTERED, [str(name), plain]:
             codec = _by_name.get(name)
             if codec is None:
@@ -309,19 +293,17 @@ def _from_tree(code: _Code, items: list[Any], buffers: list[memoryview], copy: b
 
 
 def _array(
-    dtype: np.dtype[Any], shape: list[int], order: str, place: object, buffers: list[memoryview], copy: bool
+    dtype: np.dtype[Any], shape: list[int], order: str, place: object, buffers: list[memoryview]
 ) -> np.ndarray[Any, Any]:
-    data, inline = _find(place, buffers)
+    data = _find(place, buffers)
     if not all(type(size) is int and size >= 0 for size in shape):
         raise WireError(f"an array of shape {shape}")
     if math.prod(shape) * dtype.itemsize != len(data):
         raise WireError(f"an array of shape {tuple(shape)} and dtype {dtype} cannot be {len(data)} bytes")
     if not len(data):
         return np.empty(shape, dtype)
-    flat: np.ndarray[Any, Any] = np.frombuffer(data, dtype)
-    # Inline data is immutable; an array that arrives is the receiver's own and must be writable.
-    if copy or inline:
-        flat = flat.copy()
+    # A copy: the receiver may write to its array, and the message is freed.
+    flat: np.ndarray[Any, Any] = np.frombuffer(data, dtype).copy()
     return flat.reshape(shape, order="F" if order == "F" else "C")
 
 
@@ -332,50 +314,33 @@ def _dtype(descr: Any) -> np.dtype[Any]:
     return dtype
 
 
-def _find(place: object, buffers: list[memoryview]) -> tuple[memoryview | bytes, bool]:
+def _find(place: object, buffers: list[memoryview]) -> memoryview | bytes:
     if isinstance(place, bytes):
-        return place, True
+        return place
     if type(place) is int and 0 <= place < len(buffers):
-        return buffers[place], False
+        return buffers[place]
     raise WireError(f"a message refers to buffer {place!r} and has {len(buffers)}")
 
 
-def _unsupported(root: object, item: object, why: str) -> UsageError:
-    path = _path_to(root, item, "message", 0) or "message (inside a registered type)"
-    return UsageError(
-        f"{path} is of type {_type_name(type(item))}, which cannot be sent" + (f": {why}" if why else ""),
-        remedy="send plain Python data, NumPy arrays or tensors (convert a subclass to its plain type first)",
-        path=path,
-    )
-
-
 def _path_to(node: object, target: object, path: str, depth: int) -> str:
-    """Where `target` sits below `node`, written as one would index it; empty when it is not found."""
+    """Return where `target` sits below `node`, written as one would index it; empty when it is not found."""
     if node is target:
         return path
     if depth > 600:
         return ""
-    children: Iterable[tuple[str, object]] = ()
-    if type(node) is dict:
-        for key in node:
-            if found := _path_to(key, target, f"a key of {path}", depth + 1):
-                return found
-        children = ((f"{path}[{_quoted(key)}]", value) for key, value in node.items())
-    elif type(node) in (list, tuple):
-        children = ((f"{path}[{index}]", value) for index, value in enumerate(node))  # type: ignore[arg-type, var-annotated]
-    elif type(node) in (set, frozenset):
-        children = ((f"an element of {path}", value) for value in node)  # type: ignore[attr-defined]
-    for name, child in children:
+    for name, child in _children(node, path):
         if found := _path_to(child, target, name, depth + 1):
             return found
     return ""
 
 
-def _quoted(key: object) -> str:
-    return f'"{key}"' if type(key) is str else repr(key)
-
-
-def _type_name(type_: type) -> str:
-    return (
-        type_.__qualname__ if type_.__module__ == "builtins" else f"{type_.__module__}.{type_.__qualname__}"
-    )
+def _children(node: Any, path: str) -> Iterator[tuple[str, object]]:
+    if type(node) is dict:
+        yield from ((f"a key of {path}", key) for key in node)
+        for key, value in node.items():
+            quoted = f'"{key}"' if type(key) is str else repr(key)
+            yield f"{path}[{quoted}]", value
+    elif type(node) in (list, tuple):
+        yield from ((f"{path}[{index}]", value) for index, value in enumerate(node))
+    elif type(node) in (set, frozenset):
+        yield from ((f"an element of {path}", value) for value in node)

@@ -1,4 +1,4 @@
-"""Who reads which sample: permutations, virtual shards, positions.
+"""Datasets in any form as sources of batches, the order of their samples, and checksummed shard files.
 
 Must not know checkpoint, nor what is learned from the samples.
 """

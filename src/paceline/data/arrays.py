@@ -1,8 +1,8 @@
 """Samples in memory: a tensor per column, and a batch is the chosen rows of each.
 
 The memory stays the caller's: nothing is copied when a source is made, and workers started with
-`paceline.spawn` map one copy. A batch is always memory of its own, so changing it changes no sample. Must not
-know who asks for which rows. What becomes a column is decided in `columns`.
+`paceline.spawn` map one copy. A batch is always a copy, so changing it changes no sample. What
+becomes a column is decided in `columns`.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from paceline.core.errors import UsageError
-from paceline.data.batches import Batch, Indices
 from paceline.data.columns import (
     Array,
     Column,
     MappedFile,
     column_of,
-    looks_like_column,
     mapped_file,
+    pandas_kind,
     portable,
     restore,
 )
+from paceline.data.source_interface import Batch, Indices
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class ArraySource:
-    """Columns of equal length. `structure` says how rows of them make a batch; None: the one column does.
+    """Columns of equal length. `structure` is how rows of them make a batch; None: the one column does.
     `files`: what each column is a mapping of, if it is one."""
 
     columns: tuple[Column, ...]
@@ -60,8 +60,9 @@ class ArraySource:
         return [_taker(column) for column in self.columns]
 
     def sample(self, number: int) -> Any:
-        """One sample, not collated: a row of each column."""
-        return self._rebuilt([_row(column, number) for column in self.columns])
+        """Return one sample, not collated: a row of each column."""
+        rows = [column[number] for column in self.columns]
+        return self._rebuilt([row.clone() if isinstance(row, Tensor) else row for row in rows])
 
     def _rebuilt(self, parts: list[Any]) -> Any:
         structure = self.structure
@@ -84,20 +85,19 @@ class ArraySource:
             remedy=f"ask for numbers from 0 to {self.size - 1}",
         )
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __getstate__(self) -> dict[str, Any]:
         # A view of a larger array travels as its own elements, and a file that is mapped as its name.
         parts = zip(self.columns, self.files, strict=True)
-        return _arrived, (
-            tuple(portable(*part) for part in parts),
-            self.size,
-            self.structure,
-            self.files,
-            self.pin_memory,
-        )
+        state = {**vars(self), "columns": [portable(*part) for part in parts]}
+        state.pop("_takers", None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, columns=tuple(restore(column) for column in state["columns"]))
 
 
 def array_source(data: Any) -> ArraySource | None:
-    """A source of a tensor, an array, a pandas object, or tuples and dicts of them; else None."""
+    """Return a source of a tensor, an array, a pandas object, or tuples and dicts of them; else None."""
     if not _is_tree_of_columns(data):
         return None
     leaves: list[tuple[str, Any]] = []
@@ -149,28 +149,14 @@ def _is_tree_of_columns(data: Any) -> bool:
         return all(_is_tree_of_columns(value) for value in data.values())
     if isinstance(data, tuple):
         return bool(data) and all(_is_tree_of_columns(value) for value in data)
-    return looks_like_column(data) or _is_frame(data)
-
-
-def _is_frame(data: Any) -> bool:
-    return _pandas_kind(data) == "DataFrame" or (
-        isinstance(data, np.ndarray) and data.dtype.names is not None
-    )
-
-
-def _pandas_kind(data: Any) -> str:
-    # Told by name, so that pandas is never imported for data that is not pandas'.
-    for cls in type(data).__mro__:
-        if cls.__module__.partition(".")[0] == "pandas" and cls.__name__ in ("DataFrame", "Series", "Index"):
-            return cls.__name__
-    return ""
+    return isinstance(data, Tensor | np.ndarray) or pandas_kind(data) != ""
 
 
 def _take_apart(data: Any, name: str, leaves: list[tuple[str, Any]]) -> Structure | None:
-    """Appends the columns of `data` in order, and returns how to put rows of them together again."""
+    """Append the columns of `data` in order; return how to put rows of them together again."""
     if isinstance(data, dict):
         pairs = list(data.items())
-    elif _pandas_kind(data) == "DataFrame":
+    elif pandas_kind(data) == "DataFrame":
         pairs = _frame_columns(data, name)
     elif isinstance(data, np.ndarray) and data.dtype.names is not None:
         pairs = [(field, data[field]) for field in data.dtype.names]
@@ -195,7 +181,7 @@ def _frame_columns(frame: Any, name: str) -> list[tuple[Any, Any]]:
 
 
 def _taker(column: Column) -> Callable[[Tensor], Any]:
-    """How rows of a column are taken: the quickest way that its dtype and device have."""
+    """Return how rows of a column are taken: the quickest way that its dtype and device have."""
     if not isinstance(column, Tensor):
         return partial(_texts, column)
     if column.device.type != "cpu":
@@ -220,23 +206,8 @@ def _texts(column: Array, rows: Tensor) -> list[Any]:
     return texts
 
 
-def _row(column: Column, number: int) -> Any:
-    value = column[number]
-    return value.clone() if isinstance(value, Tensor) else value
-
-
-def _arrived(
-    columns: tuple[Any, ...],
-    size: int,
-    structure: Structure | None,
-    files: tuple[MappedFile | None, ...],
-    pin_memory: bool,
-) -> ArraySource:
-    return ArraySource(tuple(restore(column) for column in columns), size, structure, files, pin_memory)
-
-
 def tensor_dataset_source(dataset: TensorDataset) -> ArraySource:
-    """The rows that a TensorDataset would give, without asking for one row at a time."""
+    """Return the rows that a TensorDataset would give, without asking for one row at a time."""
     source = array_source(dataset.tensors)
     if source is None:
         raise UsageError("a TensorDataset without tensors has no samples", remedy="pass at least one tensor")

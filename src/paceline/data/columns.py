@@ -1,7 +1,7 @@
 """One column of in-memory data: a tensor that shares the caller's memory, or an array of texts.
 
-Says what cannot be a column and how to convert it. Also how a column travels to another process: as its own
-elements and nothing around them, or, where it is a mapped file, as the file's name. Must not know batches.
+Errors name what cannot be a column and how to convert it. Also how a column travels to another process: as
+its own elements and nothing around them, or, where it is a mapped file, as the file's name.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
@@ -25,22 +26,17 @@ _TEXT_KINDS = "UO"
 _NUMBER_KINDS = "biufc"
 
 
-def looks_like_column(data: Any) -> bool:
-    """Whether `column_of` is the one to judge it: tensors, arrays, pandas columns."""
-    return isinstance(data, Tensor | np.ndarray) or _is_pandas(data)
-
-
 def column_of(data: Any, name: str) -> Column:
-    """`data` as a column, sharing its memory. `name` is how an error calls it."""
+    """Return `data` as a column that shares its memory. `name` is how an error calls it."""
     if isinstance(data, Tensor):
         return _from_tensor(data, name)
-    if _is_pandas(data):
+    if pandas_kind(data):
         return _from_pandas(data, name)
     return _from_array(data, name)
 
 
 def portable(column: Column, file: MappedFile | None) -> Any:
-    """What of a column travels to another process; `restore` makes it a column again."""
+    """Return what of a column travels to another process; `restore` makes it a column again."""
     if file is not None:
         return file
     if isinstance(column, Tensor) and column.device.type == "cpu" and column.numel():
@@ -99,9 +95,7 @@ def _from_array(array: Array, name: str) -> Column:
             )
         return array
     if kind not in _NUMBER_KINDS:
-        raise UsageError(
-            f"{name} has dtype {array.dtype}, which no tensor can hold", remedy=_conversion(kind)
-        )
+        raise _no_tensor(name, array.dtype, kind)
     if not array.dtype.isnative:
         raise UsageError(
             f"{name} has the byte order of another machine ({array.dtype.str})",
@@ -116,39 +110,36 @@ def _from_array(array: Array, name: str) -> Column:
         try:
             return torch.from_numpy(array)
         except TypeError as error:
-            raise UsageError(
-                f"{name} has dtype {array.dtype}, which no tensor can hold", remedy=_conversion(kind)
-            ) from error
+            raise _no_tensor(name, array.dtype, kind) from error
 
 
 def _from_pandas(series: Any, name: str) -> Column:
     dtype = series.dtype
     kind = getattr(dtype, "kind", "O")
-    values = series
     if kind in "OU" or str(dtype) in ("string", "str"):
         if str(dtype) == "category":
             raise UsageError(
                 f"{name} is a categorical column",
                 remedy="pass its codes: series.cat.codes (and keep series.cat.categories to read them)",
             )
-        return np.asarray(values.to_numpy(dtype=object))
+        return np.asarray(series.to_numpy(dtype=object))
     if kind not in _NUMBER_KINDS:
-        raise UsageError(f"{name} has dtype {dtype}, which no tensor can hold", remedy=_conversion(kind))
+        raise _no_tensor(name, dtype, kind)
     if not isinstance(dtype, np.dtype):
-        if values.isna().any():
+        if series.isna().any():
             raise UsageError(
-                f"{name} has dtype {dtype} and {int(values.isna().sum())} missing values",
+                f"{name} has dtype {dtype} and {int(series.isna().sum())} missing values",
                 remedy="fill them (series.fillna(value)), drop those rows, or convert to float",
             )
-        numpy_dtype = getattr(dtype, "numpy_dtype", None)
-        return _from_array(values.to_numpy(dtype=numpy_dtype), name)
-    return _from_array(values.to_numpy(), name)
+        return _from_array(series.to_numpy(dtype=getattr(dtype, "numpy_dtype", None)), name)
+    return _from_array(series.to_numpy(), name)
 
 
-def _conversion(kind: str) -> str:
+def _no_tensor(name: str, dtype: object, kind: str) -> UsageError:
+    remedy = "convert it to a dtype of integers, floats or booleans with .astype(...)"
     if kind in "Mm":
-        return "convert times to numbers: values.astype('int64') gives them as integers of their unit"
-    return "convert it to a dtype of integers, floats or booleans with .astype(...)"
+        remedy = "convert times to numbers: values.astype('int64') gives them as integers of their unit"
+    return UsageError(f"{name} has dtype {dtype}, which no tensor can hold", remedy=remedy)
 
 
 def _no_samples(name: str) -> UsageError:
@@ -158,12 +149,16 @@ def _no_samples(name: str) -> UsageError:
     )
 
 
-def _is_pandas(data: Any) -> bool:
-    # Told by name, so that pandas is never imported for data that is not pandas'.
-    return any(
-        cls.__module__.partition(".")[0] == "pandas" and cls.__name__ in ("Series", "Index")
-        for cls in type(data).__mro__
-    )
+def pandas_kind(data: Any) -> str:
+    """Return "DataFrame", "Series", "Index", or nothing for data that is not pandas'."""
+    return class_in("pandas", ("DataFrame", "Series", "Index"), data)
+
+
+def class_in(package: str, names: Sequence[str], data: Any) -> str:
+    """Return which of these classes of a package `data` is: by name, so that the package is never imported
+    for data that is not its own."""
+    classes = (cls for cls in type(data).__mro__ if cls.__module__.partition(".")[0] == package)
+    return next((cls.__name__ for cls in classes if cls.__name__ in names), "")
 
 
 @final
@@ -192,17 +187,16 @@ class MappedFile:
 
 
 def mapped_file(data: Any) -> MappedFile | None:
-    """The file that an array is a mapping of; None where its memory is the process's own."""
+    """Return the file that an array is a mapping of; None where its memory is the process's own."""
     if not isinstance(data, np.ndarray):
         return None
     array: Array = data
-    owner: Any = array
-    while owner is not None and not _is_mapping(owner):
-        owner = getattr(owner, "base", None)
+    root: Any = array
+    while root is not None and not _is_mapping(root):
+        root = getattr(root, "base", None)
     # Pages that were changed after a copy-on-write mapping are in no file.
-    if owner is None or owner.mode == "c":
+    if root is None or root.mode == "c":
         return None
-    root: Any = owner
     start = array.__array_interface__["data"][0] - root.__array_interface__["data"][0] + root.offset
     return MappedFile(
         path=os.path.abspath(os.fspath(root.filename)),
@@ -215,9 +209,6 @@ def mapped_file(data: Any) -> MappedFile | None:
 
 
 def _is_mapping(owner: Any) -> bool:
-    """Whether it is the whole mapping itself: a part of one does not know where in the file it begins."""
-    return (
-        isinstance(owner, np.memmap)
-        and isinstance(getattr(owner, "base", None), mmap.mmap)
-        and (owner.filename is not None)
-    )
+    # The whole mapping itself: a part of one does not know where in the file it begins.
+    is_whole = isinstance(owner, np.memmap) and isinstance(owner.base, mmap.mmap)
+    return is_whole and owner.filename is not None

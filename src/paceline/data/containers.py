@@ -1,8 +1,8 @@
-"""Batches as trees: tensors inside tuples, named tuples, lists and dicts, nested as anybody likes.
+"""Batches as trees: tensors inside tuples, named tuples, lists and dicts, nested as deeply as the user likes.
 
-`changed` rebuilds a tree with every tensor replaced. `packed` and `unpacked` carry a tree through a wire that
-knows plain containers only; what cannot travel is refused before, so that one worker accepts no more than
-many. Must not know what the tensors mean, nor who sends them.
+`map_leaves` rebuilds a tree with every tensor replaced. `packed` and `unpacked` carry a tree through a wire
+that knows plain containers only; what cannot travel is refused before, so that one worker accepts no more
+than many.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ _TUPLE: Final = "paceline.tuple"
 _PLAIN: Final = (type(None), bool, int, float, complex, str, bytes, bytearray, np.ndarray, set, frozenset)
 
 
-def changed(data: Any, tensor: Callable[[Tensor], Any], other: Callable[[Any], Any]) -> Any:
-    """`data` with `tensor` applied to every tensor and containers rebuilt. Anything that is no tensor is
-    first shown to `other`: what it returns instead of the same object is taken as it is."""
+def map_leaves(data: Any, tensor: Callable[[Tensor], Any], other: Callable[[Any], Any]) -> Any:
+    """Apply `tensor` to every tensor and rebuild the containers. Anything that is no tensor is first shown to
+    `other`: what it returns instead of the same object is taken as it is."""
     if isinstance(data, Tensor):
         return tensor(data)
     own = other(data)
     if own is not data:
         return own
     if isinstance(data, dict):
-        return _rebuilt(data, {key: changed(value, tensor, other) for key, value in data.items()})
+        return _rebuilt(data, {key: map_leaves(value, tensor, other) for key, value in data.items()})
     if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*(changed(value, tensor, other) for value in data))
+        return type(data)(*(map_leaves(value, tensor, other) for value in data))
     if isinstance(data, list | tuple):
-        return _rebuilt(data, [changed(value, tensor, other) for value in data])
+        return _rebuilt(data, [map_leaves(value, tensor, other) for value in data])
     return data
 
 
 def plain(data: Any) -> Any:
-    """`data` in dicts, lists and tuples of the plain kind, whatever kind they are of."""
+    """Return `data` with subclasses of dict, list and tuple replaced by the plain kind."""
     if isinstance(data, dict):
         return {key: plain(value) for key, value in data.items()}
     if isinstance(data, tuple | list):
@@ -51,7 +51,7 @@ def plain(data: Any) -> Any:
 
 
 def packed(data: Any, what: str = "batch") -> Any:
-    """`data` as the wire takes it; `unpacked` gives an equal tree back, named tuples as they were."""
+    """Return `data` as the wire takes it; `unpacked` gives an equal tree back, with its named tuples."""
     kind = type(data)
     if isinstance(data, Tensor) or kind in _PLAIN or isinstance(data, np.generic):
         return data

@@ -1,6 +1,6 @@
 """Cutting work into one part per worker: samples into contiguous ranges, tasks of known cost into even loads.
 
-Pure arithmetic. Must not know what the samples or tasks are, nor in which order an epoch reads them.
+Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from numbers import Real
 from typing import final
 
 from paceline.core.errors import UsageError
-from paceline.data.arguments import whole
+from paceline.data.whole_numbers import whole
 
 
 @final
@@ -37,16 +37,16 @@ class DataPartitioner:
         self._bounds = [0, *accumulate(sizes)]
 
     def get_partition(self, rank: int) -> tuple[int, int]:
-        """The rank's samples as (start, end); end is not one of them."""
+        """Return the rank's samples as (start, end); end is not one of them."""
         rank = whole("rank", rank, 0, self.world_size - 1)
         return self._bounds[rank], self._bounds[rank + 1]
 
     def get_indices(self, rank: int) -> range:
-        """The rank's samples as a range: a sequence that takes no memory, whatever its length."""
+        """Return the rank's samples as a range: a sequence that takes no memory, whatever its length."""
         return range(*self.get_partition(rank))
 
     def partition_size(self, rank: int) -> int:
-        """How many samples the rank has."""
+        """Return how many samples the rank has."""
         start, end = self.get_partition(rank)
         return end - start
 
@@ -57,7 +57,7 @@ class DataPartitioner:
 
 
 def balance_workload(task_costs: Iterable[float], world_size: int) -> list[list[int]]:
-    """Deals tasks to workers so that the busiest one has little more to do than it must.
+    """Assign tasks to workers so that the busiest one has little more to do than it must.
 
     Returns one list per worker of the indices of its tasks, ascending; every task is in exactly one list.
     The longest task goes first, each to the worker that has least so far (LPT): the busiest worker's load is
@@ -78,7 +78,7 @@ def balance_workload(task_costs: Iterable[float], world_size: int) -> list[list[
 
 
 def _shares(total: int, weights: list[float]) -> list[int]:
-    """Largest remainders in exact arithmetic; of equal remainders the lower ranks' count as larger."""
+    """Round shares by largest remainders, in exact arithmetic; of equal ones the lower rank's is larger."""
     exact = [Fraction(weight) for weight in weights]
     unit = total / sum(exact)
     sizes = [math.floor(weight * unit) for weight in exact]
@@ -98,7 +98,7 @@ def _checked_weights(weights: Sequence[float], world_size: int) -> list[float]:
 
 
 def _numbers(name: str, values: Iterable[float], remedy: str) -> list[float]:
-    """Finite floats from 0, or an error that names the first that is none."""
+    """Return finite floats from 0, or raise an error that names the first that is none."""
     try:
         given = list(values)
     except TypeError as error:

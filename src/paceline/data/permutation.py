@@ -11,8 +11,6 @@ likely as any other.
 What it depends on: (size, seed, epoch) through BLAKE2b, then 64-bit integer arithmetic: the same on every
 platform, for every number of workers, and for good (a golden test pins it). What it costs: one cached block
 of ids, and as much for position 0 as for the middle of a hundred million.
-
-Must not know who reads the samples, nor how many readers there are.
 """
 
 from __future__ import annotations
@@ -21,13 +19,14 @@ import hashlib
 import math
 import struct
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from paceline.core.errors import UsageError
-from paceline.data.arguments import whole
+from paceline.data.whole_numbers import whole
 
 Ids = NDArray[np.int64]
 _Words = NDArray[np.uint64]
@@ -47,15 +46,18 @@ _DIGIT_SHIFT = np.uint64(40)
 
 
 @final
+@dataclass(unsafe_hash=True)
 class Permutation:
     """Samples 0 to size - 1 in the order of one epoch; `take(start, stop)` are the ids at those positions."""
 
-    __slots__ = ("_block", "_keys", "_radices", "epoch", "seed", "size")
+    size: int
+    seed: int
+    epoch: int
 
-    def __init__(self, size: int, seed: int, epoch: int) -> None:
-        self.size = whole("size", size, 0, LARGEST_SIZE)
-        self.seed = whole("seed", seed, 0, LARGEST_SEED)
-        self.epoch = whole("epoch", epoch, 0, LARGEST_SEED)
+    def __post_init__(self) -> None:
+        self.size = whole("size", self.size, 0, LARGEST_SIZE)
+        self.seed = whole("seed", self.seed, 0, LARGEST_SEED)
+        self.epoch = whole("epoch", self.epoch, 0, LARGEST_SEED)
         self._keys = _round_keys(self.size, self.seed, self.epoch)
         left = math.isqrt(self.size - 1) + 1 if self.size else 1
         self._radices = (np.uint64(left), np.uint64(-(-self.size // left)))
@@ -63,7 +65,7 @@ class Permutation:
         self._block: tuple[int, Ids] = (-1, np.empty(0, np.int64))
 
     def take(self, start: int, stop: int) -> Ids:
-        """The ids at positions start to stop - 1, in order, in an array of the caller's own."""
+        """Return the ids at positions start to stop - 1, in order, in an array of the caller's own."""
         start, stop = _checked_range(start, stop, self.size)
         opening = start // BLOCK * BLOCK
         if stop <= opening + BLOCK:
@@ -75,14 +77,14 @@ class Permutation:
         return out
 
     def at(self, positions: ArrayLike) -> Ids:
-        """The ids at any positions, in the order asked for: computed all at once, whatever is cached."""
+        """Return the ids at any positions, in the order asked for, computed all at once."""
         wanted = _checked_positions(positions, self.size)
         if self.size <= BLOCK:
             return self._block_of(0)[wanted]
         return self._within(wanted.astype(np.uint64), self._forward)
 
     def position_of(self, sample: int) -> int:
-        """When in the epoch this sample comes: the inverse of `self[position]`."""
+        """Return when in the epoch this sample comes: the inverse of `self[position]`."""
         sample = _member("sample", sample, self.size)
         if self.size <= BLOCK:
             return int(np.flatnonzero(self._block_of(0) == sample)[0])
@@ -100,22 +102,11 @@ class Permutation:
         for first in range(0, self.size, BLOCK):
             yield from self.take(first, min(first + BLOCK, self.size)).tolist()
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Permutation):
-            return NotImplemented
-        return (self.size, self.seed, self.epoch) == (other.size, other.seed, other.epoch)
-
-    def __hash__(self) -> int:
-        return hash((self.size, self.seed, self.epoch))
-
-    def __repr__(self) -> str:
-        return f"Permutation(size={self.size}, seed={self.seed}, epoch={self.epoch})"
-
     def __reduce__(self) -> tuple[Any, ...]:
         return Permutation, (self.size, self.seed, self.epoch)
 
     def _block_of(self, first: int) -> Ids:
-        """The block of ids that starts at position `first`, a multiple of BLOCK."""
+        """Return the block of ids that starts at position `first`, a multiple of BLOCK."""
         held, ids = self._block
         if held != first:
             positions = np.arange(first, min(first + BLOCK, self.size), dtype=np.uint64)
@@ -127,7 +118,7 @@ class Permutation:
         return ids
 
     def _within(self, words: _Words, network: Callable[[_Words], _Words]) -> Ids:
-        """The network, applied until nothing is outside range(size). A cycle that starts inside returns."""
+        """Apply the network until nothing is outside range(size). A cycle that starts inside returns."""
         out = network(words)
         outside = np.flatnonzero(out >= np.uint64(self.size))
         while len(outside):
@@ -159,13 +150,14 @@ class Permutation:
 
 
 @final
+@dataclass(frozen=True, slots=True)
 class InOrder:
     """The samples as they lie in the dataset, with the methods of `Permutation`."""
 
-    __slots__ = ("size",)
+    size: int
 
-    def __init__(self, size: int) -> None:
-        self.size = whole("size", size, 0, LARGEST_SIZE)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", whole("size", self.size, 0, LARGEST_SIZE))
 
     def take(self, start: int, stop: int) -> Ids:
         start, stop = _checked_range(start, stop, self.size)
@@ -186,15 +178,6 @@ class InOrder:
     def __iter__(self) -> Iterator[int]:
         return iter(range(self.size))
 
-    def __eq__(self, other: object) -> bool:
-        return self.size == other.size if isinstance(other, InOrder) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash((InOrder, self.size))
-
-    def __repr__(self) -> str:
-        return f"InOrder(size={self.size})"
-
 
 Order = Permutation | InOrder
 
@@ -206,7 +189,7 @@ def _round_keys(size: int, seed: int, epoch: int) -> _Words:
 
 
 def _hashed(words: _Words, key: np.uint64) -> _Words:
-    """A hash whose upper bits are good; integers wrap around, as they do in arrays without a warning."""
+    """Return a hash whose upper bits are good; integers wrap around, in arrays without a warning."""
     out = words + key
     out *= _SPREAD
     out ^= out >> _HALF

@@ -1,11 +1,9 @@
-"""A sampler for DataLoaders of one's own: torch's DistributedSampler, with nothing repeated, nothing lost,
+"""A sampler for the user's DataLoaders: torch's DistributedSampler, with nothing repeated, nothing lost,
 and a position that another number of replicas can go on from.
 
 Replica r of n reads positions s + r, s + r + n, ... of the epoch's order, where s is where the iteration
 starts (0 at first). Replicas that have trained on k samples each have together trained on positions s to
-s + k n - 1: one number that says nothing about n, s + k n, is the whole state.
-
-Must not know what is trained, nor when it is saved.
+s + k n - 1: one number that does not depend on n, s + k n, is the whole state.
 """
 
 from __future__ import annotations
@@ -21,9 +19,9 @@ from torch.utils.data import Sampler
 
 from paceline.comm import default_group
 from paceline.core.errors import UsageError
-from paceline.core.words import a_kind
-from paceline.data.arguments import whole
+from paceline.core.wording import with_article
 from paceline.data.permutation import LARGEST_SEED, LARGEST_SIZE, InOrder, Order, Permutation
+from paceline.data.whole_numbers import whole
 
 _log = logging.getLogger("paceline.data")
 
@@ -50,9 +48,9 @@ class DistributedSampler(Sampler[int]):
         samples from the epoch's beginning as torch does, `drop_last=True` leaves out the last few.
       - The order takes no memory and is a function of (dataset size, seed, epoch).
       - `state_dict` and `load_state_dict` go on in the middle of an epoch, on any number of replicas.
-      - A forgotten `set_epoch` is said in the log, once.
+      - A forgotten `set_epoch` is logged, once.
 
-    Without `num_replicas` or `rank`, Paceline's process group says, else torch's.
+    Without `num_replicas` or `rank`, they are those of Paceline's process group, else of torch's.
     """
 
     def __init__(
@@ -105,13 +103,10 @@ class DistributedSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         last = self._pass
-        if last is not None and (last.handed_out or not last.share):
-            # A look at the first batch before set_epoch is no epoch: what follows tells.
-            if last.again:
-                self._say_forgotten()
-            again = True
-        else:
-            again = False
+        again = last is not None and (last.handed_out > 0 or not last.share)
+        # A look at the first batch before set_epoch is no epoch: what follows decides.
+        if last is not None and again and last.again:
+            self._say_forgotten()
         self._resumed = False
         self._pass = _Pass(self._start, len(self), again)
         if not self._pass.share:
@@ -122,7 +117,7 @@ class DistributedSampler(Sampler[int]):
     def set_epoch(self, epoch: int) -> None:
         """Call it before each epoch's iteration: another epoch, another order.
 
-        The epoch that a loaded state is in goes on where the state says; any other starts at its beginning.
+        The epoch that a loaded state is in continues from the state; any other starts at its beginning.
         """
         epoch = whole("epoch", epoch, 0, LARGEST_SEED)
         self._told_epochs = True
@@ -142,7 +137,7 @@ class DistributedSampler(Sampler[int]):
         self._pass = None
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
-        """Where the epoch stands, as plain numbers: for any number of replicas to go on from.
+        """Return where the epoch stands, as plain numbers: for any number of replicas to go on from.
 
         `consumed`: the samples that this replica has trained on in the iteration now running. Without it, all
         that the sampler has handed out count: right for a DataLoader with num_workers=0, too many with
@@ -172,7 +167,7 @@ class DistributedSampler(Sampler[int]):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """The next iteration reads what that state's epoch has left, shared among this sampler's replicas."""
+        """Have the next iteration read what that state's epoch has left, shared among these replicas."""
         state = _checked_state(state_dict)
         mine = {"size": self._size, "shuffle": self.shuffle, "seed": self.seed}
         for name, value in mine.items():
@@ -204,7 +199,7 @@ class DistributedSampler(Sampler[int]):
                 yield sample
 
     def _end(self, start: int) -> int:
-        """Behind the last position that replicas which start at `start` read."""
+        """Return the end of the positions that replicas which start at `start` read."""
         rest = (self._size - start) % self.num_replicas
         if self.drop_last:
             return self._size - rest
@@ -253,7 +248,7 @@ def _length(dataset: object) -> int:
         return whole("len(dataset)", len(cast("Sized", dataset)), 0, LARGEST_SIZE)
     except TypeError as error:
         raise UsageError(
-            f"DistributedSampler: {a_kind(dataset)} has no length",
+            f"DistributedSampler: {with_article(dataset)} has no length",
             remedy="pass a map-style dataset with __len__; an iterable dataset cannot be sampled",
         ) from error
 

@@ -1,10 +1,8 @@
 """The door to data: whatever a user has becomes a `Source`, and `read` turns requests into batches.
 
-    tensors, NumPy arrays, pandas, tuples and dicts of them   ArraySource   memory shared, rows copied out
-    map-style datasets, Hugging Face datasets, DataLoaders    MapSource     one sample at a time, or many
-    iterable datasets, generator functions, iterables         Stream        in order, `size` is None
-
-Must not know which samples are asked for, nor what is learned from them.
+tensors, NumPy arrays, pandas, tuples and dicts of them   ArraySource   memory shared, rows copied out
+map-style datasets, Hugging Face datasets, DataLoaders    MapSource     one sample at a time, or many
+iterable datasets, generator functions, iterables         Stream        in order, `size` is None
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -27,13 +26,13 @@ from torch.utils.data import (
 )
 
 from paceline.core.errors import UsageError
-from paceline.core.words import a_kind
+from paceline.core.wording import with_article
 from paceline.data.arrays import ArraySource, array_source, tensor_dataset_source
-from paceline.data.batches import Batch, Indices, Request, Skipped, SkippedSampleError, Source
-from paceline.data.huggingface import hugging_face_source
-from paceline.data.iterables import Stream
-from paceline.data.mapped import Loading, MapSource
-from paceline.data.reading import read
+from paceline.data.batch_reader import read
+from paceline.data.columns import class_in
+from paceline.data.map_source import Loading, MapSource
+from paceline.data.source_interface import Batch, Indices, Request, Skipped, SkippedSampleError, Source
+from paceline.data.stream import Stream
 
 __all__ = [
     "ArraySource",
@@ -53,6 +52,7 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 
+_HUGGING_FACE = ("Dataset", "DatasetDict", "IterableDataset", "IterableDatasetDict")
 _KINDS = (
     "a tensor, a NumPy array, a pandas object, a tuple or dict of them, a dataset with __len__ and "
     "__getitem__, a Hugging Face dataset, a DataLoader, an iterable dataset, or a function that returns "
@@ -61,7 +61,7 @@ _KINDS = (
 
 
 def as_source(data: Any) -> Source:
-    """`data` as a source, without reading a sample or copying memory.
+    """Return `data` as a source, without reading a sample or copying memory.
 
     Of a DataLoader the dataset, collate_fn, num_workers, prefetch_factor, pin_memory, timeout, worker_init_fn
     and multiprocessing_context are taken over. Its batch size and order are not: those belong to the run.
@@ -70,14 +70,11 @@ def as_source(data: Any) -> Source:
         return data
     if isinstance(data, DataLoader):
         return _from_loader(data)
-    in_memory = array_source(data)
-    if in_memory is not None:
-        return in_memory
     if type(data) is TensorDataset:
         return tensor_dataset_source(data)
-    hugging_face = hugging_face_source(data)
-    if hugging_face is not None:
-        return hugging_face
+    found = array_source(data) or _hugging_face_source(data)
+    if found is not None:
+        return found
     if isinstance(data, Source) and not hasattr(data, "__getitem__"):
         return data
     if _is_iterable(data):
@@ -86,7 +83,7 @@ def as_source(data: Any) -> Source:
 
 
 def check_apart(train: Source, validation: Source) -> None:
-    """Refuses one stream in two roles: an evaluation within an epoch would move the training data."""
+    """Refuse one stream in two roles: an evaluation within an epoch would move the training data."""
     if isinstance(train, Stream) and isinstance(validation, Stream) and validation.reads_from(train):
         raise UsageError(
             f"the training and the validation data are the same {validation.name}, which remembers where "
@@ -106,13 +103,13 @@ def _is_iterable(data: Any) -> bool:
 def _size_of(dataset: Any) -> int:
     name = type(dataset).__qualname__
     if not hasattr(dataset, "__getitem__") or isinstance(dataset, dict | str | bytes | type):
-        what = f"{a_kind(dataset)} is no data to train on: {dataset!r:.60}"
+        what = f"{with_article(dataset)} is no data to train on: {dataset!r:.60}"
         raise UsageError(what, remedy=f"pass {_KINDS}")
     try:
         return len(dataset)
     except TypeError as error:
         raise UsageError(
-            f"{name} has __getitem__ and no length, so nobody can say which samples exist: {error}",
+            f"{name} has __getitem__ and no length, so which samples exist is not known: {error}",
             remedy="define __len__, or make it an IterableDataset",
         ) from error
 
@@ -123,7 +120,14 @@ def _from_loader(loader: DataLoader[Any]) -> Source:
         return _stream_of_loader(loader, dataset)
     bulk = _takes_lists(loader)
     collate: Any = loader.collate_fn
-    _say_what_is_not_used(loader)
+    _log.info(
+        "of the DataLoader of %s, batch_size=%s, %s and drop_last=%s are not used: "
+        "global_batch, shuffle and drop_last of the run's configuration decide",
+        type(loader.dataset).__qualname__,
+        loader.batch_size,
+        type(loader.sampler).__qualname__,
+        loader.drop_last,
+    )
     if type(dataset) is TensorDataset and collate is default_collate and not bulk:
         # Rows in memory are chosen faster here than a worker process could hand them over.
         return replace(tensor_dataset_source(dataset), pin_memory=loader.pin_memory)
@@ -155,7 +159,7 @@ def _stream_of_loader(loader: DataLoader[Any], dataset: Any) -> Stream:
 
 
 def _takes_lists(loader: DataLoader[Any]) -> bool:
-    """Whether the dataset itself takes a list of numbers; refuses samplers that choose samples themselves."""
+    """Return whether the dataset takes lists of numbers; refuse samplers that choose samples themselves."""
     if loader.batch_size is None and type(loader.batch_sampler) is not BatchSampler:
         if loader.batch_sampler is not None:
             raise _own_sampler(loader, "batch_sampler", loader.batch_sampler)
@@ -175,7 +179,7 @@ def _takes_lists(loader: DataLoader[Any]) -> bool:
 
 
 def _check_sampler(loader: DataLoader[Any], sampler: Sampler[Any] | Iterable[Any]) -> None:
-    """Samplers that give every sample once in some order give way to the run's own order."""
+    """Accept samplers that give every sample once: the run's own order replaces theirs."""
     if type(sampler) is SequentialSampler or isinstance(sampler, DistributedSampler):
         return
     if (
@@ -199,12 +203,65 @@ def _own_sampler(loader: DataLoader[Any], what: str, sampler: Any) -> UsageError
     )
 
 
-def _say_what_is_not_used(loader: DataLoader[Any]) -> None:
-    _log.info(
-        "of the DataLoader of %s, batch_size=%s, %s and drop_last=%s are not used: "
-        "global_batch, shuffle and drop_last of the run's configuration decide",
-        type(loader.dataset).__qualname__,
-        loader.batch_size,
-        type(loader.sampler).__qualname__,
-        loader.drop_last,
-    )
+def _hugging_face_source(data: Any) -> MapSource | Stream | None:
+    """Return a source of a Hugging Face dataset; None for anything else."""
+    kind = class_in("datasets", _HUGGING_FACE, data)
+    if kind in ("DatasetDict", "IterableDatasetDict"):
+        raise UsageError(
+            f"a {kind} holds several datasets: {', '.join(map(str, data))}",
+            remedy=f"choose one, such as data[{next(iter(data), 'train')!r}]",
+        )
+    if kind == "Dataset":
+        return _from_hugging_face_table(data)
+    if kind == "IterableDataset":
+        return Stream(
+            data if data._formatting is not None else data.with_format("torch"),
+            resumable=not _shuffles_in_memory(data),
+        )
+    return None
+
+
+def _from_hugging_face_table(dataset: Any) -> MapSource:
+    kind = dataset.format["type"]
+    if kind == "custom":
+        # A transform of the user's gives samples of any kind, so they are collated like any dataset's.
+        return MapSource(dataset, len(dataset))
+    if kind != "torch":
+        columns = dataset.format["columns"]
+        dataset = dataset.with_format("torch", columns=None if columns == dataset.column_names else columns)
+    return MapSource(dataset, len(dataset), _checked_columns, bulk=True)
+
+
+def _checked_columns(batch: dict[str, Any]) -> dict[str, Any]:
+    """Return a batch as the dataset gives it: tensors, or texts. Lists of tensors are rows that differ."""
+    for name, column in batch.items():
+        if isinstance(column, Tensor):
+            continue
+        if any(value is None for value in column):
+            raise UsageError(
+                f"column {name!r} has missing values in this batch",
+                remedy=f"fill or filter them, or leave the column out: dataset.remove_columns({name!r})",
+            )
+        if any(isinstance(value, Tensor) for value in column):
+            shapes = sorted({tuple(value.shape) for value in column if isinstance(value, Tensor)})
+            raise UsageError(
+                f"the rows of column {name!r} differ in shape and do not make one tensor: {shapes[:4]}",
+                remedy="pass a DataLoader with a collate_fn that pads, or map() them to one length",
+            )
+    return batch
+
+
+def _shuffles_in_memory(dataset: Any) -> bool:
+    """Return whether a shuffle buffer sits in the dataset: its own state_dict loses what is in the buffer, so
+    resuming by it would skip samples. What cannot be looked into is not trusted."""
+    node = getattr(dataset, "_ex_iterable", None)
+    if node is None:
+        return True
+    waiting = [node]
+    while waiting:
+        node = waiting.pop()
+        if "Shuffled" in type(node).__name__:
+            return True
+        below = getattr(node, "ex_iterable", None)
+        waiting.extend([below] if below is not None else getattr(node, "ex_iterables", ()))
+    return False

@@ -1,4 +1,4 @@
-"""Keeps a job alive: one pure machine that decides, one thin shell that acts.
+"""Keep a job alive: a pure machine decides, the supervisor process acts, a simulation tests both.
 
-Control plane: never imports torch. Must not know train and classic, nor what a worker computes.
+Control plane: never imports torch. Must not know train, nor what a worker computes.
 """

@@ -1,4 +1,4 @@
-"""The front doors: spawn, process group, launcher, trainers, orchestrator, manager.
+"""The front doors: `spawn`, the process group, `session`, `Trainer` and the orchestrator.
 
-Joins the two planes and holds no logic of its own. Must not know the command line.
+Joins the control plane (elastic) to training (train). Must not know the command line.
 """

@@ -1,54 +1,26 @@
-"""What runs in each worker of a job that is looked after: takes its seat, trains, sends its result.
+"""Entry of each worker of a supervised job: trains as the member that its options name, returns its result.
 
-The fork server imports this module once, before any worker, and with it torch. Must not know how processes
-start, nor what the supervisor decides.
+The fork server imports this module once, before any worker, and with it torch.
 """
 
 from __future__ import annotations
 
-from functools import partial
-from pathlib import Path
-from typing import Any, cast
-
-from paceline.comm.cost import Links
-from paceline.core.control import address
-from paceline.core.tls import Tls
-from paceline.engines.local import call
-from paceline.engines.local.child import Task
-from paceline.frontends import tensor_payload
-from paceline.train.member_worker import Place
+from paceline.comm import payload_pickling
+from paceline.control.worker_options import WorkerOptions
+from paceline.engines.local import rank_call
+from paceline.engines.local.forked_rank import RankTask
 
 
-def main(task: Task) -> int:
+def main(task: RankTask) -> int:
     """Entry of the local engine; its result is the descriptor of a payload."""
     __tracebackhide__ = True
-    work = call.unpack(task.payload)
+    work = rank_call.unpack(task.payload)
     task.shared = work.classes
     try:
-        result = work.function(*work.args, _place(dict(task.options)))
-        return call.pack_result(result, work, task.rank, tensor_payload.reducers())
+        result = work.function(*work.args, WorkerOptions.from_plain(task.options))
+        return rank_call.pack_result(result, work, task.rank, payload_pickling.reducers())
     except SystemExit:
         raise  # reported by the engine, with its code
     except BaseException as error:
         task.fail(error)
         raise
-
-
-def _place(options: dict[str, Any]) -> Place:
-    host, port = options["address"]
-    tls = options.get("tls")
-    folder = options.get("folder")
-    return Place(
-        member=int(options["member"]),
-        slot=int(options["slot"]),
-        attempt=int(options.get("attempt", 1)),
-        address=(str(host), int(port)),
-        secret=bytes.fromhex(str(options["secret"])),
-        links=Links.from_plain(cast("dict[str, object]", options["links"])),
-        patience=float(options["patience"]),
-        chaos=options.get("chaos"),
-        tls=None if not tls else Tls(*(Path(part) for part in tls)),
-        lookup=None if not folder else partial(address.lookup, Path(folder)),
-        listen=str(options.get("listen", "127.0.0.1")),
-        ports=str(options.get("ports", "")),
-    )

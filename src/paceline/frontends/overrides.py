@@ -1,34 +1,33 @@
-"""Settings from outside a script that win over those in it, what was run, and who wants to see a `fit`.
+"""Run scripts under process-wide overrides: config values, the recorded command, a replacement of `fit`.
 
-`paceline train script.py --workers 8` runs a script that knows nothing of it: every `Trainer.fit` asks here.
-One holder for the process, since scripts may train in any thread. Must not import torch, nor know commands.
+`paceline train script.py --workers 8` runs a script that does not know of it: every `Trainer.fit` applies the
+overrides in force in its process. Scripts may train in any thread, so they are not bound to one. Imports no
+torch.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import io
 import os
 import sys
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, TypeAlias, final
+from types import CodeType, ModuleType
+from typing import Any, final
 
-from paceline.core import config as core_config, typed
-from paceline.core.errors import ConfigError
-from paceline.train.config import TrainConfig
-
-Interceptor: TypeAlias = Callable[[Any, Any, Any], Any]
-"""(trainer, training data, validation data) -> what `fit` returns."""
+from paceline.core import config as core_config, type_conversion
+from paceline.core.errors import ConfigError, UsageError
+from paceline.train.settings.train_config import TrainConfig
 
 
 @final
 @dataclass(frozen=True)
 class Command:
-    """What this process runs: a script, its arguments, the folder it was started in, and what won over it."""
+    """What this process runs: a script, its arguments, the folder it was started in, and its overrides."""
 
     script: str
     arguments: tuple[str, ...]
@@ -42,11 +41,19 @@ class Command:
 @final
 @dataclass(frozen=True)
 class Overrides:
-    """`options` are settings by name, `assignments` texts such as `checkpoint.keep_last=5`, which win."""
+    """What wins over a script.
+
+    options       settings by name
+    assignments   texts such as `checkpoint.keep_last=5`, which win over options
+    command       what the run is recorded as
+    replaces_fit  called with (trainer, training data, validation data) by every `Trainer.fit`, instead of
+                  training; its result is what `fit` returns. For `paceline replay` and `verify`
+    """
 
     options: Mapping[str, Any] = field(default_factory=dict)
     assignments: tuple[str, ...] = ()
     command: Command | None = None
+    replaces_fit: Callable[[Any, Any, Any], Any] | None = None
 
     def __post_init__(self) -> None:
         for name in [*self.options, *(text.partition("=")[0].strip() for text in self.assignments)]:
@@ -56,7 +63,7 @@ class Overrides:
         return bool(self.options or self.assignments)
 
     def apply(self, config: TrainConfig) -> TrainConfig:
-        """The config with these settings in the place of its own."""
+        """Return the config with these settings in place of its own."""
         if not self:
             return config
         given: dict[str, Any] = {}
@@ -66,99 +73,108 @@ class Overrides:
             for part in above:
                 table = table.setdefault(part, {})
             table[last] = value
-        _holder.applied = _holder.applied or self is _holder.overrides
+        _in_force.applied = _in_force.applied or self is _in_force.overrides
         return core_config.load(TrainConfig, _as_tables(config), given, overrides=self.assignments)
 
 
 @final
-class _Holder:
+class _InForce:
     overrides: Overrides = Overrides()
-    interceptor: Interceptor | None = None
     applied: bool = False
 
 
-_holder = _Holder()
+_in_force = _InForce()
 
 
 def current() -> Overrides:
-    """What is in force in this process; empty where nobody set anything."""
-    return _holder.overrides
+    """Return the overrides in force in this process; empty by default."""
+    return _in_force.overrides
 
 
 def applied() -> bool:
-    """Whether any config was changed by what is in force."""
-    return _holder.applied
+    """Return whether any config was changed by the overrides in force."""
+    return _in_force.applied
 
 
 @contextmanager
 def in_force(overrides: Overrides) -> Iterator[None]:
-    """Every `Trainer.fit` inside takes these settings."""
-    before, was_applied = _holder.overrides, _holder.applied
-    _holder.overrides, _holder.applied = overrides, False
+    """Apply these overrides to every `Trainer.fit` inside."""
+    before, was_applied = _in_force.overrides, _in_force.applied
+    _in_force.overrides, _in_force.applied = overrides, False
     try:
         yield
     finally:
-        _holder.overrides, _holder.applied = before, was_applied
+        _in_force.overrides, _in_force.applied = before, was_applied
 
 
 def command() -> Command | None:
-    """What this process runs, also when started as `python script.py`; None in a notebook or a shell."""
-    if _holder.overrides.command is not None:
-        return _holder.overrides.command
+    """Return what this process runs, also as `python script.py`; None in a notebook or a shell."""
+    if _in_force.overrides.command is not None:
+        return _in_force.overrides.command
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     if file is None or not os.path.isfile(file) or getattr(sys.modules["__main__"], "__spec__", None):
         return None
     return Command(os.path.abspath(file), tuple(sys.argv[1:]), os.getcwd())
 
 
-def interceptor() -> Interceptor | None:
-    """Who takes the place of training, if anybody does."""
-    return _holder.interceptor
-
-
-@contextmanager
-def intercept(callback: Interceptor) -> Iterator[None]:
-    """Inside, `Trainer.fit` hands itself and its data to `callback` instead of training."""
-    before, _holder.interceptor = _holder.interceptor, callback
+def run_script(path: str, arguments: Sequence[str] = ()) -> None:
+    """Run a user's script in this process as if Python had started it: as `__main__`, with its arguments and
+    its folder first on the path, all of it restored afterwards. What it raises, SystemExit too, is raised."""
+    file = os.path.abspath(path)
+    code = _compiled(path, file)
+    module = ModuleType("__main__")
+    module.__dict__.update(__file__=file, __builtins__=__builtins__, __cached__=None)
+    main, argv, places = sys.modules["__main__"], sys.argv, sys.path[:]
+    sys.modules["__main__"] = module
+    sys.argv = [path, *arguments]
+    sys.path.insert(0, os.path.dirname(file))
     try:
-        yield
+        exec(code, module.__dict__)
     finally:
-        _holder.interceptor = before
+        sys.modules["__main__"], sys.argv = main, argv
+        sys.path[:] = places
+
+
+def _compiled(path: str, file: str) -> CodeType:
+    try:
+        # Reads the encoding that the file declares, as Python does.
+        with io.open_code(file) as source:
+            return compile(source.read(), file, "exec", dont_inherit=True)
+    except OSError as error:
+        raise UsageError(
+            f"the script {path} cannot be read: {error.strerror}",
+            remedy="give the path of a Python file: paceline train script.py",
+        ) from None
+    except ValueError as error:
+        raise UsageError(f"the script {path} is not Python: {error}", remedy="give a Python file") from None
 
 
 def _as_tables(settings: object) -> dict[str, Any]:
-    """Settings within settings as tables, so that one of their fields can be replaced alone."""
+    """Return nested settings as tables, so that a single field of them can be replaced."""
     return {
-        name: _as_tables(value) if dataclasses.is_dataclass(value) else _as_given(value)
-        for name in typed.fields_of(type(settings))
+        name: _as_tables(value) if dataclasses.is_dataclass(value) else value
+        for name in type_conversion.fields_of(type(settings))
         for value in [getattr(settings, name)]
     }
 
 
-def _as_given(value: Any) -> Any:
-    return os.fspath(value) if isinstance(value, Path) else value
-
-
 def _check_name(name: str) -> None:
-    """Refused before the script starts, and with all that there is at this place."""
+    """Refuse an unknown name before the script starts, and list the valid ones."""
     cls: type | None = TrainConfig
     path = ""
     for part in name.split("."):
-        known = {} if cls is None else typed.fields_of(cls)
+        if cls is None:
+            raise ConfigError(
+                f"there is no setting {name}: {path} has no fields", remedy=f"set {path} itself", key=name
+            )
+        known = type_conversion.fields_of(cls)
         if part not in known:
             near = difflib.get_close_matches(part, known, n=1, cutoff=0.5)
-            hint = f"did you mean {typed.join(path, near[0])}? " if near else ""
+            hint = f"did you mean {type_conversion.join(path, near[0])}? " if near else ""
+            where = f"below {path}" if path else "here"
             raise ConfigError(
-                f"there is no setting {name}" + (f": {path} has no fields" if not known else ""),
-                remedy=f"{hint}valid {f'below {path}' if path else 'here'}: {', '.join(known)}"
-                if known
-                else f"set {path} itself",
-                key=name,
+                f"there is no setting {name}", remedy=f"{hint}valid {where}: {', '.join(known)}", key=name
             )
-        path = typed.join(path, part)
-        cls = _table_at(known[part][1])
-
-
-def _table_at(hint: Any) -> type | None:
-    members = [typed.plain_hint(hint), *(typed.plain_hint(one) for one in typing.get_args(hint))]
-    return next((one for one in members if isinstance(one, type) and dataclasses.is_dataclass(one)), None)
+        path, hint = type_conversion.join(path, part), known[part][1]
+        members = map(type_conversion.plain_hint, (hint, *typing.get_args(hint)))
+        cls = next((one for one in members if isinstance(one, type) and dataclasses.is_dataclass(one)), None)

@@ -1,8 +1,8 @@
-"""The process group of this process: begin, end, who am I, and the plain functions that use it.
+"""The process group of this process: begin, end, rank, size and backend.
 
 `init_process_group` works under torchrun, mpirun and srun as they are, on top of a group that
 torch.distributed already has, and inside `paceline.spawn`. Decides where the group comes from and nothing
-else: joining is comm/rendezvous.py's work, talking the context's.
+else: joining is comm/rendezvous/transport_setup.py's work, talking the context's.
 """
 
 from __future__ import annotations
@@ -14,47 +14,11 @@ from typing import Any
 import torch
 
 from paceline.comm import default_group
-from paceline.comm.arguments import check_timeout, check_world
-from paceline.comm.context import DEFAULT_TIMEOUT, DistributedContext
-from paceline.comm.environment import Place, find_place
-from paceline.comm.ops import ReduceOp
+from paceline.comm.collectives.arguments import check_timeout, check_world
+from paceline.comm.context import DistributedContext
+from paceline.comm.rendezvous.environment import find_launch_info
 from paceline.core.errors import UsageError
-from paceline.frontends.plain_functions import (
-    all_gather,
-    all_reduce,
-    all_to_all,
-    barrier,
-    broadcast,
-    gather,
-    recv,
-    reduce,
-    reduce_scatter,
-    scatter,
-    send,
-)
-from paceline.parallel.ddp import no_sync
-
-__all__ = [
-    "ReduceOp",
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "barrier",
-    "broadcast",
-    "destroy_process_group",
-    "gather",
-    "get_distributed_info",
-    "get_rank",
-    "get_world_size",
-    "init_process_group",
-    "is_initialized",
-    "no_sync",
-    "recv",
-    "reduce",
-    "reduce_scatter",
-    "scatter",
-    "send",
-]
+from paceline.core.time_limits import COLLECTIVE_SECONDS
 
 BACKENDS = ("auto", "gloo", "nccl", "mpi", "shm")
 _ENV = "env://"
@@ -67,9 +31,9 @@ def init_process_group(
     world_size: int | None = None,
     rank: int | None = None,
     *,
-    timeout: float | timedelta = DEFAULT_TIMEOUT,
+    timeout: float | timedelta = COLLECTIVE_SECONDS,
 ) -> DistributedContext:
-    """Joins this process to a group of ranks, which the plain functions and DistributedDataParallel then use.
+    """Join this process to a group of ranks, which the plain functions and DistributedDataParallel then use.
 
     backend      "auto" takes shared memory on one host and Gloo (NCCL for GPUs) between hosts
     init_method  "env://": what torchrun, mpirun, srun or spawn set, or the group that torch.distributed has;
@@ -96,31 +60,31 @@ def init_process_group(
 
 
 def destroy_process_group() -> None:
-    """Leaves the group; without one it does nothing. What spawn or torch.distributed made stays theirs."""
+    """Leave the group, if there is one. Groups of spawn or torch.distributed stay open."""
     context = default_group.clear()
     if context is not None and context is not default_group.offered():
         context.close()
 
 
 def is_initialized() -> bool:
-    """Whether this process has a default group: after init_process_group, and always inside spawn."""
+    """Return whether this process has a default group: after init_process_group, and always inside spawn."""
     return default_group.current() is not None
 
 
 def get_rank() -> int:
-    """This process's rank. Before a group exists: what the launcher says it will be, 0 without a launcher."""
+    """Return this process's rank; before a group exists the one that the launcher announces, else 0."""
     context = default_group.current()
-    return context.rank if context is not None else _place().rank
+    return context.rank if context is not None else find_launch_info(os.environ).rank
 
 
 def get_world_size() -> int:
-    """The number of ranks. Before a group exists: what the launcher says it will be, 1 without a launcher."""
+    """Return the number of ranks; before a group exists the one that the launcher announces, else 1."""
     context = default_group.current()
-    return context.world_size if context is not None else _place().world_size
+    return context.world_size if context is not None else find_launch_info(os.environ).world_size
 
 
 def get_distributed_info() -> dict[str, Any]:
-    """What is known of this process's group, also before there is one.
+    """Return what is known of this process's group, also before there is one.
 
     available (whether ranks can talk at all), backends (those that are here), initialized, backend,
     world_size, rank, local_rank, local_world_size, hosts (names, in order of their first rank),
@@ -134,7 +98,7 @@ def get_distributed_info() -> dict[str, Any]:
         "initialized": context is not None,
     }
     if context is None:
-        place = _place()
+        place = find_launch_info(os.environ)
         return info | {
             "backend": None,
             "world_size": place.world_size,
@@ -180,7 +144,7 @@ def _check(
 def _existing(
     backend: str, world_size: int | None, rank: int | None, timeout: float
 ) -> DistributedContext | None:
-    """The group this process is in already: its launcher's, or torch's."""
+    """Return the group that this process is already in: its launcher's, or torch's."""
     offered = default_group.offered()
     theirs = _torch_backends()
     if offered is not None and backend in ("auto", offered.backend):
@@ -206,7 +170,7 @@ def _over_torch(
         )
     size, number = torch.distributed.get_world_size(), torch.distributed.get_rank()
     _check_place("the group of torch.distributed", size, number, world_size, rank)
-    from paceline.comm.rendezvous import over_process_group  # only this way in needs it
+    from paceline.comm.rendezvous.transport_setup import over_process_group  # only this way in needs it
 
     transport, links = over_process_group(timeout=timeout)
     return DistributedContext.from_transport(transport, timeout=timeout, links=links)
@@ -221,7 +185,7 @@ def _check_place(what: str, size: int, number: int, world_size: int | None, rank
 
 
 def _torch_backends() -> tuple[str, ...]:
-    """What torch's default group runs on, one per kind of device; empty without such a group."""
+    """Return the backends of torch's default group, one per kind of device; empty without such a group."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return ()
     config = torch.distributed.get_backend_config()  # "cpu:gloo,cuda:nccl"
@@ -231,14 +195,6 @@ def _torch_backends() -> tuple[str, ...]:
 def _backends() -> list[str]:
     found = ["shm"] if hasattr(os, "memfd_create") else []
     if torch.distributed.is_available():
-        asked = {
-            "gloo": torch.distributed.is_gloo_available,
-            "nccl": torch.distributed.is_nccl_available,
-            "mpi": torch.distributed.is_mpi_available,
-        }
-        found += [name for name, is_available in asked.items() if is_available()]
+        names = ("gloo", "nccl", "mpi")
+        found += [name for name in names if getattr(torch.distributed, f"is_{name}_available")()]
     return found
-
-
-def _place() -> Place:
-    return find_place(os.environ)

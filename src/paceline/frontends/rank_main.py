@@ -1,32 +1,28 @@
-"""What runs in each rank that `spawn` starts: opens the context, calls the user's function, sends its result.
+"""Entry point of each rank of `spawn`: open the context, call the user's function, send its result.
 
-The fork server imports this module once, before any rank, and with it torch. Must not know how processes
-start.
+The fork server imports this module, and with it torch, once for all ranks.
 """
 
 from __future__ import annotations
 
-from typing import cast
-
-from paceline.comm import default_group
+from paceline.comm import default_group, payload_pickling
 from paceline.comm.context import DistributedContext
-from paceline.comm.cost import Links
-from paceline.engines.local import call
-from paceline.engines.local.child import Task
-from paceline.engines.local.report import ended_well
-from paceline.frontends import tensor_payload
+from paceline.engines.local import rank_call
+from paceline.engines.local.failure_report import ended_well
+from paceline.engines.local.forked_rank import RankTask
+from paceline.frontends.spawn import SpawnOptions
 
 
-def main(task: Task) -> int:
-    """Entry of the local engine; its result is the descriptor of a payload."""
+def main(task: RankTask) -> int:
+    """Run one rank; return the descriptor of its pickled result."""
     __tracebackhide__ = True
-    work = call.unpack(task.payload)
+    work = rank_call.unpack(task.payload)
     task.shared = work.classes
     (segment,) = task.descriptors
-    timeout = task.options.get("comm_timeout")
-    assert timeout is None or isinstance(timeout, int | float)
-    links = Links.from_plain(cast("dict[str, object]", task.options["links"]))
-    context = DistributedContext.from_segment(segment, task.rank, task.workers, timeout=timeout, links=links)
+    options = SpawnOptions.from_plain(task.options)
+    context = DistributedContext.from_segment(
+        segment, task.rank, task.workers, timeout=options.comm_timeout, links=options.links
+    )
     default_group.offer(context)
     try:
         try:
@@ -36,7 +32,7 @@ def main(task: Task) -> int:
                 raise
             result = None
         # Before the context closes, because the result may live in its shared memory.
-        packed = call.pack_result(result, work, task.rank, tensor_payload.reducers())
+        packed = rank_call.pack_result(result, work, task.rank, payload_pickling.reducers())
     except BaseException as error:
         # Reported first, so that no peer can fail because of this rank and be taken for the cause.
         task.fail(error)

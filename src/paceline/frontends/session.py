@@ -1,11 +1,11 @@
-"""`paceline.session`: a training loop of one's own with the guarantees of `Trainer`.
+"""`paceline.session`: a training loop of the user's with the guarantees of `Trainer`.
 
     with paceline.session(model, optimizer, config) as run:
         for micro in run.microbatches(dataset):
             run.backward(F.cross_entropy(model(micro.x), micro.y))
 
 Runs in the ranks that exist: of a spawned function, of torchrun, or this process alone. What happens between
-two micro-batches is in train/run.py. Must not start workers.
+two micro-batches is in train/loop/run.py. Must not start workers.
 """
 
 from __future__ import annotations
@@ -23,24 +23,23 @@ from torch.optim import Optimizer
 
 from paceline.comm.context import DistributedContext
 from paceline.core.errors import ConfigError, UsageError
-from paceline.core.words import a_kind
+from paceline.core.wording import with_article
 from paceline.data.sources import as_source
-from paceline.frontends.joining import prepare, running_job
-from paceline.train import run_setup
-from paceline.train.assembly import Assembled, Given
+from paceline.frontends.run_preparation import prepare, running_job
+from paceline.monitor.progress import ProgressDisplay
 from paceline.train.callbacks import Modifier, Observer
-from paceline.train.checks import check
-from paceline.train.config import TrainConfig
-from paceline.train.ending import conclude
 from paceline.train.history import History
-from paceline.train.last_save import save_unsupervised
-from paceline.train.loop_guard import guarded, refuse_wrapped
+from paceline.train.loop import process_setup
+from paceline.train.loop.finalize import conclude, save_unsupervised
+from paceline.train.loop.run import Run
+from paceline.train.loop.run_builder import RunBuilder, RunSpec
+from paceline.train.loop.run_hooks import MicroBatch
+from paceline.train.loop.worker_tasks import new_team
 from paceline.train.precision import autocast
-from paceline.train.progress import Progress
-from paceline.train.run import Run
-from paceline.train.run_parts import Micro
-from paceline.train.signals import StopRequest, ending, listening, saved_words
-from paceline.train.worker import new_team
+from paceline.train.settings.conflicts import check
+from paceline.train.settings.train_config import TrainConfig
+from paceline.train.step.misuse_guard import guarded, refuse_wrapped
+from paceline.train.stop_signals import StopRequest, ending, listening, saved_sentence
 
 _USUAL = TrainConfig()
 
@@ -52,14 +51,16 @@ def session(
     config: TrainConfig | None = None,
     *,
     callbacks: Sequence[Observer | Modifier] = (),
-) -> Iterator[Session]:
-    """Prepares this process for a run of `model`; `microbatches` of what it gives are the run.
+) -> Iterator[TrainingSession]:
+    """Prepare this process for a run of `model`; the run is the loop over `microbatches` of the result.
 
     After the block `run.history` says what happened. SIGTERM, SIGUSR1 and Ctrl-C finish the step and save;
     then the block ends with `Stopped`, or with a KeyboardInterrupt. A second Ctrl-C interrupts at once.
     """
     if not isinstance(model, nn.Module):
-        raise UsageError(f"a session trains a module, not {a_kind(model)}", remedy="build the model before")
+        raise UsageError(
+            f"a session trains a module, not {with_article(model)}", remedy="build the model before"
+        )
     config = config or TrainConfig()
     _check(model, config)
     joined = running_job("session")
@@ -68,19 +69,19 @@ def session(
         settled, folder = prepare(config, context)
         stop = StopRequest()
         stack.enter_context(listening(stop.ask, ctrl_c=True))
-        stack.enter_context(run_setup.prepared(settled))
-        run = Session(context, model, optimizer, settled, callbacks, folder, stop)
+        stack.enter_context(process_setup.prepared(settled))
+        run = TrainingSession(context, model, optimizer, settled, callbacks, folder, stop)
         stack.push(run._close)
         yield run
         run._conclude()
     # Also a signal that came too late, or before the first step, wants the process to end.
     reason = run.stopped or stop.reason
     if reason is not None:
-        raise ending(reason, run.history, run.saved_words)
+        raise ending(reason, run.history, run.saved_sentence)
 
 
 @final
-class Session:
+class TrainingSession:
     """A run whose loop is the user's; made by `session`."""
 
     def __init__(
@@ -100,23 +101,23 @@ class Session:
         self._model, self._optimizer, self._callbacks = model, optimizer, callbacks
         self._folder, self._stop = folder, stop
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self._progress = Progress()
-        self._assembled: Assembled | None = None
+        self._progress = ProgressDisplay()
+        self._builder: RunBuilder | None = None
         self._run: Run | None = None
-        self._micros: Generator[Micro, None, None] = _nothing()
+        self._micros: Generator[MicroBatch, None, None] = _nothing()
         self._started = time.perf_counter()
 
     @property
     def step(self) -> int:
-        """Committed steps since the start of the run."""
-        return 0 if self._run is None else self._run.position.step
+        """The number of steps committed since the start of the run."""
+        return 0 if self._run is None else self._run.state.position.step
 
     @property
     def epoch(self) -> int:
-        return 0 if self._run is None else self._run.position.epoch
+        return 0 if self._run is None else self._run.state.position.epoch
 
-    def microbatches(self, data: Any) -> Iterator[Micro]:
-        """The micro-batches that this rank is to compute, to the end of the run."""
+    def microbatches(self, data: Any) -> Iterator[MicroBatch]:
+        """Iterate over the micro-batches that this rank computes, to the end of the run."""
         if self._run is not None:
             raise UsageError(
                 "microbatches was called twice in one session",
@@ -125,27 +126,27 @@ class Session:
         source = as_source(data)
         check(self.config, samples=source.size, validation=False)
         observers = [self._progress] if self.config.progress and self.context.is_master else []
-        given = Given(
+        spec = RunSpec(
             self._model, self._optimizer, self.config, source, self._callbacks, self._folder.path, observers
         )
-        self._assembled = Assembled(new_team(self.context, self.config), given, self._device, self._stop)
-        self._run = self._assembled.run()
+        self._builder = RunBuilder(new_team(self.context, self.config), spec, self._device, self._stop)
+        self._run = self._builder.run()
         if self.context.is_master:
-            self._assembled.callbacks.start(self._assembled.info(self._run))
+            self._run.parts.callbacks.notify(Observer.on_start, self._builder.info(self._run))
         self._model.train()
-        self._micros = self._handed_out(self._run, self._assembled)
+        self._micros = self._handed_out(self._run)
         yield from self._micros
 
-    def _handed_out(self, run: Run, assembled: Assembled) -> Generator[Micro, None, None]:
-        guard = guarded(assembled.optimizers, assembled.update)
+    def _handed_out(self, run: Run) -> Generator[MicroBatch, None, None]:
+        guard = guarded(run.parts.optimizers, run.parts.update)
         with guard, closing(run.microbatches()) as micros:
             for micro in micros:
-                changed = dataclasses.replace(micro, data=assembled.callbacks.change_batch(micro.data))
+                changed = dataclasses.replace(micro, data=run.parts.callbacks.change_batch(micro.data))
                 with autocast(self.config.precision, self._device):
                     yield changed
 
     def backward(self, loss: Tensor, metrics: Mapping[str, Any] | None = None) -> None:
-        """The loss of the last micro-batch, a mean over its samples."""
+        """Take the loss of the last micro-batch, a mean over its samples."""
         if self._run is None:
             raise UsageError(
                 "backward before the first micro-batch",
@@ -155,18 +156,18 @@ class Session:
             self._run.backward(loss, metrics)
 
     @property
-    def saved_words(self) -> str:
-        saver = None if self._assembled is None else self._assembled.saver
+    def saved_sentence(self) -> str:
+        saver = None if self._run is None else self._run.parts.saver
         if saver is None or saver.newest is None:
             return "no version is saved"
-        return saved_words(saver.newest, saver.newest_step)
+        return saved_sentence(saver.newest, saver.newest_step)
 
     def _conclude(self) -> None:
-        if self._run is None or self._assembled is None:
+        if self._run is None:
             return
         self._micros.close()
-        self.history = conclude(self._run, self._assembled, self._started)
-        self.stopped = self._run.ended if self._run.stopped_on_request else None
+        self.history = conclude(self._run, self._started)
+        self.stopped = self._run.state.ended if self._run.state.stopped_on_request else None
 
     def _close(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -174,19 +175,19 @@ class Session:
         self._progress.close()
         # A loop that was left by an error is still inside autocast, and its step half done.
         self._micros.close()
-        if self._assembled is not None and self._run is not None and error is not None:
-            save_unsupervised(self._run, self._assembled, error)
-        if self._assembled is not None:
-            self._assembled.__exit__(kind, error, trace)
+        if self._run is not None and error is not None:
+            save_unsupervised(self._run, error)
+        if self._builder is not None:
+            self._builder.__exit__(kind, error, trace)
 
 
 def _check(model: nn.Module, config: TrainConfig) -> None:
-    """Settings that `Trainer` carries out by itself are the loop's own business here, and never ignored."""
-    run_setup.check_initialised(model)
+    """Refuse settings that only `Trainer` can carry out, instead of ignoring them."""
+    process_setup.check_initialised(model)
     refuse_wrapped(model)
     if config.micro_batch == "auto":
         raise ConfigError(
-            'micro_batch="auto" in a session: the loop calls the model itself, so nobody else can try',
+            'micro_batch="auto" in a session: only the loop calls the model, so no search can',
             remedy="set micro_batch to a number, or use paceline.Trainer",
         )
     own = [
@@ -207,5 +208,5 @@ def _check(model: nn.Module, config: TrainConfig) -> None:
         )
 
 
-def _nothing() -> Generator[Micro, None, None]:
+def _nothing() -> Generator[MicroBatch, None, None]:
     yield from ()

@@ -10,14 +10,15 @@ import dataclasses
 import inspect
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, final
 
-from paceline.comm.cost import load_links
-from paceline.comm.transport.shm.layout import create_segment
+from paceline.comm import payload_pickling
+from paceline.comm.cost import LinkCosts, load_links
 from paceline.core.errors import UsageError
+from paceline.core.plain_options import PlainOptions
+from paceline.core.shm_segment_layout import create_segment
 from paceline.engines.local import Launch, run
 from paceline.engines.local.launch import check, check_seconds
-from paceline.frontends import tensor_payload
 
 T = TypeVar("T")
 
@@ -26,9 +27,19 @@ _PRELOAD = (
     "torch",
     "paceline.comm.context",
     "paceline.frontends.rank_main",
+    "paceline.frontends.collective_functions",
     "paceline.frontends.process_group",
     "paceline.parallel.ddp",
 )
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class SpawnOptions(PlainOptions):
+    """Options of each rank: seconds that a collective may wait for a peer, and the costs of the links."""
+
+    comm_timeout: float | None
+    links: LinkCosts
 
 
 def spawn(
@@ -69,8 +80,8 @@ def spawn(
         workers=workers,
         preload=(*_PRELOAD, *preload),
         # Read once, here: ranks that chose algorithms by different links would disagree.
-        options={"comm_timeout": comm_timeout, "links": load_links().to_plain()},
-        reducers=tensor_payload.reducers(),
+        options=SpawnOptions(comm_timeout, load_links()).to_plain(),
+        reducers=payload_pickling.reducers(),
         threads=threads,
         timeout=timeout,
     )

@@ -1,4 +1,4 @@
-"""Watches a run through its journal: terminal view, dashboard, report.
+"""Read the journal and the history of a run: progress on a terminal, report, charts, timeline and audit.
 
-Reads events and nothing else. Must not know how the run is kept alive, nor tune and plan.
+Reads events and records only; must not change a run.
 """

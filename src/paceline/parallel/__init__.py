@@ -1,4 +1,4 @@
-"""Spreads a model over ranks: data, tensor, pipeline and sharded parallelism.
+"""Data parallelism for a user's own loop: DistributedDataParallel and its buckets.
 
-Must not know aggregate, engines, nor the training loop.
+Must not know the training loop of `train`, nor checkpoints.
 """

@@ -1,9 +1,8 @@
 """Buckets: the gradients of neighbouring parameters in one flat piece of memory that is reduced as a whole.
 
-Parameters are taken in reverse order, because backward reaches the last ones first; a bucket holds one dtype
-on one device and at most the given number of bytes (a larger parameter has one to itself). On the CPU the
-memory is the group's shared memory, so that reducing it copies nothing. Knows nothing of autograd, nor of the
-ranks beyond where memory comes from.
+Parameters are taken in reverse order, because backward reaches the last ones first; a bucket holds one
+dtype on one device and at most the given number of bytes (a larger parameter has one to itself). On the CPU
+the memory is the group's shared memory, so that reducing it copies nothing.
 """
 
 from __future__ import annotations
@@ -15,13 +14,14 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from paceline.comm.collectives.reduction_input import describe
 from paceline.comm.context import DistributedContext
 from paceline.core.errors import UsageError
 
 
 @final
 @dataclass(frozen=True)
-class Slot:
+class BucketSlot:
     """One parameter and its place in a bucket: `view` has the parameter's shape and strides."""
 
     name: str
@@ -30,7 +30,7 @@ class Slot:
     view: Tensor
 
     def attach(self) -> None:
-        """Brings the gradient into the bucket, if it is elsewhere, and keeps it there."""
+        """Bring the gradient into the bucket, if it is elsewhere, and keep it there."""
         grad = self.parameter.grad
         if grad is self.view:
             return
@@ -44,7 +44,7 @@ class Slot:
         self.parameter.grad = self.view
 
     def fill(self) -> None:
-        """What a parameter that backward did not reach contributes: what it accumulated before, else zero."""
+        """Contribute for a parameter that backward did not reach: what it accumulated before, else zero."""
         grad = self.parameter.grad
         if grad is None:
             self.view.zero_()
@@ -60,8 +60,8 @@ class Slot:
             )
         if (grad.dtype, grad.device, grad.shape) != (self.view.dtype, self.view.device, self.view.shape):
             raise UsageError(
-                f"parameter {self.name!r} was {_about(self.view)} when the model was wrapped; "
-                f"its gradient is {_about(grad)}",
+                f"parameter {self.name!r} was {describe(self.view)} on {self.view.device} when the model was "
+                f"wrapped; its gradient is {describe(grad)} on {grad.device}",
                 remedy="move or convert the model first, then wrap it in DistributedDataParallel",
             )
 
@@ -90,10 +90,10 @@ class Bucket:
 
 
 def plan(kinds: Sequence[tuple[object, int]], limit: int) -> list[list[int]]:
-    """Which parameters share a bucket, by position.
+    """Return which tensors share a bucket, by position.
 
-    `kinds` has for each parameter what may not be mixed (dtype, device) and its bytes. Buckets come in the
-    order in which backward is expected to complete them.
+    `kinds` has for each tensor what may not be mixed (dtype, device) and its bytes. Buckets come in the order
+    in which backward is expected to complete them.
     """
     filling: dict[object, tuple[list[int], int]] = {}
     buckets: list[list[int]] = []
@@ -111,11 +111,11 @@ def plan(kinds: Sequence[tuple[object, int]], limit: int) -> list[list[int]]:
 
 def build(
     parameters: Iterable[tuple[str, nn.Parameter]], limit: int, context: DistributedContext
-) -> tuple[list[Slot], list[Bucket]]:
-    """Buckets with memory for the given parameters, and every parameter's slot."""
+) -> tuple[list[BucketSlot], list[Bucket]]:
+    """Make buckets with memory for the given parameters, and every parameter's slot."""
     named = list(parameters)
     kinds = [((p.dtype, p.device), p.numel() * p.element_size()) for _, p in named]
-    slots: list[Slot] = []
+    slots: list[BucketSlot] = []
     buckets: list[Bucket] = []
     for index, members in enumerate(plan(kinds, limit)):
         first = named[members[0]][1]
@@ -128,10 +128,6 @@ def build(
             name, parameter = named[position]
             # Laid out as the parameter is (channels last, say): accumulation and optimizers are faster so.
             strides = torch.empty_like(parameter, device="meta").stride()
-            slots.append(Slot(name, parameter, index, piece.as_strided(parameter.shape, strides)))
+            slots.append(BucketSlot(name, parameter, index, piece.as_strided(parameter.shape, strides)))
         buckets.append(Bucket(index, tuple(range(start, len(slots))), grads, wire))
     return slots, buckets
-
-
-def _about(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device}"

@@ -8,35 +8,36 @@ What it costs: one all-reduce of the gradients per step, beside backward where c
 What it promises: sums have one fixed order, a balanced tree over the ranks, so that all ranks hold the same
     bits, run after run. mode="fast" is torch's own and promises no order.
 What survives a failure: nothing here; the loss of a rank raises PeerLostError out of backward on the others.
-
-Knows no training loop and no optimizer.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from functools import partial
 from typing import Any, NoReturn, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parameter import is_lazy
 
 from paceline.comm import default_group
+from paceline.comm.call_status import ranks_text
+from paceline.comm.collectives.reduction import check_compressible
+from paceline.comm.collectives.reduction_input import describe
 from paceline.comm.compression import Compression, PowerSGD
 from paceline.comm.context import DistributedContext
 from paceline.comm.ops import ReduceOp
-from paceline.comm.reduction import check_compressible
-from paceline.core.errors import UsageError
-from paceline.parallel import buckets, replicas
+from paceline.core.errors import DisagreementError, UsageError
+from paceline.parallel import buckets
 from paceline.parallel.gradient_sync import GradientSync, spare_cores
 
 _WHAT = "DistributedDataParallel"
 _MODES = ("exact", "fast")
+_ABSENT = "has none of this name"
+_COPY_BYTES = 32 << 20
 
 _paused: ContextVar[bool] = ContextVar("paceline_no_sync", default=False)
 
@@ -99,8 +100,10 @@ class DistributedDataParallel(nn.Module):
                 f"broadcast_buffers={bool(broadcast_buffers)}, "
                 f"compression={None if compression is None else compression.name}"
             )
-            replicas.check_same(self._context, model, settings)
-            replicas.copy_from_root(self._context, [*model.parameters(), *model.buffers()])
+            _check_same(self._context, model, settings)
+            _copy_from_root(self._context, [*model.parameters(), *model.buffers()])
+        group = self._context
+        follow = broadcast_buffers and group.world_size > 1
         slots, parts = buckets.build(trained, max(1, int(bucket_size_mb * (1 << 20))), self._context)
         self._sync = GradientSync(
             self._context,
@@ -109,7 +112,7 @@ class DistributedDataParallel(nn.Module):
             find_unused=find_unused_parameters,
             compression=compression,
             overlap=spare_cores(self._context) if overlap is None else overlap,
-            after=partial(_follow_root, self._context, model) if broadcast_buffers else _do_nothing,
+            after=(lambda: _copy_from_root(group, model.buffers())) if follow else None,
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -129,7 +132,7 @@ class DistributedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Forwards in this block accumulate gradients on this rank; the next one after it averages them."""
+        """Accumulate gradients on this rank in this block; the next forward after it averages them."""
         self._no_sync_depth += 1
         try:
             yield
@@ -162,7 +165,7 @@ class DistributedDataParallel(nn.Module):
 
 
 def no_sync(model: nn.Module | None = None) -> AbstractContextManager[None]:
-    """Forwards in this block accumulate gradients on this rank only: `model`'s, or all wrapped models'.
+    """Accumulate gradients on this rank only in this block: `model`'s, or all wrapped models'.
 
     with paceline.no_sync():
         loss(model(first)).backward()
@@ -178,15 +181,6 @@ def no_sync(model: nn.Module | None = None) -> AbstractContextManager[None]:
     )
 
 
-def _follow_root(context: DistributedContext, model: nn.Module) -> None:
-    if context.world_size > 1:
-        replicas.copy_from_root(context, model.buffers())
-
-
-def _do_nothing() -> None:
-    """After a backward whose buffers stay each rank's own."""
-
-
 @contextmanager
 def _pause_all() -> Iterator[None]:
     token = _paused.set(True)
@@ -199,7 +193,7 @@ def _pause_all() -> Iterator[None]:
 def _check(
     model: object, bucket_size_mb: object, mode: object, compression: object
 ) -> list[tuple[str, nn.Parameter]]:
-    """The parameters to train, by name, after everything that can be wrong with the arguments."""
+    """Check the arguments; return the parameters to train, by name."""
     if not isinstance(model, nn.Module):
         raise UsageError(f"{_WHAT} was given a {type(model).__name__}", remedy="pass a torch.nn.Module")
     if (
@@ -254,3 +248,68 @@ def _check_fast(context: DistributedContext | None, compression: object) -> None
             "mode='fast' needs an initialised group of torch.distributed, and there is none",
             remedy="call torch.distributed.init_process_group(...) first, or use mode='exact'",
         )
+
+
+def _check_same(context: DistributedContext, model: nn.Module, settings: str) -> None:
+    """Raise the same error on every rank if the ranks' models or settings differ, naming what and where."""
+    mine = [["settings", settings], *_describe_model(model)]
+    descriptions = [dict(one) for one in context.all_gather(mine)]
+    names = list(dict.fromkeys(name for one in descriptions for name in one))
+    differing = [name for name in names if len({one.get(name) for one in descriptions}) > 1]
+    if differing:
+        name = differing[0]
+        others = [rank for rank, one in enumerate(descriptions) if one.get(name) != descriptions[0].get(name)]
+        more = f", and {len(differing) - 1} more differ" if len(differing) > 1 else ""
+        raise DisagreementError(
+            f"the models to keep equal are not: {name!r} on rank 0 differs from {ranks_text(others)}{more}",
+            calls={rank: f"{name}: {one.get(name, _ABSENT)}" for rank, one in enumerate(descriptions)},
+            remedy="build the same model with the same settings on every rank, then wrap it",
+        )
+    orders = [list(one) for one in descriptions]
+    if any(order != orders[0] for order in orders):
+        place = next(place for place, found in enumerate(zip(*orders, strict=True)) if len(set(found)) > 1)
+        raise DisagreementError(
+            f"the models to keep equal hold their parameters in another order, from number {place} on",
+            calls={rank: order[place] for rank, order in enumerate(orders)},
+            remedy="register the model's parts in the same order on every rank",
+        )
+
+
+def _describe_model(model: nn.Module) -> list[list[str]]:
+    """Return name and a short text for every parameter and buffer, in order."""
+    described = []
+    for name, parameter in model.named_parameters():
+        frozen = "" if parameter.requires_grad else ", frozen"
+        described.append([name, f"parameter {_about(parameter)}{frozen}"])
+    for name, buffer in model.named_buffers():
+        described.append([name, f"buffer {_about(buffer)}"])
+    return described
+
+
+def _copy_from_root(context: DistributedContext, tensors: Iterable[Tensor]) -> None:
+    """Copy rank 0's values into the tensors of every rank, many tensors per message."""
+    filled = [tensor for tensor in tensors if tensor.numel()]
+    kinds = [(tensor.dtype, tensor.numel() * tensor.element_size()) for tensor in filled]
+    # The same grouping as of gradients: it depends on dtypes and sizes alone, so all ranks share it.
+    for positions in buckets.plan(kinds, _COPY_BYTES):
+        group = [filled[position] for position in positions]
+        sizes = [tensor.numel() for tensor in group]
+        if context.is_master:
+            context.broadcast(torch.cat([tensor.detach().cpu().reshape(-1) for tensor in group]), 0)
+            continue
+        arrived: Tensor = context.broadcast(None, 0)
+        if arrived.numel() != sum(sizes) or arrived.dtype != group[0].dtype:
+            raise DisagreementError(
+                f"rank 0 sent {_about(arrived)}, and rank {context.rank} has {_about(group[0])} "
+                f"and {len(group) - 1} more to fill with it",
+                remedy="keep the same buffers, with the same shapes, on every rank",
+            )
+        for tensor, piece in zip(group, torch.split(arrived, sizes), strict=True):
+            # .data: a graph that is kept for another backward must not find this tensor modified.
+            tensor.data.copy_(piece.view(tensor.shape))
+
+
+def _about(tensor: Tensor) -> str:
+    text = describe(tensor)
+    # The order of elements in memory is part of what travels.
+    return text if tensor.is_contiguous() else f"{text} with strides {list(tensor.stride())}"

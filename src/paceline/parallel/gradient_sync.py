@@ -1,9 +1,9 @@
 """Averages gradients over the ranks while backward runs, in one fixed order: every rank gets the same bits.
 
-Hooks tell when a parameter's gradient is complete. Buckets are reduced in their order, never in the order of
-arrival: all ranks make the same calls. Where there are cores to spare, a complete bucket travels in the
-background while backward goes on; the rest follows when backward ends, in a callback of the autograd engine.
-Knows slots and buckets; nothing of modules or of how parameters were made equal.
+Hooks tell when a parameter's gradient is complete. Buckets are reduced in their order, never in the order
+of arrival: all ranks make the same calls. Where there are cores to spare, a complete bucket travels in the
+background while backward goes on; the rest follows when backward ends, in a callback of the autograd
+engine.
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
 from typing import Any, NoReturn, final
 
 import torch
 from torch import Tensor
 
-from paceline.comm.calls import ranks_text
+from paceline.comm.call_status import ranks_text
+from paceline.comm.collectives.call_queue import Handle
 from paceline.comm.compression import Compression, PowerSGD
 from paceline.comm.context import DistributedContext
 from paceline.comm.ops import ReduceOp
-from paceline.comm.sequence import Handle
+from paceline.core.available_resources import cores
 from paceline.core.errors import PeerError, UsageError
-from paceline.core.machine import cores
-from paceline.parallel.buckets import Bucket, Slot
+from paceline.parallel.buckets import Bucket, BucketSlot
 
 
 @dataclass
@@ -52,13 +53,13 @@ class GradientSync:
     def __init__(
         self,
         context: DistributedContext,
-        slots: Sequence[Slot],
+        slots: Sequence[BucketSlot],
         buckets: Sequence[Bucket],
         *,
         find_unused: bool,
         compression: Compression | PowerSGD | None,
         overlap: bool,
-        after: Callable[[], None],
+        after: Callable[[], None] | None,
     ) -> None:
         self.enabled = True
         self._context = context
@@ -74,10 +75,10 @@ class GradientSync:
         self._lock = threading.RLock()
         me = weakref.ref(self)
         for index, slot in enumerate(slots):
-            slot.parameter.register_post_accumulate_grad_hook(_arrival_hook(me, index))  # type: ignore[no-untyped-call]
+            slot.parameter.register_post_accumulate_grad_hook(partial(_arrived, me, index))  # type: ignore[no-untyped-call]
 
     def prepare(self, enabled: bool) -> None:
-        """Before a forward: whether its backward synchronises. Ends what a failed backward has left."""
+        """Set, before a forward, whether its backward synchronises; end what a failed backward has left."""
         with self._lock:
             if self._round is not None:
                 left, self._round = self._round, None
@@ -85,11 +86,11 @@ class GradientSync:
             self.enabled = enabled
 
     def watch(self, output: object) -> None:
-        """Lets backward through `output` say that it begins.
+        """Let backward through `output` say that it begins.
 
         Without it the first parameter would: with reentrant checkpointing that is inside a nested backward,
         whose end is not the end. Also keeps this object alive as long as there is something to synchronise,
-        even if nobody holds the wrapped model any more.
+        even if the wrapped model itself is gone.
         """
 
         def begins(_: Tensor) -> None:
@@ -130,10 +131,10 @@ class GradientSync:
                 self._launch(current, async_op=True)
 
     def _finish(self) -> None:
-        """When backward has ended: reduces what is left and waits for everything."""
+        """Reduce what is left when backward has ended, and wait for everything."""
         with self._lock, torch.no_grad():
             current, self._round = self._round, None
-            # torch.autograd.grad fills no parameter's .grad, and concerns nobody else.
+            # torch.autograd.grad fills no parameter's .grad, and concerns no other rank.
             if current is None or not current.arrived:
                 return
             absent = [index for index in range(len(self._slots)) if index not in current.arrived]
@@ -150,10 +151,11 @@ class GradientSync:
                     bucket.store()
             if self._find_unused:
                 self._attach_used()
-            self._after()
+            if self._after is not None:
+                self._after()
 
     def _launch(self, current: _Round, *, async_op: bool) -> None:
-        """Reduces the next bucket in order."""
+        """Reduce the next bucket in order."""
         bucket = self._buckets[current.launched]
         if self._context.world_size == 1 or not bucket.wire.numel():
             current.handles.append(None)
@@ -196,16 +198,16 @@ class GradientSync:
                 slot.parameter.grad = slot.view
 
     def _refuse(self, current: _Round, names: list[str]) -> NoReturn:
-        """Ends a backward that left parameters out; ranks that left none out notice the different call."""
-        told: Mapping[int, list[str]] = {self._context.rank: names}
+        """End a backward that left parameters out; ranks that left none out notice the different call."""
+        unused: Mapping[int, list[str]] = {self._context.rank: names}
         cause: PeerError | None = None
         try:
             current.wait()
-            told = dict(enumerate(self._context.all_gather(names)))
+            unused = dict(enumerate(self._context.all_gather(names)))
         except PeerError as error:
             cause = error
         without: dict[tuple[str, ...], list[int]] = {}
-        for rank, theirs in told.items():
+        for rank, theirs in unused.items():
             without.setdefault(tuple(theirs), []).append(rank)
         listing = "; ".join(
             f"{', '.join(map(repr, missing))} ({ranks_text(ranks)})" for missing, ranks in without.items()
@@ -218,20 +220,15 @@ class GradientSync:
 
 
 def spare_cores(context: DistributedContext) -> bool:
-    """Whether a rank of this host has more than one core, so that a reduction can run beside backward."""
+    """Return whether this host has more cores than ranks, so that a reduction can run beside backward."""
     topology = context.transport.topology
-    neighbours = len(topology.ranks_on(topology.host_of[context.rank]))
-    return cores() > neighbours
+    return cores() > len(topology.ranks_on(topology.host_of[context.rank]))
 
 
-def _arrival_hook(me: weakref.ref[GradientSync], index: int) -> Callable[[Tensor], None]:
+def _arrived(me: weakref.ref[GradientSync], index: int, _: Tensor) -> None:
     # Weak: the parameters outlive the wrapper, and must not keep its memory.
-    def arrived(_: Tensor) -> None:
-        sync = me()
-        if sync is not None:
-            sync._arrive(index)
-
-    return arrived
+    if (sync := me()) is not None:
+        sync._arrive(index)
 
 
 def _tensors(output: object) -> Iterator[Tensor]:

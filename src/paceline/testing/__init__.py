@@ -1,4 +1,4 @@
 """What plug-in authors and our own tests share: contract suites, scripted faults, simulated networks.
 
-Nobody else in Paceline imports it. Must not be needed by a running job.
+No other folder imports it, and a running job must not need it.
 """

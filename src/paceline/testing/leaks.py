@@ -1,8 +1,7 @@
-"""What a piece of code left behind: threads, processes, file descriptors, shared-memory files.
+"""Find what a piece of code left behind: threads, processes, file descriptors, shared-memory files.
 
 Take a snapshot before, ask for the difference after. Linux only (it reads /proc). Processes that lost their
-parent are found too when they carry the environment variable `TOKEN` of this process. Must not know what is
-being tested.
+parent are found too if they carry the environment variable `TOKEN` of this process.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import os
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -27,7 +27,7 @@ _KERNEL = 2  # the process that is the parent of the kernel's threads
 
 
 @dataclass(frozen=True)
-class Process:
+class LeakedProcess:
     """A process, safe against reuse of its number."""
 
     pid: int
@@ -39,14 +39,14 @@ class Snapshot:
     """What exists at one moment. `descriptors` are (number, target) pairs."""
 
     threads: frozenset[threading.Thread]
-    processes: frozenset[Process]
+    processes: frozenset[LeakedProcess]
     descriptors: frozenset[tuple[int, str]]
     shared: frozenset[str]
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What may stay: a warm server that outlives its first use, say."""
+class Allowed:
+    """What may stay, such as a warm server that outlives its first use."""
 
     pids: frozenset[int] = field(default_factory=frozenset)
     descriptors: frozenset[int] = field(default_factory=frozenset)
@@ -58,33 +58,38 @@ def mark() -> None:
 
 
 def snapshot() -> Snapshot:
-    """What exists now."""
+    """Take a snapshot."""
     return Snapshot(
         threads=frozenset(threading.enumerate()),
         processes=_descendants(),
-        descriptors=_descriptors(),
+        descriptors=_descriptors("self"),
         shared=frozenset(os.listdir(_SHM)) if _SHM.is_dir() else frozenset(),
     )
 
 
-def since(before: Snapshot, *, kept: Kept | None = None, patience: float = 5.0) -> list[str]:
-    """What exists now and did not before, one sentence each; gives it `patience` seconds to go away."""
-    kept = kept or Kept()
+def since(before: Snapshot, *, kept: Allowed | None = None, patience: float = 5.0) -> list[str]:
+    """Return what exists now and did not before, one sentence each, after at most `patience` seconds."""
+    kept = kept or Allowed()
     deadline = time.monotonic() + patience
     found = _difference(before, kept)
     if found:
-        # Cycles may hold sockets and files; only worth the time when something is left.
         gc.collect()
+        found = _difference(before, kept)
     while found and time.monotonic() < deadline:
+        # Cycles may hold sockets and files. Collected each time: what a thread holds that is about to end
+        # becomes garbage only then.
+        gc.collect()
         time.sleep(_PAUSE)
         found = _difference(before, kept)
     return found
 
 
-def _difference(before: Snapshot, kept: Kept) -> list[str]:
+def _difference(before: Snapshot, kept: Allowed) -> list[str]:
     now = snapshot()
-    pids = kept.pids | _tracker_pids()
-    descriptors = kept.descriptors | _tracker_descriptors()
+    # The standard library starts one resource tracker per process and keeps it until exit.
+    tracker = resource_tracker._resource_tracker
+    pids = kept.pids | {getattr(tracker, "_pid", None)}
+    descriptors = kept.descriptors | {getattr(tracker, "_fd", None)}
     threads = [f"thread {t.name!r}" for t in now.threads - before.threads if t.is_alive()]
     processes = [
         f"process {p.pid}: {_command(p.pid)}" for p in now.processes - before.processes if p.pid not in pids
@@ -92,47 +97,39 @@ def _difference(before: Snapshot, kept: Kept) -> list[str]:
     files = [
         f"file descriptor {number}: {target}"
         for number, target in now.descriptors - before.descriptors
-        if number not in descriptors and not _belongs_to_python(target)
+        # Libraries keep their own data files open (matplotlib its fonts) from first use to exit.
+        if number not in descriptors and not target.startswith((sys.prefix, sys.base_prefix))
     ]
     shared = [f"shared memory {_SHM / name}" for name in now.shared - before.shared if _is_ours(name)]
     return sorted(threads + processes + files + shared)
 
 
-def _descendants() -> frozenset[Process]:
-    """Children, their children with zombies, and orphans that carry our token (their zombies are init's)."""
+def _descendants() -> frozenset[LeakedProcess]:
+    """Find children, their children with zombies, and orphans that carry the token (init reaps those)."""
     me = os.getpid()
-    parents: dict[int, int] = {}
-    started: dict[int, int] = {}
-    gone: set[int] = set()
+    stats: dict[int, list[bytes]] = {}
     for entry in os.listdir("/proc"):
-        if not entry.isdigit():
-            continue
-        try:
-            fields = _fields(_read(entry, "stat"))
-        except OSError:
-            continue
-        parents[int(entry)] = int(fields[1])
-        started[int(entry)] = int(fields[19])
-        if _is_gone(fields):
-            gone.add(int(entry))
+        if entry.isdigit():
+            with suppress(OSError):  # gone meanwhile
+                stats[int(entry)] = _fields(_read(entry, "stat"))
+    parents = {pid: int(fields[1]) for pid, fields in stats.items()}
+    found = {pid: LeakedProcess(pid, int(fields[19])) for pid, fields in stats.items()}
     ours = {me}
-    grew = True
-    while grew:
-        below = {pid for pid, parent in parents.items() if parent in ours} - ours
+    while below := {pid for pid, parent in parents.items() if parent in ours} - ours:
         ours |= below
-        grew = bool(below)
     token = os.environ.get(TOKEN)
     if token is not None:
         needle = f"{TOKEN}={token}".encode()
-        # The kernel's own threads have no environment.
-        others = [pid for pid in parents.keys() - ours - gone if _KERNEL not in (pid, parents[pid])]
-        ours |= {pid for pid in others if _carries(Process(pid, started[pid]), needle)}
-    return frozenset(Process(pid, started[pid]) for pid in ours - {me} if pid in started)
+        # Zombies, and the kernel's own threads, have no environment.
+        others = [pid for pid in stats.keys() - ours if not _is_gone(stats[pid])]
+        others = [pid for pid in others if _KERNEL not in (pid, parents[pid])]
+        ours |= {pid for pid in others if _carries(found[pid], needle)}
+    return frozenset(found[pid] for pid in ours - {me} if pid in found)
 
 
 @functools.lru_cache(maxsize=1024)
-def _carries(process: Process, needle: bytes) -> bool:
-    """Remembered: a stranger does not become ours later."""
+def _carries(process: LeakedProcess, needle: bytes) -> bool:
+    """Return whether a process carries the token; remembered, because it never changes."""
     try:
         return needle in _environment(process.pid).split(b"\0")
     except OSError:
@@ -140,22 +137,19 @@ def _carries(process: Process, needle: bytes) -> bool:
 
 
 def _environment(pid: int) -> bytes:
-    """What the process was started with, also when it is only just being started.
+    """Return what a process was started with, also when it is only just being started.
 
     In the middle of exec there is a moment in which a process has no environment yet.
     """
     deadline = time.monotonic() + _EXEC_TAKES
     while True:
-        settled = _is_settled(_fields(_read(pid, "stat")))
+        fields = _fields(_read(pid, "stat"))
+        # An empty environment stays so if the program is loaded (its code has an end), or is gone.
+        settled = fields[24] != b"0" or _is_gone(fields)
         environment = _read(pid, "environ")
         if environment or settled or time.monotonic() > deadline:
             return environment
         time.sleep(_EXEC_PAUSE)
-
-
-def _is_settled(fields: list[bytes]) -> bool:
-    """Whether an empty environment will stay so: the program is loaded (its code has an end), or is gone."""
-    return fields[24] != b"0" or _is_gone(fields)
 
 
 def _is_gone(fields: list[bytes]) -> bool:
@@ -172,23 +166,16 @@ def _read(pid: int | str, name: str) -> bytes:
         return file.read()
 
 
-def _descriptors() -> frozenset[tuple[int, str]]:
+def _descriptors(pid: int | str) -> frozenset[tuple[int, str]]:
     found = set()
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            found.add((int(name), os.readlink(f"/proc/self/fd/{name}")))
-        except FileNotFoundError:
-            continue  # the listing's own descriptor, already closed
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(OSError):  # closed meanwhile, such as the listing's own descriptor
+            found.add((int(name), os.readlink(f"/proc/{pid}/fd/{name}")))
     return frozenset(found)
 
 
-def _belongs_to_python(target: str) -> bool:
-    # Libraries keep their own data files open (matplotlib its fonts) from first use to exit.
-    return target.startswith((sys.prefix, sys.base_prefix))
-
-
 def _is_ours(name: str) -> bool:
-    """Whether a new file in /dev/shm can be ours: it is still there, our user's, and no stranger uses it."""
+    """Return whether a new file in /dev/shm can be ours: it exists, is our user's, no stranger uses it."""
     path = _SHM / name
     try:
         status = path.stat()
@@ -205,17 +192,9 @@ def _uses(pid: int, path: str) -> bool:
     try:
         if any(path in line for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()):
             return True
-        return any(_target(f"/proc/{pid}/fd/{name}") == path for name in os.listdir(f"/proc/{pid}/fd"))
+        return any(target == path for _, target in _descriptors(pid))
     except OSError:
         return False
-
-
-def _target(link: str) -> str | None:
-    """Where a descriptor of another process leads; None if it was closed meanwhile."""
-    try:
-        return os.readlink(link)
-    except OSError:
-        return None
 
 
 def _command(pid: int) -> str:
@@ -223,15 +202,4 @@ def _command(pid: int) -> str:
         words = _read(pid, "cmdline").replace(b"\0", b" ").decode(errors="replace").strip()
     except OSError:
         return "gone meanwhile"
-    return words[:120] or "a zombie nobody waited for"
-
-
-# The standard library starts one tracker per process and keeps it until exit.
-def _tracker_pids() -> frozenset[int]:
-    pid = getattr(resource_tracker._resource_tracker, "_pid", None)
-    return frozenset() if pid is None else frozenset({pid})
-
-
-def _tracker_descriptors() -> frozenset[int]:
-    number = getattr(resource_tracker._resource_tracker, "_fd", None)
-    return frozenset() if number is None else frozenset({number})
+    return words[:120] or "a zombie that was not reaped"

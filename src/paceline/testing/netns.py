@@ -6,8 +6,7 @@ counters.
         process = hosts.start(0, [sys.executable, "train.py"])
 
 Needs root and iproute2; `why_not()` says what is missing. Names are unique to the process, and everything
-is gone when the block ends: interfaces and routes live in the namespaces and go with them. Must not know
-what runs on the hosts.
+is gone when the block ends: interfaces and routes live in the namespaces and go with them.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import shutil
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any, Self, final
 
 from paceline.core.errors import PlatformError, ResourceError, UsageError
@@ -29,11 +27,13 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _CLONE_NEWNET = 0x40000000
 _END_SECONDS = 5.0
 _WALL = ("table", "77")
+# A link address that no host has: the switch carries the packets, and no host accepts them.
+_NOWHERE = ("lladdr", "02:00:00:00:00:01", "dev", "eth0", "nud", "permanent")
 _REMEDY = "run as root, with iproute2 installed, on a Linux that allows network namespaces"
 
 
 def why_not() -> str:
-    """Why this machine cannot have such hosts; empty if it can."""
+    """Return why this machine cannot have such hosts; empty if it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
@@ -49,8 +49,7 @@ def why_not() -> str:
 
 @final
 class Hosts:
-    """`count` hosts with the addresses 10.77.0.1, 10.77.0.2, ... on one switch; with `ipv6` fd77::1, fd77::2,
-    ... and no IPv4 address but loopback's."""
+    """`count` hosts with the addresses 10.77.0.1, ... on one switch; with `ipv6` fd77::1, ... and no IPv4."""
 
     def __init__(self, count: int, *, ipv6: bool = False) -> None:
         self._prefix = f"pl{os.getpid()}x{next(_serial)}"
@@ -85,13 +84,11 @@ class Hosts:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def rate(self, rate: str, latency: str = "50ms") -> None:
-        """Shapes every host's link, in both directions, to a rate such as "1gbit"."""
+        """Shape every host's link, in both directions, to a rate such as "1gbit"."""
         # The burst has to hold the largest segment that the kernel hands over at once.
         shape = ("root", "tbf", "rate", rate, "burst", "256kb", "latency", latency)
         for number, name in enumerate(self.names):
@@ -99,37 +96,34 @@ class Hosts:
             _run("ip", "netns", "exec", self._switch, "tc", "qdisc", "replace", "dev", f"p{number}", *shape)
 
     def cut(self, number: int) -> None:
-        """Takes a host off the switch: its packets vanish, nothing is refused."""
+        """Take a host off the switch: its packets vanish, nothing is refused."""
         _ip("-n", self._switch, "link", "set", f"p{number}", "down")
 
     def heal(self, number: int) -> None:
         _ip("-n", self._switch, "link", "set", f"p{number}", "up")
 
     def drop(self, sender: int, receiver: int) -> None:
-        """One way only: what `sender` sends to `receiver` vanishes, for good."""
-        # Packets for a station that nobody is: the switch carries them, and no host takes them in.
-        nobody = ("lladdr", "02:00:00:00:00:01", "dev", "eth0", "nud", "permanent")
-        _ip("-n", self.names[sender], "neigh", "replace", self.addresses[receiver], *nobody)
+        """Drop what `sender` sends to `receiver`, in this direction only."""
+        _ip("-n", self.names[sender], "neigh", "replace", self.addresses[receiver], *_NOWHERE)
 
     def block(self, sender: int, receiver: int, ports: str) -> None:
-        """A firewall: what `sender` sends to these TCP ports ("42000-42019") of `receiver` vanishes."""
-        name, nobody = self.names[sender], self._address(250)
-        # The packets go to a station that nobody is, by a routing table of their own.
-        lost = ("lladdr", "02:00:00:00:00:01", "dev", "eth0", "nud", "permanent")
-        _ip("-n", name, "neigh", "replace", nobody, *lost)
-        _ip("-n", name, "route", "replace", self.addresses[receiver], "via", nobody, "dev", "eth0", *_WALL)
+        """Drop what `sender` sends to these TCP ports ("42000-42019") of `receiver`, as a firewall does."""
+        name, void = self.names[sender], self._address(250)
+        # By a separate routing table.
+        _ip("-n", name, "neigh", "replace", void, *_NOWHERE)
+        _ip("-n", name, "route", "replace", self.addresses[receiver], "via", void, "dev", "eth0", *_WALL)
         _ip("-n", name, *self._family, "rule", "add", *self._rule(receiver, ports))
 
     def unblock(self, sender: int, receiver: int, ports: str) -> None:
-        """Ends what `block` did."""
+        """Undo `block`."""
         _ip("-n", self.names[sender], *self._family, "rule", "del", *self._rule(receiver, ports))
 
     def _rule(self, receiver: int, ports: str) -> tuple[str, ...]:
         return ("to", self.addresses[receiver], "ipproto", "tcp", "dport", ports, "lookup", _WALL[1])
 
     def lose_large(self, sender: int, receiver: int, size: int = 1000) -> None:
-        """A black hole: what `sender` sends to `receiver` in packets of more than `size` bytes vanishes, for
-        good. Smaller packets pass: such a link carries handshakes and heartbeats and no data."""
+        """Make a black hole: packets of more than `size` bytes from `sender` to `receiver` vanish, for good.
+        Smaller ones pass: such a link carries handshakes and heartbeats and no data."""
         if self._ipv6:
             raise UsageError("a black hole is made between IPv4 addresses", remedy="use Hosts(count)")
         tc = ("ip", "netns", "exec", self._switch, "tc")
@@ -146,29 +140,22 @@ class Hosts:
         _run(*tc, "filter", "add", *port, "parent", "1:", "protocol", "ip", "u32", *source)
 
     def listeners(self, number: int) -> list[tuple[str, int]]:
-        """Where processes of a host listen: address and TCP port."""
-        told = _run("ip", "netns", "exec", self.names[number], "ss", "-Hltn").splitlines()
-        found = [line.split()[3].rpartition(":") for line in told]
+        """Return where processes of a host listen: address and TCP port."""
+        lines = _run("ip", "netns", "exec", self.names[number], "ss", "-Hltn").splitlines()
+        found = [line.split()[3].rpartition(":") for line in lines]
         return [(address.strip("[]").partition("%")[0], int(port)) for address, _, port in found]
 
     def pids(self, number: int) -> list[int]:
-        """The processes that run on a host."""
+        """Return the processes that run on a host."""
         return [int(pid) for pid in _run("ip", "netns", "pids", self.names[number]).split()]
 
     def sent_bytes(self, number: int) -> int:
-        """What the host's interface has put on the wire so far, all headers included."""
-        command = (
-            "ip",
-            "netns",
-            "exec",
-            self.names[number],
-            "cat",
-            "/sys/class/net/eth0/statistics/tx_bytes",
-        )
-        return int(_run(*command))
+        """Return the bytes that the host's interface has sent so far, all headers included."""
+        counter = "/sys/class/net/eth0/statistics/tx_bytes"
+        return int(_run("ip", "netns", "exec", self.names[number], "cat", counter))
 
     def enter(self, number: int) -> None:
-        """Moves the only thread of a freshly forked process to a host."""
+        """Move the only thread of a freshly forked process to a host."""
         with open(f"/run/netns/{self.names[number]}") as namespace:
             if _libc.setns(namespace.fileno(), _CLONE_NEWNET):
                 code = ctypes.get_errno()
@@ -177,7 +164,7 @@ class Hosts:
     def start(
         self, number: int, command: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any
     ) -> subprocess.Popen[Any]:
-        """Starts a process on a host; what still runs when the block ends is killed."""
+        """Start a process on a host; it is killed when the block ends."""
         process = subprocess.Popen(
             ["ip", "netns", "exec", self.names[number], *command],
             env=None if env is None else dict(env),
@@ -188,13 +175,8 @@ class Hosts:
 
     def close(self) -> None:
         for process in self._processes:
-            if process.poll() is None:
+            with process:  # closes its streams, and waits for it
                 process.kill()
-        for process in self._processes:
-            process.wait()
-            for stream in (process.stdin, process.stdout, process.stderr):
-                if stream is not None:
-                    stream.close()
         self._processes.clear()
         existing = _run("ip", "netns", "list").split()
         for name in (*self.names, self._switch):
@@ -203,7 +185,7 @@ class Hosts:
                 _ip("netns", "del", name)
 
     def _end_all(self, name: str) -> None:
-        """Ends what processes of a host left behind: a namespace lives as long as anything in it."""
+        """Kill what processes of a host left behind: a namespace lives as long as anything in it."""
         end = time.monotonic() + _END_SECONDS
         while pids := _run("ip", "netns", "pids", name).split():
             _run("kill", "-9", *pids, check=False)

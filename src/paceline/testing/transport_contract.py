@@ -5,8 +5,9 @@
             ...  # start `world_size` ranks, call fn(context, *args) on each, return the results by rank
 
 `run` raises if a rank raises. Each test calls functions of this module on all ranks, so they can travel to
-other processes by name. Only what `base.Transport` promises is checked: how fast it is, and how it notices
-a process that was killed, is for tests of its own. Works with pytest, and needs nothing of it.
+other processes by name. Only what `base.Transport` promises is checked, and what the transport declares
+besides: how fast it is, and how it notices a process that was killed, needs further tests. Works with
+pytest, and needs nothing of it.
 """
 
 from __future__ import annotations
@@ -16,8 +17,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
-from paceline.testing import transport_ranks as ranks
-from paceline.testing.transport_ranks import DISAGREEMENTS, NOTICED_WITHIN, Outcome
+from paceline.testing import transport_contract_ranks as ranks
+from paceline.testing.transport_contract_ranks import DISAGREEMENTS, NOTICED_WITHIN, Outcome
+
+
+def on_ranks(function: Callable[..., Any], *sizes: int) -> Callable[[TransportContract], None]:
+    """Return a test that runs `function` on groups of these sizes; by default those of the class."""
+
+    def test(self: TransportContract) -> None:
+        for size in sizes or self.world_sizes:
+            self.run(size, function)
+
+    return test
 
 
 class TransportContract(ABC):
@@ -31,52 +42,29 @@ class TransportContract(ABC):
 
     @abstractmethod
     def run(self, world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        """Calls fn(context, *args) on every rank of a new group; the results by rank."""
+        """Call fn(context, *args) on every rank of a new group; return the results by rank."""
 
     # exchange
-
-    def test_messages_of_a_pair_arrive_in_order(self) -> None:
-        for size in self.world_sizes:
-            self.run(size, ranks.messages_in_order)
-
-    def test_empty_messages_are_messages(self) -> None:
-        self.run(2, ranks.empty_messages)
-
-    def test_every_pair_exchanges_large_messages_at_once(self) -> None:
-        for size in self.world_sizes:
-            self.run(size, ranks.large_messages)
-
-    def test_many_messages_at_once(self) -> None:
-        self.run(3, ranks.many_messages)
-
-    def test_one_side_may_only_send(self) -> None:
-        self.run(3, ranks.one_sided)
-
-    def test_every_dtype_travels(self) -> None:
-        self.run(2, ranks.all_dtypes)
-
-    def test_memory_is_free_after_an_exchange(self) -> None:
-        self.run(2, ranks.reused_memory)
-
-    def test_traffic_is_counted(self) -> None:
-        self.run(2, ranks.counted_traffic)
+    test_messages_of_a_pair_arrive_in_order = on_ranks(ranks.messages_in_order)
+    test_empty_messages_are_messages = on_ranks(ranks.empty_messages, 2)
+    test_every_pair_exchanges_large_messages_at_once = on_ranks(ranks.large_messages)
+    test_many_messages_at_once = on_ranks(ranks.many_messages, 3)
+    test_one_side_may_only_send = on_ranks(ranks.one_sided, 3)
+    test_every_dtype_travels = on_ranks(ranks.all_dtypes, 2)
+    test_memory_is_free_after_an_exchange = on_ranks(ranks.reused_memory, 2)
+    test_traffic_is_counted = on_ranks(ranks.counted_traffic, 2)
 
     # post and take
+    test_tags_select_messages = on_ranks(ranks.tagged_messages, 2)
+    test_any_source = on_ranks(ranks.messages_from_any_source, 3)
+    test_a_timeout_loses_nothing = on_ranks(ranks.late_message, 2)
+    test_big_messages_may_cross = on_ranks(ranks.crossing_messages, 2)
+    test_messages_and_collectives_do_not_mix = on_ranks(ranks.messages_between_collectives, 3)
 
-    def test_tags_select_messages(self) -> None:
-        self.run(2, ranks.tagged_messages)
-
-    def test_any_source(self) -> None:
-        self.run(3, ranks.messages_from_anybody)
-
-    def test_a_timeout_loses_nothing(self) -> None:
-        self.run(2, ranks.late_message)
-
-    def test_big_messages_may_cross(self) -> None:
-        self.run(2, ranks.crossing_messages)
-
-    def test_messages_and_collectives_do_not_mix(self) -> None:
-        self.run(3, ranks.messages_between_collectives)
+    # memory and life
+    test_memory_of_a_transport = on_ranks(ranks.own_memory, 2)
+    test_closing_twice = on_ranks(ranks.close_twice, 2)
+    test_a_slow_rank_is_only_slow = on_ranks(ranks.wait_for_a_slow_rank, 3)
 
     # ranks that do not fit together
 
@@ -92,9 +80,6 @@ class TransportContract(ABC):
         results = self.run(3, ranks.leave_early)
         check_disagreement("a rank that left", [result for result in results if result is not None])
 
-    def test_a_slow_rank_is_only_slow(self) -> None:
-        self.run(3, ranks.wait_for_a_slow_rank)
-
     def test_a_failed_rank_is_named(self) -> None:
         for rank, (kind, text, seconds) in enumerate(self.run(3, ranks.fail_in_the_middle)):
             if rank != 1:
@@ -108,13 +93,11 @@ class TransportContract(ABC):
         assert kind == "CommTimeoutError", text
         assert "rank 1" in text, text
 
-    # memory and life
+    # what a transport may offer besides
 
-    def test_memory_of_a_transport(self) -> None:
-        self.run(2, ranks.own_memory)
-
-    def test_closing_twice(self) -> None:
-        self.run(2, ranks.close_twice)
+    def test_a_wait_can_be_seen_if_the_transport_says_so(self) -> None:
+        reported, *_ = self.run(2, ranks.watch_a_wait)
+        assert reported in (None, (1,)), reported
 
 
 def check_disagreement(case: str, outcomes: list[Outcome]) -> None:

@@ -27,24 +27,24 @@ The loop, with its hook points (marked `*`):
     * observers: on_end(history)                                        # also when stopped early
 
 An observer is called in one process only and is given frozen records, so it has nothing to change: in that of
-the caller, a little behind, where a supervisor looks after the run; else on the first rank. A modifier is
+the caller, a little behind, under a supervisor; else on the first rank. A modifier is
 called on every rank and must do the same on each: it may depend on its arguments, its own state and the
-seeded generators, never on time, rank or files. Its state is saved with every checkpoint.
-
-Must not know the loop itself, the model or how records are made. Imports no torch.
+seeded generators, never on time, rank or files. Its state is saved with every checkpoint. Imports no torch.
 """
 
 from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 from paceline.core.errors import UsageError
-from paceline.train.config import TrainConfig
-from paceline.train.history import EpochRecord, Evaluation, History, StepRecord
+from paceline.train.history import EpochRecord, Evaluation, EventView, History, StepRecord
+from paceline.train.settings.train_config import TrainConfig
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
@@ -53,9 +53,9 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """A run that is about to start; `first_step` is more than 0 for one that goes on from a checkpoint.
+    """A run that is about to start; `first_step` is more than 0 for one that resumes from a checkpoint.
 
-    `total_steps` and `samples` are None where nobody can know them (iterable datasets, dynamic batches).
+    `total_steps` and `samples` are None where they cannot be known (iterable datasets, dynamic batches).
     """
 
     config: TrainConfig
@@ -70,7 +70,7 @@ class RunInfo:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class SavedCheckpoint:
+class SavedCheckpoint(EventView):
     """A checkpoint that is durable; `seconds` is the time it took in the background."""
 
     version: int
@@ -88,7 +88,7 @@ class Observer:
         """Before the first step."""
 
     def on_workers(self, workers: int) -> None:
-        """When another number of workers trains: some joined, left or were lost."""
+        """Called when the number of training workers changes: some joined, left or were lost."""
 
     def on_step(self, record: StepRecord) -> None:
         """After each committed step."""
@@ -110,7 +110,7 @@ class Modifier:
     """Takes part in training on every rank, and does the same on each of them."""
 
     def change_batch(self, batch: Any) -> Any:
-        """Return the micro batch that the objective is to see."""
+        """Return the micro batch that the objective gets."""
         return batch
 
     def change_gradients(self, parameters: Mapping[str, Parameter]) -> None:
@@ -129,13 +129,16 @@ class Modifier:
         """Take back what `state_dict` returned."""
 
 
+T = TypeVar("T")
+
+_inside: ContextVar[bool] = ContextVar("paceline_inside_a_run", default=False)
 _OBSERVER_HOOKS = tuple(name for name in vars(Observer) if name.startswith("on_"))
 _MODIFIER_HOOKS = tuple(name for name in vars(Modifier) if not name.startswith("_"))
 
 
 @final
 class Callbacks:
-    """A list of observers and modifiers, told apart; each kind is called in the order of the list."""
+    """Observers and modifiers, separated; each kind is called in the order of the list."""
 
     def __init__(self, callbacks: Iterable[Observer | Modifier] = ()) -> None:
         items = list(callbacks)
@@ -147,34 +150,12 @@ class Callbacks:
         self._batch_changers = [item for item in self.modifiers if _overrides(item, "change_batch")]
         self._gradient_changers = [item for item in self.modifiers if _overrides(item, "change_gradients")]
         self._stoppers = [item for item in self.modifiers if _overrides(item, "stop")]
+        self.may_stop, self.changes_gradients = bool(self._stoppers), bool(self._gradient_changers)
 
-    def start(self, run: RunInfo) -> None:
+    def notify(self, hook: Callable[[Observer, T], None], record: T) -> None:
+        """Call one hook of every observer: `notify(Observer.on_step, record)`."""
         for observer in self.observers:
-            _call(observer, "on_start", run)
-
-    def workers(self, workers: int) -> None:
-        for observer in self.observers:
-            _call(observer, "on_workers", workers)
-
-    def step(self, record: StepRecord) -> None:
-        for observer in self.observers:
-            _call(observer, "on_step", record)
-
-    def evaluation(self, evaluation: Evaluation) -> None:
-        for observer in self.observers:
-            _call(observer, "on_evaluation", evaluation)
-
-    def epoch(self, record: EpochRecord) -> None:
-        for observer in self.observers:
-            _call(observer, "on_epoch", record)
-
-    def checkpoint(self, saved: SavedCheckpoint) -> None:
-        for observer in self.observers:
-            _call(observer, "on_checkpoint", saved)
-
-    def end(self, history: History) -> None:
-        for observer in self.observers:
-            _call(observer, "on_end", history)
+            _call(observer, hook.__name__, record)
 
     def change_batch(self, batch: Any) -> Any:
         for modifier in self._batch_changers:
@@ -186,22 +167,13 @@ class Callbacks:
                 )
         return batch
 
-    @property
-    def may_stop(self) -> bool:
-        return bool(self._stoppers)
-
-    @property
-    def changes_gradients(self) -> bool:
-        return bool(self._gradient_changers)
-
     def change_gradients(self, parameters: Mapping[str, Parameter]) -> None:
         for modifier in self._gradient_changers:
             _call(modifier, "change_gradients", parameters)
 
     def stop(self, record: StepRecord) -> str | None:
-        """The first modifier's reason; all are asked, so that their states stay equal on every rank."""
-        if not self._stoppers:
-            return None
+        """Return the first modifier's reason. All are asked, so that their states stay equal on every
+        rank."""
         timeless = record.timeless()
         answers = [(modifier, _call(modifier, "stop", timeless)) for modifier in self._stoppers]
         for modifier, reason in answers:
@@ -213,12 +185,12 @@ class Callbacks:
         return next((f"{_name(modifier)}: {reason}" for modifier, reason in answers if reason), None)
 
     def state_dict(self) -> dict[str, Any]:
-        """The modifiers' states by position and class; empty ones are left out."""
+        """Return the modifiers' states by position and class; empty ones are left out."""
         states = {_key(i, item): _call(item, "state_dict") for i, item in enumerate(self.modifiers)}
         return {key: state for key, state in states.items() if state}
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
-        """Give every modifier its state back; a state that nobody here saved is refused."""
+        """Give every modifier its state back; refuse a state that belongs to none of them."""
         known = {_key(i, item): item for i, item in enumerate(self.modifiers)}
         unknown = sorted(set(states) - set(known))
         if unknown:
@@ -257,10 +229,9 @@ def _check(item: object, index: int) -> None:
         if name in hooks or not (name.startswith("on_") or name in foreign):
             continue
         kind, other = ("observer", "Modifier") if watches else ("modifier", "Observer")
-        near = difflib.get_close_matches(name, hooks, n=1, cutoff=0.4)
-        if name in foreign:
-            remedy = f"derive it from paceline.{other}, or rename the method"
-        else:
+        remedy = f"derive it from paceline.{other}, or rename the method"
+        if name not in foreign:
+            near = difflib.get_close_matches(name, hooks, n=1, cutoff=0.4)
             remedy = (f"did you mean {near[0]}? " if near else "") + f"the hooks are {', '.join(hooks)}"
         raise UsageError(
             f"{_name(item)}.{name} would never be called: it is no hook of an {kind}", remedy=remedy
@@ -268,20 +239,16 @@ def _check(item: object, index: int) -> None:
 
 
 def _call(item: Observer | Modifier, hook: str, *arguments: Any) -> Any:
-    method: Callable[..., Any] = getattr(item, hook)
     try:
-        return method(*arguments)
+        return getattr(item, hook)(*arguments)
     except Exception as error:
         kind = "observer" if isinstance(item, Observer) else "modifier"
+        first = arguments[0] if arguments else None
+        at = f" at step {first.step}" if isinstance(first, StepRecord | Evaluation | SavedCheckpoint) else ""
         raise UsageError(
-            f"the {kind} {_name(item)} raised {type(error).__name__} in {hook}{_where(arguments)}: {error}",
+            f"the {kind} {_name(item)} raised {type(error).__name__} in {hook}{at}: {error}",
             remedy=f"fix {_name(item)}.{hook}, or leave this callback out",
         ) from error
-
-
-def _where(arguments: tuple[Any, ...]) -> str:
-    first = arguments[0] if arguments else None
-    return f" at step {first.step}" if isinstance(first, StepRecord | Evaluation | SavedCheckpoint) else ""
 
 
 def _overrides(item: Modifier, hook: str) -> bool:
@@ -294,3 +261,27 @@ def _name(item: object) -> str:
 
 def _key(index: int, item: Modifier) -> str:
     return f"{index}:{_name(item)}"
+
+
+# no run inside of a run
+
+
+@contextmanager
+def inside_a_run() -> Iterator[None]:
+    """Mark that this thread runs the user's code (objective, model, data, modifiers) on a worker."""
+    token = _inside.set(True)
+    try:
+        yield
+    finally:
+        _inside.reset(token)
+
+
+def refuse_inside(what: str) -> None:
+    """Refuse a call that would begin a run inside of another."""
+    if _inside.get():
+        raise UsageError(
+            f"{what} was called inside a run: in an objective, a model's forward, a dataset or a modifier, "
+            "which run on its workers",
+            remedy="call it before or after fit; to watch a run while it trains give fit validation data, or "
+            "an Observer, which runs in the process that called fit",
+        )

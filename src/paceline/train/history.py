@@ -1,29 +1,48 @@
 """What a run was: records of its steps, epochs and evaluations, and the figures that follow from them.
 
-Plain frozen data that goes to JSON and back. Must not know how training works, nor how a plot is drawn.
+Plain frozen data that goes to JSON and back.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import math
 import os
+from array import array
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, final
+from struct import Struct
+from typing import Any, Self, final, overload
 
-from paceline.core import typed
+from paceline.core import atomic_file, type_conversion
 from paceline.core.errors import PlatformError, UsageError
-from paceline.core.events import StepCommitted, finite
+from paceline.core.events import Event, finite
 
 _FORMAT = 1
+_ROW = Struct("=qqbdddd")  # of a step: see StepLog
+_SKIPPED, _HAS_NORM = 1, 2
+
+
+class EventView:
+    """A record that observers and histories hold: the fields of a journal event that describe what happened,
+    without those of the journal (time, view)."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, event: Event, **more: Any) -> Self:
+        """Return the view of an event; `more` are fields that the journal does not have."""
+        names: Sequence[str] = cls.__dataclass_fields__  # type: ignore[attr-defined]
+        return cls(**{name: getattr(event, name) for name in names if name not in more}, **more)
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepRecord:
+class StepRecord(EventView):
     """One applied step. `step` counts from 1, `samples` are those of this step, `loss` is their mean.
 
     `skipped` is a step whose gradient overflowed in fp16 and that changed no weight.
@@ -39,29 +58,14 @@ class StepRecord:
     skipped: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
 
-    @staticmethod
-    def of(event: StepCommitted) -> StepRecord:
-        """The record of a step that the journal tells of."""
-        return StepRecord(
-            step=event.step,
-            epoch=event.epoch,
-            loss=event.loss,
-            samples=event.samples,
-            seconds=event.seconds,
-            learning_rate=event.learning_rate,
-            grad_norm=event.grad_norm,
-            skipped=event.skipped,
-            metrics=event.metrics,
-        )
-
     def timeless(self) -> StepRecord:
-        """The same without its time, which differs from rank to rank: what modifiers may decide by."""
+        """Return the same without `seconds`, which differ from rank to rank: what modifiers may decide by."""
         return dataclasses.replace(self, seconds=0.0)
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
+class Evaluation(EventView):
     """The model on the validation data after `step` steps; `metrics` has at least the mean "loss"."""
 
     step: int
@@ -77,7 +81,7 @@ class Evaluation:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EpochRecord:
+class EpochRecord(EventView):
     """One pass over the training data, counted from 0; `metrics` are means over its samples.
 
     `validation` are the metrics of the evaluation that followed it, if one did.
@@ -95,7 +99,7 @@ class EpochRecord:
 @final
 @dataclass(frozen=True, kw_only=True)
 class History:
-    """The outcome of `fit`. `stopped` says why it ended before its time; None is to the end.
+    """The outcome of `fit`. `stopped`: why it ended early; None: it came to its end.
 
     `state_hash` is the SHA-256 over parameters and buffers in name order.
     """
@@ -154,33 +158,23 @@ class History:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON: the records and the figures that follow from them."""
+        figures = ("final_loss", "best_accuracy", "best_epoch", "samples_per_second")
+        plain = dataclasses.asdict(self)
+        records = {name: list(plain.pop(name)) for name in ("epochs", "evaluations", "steps")}
         return {
             "format": _FORMAT,
-            "total_time": self.total_time,
-            "final_loss": self.final_loss,
-            "best_accuracy": self.best_accuracy,
-            "best_epoch": self.best_epoch,
-            "samples_per_second": self.samples_per_second,
-            "state_hash": self.state_hash,
-            "workers": self.workers,
-            "shards": self.shards,
-            "run_dir": self.run_dir,
-            "stopped": self.stopped,
-            "unfinished": None if self.unfinished is None else dataclasses.asdict(self.unfinished),
-            "epochs": [dataclasses.asdict(record) for record in self.epochs],
-            "evaluations": [dataclasses.asdict(record) for record in self.evaluations],
-            "steps": [dataclasses.asdict(record) for record in self.steps],
+            **{name: getattr(self, name) for name in figures},
+            **plain,
+            **records,
         }
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write it as JSON; NaN and infinities, which JSON lacks, become strings that `load` understands."""
         target = Path(path)
         text = json.dumps(finite(self.to_dict()), allow_nan=False, indent=1)
-        part = target.with_name(target.name + ".part")
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(text + "\n", encoding="utf-8")
-            part.replace(target)
+            atomic_file.replace(target, [f"{text}\n".encode()], durable=False)
         except OSError as error:
             raise PlatformError(
                 f"the history cannot be written to {target}: {error.strerror}",
@@ -190,16 +184,16 @@ class History:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any], origin: str = "this") -> History:
-        """What `to_dict` returned, as a history again."""
+        """Return what `to_dict` returned, as a history again."""
         if data.get("format") != _FORMAT:
             raise UsageError(
                 f"{origin} is not a history of format {_FORMAT}: found {data.get('format')!r}",
                 remedy="give what this version's History wrote",
             )
-        known = typed.fields_of(History)
+        known = type_conversion.fields_of(History)
         try:
-            history = typed.convert({key: data[key] for key in known if key in data}, History, "")
-        except (typed.MismatchError, typed.UnknownKeyError, typed.MissingKeyError) as error:
+            history = type_conversion.convert({key: data[key] for key in known if key in data}, History, "")
+        except type_conversion.ConversionError as error:
             raise UsageError(f"{origin} is damaged: {error}", remedy="save the history again") from error
         assert isinstance(history, History)
         return history
@@ -213,23 +207,80 @@ class History:
             raise UsageError(f"{path} cannot be read: {error.strerror}", remedy="check the path") from error
         except ValueError as error:
             raise UsageError(f"{path} is not JSON: {error}", remedy="give a file of History.save") from error
-        if not isinstance(data, dict):
-            raise UsageError(
-                f"{path} is not a history of format {_FORMAT}: found {type(data).__name__!r}",
-                remedy="give a file that this version's History.save wrote",
-            )
-        return History.from_dict(data, str(path))
+        found = data if isinstance(data, dict) else {"format": type(data).__name__}
+        return History.from_dict(found, str(path))
 
     def plot(self, path: str | os.PathLike[str]) -> Path:
         """Draw the curves to a PNG, SVG or PDF (needs matplotlib) or to an HTML report (needs nothing)."""
-        from paceline.train.plot import draw
+        # Loaded by name, as the package's root does: the charts read histories, an import would be a cycle.
+        drawn: Path = importlib.import_module("paceline.monitor.plot").draw([self], path)
+        return drawn
 
-        return draw([self], path)
+
+@final
+class StepLog(Sequence[StepRecord]):
+    """Records by growing step, each step once. Packed, 57 bytes each, so that days of short steps are kept in
+    megabytes; a record is made when it is asked for."""
+
+    def __init__(self) -> None:
+        self._steps = array("q")
+        self._rows = bytearray()
+        self._metrics: dict[int, dict[str, float]] = {}
+
+    def put(self, record: StepRecord) -> bool:
+        """Add a record, or replace that of a step that was repeated; return whether the step is new."""
+        step, norm = record.step, record.grad_norm
+        at = len(self._steps) if not self._steps or step > self._steps[-1] else bisect_left(self._steps, step)
+        new = at == len(self._steps) or self._steps[at] != step
+        if new:
+            self._steps.insert(at, step)
+        marks = _SKIPPED * record.skipped + _HAS_NORM * (norm is not None)
+        numbers = (record.loss, record.seconds, record.learning_rate, 0.0 if norm is None else norm)
+        row = _ROW.pack(record.epoch, record.samples, marks, *numbers)
+        self._rows[at * _ROW.size : (at + (not new)) * _ROW.size] = row
+        self._metrics.pop(step, None)
+        if record.metrics:
+            self._metrics[step] = record.metrics
+        return new
+
+    def forget_from(self, step: int) -> None:
+        """Drop this step and later ones."""
+        if not self._steps or self._steps[-1] < step:
+            return
+        at = bisect_left(self._steps, step)
+        for gone in self._steps[at:]:
+            self._metrics.pop(gone, None)
+        del self._steps[at:]
+        del self._rows[at * _ROW.size :]
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @overload
+    def __getitem__(self, index: int) -> StepRecord: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[StepRecord]: ...
+
+    def __getitem__(self, index: int | slice) -> StepRecord | list[StepRecord]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        step, at = self._steps[index], range(len(self._steps))[index] * _ROW.size
+        epoch, samples, marks, loss, seconds, rate, norm = _ROW.unpack_from(self._rows, at)
+        return StepRecord(
+            step=step,
+            epoch=epoch,
+            loss=loss,
+            samples=samples,
+            seconds=seconds,
+            learning_rate=rate,
+            grad_norm=norm if marks & _HAS_NORM else None,
+            skipped=bool(marks & _SKIPPED),
+            metrics=dict(self._metrics.get(step, ())),
+        )
 
 
 def _best(measured: Sequence[tuple[int, float]], *, highest: bool) -> tuple[int, float] | None:
-    """The first of the best; what is not a number cannot win."""
+    """Return the first of the best; what is not a number cannot win."""
     real = [pair for pair in measured if not math.isnan(pair[1])]
-    if not real:
-        return None
-    return max(real, key=lambda pair: pair[1]) if highest else min(real, key=lambda pair: pair[1])
+    return (max if highest else min)(real, key=lambda pair: pair[1], default=None)

@@ -2,13 +2,14 @@
 
 A loss module (or a function of torch.nn.functional) takes (output, target) of a batch that is a pair; any
 other function takes (model, batch) and returns the loss, or the loss and a dict of metrics. Losses are means
-over the samples of the batch. A loss module learns nothing and remembers nothing: nobody sums its gradients,
-and each worker has a copy that sees other samples. Must not know how batches come about.
+over the samples of the batch. A loss module learns nothing and remembers nothing: its gradients are not
+summed, and each worker has a copy that sees other samples.
 """
 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -19,25 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.errors import UsageError
-from paceline.core.words import a_kind
+from paceline.core.wording import with_article
 
 _RULE = (
     "try: an objective that is a function is called with (model, batch), a loss module or a function of "
     "torch.nn.functional with (output, target)"
 )
-_OUTPUTS = (
-    "out",
-    "output",
-    "outputs",
-    "pred",
-    "preds",
-    "prediction",
-    "predictions",
-    "logits",
-    "y_pred",
-    "y_hat",
-)
-_TARGETS = ("target", "targets", "y", "y_true", "label", "labels", "truth", "expected")
+_OUTPUTS = re.compile("out|outputs?|preds?|predictions?|logits|y_pred|y_hat")
+_TARGETS = re.compile("targets?|y|y_true|labels?|truth|expected")
 # What the records of steps, of evaluations and of versions call the loss.
 _TAKEN = ("loss", "train_loss")
 # Both are means over the samples; the second is what the definition of KLDivLoss asks for.
@@ -45,7 +35,7 @@ _MEANS = ("mean", "batchmean")
 
 
 @dataclass(frozen=True)
-class Scored:
+class ObjectiveResult:
     """A batch's loss (a scalar tensor) and what else was measured, means over the batch's samples."""
 
     loss: Tensor
@@ -58,11 +48,14 @@ class Objective:
     def __init__(self, objective: Callable[..., Any]) -> None:
         if not callable(objective):
             raise UsageError(
-                f"the objective is {a_kind(objective)}",
+                f"the objective is {with_article(objective)}",
                 remedy="pass a loss module such as nn.MSELoss() or a function (model, batch) -> loss",
             )
         self._objective = objective
-        inner, settings = _unwrapped(objective)
+        inner, settings = objective, dict[str, Any]()
+        while isinstance(inner, partial):
+            settings = {**inner.keywords, **settings}
+            inner = inner.func
         self._module = inner if isinstance(inner, nn.Module) else None
         self._buffers: dict[str, Tensor] | None = None
         self._worked = False  # a function of the user's own was called and returned
@@ -73,8 +66,15 @@ class Objective:
             _check_reduction(inner, settings)
         else:
             self._check_signature(objective)
-        if self._module is not None:
-            _check_learns_nothing(self._module)
+        named = [] if self._module is None else self._module.named_parameters()
+        learned = [name for name, parameter in named if parameter.requires_grad]
+        if learned:
+            raise UsageError(
+                f"{', '.join(learned[:5])}{' ...' if len(learned) > 5 else ''} of the loss "
+                f"{type(inner).__name__} would never be trained: only the model's parameters are",
+                remedy="make them part of the model and use a function (model, batch) -> loss, or freeze "
+                "them with requires_grad_(False)",
+            )
         self._classifies = isinstance(inner, nn.CrossEntropyLoss | nn.NLLLoss) or (
             self.takes_pairs and getattr(inner, "__name__", "") in ("cross_entropy", "nll_loss")
         )
@@ -85,7 +85,7 @@ class Objective:
             self._buffers = {name: buffer.detach().clone() for name, buffer in self._module.named_buffers()}
 
     def check_unchanged(self) -> None:
-        """Refuses a loss module whose buffers are not what they were when it was placed."""
+        """Refuse a loss module whose buffers are not what they were when it was placed."""
         if not self._buffers or self._module is None:
             return
         now = dict(self._module.named_buffers())
@@ -98,11 +98,11 @@ class Objective:
                 "a network inside of the loss may need eval()",
             )
 
-    def score(self, model: Callable[..., Any], batch: Any) -> Scored:
+    def score(self, model: Callable[..., Any], batch: Any) -> ObjectiveResult:
         if self.takes_pairs:
             inputs, target = split_pair(batch)
             output = model(inputs)
-            return Scored(self._checked(self._objective(output, target)), {}, output)
+            return ObjectiveResult(self._checked(self._objective(output, target)), {}, output)
         try:
             result = self._objective(model, batch)
         except (TypeError, AttributeError) as error:
@@ -118,23 +118,24 @@ class Objective:
                 )
             loss, metrics = result
             check_metrics(metrics)
-            return Scored(self._checked(loss), metrics)
-        return Scored(self._checked(result), {})
+            return ObjectiveResult(self._checked(loss), metrics)
+        return ObjectiveResult(self._checked(result), {})
 
-    def evaluate(self, model: Callable[..., Any], batch: Any) -> Scored:
+    def evaluate(self, model: Callable[..., Any], batch: Any) -> ObjectiveResult:
         """As `score`, and the accuracy where the loss shows that classes are predicted."""
         scored = self.score(model, batch)
         if self._classifies and isinstance(scored.output, Tensor) and scored.output.ndim >= 2:
             _, target = split_pair(batch)
             if isinstance(target, Tensor) and not target.is_floating_point():
                 right = (scored.output.argmax(1) == target).float().mean()
-                return Scored(scored.loss, {**scored.metrics, "accuracy": right}, scored.output)
+                return ObjectiveResult(scored.loss, {**scored.metrics, "accuracy": right}, scored.output)
         return scored
 
     @staticmethod
     def _checked(loss: Any) -> Tensor:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{a_kind(loss)}"
+            shaped = isinstance(loss, Tensor)
+            what = f"a tensor of shape {tuple(loss.shape)}" if shaped else with_article(loss)
             raise UsageError(
                 f"the objective returned {what} as its loss",
                 remedy="return a tensor with one number, the mean over the batch's samples",
@@ -147,31 +148,21 @@ class Objective:
             signature = inspect.signature(objective)
         except (TypeError, ValueError):
             return
+        what = f"the objective {getattr(objective, '__name__', objective)}{signature}"
         try:
             signature.bind(None, None)
         except TypeError as error:
             raise UsageError(
-                f"the objective {getattr(objective, '__name__', objective)}{signature} "
-                f"cannot be called with (model, batch): {error}",
+                f"{what} cannot be called with (model, batch): {error}",
                 remedy="write def objective(model, batch): ... return loss",
             ) from error
-        names = [name.lower() for name in list(signature.parameters)[:2]]
-        if len(names) == 2 and names[0] in _OUTPUTS and names[1] in _TARGETS:
+        output, target = [*(name.lower() for name in signature.parameters), "", ""][:2]
+        if _OUTPUTS.fullmatch(output) and _TARGETS.fullmatch(target):
             raise UsageError(
-                f"the objective {getattr(objective, '__name__', objective)}{signature} looks like a loss of "
-                "(output, target), and a function is called with (model, batch)",
+                f"{what} looks like a loss of (output, target), and a function is called with (model, batch)",
                 remedy="pass a loss module or a function of torch.nn.functional, which are called with "
                 "(output, target), or write lambda model, batch: loss(model(batch[0]), batch[1])",
             )
-
-
-def _unwrapped(objective: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """What partial() was put around, and the keyword arguments that it adds."""
-    settings: dict[str, Any] = {}
-    while isinstance(objective, partial):
-        settings = {**objective.keywords, **settings}
-        objective = objective.func
-    return objective, settings
 
 
 def _check_reduction(loss: Callable[..., Any], settings: Mapping[str, Any]) -> None:
@@ -187,28 +178,16 @@ def _check_reduction(loss: Callable[..., Any], settings: Mapping[str, Any]) -> N
         )
 
 
-def _check_learns_nothing(loss: nn.Module) -> None:
-    learned = [name for name, parameter in loss.named_parameters() if parameter.requires_grad]
-    if learned:
-        raise UsageError(
-            f"{', '.join(learned[:5])}{' ...' if len(learned) > 5 else ''} of the loss "
-            f"{type(loss).__name__} would never be trained: only the model's parameters are",
-            remedy="make them part of the model and use a function (model, batch) -> loss, or freeze them "
-            "with requires_grad_(False)",
-        )
-
-
 def _same(kept: Tensor, now: Tensor | None) -> bool:
     if now is None or kept.shape != now.shape or kept.dtype != now.dtype:
         return False
-    return torch.equal(
-        kept.nan_to_num() if kept.is_floating_point() else kept,
-        now.nan_to_num() if now.is_floating_point() else now,
-    )
+    if kept.is_floating_point():
+        kept, now = kept.nan_to_num(), now.nan_to_num()
+    return torch.equal(kept, now)
 
 
 def check_metrics(metrics: Mapping[str, Any]) -> None:
-    """Metrics are single numbers under names of their own; anything else is refused by name."""
+    """Refuse metrics that are not single numbers, or whose names are taken, by name."""
     for name, value in metrics.items():
         if name in _TAKEN:
             raise UsageError(
@@ -222,10 +201,8 @@ def check_metrics(metrics: Mapping[str, Any]) -> None:
             and value.dtype != object
         ):
             continue
-        if isinstance(value, Tensor | np.ndarray):
-            what = f"has shape {tuple(value.shape)}"
-        else:
-            what = f"is {a_kind(value)}"
+        shaped = isinstance(value, Tensor | np.ndarray)
+        what = f"has shape {tuple(value.shape)}" if shaped else f"is {with_article(value)}"
         raise UsageError(
             f"the metric {name!r} {what}",
             remedy="return one number for each metric, the mean over the batch's samples",
@@ -239,6 +216,7 @@ def split_pair(batch: Any) -> tuple[Any, Any]:
     keys = f" with keys {list(batch)}" if isinstance(batch, Mapping) else ""
     size = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
     raise UsageError(
-        f"a loss module needs batches that are (input, target); this one is {a_kind(batch)}{size}{keys}",
+        f"a loss module needs batches that are (input, target); "
+        f"this one is {with_article(batch)}{size}{keys}",
         remedy="use a function as objective: def objective(model, batch): ... return loss",
     )

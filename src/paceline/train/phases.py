@@ -1,7 +1,6 @@
 """What this worker does right now, for heartbeats and verdicts; and where faults are injected on demand.
 
-The loop says when it enters a phase; another thread may look at any time. Must not know what is done in a
-phase.
+The loop calls `enter`; another thread may read `now` at any time.
 """
 
 from __future__ import annotations
@@ -13,16 +12,13 @@ from typing import final
 from paceline.core.phase_page import PhasePage
 
 START, DATA, FORWARD, BACKWARD = "start", "data", "forward", "backward"
-COLLECTIVE, OPTIMIZER, CHECKPOINT, EVALUATION, WAIT = (
-    "collective",
-    "optimizer",
-    "checkpoint",
-    "evaluation",
-    "wait",
-)
+COLLECTIVE, OPTIMIZER, WAIT = "collective", "optimizer", "wait"
+CHECKPOINT, EVALUATION = "checkpoint", "evaluation"
 
-UNEVEN = (CHECKPOINT, EVALUATION)  # phases that not every step has, and that have nothing to do with its time
-APART = (START, WAIT)  # phases outside of a group: in all others a worker may wait for somebody in it
+OCCASIONAL = (CHECKPOINT, EVALUATION)  # not in every step; excluded from step-time limits
+# In no group, so that no collective is pending. A member that was sent a view is in WAIT until the view's
+# connections are made; what it then exchanges with the other members is in COLLECTIVE, visible to heartbeats.
+OUTSIDE_GROUP = (START, WAIT)
 
 Inject = Callable[[str, int], None]
 """Called with the phase and the number that the step will have once it is committed."""
@@ -37,30 +33,36 @@ class Phases:
         self._now: tuple[str, float] = (START, time.monotonic())
         self._longest: dict[str, float] = {}
 
-    def enter(self, phase: str) -> None:
+    def enter(self, phase: str, *, in_view_change: bool = False) -> None:
+        """Begin a phase, and inject the faults that are due in it.
+
+        `in_view_change`: the member takes over a view. No fault is injected, because those of a phase are
+        meant for the phase of a step; and no duration is remembered, because loading a checkpoint says
+        nothing about how long saving one may take.
+        """
         (before, since), now = self._now, time.monotonic()
-        # One that the group's trouble ended was not gone through to its end.
-        if before in UNEVEN and phase != WAIT:
+        # A phase that ended in a group failure was not completed.
+        if before in OCCASIONAL and phase != WAIT and not in_view_change:
             self._longest[before] = max(self._longest.get(before, 0.0), now - since)
         self._now = (phase, now)
         if self._page is not None:
             self._page.write(phase, self.step)
-        if self._inject is not None:
+        if self._inject is not None and not in_view_change:
             self._inject(phase, self.step)
 
     def leave(self, step: int, value: int) -> None:
-        """What this worker has after a committed step, for those who outlive it."""
+        """Publish a hash of the weights after a committed step, for ranks that outlive this one."""
         if self._page is not None:
             self._page.leave(step, value)
 
     @property
     def now(self) -> tuple[str, float]:
-        """The phase, and for how many seconds already."""
+        """The phase, and the seconds since it began."""
         phase, since = self._now
         return phase, time.monotonic() - since
 
     def longest(self, phase: str) -> float:
-        """The most seconds that such a phase has taken, of those that not every step has; 0: none yet."""
+        """Return the longest previous duration of an occasional phase, in seconds; 0: none yet."""
         return self._longest.get(phase, 0.0)
 
     @property

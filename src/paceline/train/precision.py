@@ -6,7 +6,7 @@ gradient skips the step and multiplies the scale by `backoff`; `growth_interval`
 it by `growth`. It is a function of the global gradient alone, hence the same on every rank.
 
 With powers of two, which the defaults are, scaling and unscaling are exact wherever nothing overflows or
-underflows. Must not know models, ranks or optimizers.
+underflows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, final
 import torch
 
 from paceline.core.errors import UnavailableError, UsageError
-from paceline.train.config import LossScaling
+from paceline.train.settings.train_config import LossScaling
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _LARGEST = torch.finfo(torch.float32).max
@@ -27,7 +27,7 @@ _SMALLEST = 2.0**-40
 
 
 def autocast(precision: str, device: torch.device | str) -> AbstractContextManager[object]:
-    """What the forward pass and the loss run under; weights, gradients and optimizer stay in float32.
+    """Return what the forward pass and the loss run under; weights, gradients and optimizer stay in float32.
 
     The cache of cast weights is on, as gradient accumulation wants it; leave the context between shards.
     """
@@ -47,41 +47,31 @@ class LossScaler:
 
     def __init__(self, settings: LossScaling) -> None:
         self._settings = settings
-        self._scale = settings.initial
-        self._good_steps = 0
-
-    @property
-    def scale(self) -> float:
-        """What the loss is multiplied by and the gradients are divided by."""
-        return self._scale
-
-    @property
-    def good_steps(self) -> int:
-        """Steps without an overflow since the scale last changed."""
-        return self._good_steps
+        self.scale = settings.initial  # what the loss is multiplied by and the gradients are divided by
+        self.good_steps = 0  # without an overflow since the scale last changed
 
     def update(self, found_inf: bool) -> None:
         """After each step: did the global gradient hold anything that is not finite?"""
         if found_inf:
-            self._good_steps = 0
-            self._scale *= self._settings.backoff
-            if self._scale < _SMALLEST:
+            self.good_steps = 0
+            self.scale *= self._settings.backoff
+            if self.scale < _SMALLEST:
                 raise UsageError(
-                    f"the gradients overflow even with a loss scale of {self._scale:.3g}: "
+                    f"the gradients overflow even with a loss scale of {self.scale:.3g}: "
                     "the loss or the weights are not finite",
                     remedy='lower the learning rate, set clip_norm, or use precision="bf16"',
                 )
             return
-        self._good_steps += 1
-        if self._good_steps >= self._settings.growth_interval:
-            self._good_steps = 0
-            grown = self._scale * self._settings.growth
+        self.good_steps += 1
+        if self.good_steps >= self._settings.growth_interval:
+            self.good_steps = 0
+            grown = self.scale * self._settings.growth
             # Beyond float32 the scaled loss could not be written down at all.
             if grown <= _LARGEST:
-                self._scale = grown
+                self.scale = grown
 
     def state_dict(self) -> dict[str, Any]:
-        return {"scale": self._scale, "good_steps": self._good_steps}
+        return {"scale": self.scale, "good_steps": self.good_steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         scale, good_steps = float(state["scale"]), int(state["good_steps"])
@@ -90,4 +80,4 @@ class LossScaler:
                 f"a saved loss scale of {scale} after {good_steps} good steps cannot be",
                 remedy="resume from another checkpoint",
             )
-        self._scale, self._good_steps = scale, good_steps
+        self.scale, self.good_steps = scale, good_steps

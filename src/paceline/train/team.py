@@ -1,7 +1,7 @@
 """The group that trains a run: its context, and which shards each rank computes. Both may change.
 
-A run that is looked after gets a new context whenever members come or go; parts of the run ask the team each
-time instead of keeping a context. Must not know why the group changes, nor what is computed.
+Under a supervisor the context is replaced whenever members join or leave; parts of the run ask the team each
+time instead of keeping a context.
 """
 
 from __future__ import annotations
@@ -9,16 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import final
 
+from paceline.comm.collectives.shard_sums import ShardOwnership
 from paceline.comm.context import DistributedContext
-from paceline.comm.shards import Holdings
-from paceline.data.plan import deal
+from paceline.core.errors import PeerLostError
+from paceline.data.batch_plan import assign
 
 Blocks = tuple[tuple[int, ...], ...]
 
 
 @final
 class Team:
-    """`shards` is None where each rank is a shard (mode="fast"). `announce` hears of every later context."""
+    """`shards` is None where each rank is a shard (mode="fast"). `announce` is called with every later
+    context."""
 
     def __init__(
         self,
@@ -30,9 +32,9 @@ class Team:
         self.context = context
         self.fixed_shards = shards
         self.generation = 0
-        self.backup = False  # idle ranks compute shards of slow ones too; who counts is agreed on in the step
+        self.backup = False  # idle ranks compute shards of slow ones too; the step decides whose count
         self.blocks: Blocks = ()
-        self.holdings = Holdings(1, ((0,),))
+        self.ownership = ShardOwnership(1, ((0,),))
         self._announce: Callable[[DistributedContext], None] | None = None
         self.install(context)
         self._announce = announce
@@ -45,13 +47,13 @@ class Team:
         *,
         backup: bool = False,
     ) -> None:
-        """The group from now on; without `blocks` the shards are dealt evenly."""
+        """Replace the group; without `blocks` the shards are assigned evenly."""
         self.context, self.generation = context, generation
         self.backup = backup and self.fixed_shards is not None and context.world_size > 1
         if blocks is None or self.fixed_shards is None:
-            blocks = deal(self.shards, context.world_size)
+            blocks = assign(self.shards, context.world_size)
         self.blocks = tuple(tuple(block) for block in blocks)
-        self.holdings = Holdings(self.shards, self.blocks)
+        self.ownership = ShardOwnership(self.shards, self.blocks)
         if self._announce is not None:
             self._announce(context)
 
@@ -75,3 +77,19 @@ class Team:
     @property
     def is_master(self) -> bool:
         return self.context.is_master
+
+
+def first_owners(computed: Sequence[Sequence[int]], shards: int, step: int) -> ShardOwnership:
+    """Return the rank whose copy of each shard counts: the first of those that have computed it. `computed`:
+    the shards of each rank."""
+    owner: dict[int, int] = {}
+    for rank, mine in enumerate(computed):
+        for shard in mine:
+            owner.setdefault(shard, rank)
+    if len(owner) < shards:
+        missing = sorted(set(range(shards)) - owner.keys())
+        raise PeerLostError(f"step {step}: shards {missing} were left to a rank that is gone")
+    blocks = [
+        tuple(shard for shard in sorted(owner) if owner[shard] == rank) for rank in range(len(computed))
+    ]
+    return ShardOwnership(shards, tuple(blocks))

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from paceline.comm.context import DistributedContext
 from paceline.comm.ops import ReduceOp
-from paceline.comm.transport.threads import run_ranks
+from paceline.testing.thread_transport import run_ranks
 
 ALGORITHMS = ("direct", "ring", "tree", "hierarchical", "canonical")
 DTYPES = (

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from paceline.comm.context import DistributedContext
 from paceline.comm.ops import ReduceOp
-from paceline.comm.transport.threads import run_ranks
 from paceline.core.errors import UsageError
+from paceline.testing.thread_transport import run_ranks
 
 Split = Callable[[int, int], list[list[int]]]
 
@@ -153,10 +153,10 @@ def test_other_memory_is_returned_even_by_one_rank_with_one_shard():
 @pytest.mark.parametrize(
     ("held", "words"),
     [
-        ([[0, 1], [3]], ["nobody holds [2]"]),
+        ([[0, 1], [3]], ["no rank holds [2]"]),
         ([[0, 1, 2], [2, 3]], ["shard 2 is held by ranks [0, 1]"]),
-        ([[0, 1], [1]], ["nobody holds [2, 3]", "shard 1"]),
-        ([[], []], ["nobody has any"]),
+        ([[0, 1], [1]], ["no rank holds [2, 3]", "shard 1"]),
+        ([[], []], ["no rank has any"]),
     ],
 )
 def test_shards_that_are_missing_or_held_twice_are_named_on_every_rank(held, words):

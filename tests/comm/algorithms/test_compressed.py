@@ -17,7 +17,7 @@ from paceline.comm.compression import (
     sparsify_gradients,
 )
 from paceline.comm.context import DistributedContext
-from paceline.comm.transport.threads import run_ranks
+from paceline.testing.thread_transport import run_ranks
 
 ALGORITHMS = ("direct", "ring", "tree", "hierarchical")
 MAKE: dict[str, Callable[[], Compression]] = {

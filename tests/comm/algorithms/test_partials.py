@@ -1,4 +1,4 @@
-"""fold_partials on every way: the tree's bits for any holdings, partials that nobody writes to, checksums."""
+"""fold_partials, every way: the tree's bits for any ownership, partials that no rank writes to, checksums."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from tests.comm.ranks import LARGE, canonical_reference, outcomes, raised, sha, 
 from tests.comm.transport.ranks import run_contexts, values
 from torch import Tensor
 
-from paceline.comm.algorithms.work import UNTOUCHED
+from paceline.comm.algorithms.shm.task import UNTOUCHED
+from paceline.comm.collectives.shard_sums import ShardOwnership
 from paceline.comm.context import DistributedContext
-from paceline.comm.fold import fold_shards
 from paceline.comm.ops import ReduceOp, kernel_of
-from paceline.comm.shards import Holdings
+from paceline.comm.reduction_order import fold_shards
 from paceline.core.errors import CorruptDataError, GroupInterruptedError, PeerError, UsageError
 
 WAYS = ("small", "shared", "reached", "slots", "messages")
 RANKS = 3
-ONE_EACH = Holdings(RANKS, ((0,), (1,), (2,)))
-HOLDINGS = {
+ONE_EACH = ShardOwnership(RANKS, ((0,), (1,), (2,)))
+OWNERSHIPS = {
     "one each": ONE_EACH,
-    "one each, not in order": Holdings(4, ((2,), (0, 1), (3,))),
-    "one each, in reverse": Holdings(RANKS, ((2,), (1,), (0,))),
-    "blocks": Holdings(7, ((0, 1, 2), (3, 4), (5, 6))),
-    "none": Holdings(5, ((), (0, 1, 2, 3), (4,))),
-    "scattered": Holdings(9, ((0, 3, 8), (1, 2, 7), (4, 5, 6))),
-    "interleaved": Holdings(8, ((0, 3, 6), (1, 4, 7), (2, 5))),
-    "all at one": Holdings(6, ((), (), (0, 1, 2, 3, 4, 5))),
+    "one each, not in order": ShardOwnership(4, ((2,), (0, 1), (3,))),
+    "one each, in reverse": ShardOwnership(RANKS, ((2,), (1,), (0,))),
+    "blocks": ShardOwnership(7, ((0, 1, 2), (3, 4), (5, 6))),
+    "none": ShardOwnership(5, ((), (0, 1, 2, 3), (4,))),
+    "scattered": ShardOwnership(9, ((0, 3, 8), (1, 2, 7), (4, 5, 6))),
+    "interleaved": ShardOwnership(8, ((0, 3, 6), (1, 4, 7), (2, 5))),
+    "all at one": ShardOwnership(6, ((), (), (0, 1, 2, 3, 4, 5))),
 }
 
 
@@ -53,51 +53,51 @@ def size_of(way: str) -> int:
     return 1003 if way == "small" else LARGE
 
 
-def partials_of(ctx: DistributedContext, way: str, holdings: Holdings) -> tuple[list[Tensor], Tensor]:
+def partials_of(ctx: DistributedContext, way: str, ownership: ShardOwnership) -> tuple[list[Tensor], Tensor]:
     """This rank's partials of random shards, and memory for the result."""
-    shards = {shard: wide_range(shard, size_of(way)) for shard in holdings.blocks[ctx.rank]}
-    folded = fold_shards(shards, holdings.nodes[ctx.rank], kernel_of(ReduceOp.SUM), holdings.shards)
+    shards = {shard: wide_range(shard, size_of(way)) for shard in ownership.blocks[ctx.rank]}
+    folded = fold_shards(shards, ownership.nodes[ctx.rank], kernel_of(ReduceOp.SUM), ownership.shards)
     out = memory(ctx, way, torch.zeros(size_of(way)))
     return [memory(ctx, way, partial) for partial in folded], out
 
 
-def expected(way: str, holdings: Holdings) -> str:
-    return sha(canonical_reference([wide_range(shard, size_of(way)) for shard in range(holdings.shards)]))
+def expected(way: str, ownership: ShardOwnership) -> str:
+    return sha(canonical_reference([wide_range(shard, size_of(way)) for shard in range(ownership.shards)]))
 
 
 @pytest.mark.parametrize("checksum", [False, True], ids=["plain", "checksum"])
-@pytest.mark.parametrize("name", HOLDINGS)
+@pytest.mark.parametrize("name", OWNERSHIPS)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_bits_of_the_tree_for_any_holdings(way: str, name: str, checksum: bool) -> None:
-    holdings = HOLDINGS[name]
+    ownership = OWNERSHIPS[name]
 
     def one(ctx: DistributedContext) -> tuple[str, bool]:
         take_way(ctx, way)
-        partials, out = partials_of(ctx, way, holdings)
+        partials, out = partials_of(ctx, way, ownership)
         before = [sha(partial) for partial in partials]
         for _ in range(3):  # what is reused is reused right
             out.zero_()
-            ctx.fold_partials(partials, holdings, out, checksum=checksum)
+            ctx.fold_partials(partials, ownership, out, checksum=checksum)
         return sha(out), [sha(partial) for partial in partials] == before
 
-    assert outcomes(RANKS, one) == [(expected(way, holdings), True)] * RANKS
+    assert outcomes(RANKS, one) == [(expected(way, ownership), True)] * RANKS
 
 
 @pytest.mark.parametrize("checksum", [False, True], ids=["plain", "checksum"])
-@pytest.mark.parametrize("name", HOLDINGS)
+@pytest.mark.parametrize("name", OWNERSHIPS)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_result_may_be_the_first_partial(way: str, name: str, checksum: bool) -> None:
     """As in training, where it saves memory; whoever holds the tree's first node."""
-    holdings = HOLDINGS[name]
+    ownership = OWNERSHIPS[name]
 
     def one(ctx: DistributedContext) -> str:
         take_way(ctx, way)
-        partials, spare = partials_of(ctx, way, holdings)
+        partials, spare = partials_of(ctx, way, ownership)
         out = partials[0] if partials else spare
-        ctx.fold_partials(partials, holdings, out, checksum=checksum)
+        ctx.fold_partials(partials, ownership, out, checksum=checksum)
         return sha(out)
 
-    assert outcomes(RANKS, one) == [expected(way, holdings)] * RANKS
+    assert outcomes(RANKS, one) == [expected(way, ownership)] * RANKS
 
 
 class StopAt:
@@ -107,7 +107,7 @@ class StopAt:
         self._ctx = ctx
         self._left = moment
         transport: Any = ctx.transport
-        owner, name = (transport, "exchange") if transport.window is None else (transport.window, "tick")
+        owner, name = (transport, "exchange") if transport.window is None else (transport.window, "signal")
         self._inner: Callable[..., Any] = getattr(owner, name)
         setattr(owner, name, self)
 
@@ -123,16 +123,16 @@ class StopAt:
 @pytest.mark.parametrize("way", WAYS)
 def test_an_interrupted_fold_leaves_the_partials_alone(way: str, moment: int, checksum: bool) -> None:
     """Also between the two barriers, when results are being written."""
-    holdings = HOLDINGS["scattered"] if way == "slots" else ONE_EACH
+    ownership = OWNERSHIPS["scattered"] if way == "slots" else ONE_EACH
 
     def one(ctx: DistributedContext) -> tuple[bool, str]:
         take_way(ctx, way)
-        partials, out = partials_of(ctx, way, holdings)
+        partials, out = partials_of(ctx, way, ownership)
         before = [sha(partial) for partial in partials]
         if ctx.rank == 1:
             StopAt(ctx, moment)
         try:
-            ctx.fold_partials(partials, holdings, out, checksum=checksum)
+            ctx.fold_partials(partials, ownership, out, checksum=checksum)
         except PeerError as error:
             ctx.close(error)
             found = type(error).__name__
@@ -142,7 +142,7 @@ def test_an_interrupted_fold_leaves_the_partials_alone(way: str, moment: int, ch
 
     for rank, (intact, found) in enumerate(outcomes(RANKS, one)):
         assert intact
-        assert found in ("GroupInterruptedError" if rank == 1 else "PeerLostError", expected(way, holdings))
+        assert found in ("GroupInterruptedError" if rank == 1 else "PeerLostError", expected(way, ownership))
 
 
 def _killed_in_the_middle(ctx: DistributedContext) -> tuple[bool, str]:
@@ -151,14 +151,14 @@ def _killed_in_the_middle(ctx: DistributedContext) -> tuple[bool, str]:
     ctx.barrier()
     if ctx.rank == 1:
         window: Any = ctx.transport.window
-        inner, left = window.tick, iter([False, True])
+        inner, left = window.signal, iter([False, True])
 
-        def tick(*arguments: Any) -> Any:
+        def signal_then_die(*arguments: Any) -> Any:
             if next(left):
                 os.kill(os.getpid(), signal.SIGKILL)
             return inner(*arguments)
 
-        window.tick = tick
+        window.signal = signal_then_die
     error = raised(PeerError, lambda: ctx.fold_partials(partials, ONE_EACH, out, checksum=True))
     return [sha(partial) for partial in partials] == before, type(error).__name__
 
@@ -185,13 +185,13 @@ def flips(partial: Tensor) -> Iterator[int]:
 
 
 def corrupted(
-    ctx: DistributedContext, way: str, holdings: Holdings, culprit: int, at: int
+    ctx: DistributedContext, way: str, ownership: ShardOwnership, culprit: int, at: int
 ) -> tuple[str, int]:
     take_way(ctx, way)
-    partials, out = partials_of(ctx, way, holdings)
+    partials, out = partials_of(ctx, way, ownership)
     fault = flip(partials[-1], at) if ctx.rank == culprit else None
     try:
-        ctx.fold_partials(partials, holdings, out, checksum=True, after_checksum=fault)
+        ctx.fold_partials(partials, ownership, out, checksum=True, after_checksum=fault)
     except CorruptDataError as error:
         ctx.close(error)
         return type(error).__name__, error.rank
@@ -201,10 +201,10 @@ def corrupted(
 @pytest.mark.parametrize("name", ["one each", "scattered"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_flipped_bit_is_found_by_all_and_its_rank_named(way: str, name: str) -> None:
-    holdings = HOLDINGS[name]
+    ownership = OWNERSHIPS[name]
     for culprit, at in product(range(2), flips(torch.empty(size_of(way)))):
         # Also in its own slice, which nobody else reads.
-        found = outcomes(RANKS, corrupted, way, holdings, culprit, at)
+        found = outcomes(RANKS, corrupted, way, ownership, culprit, at)
         assert found == [("CorruptDataError", culprit)] * RANKS
 
 
@@ -245,12 +245,12 @@ def test_damaged_data_is_not_kept_for_the_next_group(way: str) -> None:
 def test_checked_sums_between_hosts(transport: dict[str, Any]) -> None:
     for way in ("small", "large"):
         found = values(run_contexts(RANKS, _checked, way, **transport))
-        assert found == [expected(way, HOLDINGS["scattered"])] * RANKS
+        assert found == [expected(way, OWNERSHIPS["scattered"])] * RANKS
 
 
 def _checked(ctx: DistributedContext, way: str) -> str:
-    partials, out = partials_of(ctx, way, HOLDINGS["scattered"])
-    return sha(ctx.fold_partials(partials, HOLDINGS["scattered"], out, checksum=True))
+    partials, out = partials_of(ctx, way, OWNERSHIPS["scattered"])
+    return sha(ctx.fold_partials(partials, OWNERSHIPS["scattered"], out, checksum=True))
 
 
 def test_data_that_changes_while_the_ranks_agree_on_a_way_is_found() -> None:

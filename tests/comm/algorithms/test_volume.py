@@ -12,7 +12,7 @@ from tests.comm.ranks import on_hosts
 from paceline.comm.compression import cast_gradients, quantize_gradients, sparsify_gradients
 from paceline.comm.context import DistributedContext
 from paceline.comm.transport.base import HEADER_BYTES
-from paceline.comm.transport.threads import run_ranks
+from paceline.testing.thread_transport import run_ranks
 
 
 def tally(ctx: DistributedContext, algorithm: str, length: int, **options: Any) -> dict[str, Any]:

@@ -12,10 +12,8 @@ from hypothesis.extra import numpy as npst
 from torch import Tensor
 
 from paceline.comm.compression import Codec
-from paceline.comm.compression.base import CHUNK
-from paceline.comm.compression.casting import Cast
-from paceline.comm.compression.quantize import Quantize
-from paceline.comm.compression.sparsify import TopK
+from paceline.comm.compression.codecs import Cast, Quantize, TopK
+from paceline.comm.compression.error_feedback import CHUNK
 
 CODECS: list[Codec] = [
     Cast("fp16"),

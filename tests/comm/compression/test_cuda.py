@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from paceline.comm.compression import Codec, PowerSGD, quantize_gradients
-from paceline.comm.compression.casting import Cast
-from paceline.comm.compression.quantize import Quantize
-from paceline.comm.compression.sparsify import TopK
+from paceline.comm.compression.codecs import Cast, Quantize, TopK
 
 pytestmark = [
     pytest.mark.leaky("CUDA keeps its descriptors and threads until the process ends"),

@@ -16,7 +16,7 @@ from paceline.comm.compression import (
     quantize_gradients,
     sparsify_gradients,
 )
-from paceline.comm.compression.quantize import Quantize
+from paceline.comm.compression.codecs import Quantize
 from paceline.core.errors import InternalError, UsageError
 
 MAKERS = {

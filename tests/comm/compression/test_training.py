@@ -17,7 +17,7 @@ from paceline.comm.compression import (
     quantize_gradients,
     sparsify_gradients,
 )
-from paceline.comm.compression.sparsify import TopK
+from paceline.comm.compression.codecs import TopK
 
 WORKERS = 4
 CLASSES = 4

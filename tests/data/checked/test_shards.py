@@ -15,8 +15,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 import paceline
-from paceline.core.errors import UnavailableError, UsageError
-from paceline.data.checked import CheckedShards, Manifest, verify, write_shards
+from paceline.core.errors import UsageError
+from paceline.data.checked import CheckedShards, ShardManifest, verify, write_shards
 from paceline.data.sources import MapSource, Request, as_source, read
 
 
@@ -118,9 +118,9 @@ def test_urls(tmp_path: Path) -> None:
         assert (tmp_path / "data" / "manifest.json").exists()
     finally:
         memory.rm("/here", recursive=True)
-    with pytest.raises(UnavailableError, match="nowhere"):
+    with pytest.raises(UsageError, match="nowhere"):
         CheckedShards("nowhere://x")
-    with pytest.raises(UsageError, match="empty"):
+    with pytest.raises(UsageError, match="has no name"):
         CheckedShards("")
 
 
@@ -151,7 +151,7 @@ def test_a_sample_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 def test_the_manifest_round_trips_and_says_what_it_is(tmp_path: Path) -> None:
     manifest = write_shards(samples(), tmp_path, samples_per_shard=4)
     text = (tmp_path / "manifest.json").read_bytes()
-    assert Manifest.from_json(text) == manifest
+    assert ShardManifest.from_json(text) == manifest
     assert json.loads(text)["format"] == "paceline-shards"
     assert [manifest.locate(sample) for sample in (0, 3, 4, 9)] == [(0, 0), (0, 3), (1, 0), (2, 1)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import random
+import resource
 import signal
 import socket
 import sys
@@ -23,20 +24,43 @@ from paceline.core.errors import (
     InternalError,
     PeerLostError,
     RankFailedError,
+    ResourceError,
     UsageError,
 )
-from paceline.engines.local import Launch, run, threads
-from paceline.engines.local.child import Task
+from paceline.engines.local import Launch, launch as launching, run, thread_counts
+from paceline.engines.local.forked_rank import RankTask
 
 FOREVER = 3600
 
 
-def who(task: Task, *args: Any) -> tuple[Any, ...]:
+def who(task: RankTask, *args: Any) -> tuple[Any, ...]:
     return task.rank, task.workers, args
 
 
 def test_results_come_back_by_rank():
     assert launch(who, "a", {"b": 1}, workers=4) == [(rank, 4, ("a", {"b": 1})) for rank in range(4)]
+
+
+def test_ranks_of_several_requests_are_one_group(monkeypatch):
+    """A message carries a limited number of descriptors: a large group is asked for in parts."""
+    monkeypatch.setattr(launching, "_RANKS_PER_REQUEST", 2)
+    assert launch(lambda task: (task.rank, task.workers), workers=5) == [(rank, 5) for rank in range(5)]
+
+
+def test_more_ranks_than_descriptors_are_an_error_with_a_remedy_and_leave_nothing():
+    launch(who, workers=1)  # the server is there
+    lowest = os.open("/dev/null", os.O_RDONLY)
+    os.close(lowest)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for room in (12, 24, 40, 50):
+        before = os.listdir("/proc/self/fd")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + room, hard))
+        try:
+            with pytest.raises(ResourceError, match="too many"):
+                launch(who, workers=16)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert os.listdir("/proc/self/fd") == before
 
 
 def test_lambdas_and_closures_travel():
@@ -52,7 +76,7 @@ def test_large_arguments_and_results_arrive():
     np.testing.assert_array_equal(sent, np.arange(2_000_000))
 
 
-def _sum_and_change(task: Task, data: Any) -> Any:
+def _sum_and_change(task: RankTask, data: Any) -> Any:
     total = data.sum()
     data += task.rank
     return total, data
@@ -79,7 +103,7 @@ def test_ranks_see_the_callers_surroundings(tmp_path, monkeypatch):
         }
 
 
-def _surroundings(task: Task) -> dict[str, Any]:
+def _surroundings(task: RankTask) -> dict[str, Any]:
     import made_just_now  # type: ignore[import-not-found]
 
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -104,7 +128,7 @@ def test_output_goes_to_the_callers_descriptors_line_by_line(capfd):
     assert sorted(err.splitlines()) == [f"rank {rank} complains" for rank in range(4)]
 
 
-def _chatter(task: Task) -> None:
+def _chatter(task: RankTask) -> None:
     for _ in range(50):
         print("rank", task.rank, "says", "x" * 50)
     sys.stderr.write(f"rank {task.rank} complains")
@@ -125,7 +149,7 @@ def test_threads_are_shared_out(monkeypatch):
     assert launch(_omp, workers=1) == ["5"]
 
 
-def _omp(task: Task) -> str:
+def _omp(task: RankTask) -> str:
     return os.environ["OMP_NUM_THREADS"]
 
 
@@ -135,9 +159,9 @@ def test_a_library_loaded_before_the_ranks_is_told_too():
     assert launch(_blas_threads, workers=1, threads=1, preload=("numpy",)) == [1]
 
 
-def _blas_threads(task: Task) -> int:
-    (library,) = threads.loaded("openblas")
-    asking = [name.replace("set_num", "get_num") for name in threads.OPENBLAS_SETTERS]
+def _blas_threads(task: RankTask) -> int:
+    (library,) = thread_counts.loaded("openblas")
+    asking = [name.replace("set_num", "get_num") for name in thread_counts.OPENBLAS_SETTERS]
     handle = ctypes.CDLL(library)
     return next(int(getattr(handle, name)()) for name in asking if hasattr(handle, name))
 
@@ -149,7 +173,7 @@ def test_the_server_has_one_thread_and_ranks_have_their_own_randomness():
     assert [threads for threads, _, _ in seen] == [1, 1, 1]
 
 
-def _randomness(task: Task) -> tuple[int, float, float]:
+def _randomness(task: RankTask) -> tuple[int, float, float]:
     return _threads_of_server(task), float(np.random.rand()), random.random()
 
 
@@ -160,7 +184,7 @@ class OddError(Exception):
         super().__init__(f"{code}: {text}")
 
 
-def _raise(task: Task, failing: int, kind: str) -> None:
+def _raise(task: RankTask, failing: int, kind: str) -> None:
     if task.rank == failing:
         if kind == "value":
             raise ValueError("the value is bad")
@@ -231,7 +255,7 @@ def test_the_cause_is_blamed_although_its_echo_came_first(tmp_path):
     assert any("PeerLostError" in note for note in caught.value.__notes__)
 
 
-def _echo_first(task: Task, gate: str) -> None:
+def _echo_first(task: RankTask, gate: str) -> None:
     if task.rank == 2:
         # Opens only once rank 0 has reported its failure.
         with open(gate, "rb"):
@@ -246,7 +270,7 @@ def _echo_first(task: Task, gate: str) -> None:
     raise error
 
 
-def _die(task: Task, how: str) -> None:
+def _die(task: RankTask, how: str) -> None:
     if task.rank == 1:
         if how == "segfault":
             ctypes.string_at(0)
@@ -277,7 +301,7 @@ def test_a_death_after_the_result_is_still_told():
         launch(_die_at_exit, workers=1)
 
 
-def _die_at_exit(task: Task) -> int:
+def _die_at_exit(task: RankTask) -> int:
     import atexit
 
     atexit.register(os.kill, os.getpid(), signal.SIGKILL)
@@ -290,7 +314,7 @@ def test_exit_handlers_run_and_threads_finish_before_a_rank_ends(tmp_path):
     assert (tmp_path / "handler").exists()
 
 
-def _leave_work(task: Task, folder: str) -> None:
+def _leave_work(task: RankTask, folder: str) -> None:
     import atexit
     from concurrent.futures import ThreadPoolExecutor
 
@@ -311,7 +335,7 @@ def _leave_work(task: Task, folder: str) -> None:
 
 def test_a_timeout_names_the_ranks_and_where_they_are():
     # Local functions travel by value: ranks get to them without importing this module, well within the limit.
-    def hang_on_one(task: Task) -> None:
+    def hang_on_one(task: RankTask) -> None:
         if task.rank == 1:
             time.sleep(FOREVER)
 
@@ -325,7 +349,7 @@ def test_a_timeout_names_the_ranks_and_where_they_are():
 
 
 def test_a_rank_that_cannot_answer_does_not_hold_up_the_timeout():
-    def stop_myself(task: Task) -> None:
+    def stop_myself(task: RankTask) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
     with pytest.raises(CommTimeoutError, match="rank 0: no Python code was running"):
@@ -349,7 +373,7 @@ def test_a_result_that_cannot_travel_is_named():
     assert "raised on rank 1" in caught.value.__notes__[0]
 
 
-def _return_lock_on_one(task: Task) -> Any:
+def _return_lock_on_one(task: RankTask) -> Any:
     return threading.Lock() if task.rank == 1 else None
 
 
@@ -416,7 +440,7 @@ def test_a_preload_that_starts_threads_is_refused_and_does_no_harm(tmp_path, mon
     assert launch(_threads_of_server, workers=1) == [1]
 
 
-def _threads_of_server(task: Task) -> int:
+def _threads_of_server(task: RankTask) -> int:
     return len(os.listdir(f"/proc/{os.getppid()}/task"))
 
 

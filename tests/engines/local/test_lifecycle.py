@@ -18,8 +18,8 @@ from tests.engines.local.plain_entry import launch, pid_of, rank_of
 from tests.engines.local.processes import all_gone, eventually, watch
 
 from paceline.core.errors import PeerLostError, RankFailedError
-from paceline.engines.local import client, shutdown
-from paceline.engines.local.child import Task
+from paceline.engines.local import fork_server_client, shutdown
+from paceline.engines.local.forked_rank import RankTask
 from paceline.testing import leaks
 
 FOREVER = 3600
@@ -29,47 +29,47 @@ IDLE_FILES = 7
 
 def test_one_server_serves_many_launches():
     servers = {parent for _ in range(3) for _, parent in launch(pid_of)}
-    assert servers == {client.server().pid}
+    assert servers == {fork_server_client.fork_server().pid}
 
 
 def test_shutdown_ends_the_server_and_the_next_launch_starts_another():
     launch(rank_of)
-    first = client.server().pid
+    first = fork_server_client.fork_server().pid
     with watch([first]) as gone:
         shutdown()
         assert all_gone(gone, 0)
     shutdown()
-    assert {parent for _, parent in launch(pid_of)} == {client.server().pid}
-    assert client.server().pid != first
+    assert {parent for _, parent in launch(pid_of)} == {fork_server_client.fork_server().pid}
+    assert fork_server_client.fork_server().pid != first
 
 
 def test_thirty_quick_launches_leave_nothing():
     launch(rank_of)
-    server = client.server().pid
+    fork_server = fork_server_client.fork_server().pid
     # The server closes a group's socket just after it has said that the group is done.
-    assert eventually(lambda: _open_files(server) == IDLE_FILES)
+    assert eventually(lambda: _open_files(fork_server) == IDLE_FILES)
     before = leaks.snapshot()
     for _ in range(30):
         assert launch(rank_of, workers=3) == [0, 1, 2]
     assert leaks.since(before) == []
-    assert eventually(lambda: _open_files(server) == IDLE_FILES)
-    assert client.server().pid == server
+    assert eventually(lambda: _open_files(fork_server) == IDLE_FILES)
+    assert fork_server_client.fork_server().pid == fork_server
 
 
 def test_failures_and_timeouts_leave_nothing():
     launch(rank_of)
-    server = client.server().pid
+    fork_server = fork_server_client.fork_server().pid
     # The server closes a group's socket just after it has said that the group is done.
-    assert eventually(lambda: _open_files(server) == IDLE_FILES)
+    assert eventually(lambda: _open_files(fork_server) == IDLE_FILES)
     before = leaks.snapshot()
     for kind in ("raise", "die") * 4:
         with contextlib.suppress(RankFailedError, PeerLostError):
             launch(_end_badly, kind, workers=2, grace=0.02)
     assert leaks.since(before) == []
-    assert eventually(lambda: _open_files(server) == IDLE_FILES)
+    assert eventually(lambda: _open_files(fork_server) == IDLE_FILES)
 
 
-def _end_badly(task: Task, kind: str) -> None:
+def _end_badly(task: RankTask, kind: str) -> None:
     if task.rank == 0:
         if kind == "die":
             os._exit(1)
@@ -83,16 +83,16 @@ def _open_files(pid: int) -> int:
 
 def test_a_killed_server_is_an_error_and_the_next_launch_works(tmp_path):
     launch(rank_of)
-    server = client.server().pid
+    fork_server = fork_server_client.fork_server().pid
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(launch, _announce_with_child, str(gate), workers=2)
         pids = _read_pids(gate, ranks=2)
         with watch(pids) as gone:
-            os.kill(server, signal.SIGKILL)
+            os.kill(fork_server, signal.SIGKILL)
             with pytest.raises(
-                PeerLostError, match=rf"the fork server \(pid {server}\) was killed by signal 9"
+                PeerLostError, match=rf"the fork server \(pid {fork_server}\) was killed by signal 9"
             ) as caught:
                 future.result(20)
             assert all_gone(gone, 5)
@@ -102,8 +102,8 @@ def test_a_killed_server_is_an_error_and_the_next_launch_works(tmp_path):
 
 def test_a_server_that_died_between_launches_is_replaced():
     launch(rank_of)
-    with watch([client.server().pid]) as gone:
-        os.kill(client.server().pid, signal.SIGKILL)
+    with watch([fork_server_client.fork_server().pid]) as gone:
+        os.kill(fork_server_client.fork_server().pid, signal.SIGKILL)
         assert all_gone(gone, 5)
     assert launch(rank_of) == [0, 1]
 
@@ -121,7 +121,7 @@ def test_shutdown_from_another_thread_ends_running_ranks(tmp_path):
             future.result(20)
 
 
-def _announce_with_child(task: Task, gate: str) -> None:
+def _announce_with_child(task: RankTask, gate: str) -> None:
     """Start subprocesses, one in this rank's group and one that left it, tell all pids, and hang."""
     command = [sys.executable, "-c", "import time; time.sleep(3600)"]
     children = [subprocess.Popen(command).pid]
@@ -161,7 +161,7 @@ def test_subprocesses_of_ranks_end_with_them(how):
             assert all_gone(gone, 5)
 
 
-def _start_subprocesses(task: Task, how: str) -> None:
+def _start_subprocesses(task: RankTask, how: str) -> None:
     command = [sys.executable, "-c", "import time; time.sleep(3600)"]
     quiet: Any = {"stdout": subprocess.DEVNULL}
     in_group = subprocess.Popen(command, **quiet)
@@ -190,7 +190,7 @@ def test_launches_from_several_threads_at_once(tmp_path):
         assert second.result(30) == [0, 1]
 
 
-def _meet(task: Task, mine: str, other: str) -> int:
+def _meet(task: RankTask, mine: str, other: str) -> int:
     if task.rank == 0:
         first, second = sorted((mine, other))
         for name in (first, second):
@@ -213,7 +213,7 @@ def test_a_failure_in_one_group_does_not_touch_another(tmp_path):
         assert patient.result(30) == [0, 1]
 
 
-def _wait_at(task: Task, gates: list[str]) -> int:
+def _wait_at(task: RankTask, gates: list[str]) -> int:
     with open(gates[task.rank]) as file:
         file.read()
     return task.rank
@@ -221,7 +221,7 @@ def _wait_at(task: Task, gates: list[str]) -> int:
 
 def test_a_process_that_the_user_forks_starts_its_own_server():
     launch(rank_of)
-    mine = client.server().pid
+    mine = fork_server_client.fork_server().pid
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -239,29 +239,29 @@ def test_ranks_can_launch_ranks():
     assert launch(_nested, workers=2) == [[0, 1], [0, 1]]
 
 
-def _nested(task: Task) -> list[Any]:
+def _nested(task: RankTask) -> list[Any]:
     return launch(rank_of, workers=2)
 
 
 def test_a_second_interrupt_waits_until_nobody_is_left(monkeypatch):
     """Ctrl-C while the first one is still being dealt with: the ranks are gone before it takes effect."""
-    from paceline.engines.local.group import Group
+    from paceline.engines.local.launch import RankGroup
 
     launch(rank_of)
-    listen, interrupts = Group.listen, iter([True, True, True])
+    listen, interrupts = RankGroup.listen, iter([True, True, True])
 
-    def interrupted(self: Group, seconds: float) -> None:
+    def interrupted(self: RankGroup, seconds: float) -> None:
         if self.all_ready and next(interrupts, False):
             raise KeyboardInterrupt
         listen(self, seconds)
 
-    monkeypatch.setattr(Group, "listen", interrupted)
+    monkeypatch.setattr(RankGroup, "listen", interrupted)
     with pytest.raises(KeyboardInterrupt):
         launch(time_away, workers=2)
-    assert _children_of(client.server().pid) == []
+    assert _children_of(fork_server_client.fork_server().pid) == []
 
 
-def time_away(task: Task) -> None:
+def time_away(task: RankTask) -> None:
     time.sleep(FOREVER)
 
 

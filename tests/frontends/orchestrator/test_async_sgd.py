@@ -24,11 +24,11 @@ from tests.frontends.orchestrator.parts import (
 )
 from torch import nn
 
-from paceline.aggregate.async_sgd import Staleness
+from paceline.aggregate.async_sgd.staleness import Staleness
 from paceline.core import events
 from paceline.core.errors import PacelineError, RankFailedError, UsageError
 from paceline.frontends.orchestrator import AggregationStrategy, DistributedTrainingOrchestrator, WorkerState
-from paceline.train.state import state_hash
+from paceline.train.state.model_state import state_hash
 
 ASYNC = {"aggregation_strategy": AggregationStrategy.ASYNC_SGD}
 

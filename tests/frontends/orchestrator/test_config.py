@@ -7,11 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from paceline.aggregate.async_sgd import Staleness
+from paceline.aggregate.async_sgd.staleness import Staleness
 from paceline.core.errors import ConfigError, UsageError
 from paceline.frontends.orchestrator import AggregationStrategy, TrainingConfig, register_aggregation
-from paceline.frontends.orchestrator.config import read_config
-from paceline.frontends.orchestrator.preparation import check_given, read_data, train_config
+from paceline.frontends.orchestrator.job_preparation import (
+    TrainingArguments,
+    check_arguments,
+    read_data,
+    train_config,
+)
+from paceline.frontends.orchestrator.orchestrator_config import read_config
 
 
 def test_the_defaults_are_the_documented_ones():
@@ -81,7 +86,8 @@ def test_mistakes_about_the_data_are_named(given, said):
 
 
 def refused(config=None, data=None, model=None, dataset=None, objective=None, optimizer=None):
-    check_given(config or TrainingConfig(), data, model, dataset, objective, optimizer)
+    given = TrainingArguments(data, model, dataset, objective, optimizer)
+    check_arguments(config or TrainingConfig(), given)
 
 
 def test_what_does_not_go_together_is_refused():

@@ -15,9 +15,8 @@ from tests.frontends.orchestrator.parts import Gate, small, small_net, train, un
 from torch import Tensor, nn
 
 import paceline
-from paceline.core.control import address
-from paceline.frontends.orchestrator import DistributedTrainingOrchestrator, pulses
-from paceline.frontends.orchestrator.nodes import Pulse
+from paceline.control import supervisor_address
+from paceline.frontends.orchestrator import DistributedTrainingOrchestrator, sync_job
 
 _SLOW_SECONDS = 0.04
 
@@ -70,9 +69,9 @@ def test_heartbeats_go_on_while_nobody_finishes_a_step_and_with_another_supervis
 
             await until(lambda: gate.reached() and all(node.speed > 0.0 for node in orchestrator.workers))
             await everybody_is_heard()
-            first = address.read(tmp_path / "run")
+            first = supervisor_address.read(tmp_path / "run")
             os.kill(first.pid, signal.SIGKILL)
-            await until(lambda: address.read(tmp_path / "run").attempt > first.attempt)
+            await until(lambda: supervisor_address.read(tmp_path / "run").attempt > first.attempt)
             await everybody_is_heard()
             gate.open()
             assert (await task)["epochs_completed"] == 2
@@ -91,13 +90,5 @@ def test_without_a_supervisor_workers_share_what_all_of_them_do(tmp_path):
     asyncio.run(main())
 
 
-def test_what_a_supervisor_says_and_what_none_says(tmp_path: Path):
-    facts = {
-        "workers": [
-            {"rank": 0, "pid": 10, "heard": 0.25, "shard_seconds": 0.5},
-            {"rank": 1, "pid": 11, "heard": None, "shard_seconds": 0.0},
-        ]
-    }
-    assert pulses.pulses_of(facts, 100.0) == (Pulse(0, 10, 99.75, 0.5),)
-    assert pulses.pulses_of({}, 100.0) == ()
-    assert pulses.take(tmp_path) == ()
+def test_where_no_supervisor_answers_nothing_is_measured(tmp_path: Path):
+    assert sync_job.measurements(tmp_path) == (0.0, [])

@@ -24,7 +24,6 @@ from tests.frontends.orchestrator.parts import (
 )
 from torch import nn
 
-from paceline.aggregate.strategy import Aggregation
 from paceline.core import events
 from paceline.core.errors import ConfigError, PacelineError, PlatformError, RankFailedError, UsageError
 from paceline.frontends.orchestrator import (
@@ -35,7 +34,8 @@ from paceline.frontends.orchestrator import (
     register_aggregation,
 )
 from paceline.frontends.spawn import spawn
-from paceline.train.state import state_hash
+from paceline.train.state.model_state import state_hash
+from paceline.train.step.aggregation_registry import Aggregation
 
 
 def test_sizes_alone_are_enough(tmp_path):
@@ -209,7 +209,7 @@ def test_cancelling_saves_the_state_ends_every_process_and_a_resumed_run_has_the
             pids = [node.pid for node in orchestrator.workers if node.pid is not None]
             task.cancel()
             # One turn of the loop: the job is asked to stop before it can go on.
-            await until(lambda: orchestrator._asked.name == "STOP")
+            await until(lambda: orchestrator._end_request.name == "STOP")
             gate.open()
             with pytest.raises(asyncio.CancelledError):
                 await task

@@ -1,49 +1,63 @@
-"""All-reduce algorithms, one file each, all of the same shape: `run(job)` and `cost(...)`.
+"""All-reduce algorithms, one file each, all of one shape: `run(request)` and `cost(situation, links)`.
 
-The header of each file states the idea, what travels, what it costs and what it asks of the transport.
-`hops` and `window` are the two ways for data to move that they share. Names map to modules here; a module is
-imported when it is first asked for.
+The header of each file states the idea, what travels, what it costs and what it asks of the transport. `shm/`
+is what `direct` and `canonical` do in shared memory; the rounds of the others are in segment_moves.py. A
+module is imported when its name is first asked for.
 """
 
 from __future__ import annotations
 
 import importlib
+from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
 
-from paceline.comm.algorithms.job import Job
-from paceline.comm.cost import Choice, Links, Situation, decide
+from torch import Tensor
+
+from paceline.comm.call_status import CollectiveCall
+from paceline.comm.compression.error_feedback import Compression
+from paceline.comm.cost import Choice, LinkCosts, Situation, decide
+from paceline.comm.ops import ReduceOp
+from paceline.comm.transport.base import Transport
 from paceline.core.errors import UsageError
 
-MODULES = {
-    "direct": "paceline.comm.algorithms.direct",
-    "ring": "paceline.comm.algorithms.ring",
-    "tree": "paceline.comm.algorithms.tree",
-    "hierarchical": "paceline.comm.algorithms.hierarchical",
-    "canonical": "paceline.comm.algorithms.canonical",
-    "native": "paceline.comm.algorithms.native",
-}
-NAMES = tuple(MODULES)
+NAMES = ("direct", "ring", "tree", "hierarchical", "canonical", "native")
+
+
+@dataclass(slots=True)
+class ReduceRequest:
+    """One all-reduce. `flat` is this rank's contribution, `out` takes the result and may be the same memory;
+    both are flat CPU tensors of one dtype."""
+
+    transport: Transport
+    call: CollectiveCall
+    op: ReduceOp
+    flat: Tensor
+    out: Tensor
+    deadline: float
+    compression: Compression | None = None
+    name: str = ""  # whose error-feedback residual it is
+    groups: tuple[tuple[int, ...], ...] = ()  # ranks by host, for hierarchical; empty: the transport's
 
 
 class Algorithm(Protocol):
     """A module of this folder, seen as an object."""
 
-    def run(self, job: Job) -> None: ...
-    def cost(self, situation: Situation, links: Links) -> float:
-        """Predicted seconds; infinity where the algorithm does not apply."""
+    def run(self, request: ReduceRequest) -> None: ...
+    def cost(self, situation: Situation, links: LinkCosts) -> float:
+        """Predict the seconds of an all-reduce; infinity where the algorithm does not apply."""
         ...
 
 
 @cache
 def load(name: str) -> Algorithm:
-    if name not in MODULES:
+    if name not in NAMES:
         allowed = ", ".join(("auto", *NAMES))
         raise UsageError(f"algorithm={name!r} is not known", remedy=f"use one of {allowed}")
-    module: Algorithm = importlib.import_module(MODULES[name])
+    module: Algorithm = importlib.import_module(f"paceline.comm.algorithms.{name}")
     return module
 
 
-def choose(situation: Situation, links: Links) -> Choice:
-    """What algorithm="auto" takes, and why."""
+def choose(situation: Situation, links: LinkCosts) -> Choice:
+    """Return what algorithm="auto" takes, and why."""
     return decide(situation, {name: load(name).cost(situation, links) for name in NAMES}, links)

@@ -1,9 +1,9 @@
 """Canonical all-reduce: the same bits for any number of ranks and any split of the shards among them.
 
 Idea: the sum is defined by the shards alone, as one fixed balanced binary tree over the shard index
-(fold.py). A rank folds the largest whole subtrees of the shards it holds; those partials travel. Each rank
-owns a slice of the tensor, gets everybody's partials of that slice, folds them along the tree and shares the
-result.
+(reduction_order.py). A rank folds the largest whole subtrees of the shards it holds; those partials travel.
+Each rank owns a slice of the tensor, gets all partials of that slice, folds them along the tree and shares
+the result.
 What travels: with one partial per rank the ring's optimum, 2(N-1)/N of the message per rank; a rank that
 holds p partials sends its slices p times.
 What it costs: 2 rounds of latency, as `direct`; the fold reads what `direct` reads. 16-bit floats travel as
@@ -13,141 +13,89 @@ What it asks: a window where there is one, else messages between any two ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 
 import torch
-from torch import Tensor
 
-from paceline.comm.algorithms.hops import cut
-from paceline.comm.algorithms.job import Job
-from paceline.comm.algorithms.seals import Messages, MessageSeals, Sealing
-from paceline.comm.algorithms.window import reduce_in_window
-from paceline.comm.algorithms.work import Recipe, mark_untouched
-from paceline.comm.calls import Call
-from paceline.comm.cost import Links, Situation
-from paceline.comm.fold import Node, covering_nodes, fold_over, fold_shards, tree_fold
-from paceline.comm.ops import ReduceOp, accumulator_dtype, finish, kernel_of
-from paceline.comm.transport.base import Transport
+from paceline.comm.algorithms import ReduceRequest
+from paceline.comm.algorithms.shm.all_reduce import reduce_in_window
+from paceline.comm.algorithms.shm.checksums import ChecksumRequest, MessageChecksums
+from paceline.comm.algorithms.shm.task import ReductionTask, mark_untouched
+from paceline.comm.cost import LinkCosts, Situation
+from paceline.comm.ops import ReduceOp, accumulator_dtype
+from paceline.comm.reduction_order import Node, Recipe, cut, fold_over, tree_fold
+from paceline.comm.transport.base import Messages, peers_of
 from paceline.core.errors import PacelineError
 
 
-def run(job: Job) -> None:
-    """Every rank's contribution is one shard."""
-    size = job.transport.world_size
-    flat = job.flat.to(accumulator_dtype(job.flat.dtype))
-    combine(job.transport, job.call, recipe(size, job.op), [flat], job.out, job.deadline)
-
-
-def sum_shards(
-    transport: Transport,
-    call: Call,
-    shards_held: Mapping[int, Tensor],
-    holdings: Mapping[int, Sequence[int]],
-    shards: int,
-    op: ReduceOp,
-    out: Tensor,
-    deadline: float,
-) -> None:
-    """Sums shards that are spread over the ranks as `holdings` says; this rank holds `shards_held`."""
-    nodes = tuple(tuple(covering_nodes(holdings[rank], shards)) for rank in range(transport.world_size))
-    partials = fold_shards(shards_held, nodes[transport.rank], kernel_of(op), shards)
-    combine(transport, call, recipe_for(nodes, shards, op), partials, out, deadline)
+def run(request: ReduceRequest) -> None:
+    """Reduce with one shard per rank: its contribution."""
+    transport, out = request.transport, request.out
+    flat = request.flat.to(accumulator_dtype(request.flat.dtype))
+    order = recipe(transport.world_size, request.op)
+    combine(ReductionTask(transport, request.call, order, [flat], out, request.deadline))
 
 
 @cache
 def recipe(size: int, op: ReduceOp) -> Recipe:
-    """One shard per rank, folded along the tree."""
+    """Fold one shard per rank along the tree."""
     return recipe_for(tuple((Node(rank, 0),) for rank in range(size)), size, op)
 
 
 @lru_cache(maxsize=256)
 def recipe_for(nodes: tuple[tuple[Node, ...], ...], shards: int, op: ReduceOp) -> Recipe:
-    """How the partials that the ranks hold (`nodes` by rank) become the sum; the same splits come again
-    and again."""
-    sources = tuple((rank, position) for rank, held in enumerate(nodes) for position in range(len(held)))
+    """Return how the partials that the ranks hold (`nodes` by rank) become the sum; the same splits recur."""
+    sources = tuple((rank, position) for rank, own in enumerate(nodes) for position in range(len(own)))
     return Recipe(
         tree_fold([nodes[rank][position] for rank, position in sources], shards), sources, op, shards
     )
 
 
-def combine(
-    transport: Transport,
-    call: Call,
-    recipe: Recipe,
-    partials: Sequence[Tensor],
-    out: Tensor,
-    deadline: float,
-    sealing: Sealing | None = None,
-) -> None:
-    """Everybody's partials, as the recipe says, into `out` on every rank; the partials are only read."""
+def combine(task: ReductionTask) -> None:
+    """Run a task: in the window where there is one, else by messages between any two ranks."""
+    transport, partials, out, checksum = task.transport, task.partials, task.out, task.checksum
     if transport.window is not None:
-        reduce_in_window(transport, transport.window, call, recipe, partials, out, deadline, sealing)
-    else:
-        _by_messages(transport, call, recipe, partials, out, deadline, sealing)
-
-
-def _by_messages(
-    transport: Transport,
-    call: Call,
-    recipe: Recipe,
-    partials: Sequence[Tensor],
-    out: Tensor,
-    deadline: float,
-    sealing: Sealing | None,
-) -> None:
-    rank, size = transport.rank, transport.world_size
-    slices = cut(out.numel(), size)
-    start, stop = slices[rank]
-    wide = accumulator_dtype(out.dtype)
-    peers = [peer for peer in range(size) if peer != rank]
-    sends = [(peer, partial[slice(*slices[peer])]) for peer in peers for partial in partials]
+        reduce_in_window(task)
+        return
+    rank, peers = transport.rank, peers_of(transport)
+    slices = [slice(*part) for part in cut(out.numel(), transport.world_size)]
+    mine = slices[rank]
+    own = [partial[mine] for partial in partials]
+    sends = [(peer, partial[slices[peer]]) for peer in peers for partial in partials]
+    size, wide = out[mine].numel(), accumulator_dtype(out.dtype)
     inputs = [
-        partials[position][start:stop]
-        if source == rank
-        else torch.empty(stop - start, dtype=wide, device="cpu")
-        for source, position in recipe.sources
+        own[position] if source == rank else torch.empty(size, dtype=wide, device="cpu")
+        for source, position in task.recipe.sources
     ]
     arriving = [
-        (source, tensor) for (source, _), tensor in zip(recipe.sources, inputs, strict=True) if source != rank
+        (source, tensor)
+        for (source, _), tensor in zip(task.recipe.sources, inputs, strict=True)
+        if source != rank
     ]
-    own = [partial[start:stop] for partial in partials]
-    seals = None if sealing is None else MessageSeals(sealing, sends, own)
+    checksums = None if checksum is None else MessageChecksums(checksum, sends, own)
     try:
-        _exchange(transport, seals, call, sends, arriving, deadline)
+        _exchange(task, checksums, sends, arriving)
     except PacelineError as error:
-        if seals is None or seals.intact():
+        if checksums is None or checksums.intact():
             mark_untouched(error)
         raise
-    fold_over(
-        recipe.fold,
-        kernel_of(recipe.op),
-        inputs,
-        out[start:stop],
-        wide,
-        lambda total: finish(recipe.op, total, recipe.contributions),
-    )
-    # Who finds a result damaged on its way fails alone: the others' results are right, and they know it.
-    results = [(peer, out[start:stop]) for peer in peers]
-    seals = None if sealing is None else MessageSeals(Sealing(), results)
-    arriving = [(peer, out[slice(*slices[peer])]) for peer in peers]
-    _exchange(transport, seals, call, results, arriving, deadline)
+    fold_over(task.recipe, inputs, out[mine])
+    # A rank that finds a result damaged on its way fails alone: the results of the others are right, and they
+    # know it.
+    results = [(peer, out[mine]) for peer in peers]
+    checksums = None if checksum is None else MessageChecksums(ChecksumRequest(), results)
+    _exchange(task, checksums, results, [(peer, out[slices[peer]]) for peer in peers])
 
 
 def _exchange(
-    transport: Transport,
-    seals: MessageSeals | None,
-    call: Call,
-    sends: Messages,
-    receives: Messages,
-    deadline: float,
+    task: ReductionTask, checksums: MessageChecksums | None, sends: Messages, receives: Messages
 ) -> None:
-    if seals is None:
-        transport.exchange(call, sends, receives, deadline)
+    if checksums is None:
+        task.transport.exchange(task.call, sends, receives, task.deadline)
     else:
-        seals.exchange(transport, call, receives, deadline)
+        checksums.exchange(task.transport, task.call, receives, task.deadline)
 
 
-def cost(situation: Situation, links: Links) -> float:
-    """Never chosen by itself: asking for the same bits is the caller's decision."""
+def cost(situation: Situation, links: LinkCosts) -> float:
+    """Return infinity: "auto" never takes it, because asking for the same bits is the caller's decision."""
     return float("inf")

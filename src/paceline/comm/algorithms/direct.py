@@ -1,8 +1,8 @@
-"""Direct all-reduce: everybody gives each peer its slice, and gets the finished slices back.
+"""Direct all-reduce: each rank gives each peer its slice, and gets the finished slices back.
 
 Idea: rank r owns slice r. One round brings all contributions to the owners, who fold them along the
-canonical tree; one round takes the finished slices to everybody. In shared memory nothing is sent: owners
-read their peers' memory (window.py). Messages of up to 4 KB between hosts go whole, in one round.
+canonical tree; one round takes the finished slices to all ranks. In shared memory nothing is sent: owners
+read their peers' memory (shm/all_reduce.py). Messages of up to 4 KB between hosts go whole, in one round.
 What travels: each rank sends 2(N-1)/N of the message in 2(N-1) messages (N-1 whole messages where it is
 small).
 What it costs: 2 rounds of latency; bandwidth-optimal where every pair of ranks has its own link, as in
@@ -12,69 +12,76 @@ What it asks: messages between any two ranks; uses a window where there is one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
+from torch import Tensor
 
-from paceline.comm.algorithms.hops import Hops, cut
-from paceline.comm.algorithms.job import Job
-from paceline.comm.algorithms.window import reduce_in_window
-from paceline.comm.algorithms.work import Recipe
-from paceline.comm.cost import Links, Situation
-from paceline.comm.fold import left_fold, run_blocks
+from paceline.comm.algorithms import ReduceRequest
+from paceline.comm.algorithms.segment_moves import MessageSteps
+from paceline.comm.algorithms.shm.all_reduce import reduce_in_window
+from paceline.comm.algorithms.shm.task import ReductionTask
+from paceline.comm.call_status import CollectiveCall
+from paceline.comm.cost import LinkCosts, Situation
 from paceline.comm.ops import ReduceOp, accumulator_dtype, finish, kernel_of
+from paceline.comm.reduction_order import Recipe, cut, left_fold, run_blocks
+from paceline.comm.transport.base import Transport, peers_of
 
 WHOLE_BYTES = 4096
 
 
-def run(job: Job) -> None:
-    transport = job.transport
-    size = transport.world_size
-    if transport.window is not None and job.compression is None:
-        reduce_in_window(
-            transport, transport.window, job.call, recipe(size, job.op), [job.flat], job.out, job.deadline
-        )
-    elif job.flat.numel() * job.flat.element_size() <= WHOLE_BYTES and job.compression is None:
-        _whole(job)
+def run(request: ReduceRequest) -> None:
+    transport, flat = request.transport, request.flat
+    order = recipe(transport.world_size, request.op)
+    if request.compression is not None:
+        _sliced(request)
+    elif transport.window is not None:
+        reduce_in_window(ReductionTask(transport, request.call, order, [flat], request.out, request.deadline))
+    elif flat.numel() * flat.element_size() <= WHOLE_BYTES:
+        whole = [flat] * transport.world_size
+        request.out.copy_(reduce_scatter(transport, request.call, request.op, whole, request.deadline))
     else:
-        _sliced(job)
+        _sliced(request)
 
 
 @cache
 def recipe(size: int, op: ReduceOp) -> Recipe:
-    """One contribution per rank, folded in rank order."""
+    """Fold one contribution per rank, in rank order."""
     return Recipe(left_fold(size), tuple((rank, 0) for rank in range(size)), op, size)
 
 
-def _whole(job: Job) -> None:
-    transport = job.transport
-    rank, size = transport.rank, transport.world_size
-    peers = [peer for peer in range(size) if peer != rank]
-    arrived = {peer: torch.empty_like(job.flat) for peer in peers}
-    transport.exchange(job.call, [(peer, job.flat) for peer in peers], list(arrived.items()), job.deadline)
-    arrived[rank] = job.flat
-    total = torch.empty(job.flat.numel(), dtype=accumulator_dtype(job.flat.dtype), device="cpu")
-    left_fold(size).run(kernel_of(job.op), [arrived[peer] for peer in range(size)], total, [])
-    finish(job.op, total, size)
-    job.out.copy_(total)
+def reduce_scatter(
+    transport: Transport, call: CollectiveCall, op: ReduceOp, chunks: Sequence[Tensor], deadline: float
+) -> Tensor:
+    """Send chunk p to rank p, and fold those that come in rank order."""
+    rank, peers = transport.rank, peers_of(transport)
+    mine = chunks[rank]
+    arrived = {peer: torch.empty_like(mine) for peer in peers}
+    transport.exchange(call, [(peer, chunks[peer]) for peer in peers], list(arrived.items()), deadline)
+    arrived[rank] = mine
+    total = torch.empty(mine.numel(), dtype=accumulator_dtype(mine.dtype), device="cpu")
+    inputs = [arrived[peer] for peer in range(transport.world_size)]
+    run_blocks(left_fold(transport.world_size), kernel_of(op), inputs, total)
+    finish(op, total, transport.world_size)
+    return total.to(mine.dtype)
 
 
-def _sliced(job: Job) -> None:
-    transport = job.transport
-    rank, size = transport.rank, transport.world_size
-    slices = cut(job.flat.numel(), size)
-    peers = [peer for peer in range(size) if peer != rank]
+def _sliced(request: ReduceRequest) -> None:
+    rank, size, peers = request.transport.rank, request.transport.world_size, peers_of(request.transport)
+    slices = cut(request.flat.numel(), size)
     start, stop = slices[rank]
-    with Hops(job) as hops:
-        arrived = hops.gather_partials([(peer, slices[peer]) for peer in peers], peers, slices[rank])
-        mine = hops.accumulator[start:stop]
+    with MessageSteps(request) as steps:
+        outgoing = [(peer, slices[peer]) for peer in peers]
+        arrived = steps.partials(outgoing, [(peer, slices[rank]) for peer in peers])
+        mine = steps.accumulator[start:stop]
         inputs = [*arrived[:rank], mine.clone(), *arrived[rank:]]
-        run_blocks(left_fold(size), kernel_of(job.op), inputs, mine)
-        hops.seal(slices[rank])
-        hops.share([(peer, [slices[rank]]) for peer in peers], [(peer, [slices[peer]]) for peer in peers])
+        run_blocks(left_fold(size), kernel_of(request.op), inputs, mine)
+        steps.seal(slices[rank])
+        steps.share([(peer, [slices[rank]]) for peer in peers], [(peer, [slices[peer]]) for peer in peers])
 
 
-def cost(situation: Situation, links: Links) -> float:
+def cost(situation: Situation, links: LinkCosts) -> float:
     size = situation.ranks
     volume = 2 * (size - 1) / size * situation.nbytes
     if situation.has_window:

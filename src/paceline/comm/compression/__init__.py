@@ -1,6 +1,5 @@
 """Gradient compression: fewer bytes per all-reduce, and nothing lost for good.
 
-One compressor per file, each with its idea, what travels, what it costs and what is lost in the header.
 Casting, quantisation and sparsification are codecs, which work under any all-reduce algorithm; PowerSGD
 averages small factors through one. All of them keep what they could not send (error feedback) and carry it
 in their saved state.
@@ -12,18 +11,16 @@ from __future__ import annotations
 
 from numbers import Number
 
-from paceline.comm.compression.base import Codec, Compression, Transfer
-from paceline.comm.compression.casting import Cast
+from paceline.comm.compression.codecs import DEFAULT_BLOCK, Cast, Quantize, TopK
+from paceline.comm.compression.error_feedback import Codec, Compression, EncodedTransfer
 from paceline.comm.compression.powersgd import PowerSGD
-from paceline.comm.compression.quantize import DEFAULT_BLOCK, Quantize
-from paceline.comm.compression.sparsify import TopK
 from paceline.core.errors import UsageError
 
 __all__ = [
     "Codec",
     "Compression",
+    "EncodedTransfer",
     "PowerSGD",
-    "Transfer",
     "cast_gradients",
     "quantize_gradients",
     "sparsify_gradients",

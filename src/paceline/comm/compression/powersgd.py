@@ -31,15 +31,12 @@ from typing import final
 import torch
 from torch import Tensor
 
-from paceline.comm.compression.base import check_saved_name, text_to_tensor
+from paceline.comm.compression.error_feedback import check_saved_name, text_to_tensor
 from paceline.core.errors import DisagreementError, UsageError
 
 Average = Callable[[Tensor], Tensor]
 
 _NAME_KEY = "compressor"
-_STEP_KEY = "step"
-_RESIDUAL_PREFIX = "residual."
-_FACTOR_PREFIX = "factor."
 # A column that keeps less than this of its length when the earlier ones are taken out was rounding noise.
 _DEPENDENT = 1e-6
 # Marks are integers under 256: if any two differ, their variance over the ranks is far above this rounding
@@ -75,11 +72,8 @@ class PowerSGD:
                 f"PowerSGD was given rank={rank!r}; allowed are integers from 1",
                 remedy="use PowerSGD(rank=2), and a higher rank for more precision and more bytes",
             )
-        if (
-            isinstance(min_compression, bool)
-            or not isinstance(min_compression, int | float)
-            or min_compression < 1
-        ):
+        number = isinstance(min_compression, int | float) and not isinstance(min_compression, bool)
+        if not number or min_compression < 1:
             raise UsageError(
                 f"PowerSGD was given min_compression={min_compression!r}; allowed are numbers from 1",
                 remedy="leave it at 2.0: matrices that would not shrink to half are then sent as they are",
@@ -152,36 +146,31 @@ class PowerSGD:
     def state_dict(self) -> dict[str, Tensor]:
         """Return copies of residuals (of this rank) and factors and steps (the same on all ranks)."""
         state = {_NAME_KEY: text_to_tensor(self.name)}
-        state |= {f"{_STEP_KEY}.{name}": torch.tensor(step) for name, step in self._steps.items()}
-        state |= {_RESIDUAL_PREFIX + key: value.clone() for key, value in self._residuals.items()}
-        state |= {_FACTOR_PREFIX + key: value.clone() for key, value in self._factors.items()}
+        state |= {f"step.{name}": torch.tensor(step) for name, step in self._steps.items()}
+        state |= {f"residual.{key}": value.clone() for key, value in self._residuals.items()}
+        state |= {f"factor.{key}": value.clone() for key, value in self._factors.items()}
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Replace the whole state; tensors move to the gradients' device when these come."""
         check_saved_name(state, _NAME_KEY, self.name)
-        steps: dict[str, int] = {}
-        residuals: dict[str, Tensor] = {}
-        factors: dict[str, Tensor] = {}
+        loaded: dict[str, dict[str, Tensor]] = {"step.": {}, "residual.": {}, "factor.": {}}
         for key, value in state.items():
-            kind, _, rest = key.partition(".")
-            if kind == _STEP_KEY:
-                steps[rest] = int(value)
-            elif key.startswith(_RESIDUAL_PREFIX):
-                residuals[rest] = value.detach().clone()
-            elif key.startswith(_FACTOR_PREFIX):
-                factors[rest] = value.detach().clone()
+            kind, dot, rest = key.partition(".")
+            if kind + dot in loaded:
+                loaded[kind + dot][rest] = value.detach().clone()
             elif key != _NAME_KEY:
                 raise UsageError(
                     f"the saved state of {self.name} has an unknown entry {key!r}",
                     remedy="load what PowerSGD.state_dict() returned",
                 )
-        if residuals and not self.error_feedback:
+        if loaded["residual."] and not self.error_feedback:
             raise UsageError(
                 f"the saved state holds residuals, and this {self.name} has error_feedback=False",
                 remedy="load it into a compressor with error feedback, or start without a saved state",
             )
-        self._steps, self._residuals, self._factors = steps, residuals, factors
+        self._steps = {name: int(step) for name, step in loaded["step."].items()}
+        self._residuals, self._factors = loaded["residual."], loaded["factor."]
 
     def _as_matrix(self, index: int, tensor: Tensor) -> _Matrix | None:
         if tensor.dim() < 2 or tensor.numel() == 0:
@@ -198,12 +187,7 @@ class PowerSGD:
         residual = self._residuals.get(f"{name}.{matrix.index}")
         if residual is None:
             return given
-        if residual.shape != given.shape or residual.dtype != dtype:
-            raise UsageError(
-                f"{self.name} holds a residual of {tuple(residual.shape)} x {residual.dtype} for tensor "
-                f"{matrix.index} of {name!r}, and was now given {tuple(given.shape)} x {dtype}",
-                remedy="one name per list of tensors: give another list another name",
-            )
+        self._check_kept("residual", residual, given.shape, dtype, f"tensor {matrix.index} of {name!r}")
         return given + residual.to(given.device)
 
     def _start(self, matrix: _Matrix, name: str, step: int, like: Tensor) -> Tensor:
@@ -213,19 +197,22 @@ class PowerSGD:
         if start is None:
             return _orthonormal(self._draw(matrix, key, step, like))
         start = start.to(like.device)
-        if start.shape != (matrix.columns, matrix.rank) or start.dtype != like.dtype:
-            raise UsageError(
-                f"{self.name} holds a factor of {tuple(start.shape)} x {start.dtype} "
-                f"for tensor {matrix.index} of {name!r}, and now needs "
-                f"{(matrix.columns, matrix.rank)} x {like.dtype}",
-                remedy="one name per list of tensors: give another list another name",
-            )
+        shape = torch.Size((matrix.columns, matrix.rank))
+        self._check_kept("factor", start, shape, like.dtype, f"tensor {matrix.index} of {name!r}")
         # A gradient that was zero, of lower rank or not finite leaves columns that would never come to life
         # again.
         dead = ~start.isfinite().all(dim=0) | (start == 0).all(dim=0)
         if bool(dead.any()):
             start = torch.where(dead, self._draw(matrix, key, step, like), start)
         return _orthonormal(start)
+
+    def _check_kept(self, kind: str, kept: Tensor, shape: torch.Size, dtype: torch.dtype, whose: str) -> None:
+        if kept.shape != shape or kept.dtype != dtype:
+            raise UsageError(
+                f"{self.name} holds a {kind} of {tuple(kept.shape)} x {kept.dtype} for {whose}, and was now "
+                f"given {tuple(shape)} x {dtype}",
+                remedy="one name per list of tensors: give another list another name",
+            )
 
     def _draw(self, matrix: _Matrix, key: str, step: int, like: Tensor) -> Tensor:
         """Draw random columns, the same on all ranks and devices: on the CPU, from seed, tensor and step."""
@@ -275,12 +262,8 @@ def _orthonormal(matrix: Tensor) -> Tensor:
     return torch.stack(columns, dim=1).to(matrix.dtype)
 
 
-def _is_tensor_list(value: object) -> bool:
-    return isinstance(value, list | tuple) and all(isinstance(item, Tensor) for item in value)
-
-
 def _working_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
-    if not _is_tensor_list(tensors):
+    if not isinstance(tensors, list | tuple) or not all(isinstance(item, Tensor) for item in tensors):
         raise UsageError(
             f"PowerSGD.reduce was given a {type(tensors).__name__}; it takes a list of tensors",
             remedy="pass [p.grad for p in model.parameters()]; a flat gradient has no matrices to compress",

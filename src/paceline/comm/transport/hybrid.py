@@ -2,60 +2,55 @@
 
 Messages to ranks of the same host go through the host's segment, all others over proven connections; one
 exchange moves both at once. A rank that waits sleeps on its bell in the segment, and the mesh rings it too.
-Whoever waits, in shared memory or not, looks around in the whole group. `local` is the host's own
-transport, for algorithms that work inside the host first.
+Every wait, in shared memory or not, is judged by the statuses of the whole group. `local` is the transport
+inside the host, for algorithms that work there first.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-from torch import Tensor
-
-from paceline.comm.calls import Call, Status
-from paceline.comm.ops import ReduceOp
-from paceline.comm.transport.base import ANY_SOURCE, Message, Window
-from paceline.comm.transport.pipeline import Pipeline
-from paceline.comm.transport.progress import drive
-from paceline.comm.transport.shm.messages import Lane
+from paceline.comm.call_status import CollectiveCall, Status
+from paceline.comm.transport.base import (
+    ANY_SOURCE,
+    Messages,
+    Pipeline,
+    ReceivedMessage,
+    Window,
+    taking_status,
+)
 from paceline.comm.transport.shm.transport import ShmTransport
-from paceline.comm.transport.torchdist import TorchTransport, taking_status
-from paceline.comm.transport.watch import Outlook
+from paceline.comm.transport.tcp.exchange import PendingSteps, drive
+from paceline.comm.transport.tcp.network_transport import NetworkTransport
 from paceline.core.errors import GroupInterruptedError
-
-Step = Callable[[], tuple[bool, bool]]
 
 
 class HybridTransport:
     """`local` holds the ranks of this host in ascending order of their numbers in `wide`."""
 
-    def __init__(self, local: ShmTransport, wide: TorchTransport) -> None:
+    def __init__(self, local: ShmTransport, wide: NetworkTransport) -> None:
         self.name = "hybrid"
         self.backend = wide.backend
         self.rank = wide.rank
         self.world_size = wide.world_size
+        self.labels = wide.labels
         self.topology = wide.topology
         self.traffic = wide.traffic
         self.window: Window | None = None
         self.local = local
+        self.empty, self.posted_status = local.empty, wide.posted_status
+        self.native_all_reduce = wide.native_all_reduce
         self._wide = wide
-        self.mesh = self._mesh = wide.mesh
+        self.mesh = wide.mesh
         self._ranks = wide.topology.ranks_on(wide.topology.host_of[wide.rank])
-        self._inside = {rank: place for place, rank in enumerate(self._ranks)}
+        self._inside = {rank: index for index, rank in enumerate(self._ranks)}
         # One count for the whole rank, whichever way its bytes go.
         local.traffic = wide.traffic
-        local.widen(self._widened)
-        self._mesh.on_change = self._ring
+        local.enclose(wide.mesh)
+        self.mesh.on_change = self._ring
 
-    def exchange(
-        self,
-        call: Call,
-        sends: Sequence[tuple[int, Tensor]],
-        receives: Sequence[tuple[int, Tensor]],
-        deadline: float,
-    ) -> None:
+    def exchange(self, call: CollectiveCall, sends: Messages, receives: Messages, deadline: float) -> None:
         inside = self._inside
         self.traffic.rounds += 1
         advance, waits_for = self.local.begin(
@@ -75,17 +70,19 @@ class HybridTransport:
             return here and there, here_moved or there_moved
 
         def status() -> Status:
-            near = {self._ranks[place] for place in waits_for()}
+            near = {self._ranks[index] for index in waits_for()}
             far = abroad.status()
             if not near:
                 return far
             waits = near if far.ends_alone else near | set(far.waits_for)
             return replace(far, waits_for=tuple(sorted(waits)), ends_alone=False)
 
-        self._drive(_Work(both, status, abroad.underway_with), self.local.lanes[1], deadline)
+        lane = self.local.lanes[1]
+        pending = PendingSteps(both, status, abroad.underway_with)
+        drive(pending, self.mesh, lane.bell, lane.sleep, deadline)
 
     def pipeline(self, ranks: Sequence[int]) -> Pipeline | None:
-        """Overlapping exchanges among ranks that are all on different hosts; None if some share one."""
+        # Those among ranks that share a host would have to go through its segment.
         hosts = {self.topology.host_of[rank] for rank in ranks}
         return self._wide.pipeline(ranks) if len(hosts) == len(ranks) else None
 
@@ -95,32 +92,26 @@ class HybridTransport:
         else:
             self.local.post(self._inside[dest], tag, body, deadline)
 
-    def take(self, source: int, tag: int | None, deadline: float, *, own_deadline: bool) -> Message:
-        found: list[Message] = []
+    def take(self, source: int, tag: int | None, deadline: float, *, own_deadline: bool) -> ReceivedMessage:
+        received: list[ReceivedMessage] = []
         near = source == ANY_SOURCE or source in self._inside
-        place = ANY_SOURCE if source == ANY_SOURCE else self._inside.get(source, 0)
-        wanted = taking_status(self.rank, self.world_size, source, tag, own_deadline)
+        local_source = ANY_SOURCE if source == ANY_SOURCE else self._inside.get(source, 0)
+        wanted = taking_status(self, self.labels, source, tag, own_deadline)
 
         def advance() -> tuple[bool, bool]:
             moved = False
             if near:
-                message, moved = self.local.next_message(place, tag)
+                message, moved = self.local.next_message(local_source, tag)
                 if message is not None:
-                    found.append(replace(message, source=self._ranks[message.source]))
-            if not found and (message := self._mesh.next_message(source, tag)) is not None:
-                found.append(message)
-            return bool(found), moved
+                    received.append(replace(message, source=self._ranks[message.source]))
+            if not received and (message := self.mesh.next_message(source, tag)) is not None:
+                received.append(message)
+            return bool(received), moved
 
-        self._drive(_Work(advance, lambda: wanted, set), self.local.lanes[0], deadline)
-        self.traffic.received += len(found[0].body)
-        return found[0]
-
-    def native_all_reduce(self, call: Call, op: ReduceOp, tensor: Tensor, deadline: float) -> None:
-        """All-reduces in place by the backend's own algorithm, over all ranks."""
-        self._wide.native_all_reduce(call, op, tensor, deadline)
-
-    def empty(self, nbytes: int) -> Tensor:
-        return self.local.empty(nbytes)
+        lane = self.local.lanes[0]
+        drive(PendingSteps(advance, lambda: wanted), self.mesh, lane.bell, lane.sleep, deadline)
+        self.traffic.received += len(received[0].body)
+        return received[0]
 
     def interrupt(self, error: GroupInterruptedError) -> None:
         self._wide.interrupt(error)
@@ -130,24 +121,6 @@ class HybridTransport:
         self._wide.close(error)
         self.local.close(error)
 
-    def _drive(self, work: _Work, lane: Lane, deadline: float) -> None:
-        drive(work, self._mesh, lane.bell, lane.sleep, deadline)
-
     def _ring(self) -> None:
         for lane in self.local.lanes:
             lane.ring_bell(self.local.rank)
-
-    def _widened(self, status: Status) -> tuple[Outlook, Status]:
-        """A wait inside the host as one of the whole group."""
-        waits_for = tuple(self._ranks[place] for place in status.waits_for)
-        text = status.text
-        if status.sequence < 0:
-            text = re.sub(r"(?<=dest_rank=)\d+", str(waits_for[0]), text)
-        return self._mesh, replace(status, text=text, waits_for=waits_for)
-
-
-class _Work:
-    def __init__(self, advance: Step, status: Callable[[], Status], underway: Callable[[], set[int]]) -> None:
-        self.advance = advance
-        self.status = status
-        self.underway_with = underway

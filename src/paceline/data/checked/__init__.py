@@ -5,16 +5,16 @@ Must not know who reads which sample, nor what is learned from them.
 
 from __future__ import annotations
 
-from paceline.data.checked.manifest import CorruptShardError, Damage, Manifest, ShardRecord
-from paceline.data.checked.reader import CheckedShards
-from paceline.data.checked.verify import repair, verify
-from paceline.data.checked.writer import write_shards
+from paceline.data.checked.shard_manifest import CorruptShardError, ShardDamage, ShardManifest, ShardRecord
+from paceline.data.checked.shard_reader import CheckedShards
+from paceline.data.checked.shard_verify import repair, verify
+from paceline.data.checked.shard_writer import write_shards
 
 __all__ = [
     "CheckedShards",
     "CorruptShardError",
-    "Damage",
-    "Manifest",
+    "ShardDamage",
+    "ShardManifest",
     "ShardRecord",
     "repair",
     "verify",

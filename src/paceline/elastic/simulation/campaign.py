@@ -1,7 +1,7 @@
-"""Many schedules, one after the other or in several processes, and what came of them.
+"""Schedules of faults: one, or many, one after the other or in several processes, and what came of them.
 
-A schedule's seed is the first seed plus its number, so each can be run again by itself. Must not know how it
-is shown.
+`run(seed, workers)` is a function of its arguments alone. A schedule's seed is the first seed plus its
+number, so that each can be run again by itself.
 """
 
 from __future__ import annotations
@@ -13,12 +13,78 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import get_context
+from random import Random
 from typing import final
 
 from paceline.core.errors import UsageError
-from paceline.elastic.simulation.world import Outcome, run
+from paceline.elastic.machine.machine_events import SupervisorBegan
+from paceline.elastic.simulation import run_plan, simulated_faults
+from paceline.elastic.simulation.simulated_faults import ScheduledFault
+from paceline.elastic.simulation.world import World
 
+MAX_EVENTS = 3_000_000
 _MOST_KEPT = 20
+
+
+@final
+@dataclass(frozen=True)
+class ScheduleOutcome:
+    """What became of a schedule. `digest` is of everything that happened: equal seeds, equal digests."""
+
+    seed: int
+    workers: int
+    faults: tuple[ScheduledFault, ...]
+    violations: tuple[str, ...]
+    ended: str
+    ok: bool
+    events: int
+    happened: int
+    decisions: int
+    views: int
+    virtual_seconds: float
+    digest: int
+
+
+def run(
+    seed: int, workers: int, tracer: Callable[[str], None] | None = None, check_laws: bool = True
+) -> ScheduleOutcome:
+    """Run one schedule from beginning to end."""
+    draw = Random(f"{seed}:{workers}:schedule")
+    plan = run_plan.drawn(draw, seed, workers)
+    schedule = simulated_faults.drawn(draw, workers)
+    lasts = not any(fault.kind.startswith("supervisor") for fault in schedule)
+    rng = Random(f"{seed}:{workers}:world")
+    world = World(plan, rng, tracer, check_laws=check_laws, supervisor_lasts=lasts)
+    world.note(f"{plan}")
+    for fault in schedule:
+        world.note(f"fault {fault}")
+        world.time.at(fault.at, simulated_faults.apply, world, fault)
+    quiet = max([0.0, *(fault.over_by for fault in schedule)])
+    world.time.at(quiet + world.patience, world.must_have_moved, quiet)
+    supervisor, invariants, virtual_time = world.supervisor, world.invariants, world.time
+    supervisor.begin(SupervisorBegan())
+    while supervisor.end is None and not invariants.violations:
+        if not virtual_time.next():
+            invariants.violation("nothing is left to happen and the job has not ended")
+        elif virtual_time.happened > MAX_EVENTS:
+            invariants.violation("the job does not end")
+    end = supervisor.end
+    if end is not None:
+        world.check_end(end)
+    return ScheduleOutcome(
+        seed=seed,
+        workers=workers,
+        faults=schedule,
+        violations=tuple(world.invariants.violations),
+        ended=end.reason if end is not None else "",
+        ok=end is not None and end.ok,
+        events=world.supervisor.events,
+        happened=world.time.happened,
+        decisions=world.supervisor.decisions,
+        views=world.supervisor.actions["InstallView"],
+        virtual_seconds=world.time.now,
+        digest=world.supervisor.digest,
+    )
 
 
 @final
@@ -33,7 +99,6 @@ class Campaign:
     seconds: float = 0.0
     cpu_seconds: float = 0.0
     events: int = 0
-    happened: int = 0
     decisions: int = 0
     views: int = 0
     virtual_seconds: float = 0.0
@@ -41,7 +106,7 @@ class Campaign:
     violations: int = 0
     interrupted: bool = False  # by ctrl-C, before all schedules were run
     faults: Counter[str] = field(default_factory=Counter)
-    failing: list[Outcome] = field(default_factory=list)
+    failing: list[ScheduleOutcome] = field(default_factory=list)
 
     @property
     def per_minute(self) -> float:
@@ -50,13 +115,12 @@ class Campaign:
 
     @property
     def per_core_minute(self) -> float:
-        """Schedules per minute of one core's time, whatever else the machine does."""
+        """Schedules per minute of one core's time, whatever else the host does."""
         return 60 * self.schedules / self.cpu_seconds if self.cpu_seconds > 0 else 0.0
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, outcome: ScheduleOutcome) -> None:
         self.schedules += 1
         self.events += outcome.events
-        self.happened += outcome.happened
         self.decisions += outcome.decisions
         self.views += outcome.views
         self.virtual_seconds += outcome.virtual_seconds
@@ -68,14 +132,14 @@ class Campaign:
                 self.failing.append(outcome)
 
 
-def run_many(
+def run_schedules(
     workers: int,
     schedules: int,
     seed: int,
     processes: int = 1,
-    told: Callable[[Campaign], None] | None = None,
+    progress: Callable[[Campaign], None] | None = None,
 ) -> Campaign:
-    """Run so many schedules; `told` hears how far it is after each. Ctrl-C ends it with what there is."""
+    """Run this number of schedules; call `progress` after each. Ctrl-C ends it with what there is."""
     if workers < 1 or schedules < 1 or processes < 1:
         raise UsageError(
             f"cannot simulate {schedules} schedules of {workers} workers in {processes} processes",
@@ -88,21 +152,25 @@ def run_many(
             campaign.add(outcome)
             campaign.cpu_seconds += cpu
             campaign.seconds = time.perf_counter() - began
-            if told is not None:
-                told(campaign)
+            if progress is not None:
+                progress(campaign)
     except KeyboardInterrupt:
         campaign.interrupted = True
     return campaign
 
 
-def _outcomes(workers: int, schedules: int, seed: int, processes: int) -> Iterator[tuple[Outcome, float]]:
+def _outcomes(
+    workers: int, schedules: int, seed: int, processes: int
+) -> Iterator[tuple[ScheduleOutcome, float]]:
     seeds = range(seed, seed + schedules)
     if processes == 1:
         for one in seeds:
             yield _timed(one, workers)
         return
-    # Spawned, not forked: the caller may have threads.
-    with ProcessPoolExecutor(processes, get_context("spawn"), _leave_ctrl_c_to_the_caller) as pool:
+    # Spawned, not forked: the caller may have threads. Ctrl-C is left to the caller.
+    with ProcessPoolExecutor(
+        processes, get_context("spawn"), signal.signal, (signal.SIGINT, signal.SIG_IGN)
+    ) as pool:
         # Small: after ctrl-C the chunks that were begun are waited for.
         chunk = max(1, min(10, schedules // (4 * processes), 400 // workers))
         try:
@@ -112,11 +180,7 @@ def _outcomes(workers: int, schedules: int, seed: int, processes: int) -> Iterat
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _leave_ctrl_c_to_the_caller() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def _timed(seed: int, workers: int) -> tuple[Outcome, float]:
+def _timed(seed: int, workers: int) -> tuple[ScheduleOutcome, float]:
     began = time.process_time()
     outcome = run(seed, workers)
     return outcome, time.process_time() - began

@@ -1,9 +1,9 @@
-"""The lines between members and supervisor, and between members.
+"""The control connections between members and the supervisor, and the links between members.
 
-A control line behaves as TCP does: in order, late, later when packets are lost; when it is cut, what is on
-its way is gone, and the member connects again. Messages to the supervisor may come twice. Lines of different
-members know nothing of each other, so their messages overtake. A line can be blocked in one direction or
-both; what was sent meanwhile comes when it is free again. Must not know the protocol.
+A control connection behaves as TCP does: in order, late, later when packets are lost; when it is cut, what is
+on its way is gone, and the member connects again. Messages to the supervisor may come twice. Connections of
+different members are independent, so their messages overtake. A connection can be blocked in one direction or
+both; what was sent meanwhile arrives when it is free again.
 """
 
 from __future__ import annotations
@@ -13,25 +13,29 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any, final
 
-from paceline.elastic.simulation.timeline import Timeline
+from paceline.elastic.simulation.virtual_time import VirtualTime
 
 MIN_RTO = 0.2
 
 
 @final
 @dataclass
-class Weather:
-    """How the network is."""
+class NetworkConditions:
+    """Delay, loss, duplicates and broken links of the network."""
 
     delay: float = 0.001
     loss: float = 0.01
     twice: float = 0.01
     cut_links: dict[tuple[int, int], float] = field(default_factory=dict)
-    walls: set[tuple[int, int]] = field(default_factory=set)
-    """From which place to which no connection can be made; those that are there stay."""
+    blocked_routes: set[tuple[int, int]] = field(default_factory=set)
+    """(from, to) pairs of hosts between which no new connection can be made; existing ones stay."""
+
+    def calm(self) -> None:
+        """Return to the usual loss and delay."""
+        self.loss, self.delay = 0.01, 0.001
 
     def unreachable(self, receiver: int, senders: Collection[int], now: float) -> dict[int, float]:
-        """Whose data does not get to a member now, and when it does."""
+        """Return the senders whose data cannot reach a member now, each with the time when it can again."""
         return {
             sender: until
             for (sender, to), until in self.cut_links.items()
@@ -40,53 +44,52 @@ class Weather:
 
 
 @final
-class Line:
-    """One member's control line. `epoch` counts connections: what belongs to an earlier one is gone."""
+@dataclass
+class ControlPath:
+    """One member's control connection. `epoch` counts connections: messages of an earlier one are lost."""
 
-    def __init__(self, time: Timeline, rng: Random, weather: Weather):
-        self._time = time
-        self._rng = rng
-        self._weather = weather
-        self.up = False
-        self.epoch = 0
-        self.blocked_up = self.blocked_down = 0.0
-        self._last_up = self._last_down = 0.0
+    time: VirtualTime
+    rng: Random
+    network: NetworkConditions
+    up: bool = False
+    epoch: int = 0
+    blocked_up: float = 0.0
+    blocked_down: float = 0.0
+    _last_up: float = 0.0
+    _last_down: float = 0.0
 
     def connect(self) -> None:
         self.up = True
         self.epoch += 1
 
     def cut(self) -> None:
-        """Both directions are lost, with all that is on its way."""
+        """Close the connection and lose the messages in flight, in both directions."""
         self.up = False
         self.epoch += 1
 
     def send_up(self, repeats: bool, deliver: Callable[..., None], *args: Any) -> None:
-        """From the member to the supervisor. `repeats`: a member that is not sure may say it twice."""
+        """Send from the member to the supervisor. `repeats`: a member that is not sure may send it twice."""
         if not self.up:
             return
-        when = max(self._last_up, self.blocked_up + MIN_RTO if self.blocked_up else 0.0, self._arrival())
-        self._last_up = when
-        self._time.at(when, self._deliver, self.epoch, deliver, args)
-        if repeats and self._rng.random() < self._weather.twice:
+        when = self._last_up = self._arrival(self._last_up, self.blocked_up)
+        self.time.at(when, self._deliver, self.epoch, deliver, args)
+        if repeats and self.rng.random() < self.network.twice:
             # Not in order: a repetition is known by its content only.
-            self._time.at(when + self._rng.random() * 2, deliver, *args)
+            self.time.at(when + self.rng.random() * 2, deliver, *args)
 
     def send_down(self, deliver: Callable[..., None], *args: Any) -> None:
-        """From the supervisor to the member."""
+        """Send from the supervisor to the member."""
         if not self.up:
             return
-        when = max(
-            self._last_down, self.blocked_down + MIN_RTO if self.blocked_down else 0.0, self._arrival()
-        )
-        self._last_down = when
-        self._time.at(when, self._deliver, self.epoch, deliver, args)
+        self._last_down = self._arrival(self._last_down, self.blocked_down)
+        self.time.at(self._last_down, self._deliver, self.epoch, deliver, args)
 
-    def _arrival(self) -> float:
-        delay = self._weather.delay * (0.5 + self._rng.random())
-        while self._rng.random() < self._weather.loss:
+    def _arrival(self, last: float, blocked: float) -> float:
+        """Return when a packet arrives: not before the last one, nor before the direction is free."""
+        delay = self.network.delay * (0.5 + self.rng.random())
+        while self.rng.random() < self.network.loss:
             delay += MIN_RTO
-        return self._time.now + delay
+        return max(last, blocked + MIN_RTO if blocked else 0.0, self.time.now + delay)
 
     def _deliver(self, epoch: int, deliver: Callable[..., None], args: tuple[Any, ...]) -> None:
         if epoch == self.epoch:

@@ -1,19 +1,20 @@
-"""`paceline.DistributedTrainingOrchestrator`: train from inside an event loop, and watch while it goes on.
+"""`paceline.DistributedTrainingOrchestrator`: train from inside an event loop, and observe the training.
 
-    orchestrator    what users call; the only part that knows asyncio
-    preparation     from what the user gave to a job that can be started
-    job, async_job  the processes: synchronous training, asynchronous SGD
-    tracker         the run's journal as workers, shards, metrics, versions
+    orchestrator         what users call; the only part that knows asyncio
+    orchestrator_config  its settings
+    job_preparation      from the user's arguments to a job that can be started
+    sync_job             the processes of synchronous training (aggregate/async_sgd has those of ASYNC_SGD)
+    run_tracker          the run's journal as workers, shards, metrics and versions; results as plain dicts
+    observed_state       these workers, shards, metrics and versions, and the shards' checksums
+    synthetic_task       a model and a task of given sizes
 
-Importing it imports torch, so that no event loop waits for that later. Must not know the inside of training.
+Importing it imports torch, so that no event loop waits for that later.
 """
 
 from __future__ import annotations
 
-from paceline.aggregate.async_sgd import Staleness
-from paceline.aggregate.strategy import Aggregation
-from paceline.frontends.orchestrator.config import AggregationStrategy, TrainingConfig, register_aggregation
-from paceline.frontends.orchestrator.nodes import (
+from paceline.aggregate.async_sgd.staleness import Staleness
+from paceline.frontends.orchestrator.observed_state import (
     DataShard,
     ModelVersion,
     TrainingMetrics,
@@ -21,6 +22,12 @@ from paceline.frontends.orchestrator.nodes import (
     WorkerState,
 )
 from paceline.frontends.orchestrator.orchestrator import DistributedTrainingOrchestrator
+from paceline.frontends.orchestrator.orchestrator_config import (
+    AggregationStrategy,
+    TrainingConfig,
+    register_aggregation,
+)
+from paceline.train.step.aggregation_registry import Aggregation
 
 __all__ = [
     "Aggregation",

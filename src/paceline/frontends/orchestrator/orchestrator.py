@@ -1,8 +1,8 @@
-"""`DistributedTrainingOrchestrator`: training on many workers from inside an event loop, which never waits.
+"""`DistributedTrainingOrchestrator`: train on many workers from inside an event loop, without blocking it.
 
-What may take time (generating data, starting processes, reading the journal, checksums) is done in a few
-threads; training itself is in other processes. The loop only takes in what the run's journal says and, now
-and then, what is measured of the workers. Must not know how a job is carried out: `job` and `async_job` do.
+What may block (generating data, starting processes, reading the journal, checksums) runs in a few threads;
+training itself runs in other processes. The loop only applies the events of the run's journal and, now and
+then, what the supervisor has measured of the workers.
 """
 
 from __future__ import annotations
@@ -15,34 +15,32 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar, final
 
-import torch
 from torch import nn
 
 from paceline.core import journal
 from paceline.core.errors import PacelineError, UsageError
 from paceline.core.events import Event
-from paceline.data.generators import new_numpy, set_aside
-from paceline.frontends.orchestrator import checksums, preparation
-from paceline.frontends.orchestrator.config import TrainingConfig, read_config
-from paceline.frontends.orchestrator.job import PRELOAD, Job, Outcome
-from paceline.frontends.orchestrator.metrics import Broadcast
-from paceline.frontends.orchestrator.nodes import (
+from paceline.frontends import fit_drivers
+from paceline.frontends.orchestrator import job_preparation
+from paceline.frontends.orchestrator.job_preparation import PreparedTraining
+from paceline.frontends.orchestrator.observed_state import (
     DataShard,
     ModelVersion,
     TrainingMetrics,
     WorkerNode,
     WorkerState,
+    checksum,
+    verify,
 )
-from paceline.frontends.orchestrator.preparation import Prepared
-from paceline.frontends.orchestrator.summary import result_of, summary_of
-from paceline.frontends.orchestrator.tracker import Tracker
+from paceline.frontends.orchestrator.orchestrator_config import TrainingConfig, read_config
+from paceline.frontends.orchestrator.run_tracker import RunTracker, result_of, summary_of
+from paceline.frontends.orchestrator.sync_job import measurements
 from paceline.frontends.spawn import spawn
-from paceline.train.run_setup import build_model
-from paceline.train.state import model_tensors
+from paceline.train.loop.training_handle import PRELOAD, TrainingJob, TrainingOutcome
 
 T = TypeVar("T")
 
@@ -50,8 +48,9 @@ _log = logging.getLogger(__name__)
 
 _THREADS = 4
 _TICK_SECONDS = 0.05
-_PULSE_SECONDS = 0.5
+_MEASURE_SECONDS = 0.5
 _READ_BYTES = 64 * 1024
+_MAX_UNREAD = 65_536  # metrics of a consumer; beyond it loses the oldest
 
 
 class _Phase(Enum):
@@ -62,10 +61,46 @@ class _Phase(Enum):
     CLOSED = "closed"
 
 
-class _Asked(Enum):
-    NOTHING = "nothing"
+class _EndRequest(Enum):
+    NONE = "none"
     STOP = "finish the step, save, end"
-    END = "end at once"
+    KILL = "end at once"
+
+
+@final
+class MetricPublisher:
+    """Publishes metrics to any number of consumers in one event loop; a slow consumer delays no other."""
+
+    def __init__(self) -> None:
+        self._consumers: list[asyncio.Queue[TrainingMetrics | None]] = []
+        self._ended = False
+
+    def publish(self, metrics: TrainingMetrics | None) -> None:
+        """Publish one step; None: the last."""
+        for unread in self._consumers:
+            if metrics is not None and unread.qsize() >= _MAX_UNREAD:
+                unread.get_nowait()
+            unread.put_nowait(metrics)
+
+    def end(self) -> None:
+        """Let consumers read what is left; then their loops end."""
+        self._ended = True
+        self.publish(None)
+
+    def subscribe(self) -> AsyncIterator[TrainingMetrics]:
+        """Subscribe with this call, not with the first `async for`."""
+        unread: asyncio.Queue[TrainingMetrics | None] = asyncio.Queue(_MAX_UNREAD + 1)
+        if self._ended:
+            unread.put_nowait(None)
+        self._consumers.append(unread)
+        return self._read(unread)
+
+    async def _read(self, unread: asyncio.Queue[TrainingMetrics | None]) -> AsyncIterator[TrainingMetrics]:
+        try:
+            while (metrics := await unread.get()) is not None:
+                yield metrics
+        finally:
+            self._consumers.remove(unread)
 
 
 @final
@@ -93,35 +128,35 @@ class DistributedTrainingOrchestrator:
         self._phase = _Phase.NEW
         self._pool: ThreadPoolExecutor | None = None
         self._nodes = tuple(WorkerNode(number) for number in range(num_workers))
-        self._broadcast = Broadcast()
-        self._tracker: Tracker | None = None
-        self._prepared: Prepared | None = None
-        self._job: Job | None = None
-        self._outcome: Outcome | None = None
+        self._publisher = MetricPublisher()
+        self._tracker: RunTracker | None = None
+        self._source: Any = None
+        self._job: TrainingJob | None = None
+        self._outcome: TrainingOutcome | None = None
         self._config: TrainingConfig | None = None
         self._started = 0.0
         self._seconds = 0.0
         self._offset = 0
-        self._asked = _Asked.NOTHING
+        self._end_request = _EndRequest.NONE
         self._task: asyncio.Task[Any] | None = None  # the one that trains
         self._trying: asyncio.Future[Any] | None = None  # whether workers can be started
         self._model: nn.Module | None = None
 
-    # to be looked at
+    # observing
 
     @property
     def workers(self) -> tuple[WorkerNode, ...]:
-        """Every worker as it is now."""
+        """Every worker in its present state."""
         return self._nodes if self._tracker is None else self._tracker.nodes()
 
     @property
     def shards(self) -> tuple[DataShard, ...]:
-        """Every shard of the data as it is now; none before training."""
+        """Every shard of the data in its present state; none before training."""
         return () if self._tracker is None else tuple(self._tracker.shards)
 
     @property
     def checkpoints(self) -> tuple[ModelVersion, ...]:
-        """The versions of the model that are durable, oldest first, of the last training."""
+        """The durable versions of the model of the last training, oldest first."""
         return () if self._tracker is None else tuple(self._tracker.checkpoints)
 
     @property
@@ -131,37 +166,37 @@ class DistributedTrainingOrchestrator:
 
     @property
     def model(self) -> nn.Module | None:
-        """The trained module, after a training: the one that was given, or the one that was built."""
+        """The trained module after a training: the caller's, or the one that was built."""
         return self._model
 
     def metrics(self) -> AsyncIterator[TrainingMetrics]:
-        """Every step from now on; ends with the training. Any number of consumers."""
-        self._refuse(_Phase.CLOSED, "metrics")
-        return self._broadcast.subscribe()
+        """Iterate over every step from now on, to the end of the training. Any number of consumers."""
+        self._refuse_closed("metrics")
+        return self._publisher.subscribe()
 
-    # to be called in order
+    # the life of an orchestrator
 
     async def initialize_workers(self) -> None:
-        """Warms up the process that workers are forked from, and sees that so many can be started.
+        """Warm up the process that workers are forked from, and check that this many can be started.
 
-        Where it fails, it can be called again.
+        After a failure it can be called again.
         """
         if self._phase is not _Phase.NEW:
             raise UsageError(
                 f"initialize_workers() on an orchestrator that is {self._phase.value}",
                 remedy="call it once; after cleanup() make a new orchestrator",
             )
-        preparation.refuse_inside_a_job()
+        job_preparation.refuse_inside_a_job()
         pool = self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="paceline-orchestrator")
         self._phase = _Phase.INITIALIZING
-        try_workers = partial(spawn, _say_hello, workers=self.num_workers, threads=1, preload=PRELOAD)
+        try_workers = partial(spawn, attrgetter("rank"), workers=self.num_workers, threads=1, preload=PRELOAD)
         try:
             self._trying = asyncio.get_running_loop().run_in_executor(pool, try_workers)
             await _finish(self._trying)
         except BaseException:
             if self._phase is _Phase.INITIALIZING:
                 self._phase, self._pool, self._trying = _Phase.NEW, None, None
-                # Nobody waits for its threads: of one that was cancelled twice, one is still busy.
+                # Without waiting for its threads: after a second cancellation one is still busy.
                 pool.shutdown(wait=False)
             raise
         if self._phase is not _Phase.INITIALIZING:
@@ -186,7 +221,7 @@ class DistributedTrainingOrchestrator:
         objective: Callable[..., Any] | None = None,
         optimizer: Any = None,
     ) -> dict[str, Any]:
-        """Trains to the end and returns what came out: epochs_completed, final_loss and more.
+        """Train to the end and return the result: epochs_completed, final_loss and more.
 
         With sizes alone, {"size": ..., ...} and {"total_samples": ...}, on a synthetic task; with `model`,
         `dataset` and `objective` on the user's. `optimizer` is a function from parameters to an optimizer;
@@ -194,28 +229,24 @@ class DistributedTrainingOrchestrator:
         """
         self._check_can_train()
         settings = read_config(config)
-        preparation.check_given(settings, data, model, dataset, objective, optimizer)
+        given = job_preparation.TrainingArguments(data, model, dataset, objective, optimizer)
+        job_preparation.check_arguments(settings, given)
         self._begin(settings)
         self._task = asyncio.current_task()
         try:
-            given = await self._off_loop(
-                partial(preparation.choose, settings, data, model, dataset, objective, optimizer)
-            )
-            prepared = await self._off_loop(
-                partial(preparation.make_ready, settings, given, self.num_workers)
-            )
-            return await self._train(prepared)
+            prepare = partial(job_preparation.prepare_training, settings, given, self.num_workers)
+            return await self._train(await self._off_loop(prepare))
         finally:
             self._seconds = time.perf_counter() - self._started
             if self._tracker is not None:
                 self._tracker.end()
-            self._broadcast.end()
+            self._publisher.end()
             self._task = None
             if self._phase is _Phase.TRAINING:
                 self._phase = _Phase.READY
 
     async def get_training_summary(self) -> dict[str, Any]:
-        """What is known of the last training, or of the one under way, as plain data."""
+        """Return the state of the present or the last training as plain data."""
         if self._tracker is None or self._config is None:
             raise UsageError(
                 "there is no training to summarise", remedy="call it during or after train_distributed()"
@@ -225,7 +256,7 @@ class DistributedTrainingOrchestrator:
         return summary_of(self._config, self._tracker, self._outcome, seconds, running, self.run_dir)
 
     async def cleanup(self) -> None:
-        """Ends whatever is left and gives everything back. Again does no harm."""
+        """End every process and release everything; may be called again."""
         if self._phase is _Phase.CLOSED:
             return
         self._phase = _Phase.CLOSED
@@ -233,11 +264,11 @@ class DistributedTrainingOrchestrator:
         if task is not None and task is not asyncio.current_task():
             task.cancel()
             await asyncio.wait([task])
-        self._broadcast.end()
+        self._publisher.end()
         if self._pool is None:
             return
         if self._trying is not None:
-            # Starting workers cannot be broken off; whoever awaits it is told when it is over.
+            # Starting workers cannot be interrupted; the task that awaits it sees its end.
             await asyncio.wait([self._trying])
         if self._job is not None:
             await self._off_loop(self._job.close)
@@ -249,21 +280,17 @@ class DistributedTrainingOrchestrator:
         await self.initialize_workers()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.cleanup()
 
     # inside
 
-    def _refuse(self, phase: _Phase, what: str) -> None:
-        if self._phase is phase:
-            raise UsageError(
-                f"{what}() on an orchestrator that is {phase.value}", remedy="make a new orchestrator"
-            )
+    def _refuse_closed(self, what: str) -> None:
+        if self._phase is _Phase.CLOSED:
+            raise UsageError(f"{what}() on an orchestrator that is closed", remedy="make a new orchestrator")
 
     def _check_can_train(self) -> None:
-        self._refuse(_Phase.CLOSED, "train_distributed")
+        self._refuse_closed("train_distributed")
         if self._phase in (_Phase.NEW, _Phase.INITIALIZING):
             raise UsageError(
                 f"train_distributed() before initialize_workers() was done: it is {self._phase.value}",
@@ -277,80 +304,76 @@ class DistributedTrainingOrchestrator:
 
     def _begin(self, settings: TrainingConfig) -> None:
         if self._tracker is not None:
-            self._broadcast = Broadcast()
+            self._publisher = MetricPublisher()
         self._phase = _Phase.TRAINING
         self._config, self._outcome, self._model = settings, None, None
-        self._started, self._offset, self._asked = time.perf_counter(), 0, _Asked.NOTHING
-        self._tracker = Tracker(self.num_workers, self.num_workers, None, socket.gethostname())
+        self._started, self._offset, self._end_request = time.perf_counter(), 0, _EndRequest.NONE
+        self._tracker = RunTracker(self.num_workers, self.num_workers, None, socket.gethostname())
 
-    async def _train(self, prepared: Prepared) -> dict[str, Any]:
-        source = prepared.given.source
-        tracker = Tracker(
-            self.num_workers,
-            prepared.shards,
-            source.size,
-            socket.gethostname(),
-            measured=prepared.measured,
-        )
-        self._tracker, self._prepared = tracker, prepared
+    async def _train(self, prepared: PreparedTraining) -> dict[str, Any]:
+        job, source, host = prepared.job, prepared.job.train, socket.gethostname()
+        tracker = RunTracker(self.num_workers, prepared.shards, source.size, host, measured=prepared.measured)
+        self._tracker, self._source = tracker, source
         ranges = [shard.range for shard in tracker.shards]
-        tracker.checked(await self._off_loop(partial(checksums.checksums, source, ranges)))
+        tracker.checked(await self._off_loop(lambda: [checksum(source, samples) for samples in ranges]))
         carried = asyncio.create_task(self._carry_out(prepared), name="paceline-orchestrator")
         try:
             await asyncio.shield(carried)
         except asyncio.CancelledError:
             await self._stop(carried)
             raise
-        job = self._job
-        assert job is not None
+        assert self._job is not None
         assert self._config is not None
-        outcome = self._outcome = await self._off_loop(job.result)
+        outcome = self._outcome = await self._off_loop(self._job.result)
         await self._verify(range(len(tracker.shards)))
-        self._model = await self._off_loop(partial(_with_weights, prepared, outcome))
-        return result_of(self._config, tracker, outcome, job.folder.path)
+        self._model = await self._off_loop(
+            lambda: fit_drivers.load_weights(fit_drivers.built(job.model, job.config.seed), outcome.weights)
+        )
+        return result_of(self._config, tracker, outcome, self._job.folder.path)
 
     async def _stop(self, carried: asyncio.Task[None]) -> None:
-        """Finish the step, save, end; told twice, end at once. Afterwards nobody is left."""
-        self._asked = _Asked.STOP
+        """Stop the training and wait for its end; a second cancellation kills its processes."""
+        self._end_request = _EndRequest.STOP
         while not carried.done():
             try:
                 await asyncio.wait([carried])
             except asyncio.CancelledError:
-                self._asked = _Asked.END
+                self._end_request = _EndRequest.KILL
         if not carried.cancelled() and carried.exception() is not None:
             _log.warning("while the training was stopped: %s", carried.exception())
 
-    async def _carry_out(self, prepared: Prepared) -> None:
-        """From the start of the processes to their end."""
+    async def _carry_out(self, prepared: PreparedTraining) -> None:
+        """Run the job from the start of its processes to their end."""
         if self._job is not None:
             await self._off_loop(self._job.close)
         job = self._job = await self._off_loop(prepared.start)
-        # Beside the journal, whose news is not to wait for a supervisor that does not answer.
-        hearing = asyncio.create_task(self._hear(job)) if prepared.measured else None
+        # In another task: events of the journal must not wait for a supervisor that does not answer.
+        measuring = asyncio.create_task(self._measure(job)) if prepared.measured else None
         try:
             await self._follow(job)
         finally:
-            if hearing is not None:
-                hearing.cancel()
-                await asyncio.wait([hearing])
+            if measuring is not None:
+                measuring.cancel()
+                await asyncio.wait([measuring])
 
-    async def _hear(self, job: Job) -> None:
-        """Takes in, now and then, what is measured of each worker."""
+    async def _measure(self, job: TrainingJob) -> None:
+        """Ask the supervisor regularly what it has measured of each worker."""
         tracker = self._tracker
         assert tracker is not None
         while True:
-            await asyncio.sleep(_PULSE_SECONDS)
-            tracker.hear(await self._off_loop(job.pulses))
+            await asyncio.sleep(_MEASURE_SECONDS)
+            tracker.measure(*await self._off_loop(partial(measurements, job.folder.path)))
 
-    async def _follow(self, job: Job) -> None:
-        """To the end of a job, taking in what its journal says."""
+    async def _follow(self, job: TrainingJob) -> None:
+        """Apply the events of the job's journal until the job ends."""
         failure: PacelineError | None = None
-        told = _Asked.NOTHING
+        requested = _EndRequest.NONE
         over = False
         while not over:
-            if told is not self._asked:
-                told = self._asked
-                end = partial(job.stop, "the task was cancelled") if told is _Asked.STOP else job.close
+            if requested is not self._end_request:
+                requested = self._end_request
+                stop = requested is _EndRequest.STOP
+                end = partial(job.stop, "the task was cancelled") if stop else job.close
                 await self._off_loop(end)
             over = await self._off_loop(partial(job.wait, _TICK_SECONDS))
             while found := await self._off_loop(partial(self._read, job.folder.journal_file)):
@@ -370,11 +393,11 @@ class DistributedTrainingOrchestrator:
             metrics, shards = self._tracker.take(event)
             moved.update(shards)
             if metrics is not None:
-                self._broadcast.publish(metrics)
+                self._publisher.publish(metrics)
         return sorted(moved)
 
     def _read(self, file: Path) -> tuple[Event, ...]:
-        """In a thread; only one reads at a time."""
+        """Read new events, in a thread; one read at a time."""
         if not file.exists():
             return ()
         chunk = journal.read(file, self._offset, max_bytes=_READ_BYTES)
@@ -382,17 +405,14 @@ class DistributedTrainingOrchestrator:
         return chunk.events
 
     async def _verify(self, indices: range | list[int]) -> None:
-        tracker, prepared = self._tracker, self._prepared
+        tracker, source = self._tracker, self._source
         assert tracker is not None
-        assert prepared is not None
         for index in indices:
-            shard = tracker.shards[index]
-            check = partial(checksums.verify, prepared.given.source, index, shard.range, shard.checksum)
-            if await self._off_loop(check):
+            if await self._off_loop(partial(verify, source, tracker.shards[index])):
                 tracker.verified(index)
 
     async def _off_loop(self, do: Callable[[], T]) -> T:
-        """In a thread. Whoever is cancelled meanwhile waits for it: nothing is left half done."""
+        """Run in a thread. A cancelled task waits for it, so that nothing is left half done."""
         assert self._pool is not None
         return await _finish(asyncio.get_running_loop().run_in_executor(self._pool, do))
 
@@ -403,21 +423,3 @@ async def _finish(future: asyncio.Future[T]) -> T:
     except asyncio.CancelledError:
         await asyncio.wait([future])
         raise
-
-
-def _say_hello(context: Any) -> int:
-    """What a worker does to show that it can be started."""
-    return int(context.rank)
-
-
-def _with_weights(prepared: Prepared, outcome: Outcome) -> nn.Module:
-    """The module with the trained weights; in a thread, and the caller's generators do not notice."""
-    module: Any = prepared.given.model
-    if not isinstance(module, nn.Module):
-        with set_aside(new_numpy()):
-            module = build_model(module, prepared.config.seed)
-    with torch.no_grad():
-        for name, tensor in model_tensors(module).items():
-            tensor.copy_(outcome.weights[name])
-    made: nn.Module = module
-    return made

@@ -7,8 +7,8 @@ import sys
 import time
 from pathlib import Path
 
-from paceline.testing.gauntlet import campaign
-from paceline.testing.gauntlet.attempt import Finding
+from paceline.testing.gauntlet import runner
+from paceline.testing.gauntlet.attempt import AttemptResult
 from paceline.testing.gauntlet.features import FEATURES
 
 
@@ -26,7 +26,7 @@ def main() -> int:
     add("--worker", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker:
-        campaign.serve(given.keep)
+        runner.serve(given.keep)
         return 0
     chosen = given.feature or list(FEATURES)
     if given.times:
@@ -38,8 +38,8 @@ def main() -> int:
 
 def _report(tasks: list[tuple[str, int]], jobs: int, keep: Path, minutes: float) -> int:
     began = time.monotonic()
-    findings: list[Finding] = []
-    running = campaign.run(tasks, jobs, keep)
+    findings: list[AttemptResult] = []
+    running = runner.run(tasks, jobs, keep)
     for finding in running:
         findings.append(finding)
         if finding.wrong:
@@ -56,9 +56,9 @@ def _report(tasks: list[tuple[str, int]], jobs: int, keep: Path, minutes: float)
         if minutes and time.monotonic() - began > 60.0 * minutes:
             running.close()
             break
-    print("\n".join(campaign.table(findings)))
+    print("\n".join(runner.table(findings)))
     wrong = sum(bool(finding.wrong) for finding in findings)
-    met = sum(map(campaign.disturbed, findings))
+    met = sum(map(runner.disturbed, findings))
     print(f"{len(findings)} runs ({met} met a failure) in {time.monotonic() - began:.0f} s: {wrong} wrong")
     return 1 if wrong else 0
 

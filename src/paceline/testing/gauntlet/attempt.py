@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import Any, final
 
 from paceline.core import events, journal
-from paceline.core.chaos import Chaos
+from paceline.core.chaos_spec import Chaos
 from paceline.core.errors import PeerLostError
-from paceline.testing.gauntlet.assault import Assault
-from paceline.testing.gauntlet.features import FEATURES, SHARDS, Outcome, Setup, undisturbed
-from paceline.testing.gauntlet.plans import Plan, draw
-from paceline.train.audit import audit
-from paceline.train.signals import Stopped
+from paceline.monitor.audit import audit
+from paceline.testing.gauntlet.features import FEATURES, SHARDS, FeatureSetup, RunResult, undisturbed
+from paceline.testing.gauntlet.outside_faults import OutsideFaults
+from paceline.testing.gauntlet.plans import FaultPlan, draw
+from paceline.train.stop_signals import Stopped
 
 
 @final
 @dataclass(frozen=True)
-class Finding:
+class AttemptResult:
     """What one run showed. `wrong` is empty where weights, losses and audit are right; `met` counts the
     failures that really came; `kept` is the folder of a run that went wrong."""
 
@@ -40,28 +40,27 @@ class Finding:
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Finding:
+    def from_json(cls, text: str) -> AttemptResult:
         return cls(**json.loads(text))
 
 
 @final
 class Gauntlet:
-    """Runs plans in this process; undisturbed runs are made once per feature. `keep`: where the folders of
-    runs that went wrong are left."""
+    """Runs plans in this process, and each feature once undisturbed. `keep`: where wrong runs are left."""
 
     def __init__(self, keep: Path | None = None) -> None:
         self._keep = keep
-        self._references: dict[str, Outcome] = {}
+        self._references: dict[str, RunResult] = {}
 
-    def attempt(self, feature: str, seed: int, plan: Plan | None = None) -> Finding:
+    def attempt(self, feature: str, seed: int, plan: FaultPlan | None = None) -> AttemptResult:
         """Run the plan of this seed, or another one."""
         setup = FEATURES[feature]
         expected = self._reference(setup)
         if plan is None:
             steps = len(expected.losses)
             plan = draw(feature, seed, steps=steps, shards=SHARDS, inside=setup.takes_chaos)
-        with tempfile.TemporaryDirectory(prefix="paceline-gauntlet-") as place:
-            folder = Path(place, "run")
+        with tempfile.TemporaryDirectory(prefix="paceline-gauntlet-") as temporary:
+            folder = Path(temporary, "run")
             began = time.monotonic()
             met: Counter[str] = Counter()
             try:
@@ -70,12 +69,12 @@ class Gauntlet:
                 wrong = f"{type(error).__name__}: {error}"
             met += _met(folder)
             kept = self._leave(folder, f"{feature}-{seed}") if wrong else ""
-        return Finding(feature, seed, str(plan), wrong, dict(met), time.monotonic() - began, kept)
+        return AttemptResult(feature, seed, str(plan), wrong, dict(met), time.monotonic() - began, kept)
 
-    def _reference(self, setup: Setup) -> Outcome:
+    def _reference(self, setup: FeatureSetup) -> RunResult:
         if setup.name not in self._references:
-            with tempfile.TemporaryDirectory(prefix="paceline-gauntlet-") as place:
-                self._references[setup.name] = undisturbed(setup, str(Path(place, "run")))
+            with tempfile.TemporaryDirectory(prefix="paceline-gauntlet-") as temporary:
+                self._references[setup.name] = undisturbed(setup, str(Path(temporary, "run")))
         return self._references[setup.name]
 
     def _leave(self, folder: Path, name: str) -> str:
@@ -87,8 +86,8 @@ class Gauntlet:
         return str(target)
 
 
-def _disturbed(setup: Setup, plan: Plan, folder: Path, met: Counter[str]) -> Outcome:
-    """The run and its later starts, to the end."""
+def _disturbed(setup: FeatureSetup, plan: FaultPlan, folder: Path, met: Counter[str]) -> RunResult:
+    """Train to the end, over all planned starts of the run."""
     care: dict[str, Any] = {"chaos": str(Chaos(*plan.chaos))} if plan.chaos else {}
     starts = [(plan.workers, None), *((workers, "auto") for workers in plan.resumed_on)]
     acts = plan.outside
@@ -97,7 +96,7 @@ def _disturbed(setup: Setup, plan: Plan, folder: Path, met: Counter[str]) -> Out
         # A run that is resumed may stop short of a failure's step again: its failures are behind it.
         config = setup.config(str(folder), workers, resume=resume, care=care if resume is None else {})
         try:
-            with Assault(folder, acts) as assault:
+            with OutsideFaults(folder, acts) as assault:
                 return setup.run(config)
         except (Stopped, PeerLostError) as ended:
             # Workers that are all lost while a run stops cannot save: an earlier checkpoint is resumed.
@@ -110,28 +109,23 @@ def _disturbed(setup: Setup, plan: Plan, folder: Path, met: Counter[str]) -> Out
                 raise assault.error
 
 
-def _compare(found: Outcome, expected: Outcome, folder: Path, setup: Setup) -> str:
-    """What is wrong with a run that ended, in one line."""
+def _compare(found: RunResult, expected: RunResult, folder: Path, setup: FeatureSetup) -> str:
+    """Return what is wrong with a run that ended, in one line."""
     differences = []
-    told = _journaled(folder)
-    differing = [step for step, loss in enumerate(expected.losses, 1) if told.get(step) != loss]
+    lines = journal.iterate(folder / "journal.jsonl")
+    recorded = {event.step: event.loss for event in lines if isinstance(event, events.StepCommitted)}
+    differing = [step for step, loss in enumerate(expected.losses, 1) if recorded.get(step) != loss]
     if differing and setup.takes_chaos:
         first = differing[0]
         differences.append(
             f"{len(differing)} losses differ, the first in step {first}: "
-            f"{told.get(first)} instead of {expected.losses[first - 1]}"
+            f"{recorded.get(first)} instead of {expected.losses[first - 1]}"
         )
     if found.hash != expected.hash:
         differences.append(f"the weights are {found.hash[:16]} instead of {expected.hash[:16]}")
     proof = audit(journal.iterate(folder / "journal.jsonl"), backup=setup.care.get("stragglers") == "backup")
     differences += [f"the audit says: {line}" for line in proof.wrong]
     return "; ".join(differences)
-
-
-def _journaled(folder: Path) -> dict[int, float]:
-    """The loss of each step, as it was committed last."""
-    found = journal.iterate(folder / "journal.jsonl")
-    return {event.step: event.loss for event in found if isinstance(event, events.StepCommitted)}
 
 
 def _met(folder: Path) -> Counter[str]:

@@ -1,7 +1,7 @@
 """The ways to train that the gauntlet disturbs. A new one joins by one line: `add("name", ...)`.
 
-Each is a `Setup`: what `Trainer` is given, and how it differs from the common settings below. What has a way
-in of another kind names it as `drive`.
+Each is a `FeatureSetup`: what `Trainer` is given, and how it differs from the common settings below. What
+has a way in of another kind names it as `drive`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from paceline.frontends.orchestrator import DistributedTrainingOrchestrator, Tra
 from paceline.frontends.trainer import Trainer
 from paceline.testing.gauntlet import models
 from paceline.train.callbacks import Modifier, Observer
-from paceline.train.config import (
+from paceline.train.settings.train_config import (
     CheckpointConfig,
     DynamicBatch,
     EarlyStopping,
@@ -26,7 +26,7 @@ from paceline.train.config import (
     LossScaling,
     TrainConfig,
 )
-from paceline.train.signals import Stopped
+from paceline.train.stop_signals import Stopped
 
 SHARDS: Final = 4
 MAX_STEPS: Final = 90
@@ -36,7 +36,7 @@ _DIVISIBLE_BATCH: Final = 12
 
 @final
 @dataclass(frozen=True)
-class Outcome:
+class RunResult:
     """What a run came to: the hash of its weights, and the loss of each step."""
 
     hash: str
@@ -45,7 +45,7 @@ class Outcome:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Setup:
+class FeatureSetup:
     """One way to train. Data and callbacks are functions: each run gets its own."""
 
     name: str
@@ -57,7 +57,7 @@ class Setup:
     callbacks: Callable[[], Sequence[Observer | Modifier]] = tuple
     settings: Mapping[str, Any] = field(default_factory=dict)
     care: Mapping[str, Any] = field(default_factory=dict)
-    drive: Callable[[Setup, TrainConfig], Outcome] | None = None
+    drive: Callable[[FeatureSetup, TrainConfig], RunResult] | None = None
 
     @property
     def takes_chaos(self) -> bool:
@@ -65,7 +65,7 @@ class Setup:
         return self.drive is None
 
     def config(self, folder: str, workers: int, **changes: Any) -> TrainConfig:
-        """The settings of one run; the number of workers is the only thing that differs between runs."""
+        """Return the settings of one run; only the number of workers differs between runs."""
         care = {"max_worker_failures": 1000, "backoff": 0.01, **self.care, **changes.pop("care", {})}
         given = {
             "shards": SHARDS,
@@ -84,25 +84,22 @@ class Setup:
             given.pop("evaluate_every")
         return TrainConfig(workers=workers, run_dir=folder, fault_tolerance=FaultTolerance(**care), **given)
 
-    def run(self, config: TrainConfig) -> Outcome:
+    def run(self, config: TrainConfig) -> RunResult:
         """Train to the end; `train.signals.Stopped` where the run was asked to stop before it."""
         if self.drive is not None:
             return self.drive(self, config)
+        callbacks = self.callbacks()
         trainer = Trainer(
-            self.model,
-            self.objective,
-            optimizer=self.optimizer,
-            config=config,
-            callbacks=self.callbacks(),
+            self.model, self.objective, optimizer=self.optimizer, config=config, callbacks=callbacks
         )
         history = trainer.fit(self.data(), None if self.validation is None else self.validation())
-        return Outcome(history.state_hash, tuple(record.loss for record in history.steps))
+        return RunResult(history.state_hash, tuple(record.loss for record in history.steps))
 
 
-def orchestrate(setup: Setup, config: TrainConfig) -> Outcome:
-    """The same training from an event loop."""
+def orchestrate(setup: FeatureSetup, config: TrainConfig) -> RunResult:
+    """Train the same from an event loop."""
 
-    async def train() -> Outcome:
+    async def train() -> RunResult:
         settings = TrainingConfig(
             # Per worker in this front door: the global batch stays the same for 1 to 4 of them.
             batch_size=_DIVISIBLE_BATCH // config.workers,
@@ -126,19 +123,19 @@ def orchestrate(setup: Setup, config: TrainConfig) -> Outcome:
             )
         if result["stopped"] is not None:
             raise Stopped(result["stopped"], None)
-        return Outcome(result["state_hash"], tuple(result["losses"]))
+        return RunResult(result["state_hash"], tuple(result["losses"]))
 
     return asyncio.run(train())
 
 
-FEATURES: Final[dict[str, Setup]] = {}
+FEATURES: Final[dict[str, FeatureSetup]] = {}
 
 
-def add(name: str, **given: Any) -> Setup:
-    """Have the gauntlet run this way to train; see `Setup` for what can be given."""
+def add(name: str, **given: Any) -> FeatureSetup:
+    """Have the gauntlet run this way to train; see `FeatureSetup` for what can be given."""
     if name in FEATURES:
         raise UsageError(f"the gauntlet has a feature {name!r} already", remedy="choose another name")
-    setup = FEATURES[name] = Setup(name=name, **given)
+    setup = FEATURES[name] = FeatureSetup(name=name, **given)
     return setup
 
 
@@ -151,10 +148,10 @@ _sparse = {"data": models.words, "validation": models.held_out_words}
 
 add("dropout")
 add("batch-norm", model=models.with_batch_norm)
-add("two dtypes", model=models.mixed_dtypes)
+add("two dtypes", model=models.TwoDtypes)
 add("sparse", model=models.WordBag, optimizer=models.dense_and_sparse, **_sparse)
 add("sparse momentum", model=models.WordBag, optimizer=models.sparse_momentum, **_sparse)
-add("sparse only", model=models.SparseOnly, optimizer=models.sparse_adam, **_sparse)
+add("sparse only", model=models.sparse_only, optimizer=models.sparse_adam, **_sparse)
 for _kind in ("int8", "int4", "top-k", "fp16", "bf16"):
     add(f"compression {_kind}", settings=compressed(_kind))
 add("compression without feedback", settings=compressed("int8", error_feedback=False))
@@ -171,7 +168,7 @@ add(
 add("stateful modifier", callbacks=lambda: (models.Momentum(),))
 add("several optimizers", optimizer=models.two_optimizers)
 add("clipped, with a schedule", optimizer=models.sgd, settings={"clip_norm": 0.3, "schedule": "cosine"})
-add("stream", data=models.Stream)
+add("stream", data=models.NumberStream)
 add("loader processes", data=models.loader)
 add("backup", care={"stragglers": "backup"})
 add("accumulate", settings={"micro_batch": 2})
@@ -188,8 +185,8 @@ add("checksums", care={"checksums": True})
 add("orchestrator", validation=None, drive=orchestrate)
 
 
-def undisturbed(setup: Setup, folder: str) -> Outcome:
-    """One process, no supervisor: what every disturbed run has to come to."""
+def undisturbed(setup: FeatureSetup, folder: str) -> RunResult:
+    """Train in one process without a supervisor: every disturbed run must end with this result."""
     config = setup.config(folder, 1)
     alone = dataclasses.replace(config.fault_tolerance, enabled=False)
     return setup.run(dataclasses.replace(config, fault_tolerance=alone))

@@ -30,13 +30,10 @@ def with_batch_norm() -> nn.Module:
     )
 
 
-def mixed_dtypes() -> nn.Module:
-    """Parameters of two dtypes: a step exchanges two sums."""
-    return _TwoDtypes()
-
-
 @final
-class _TwoDtypes(nn.Module):
+class TwoDtypes(nn.Module):
+    """Parameters of two dtypes: a step exchanges two sums."""
+
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(FEATURES, 16)
@@ -59,16 +56,9 @@ class WordBag(nn.Module):
         return self.head(self.embedding(words))
 
 
-@final
-class SparseOnly(nn.Module):
-    """No dense parameter at all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.EmbeddingBag(WORDS, CLASSES, mode="mean", sparse=True)
-
-    def forward(self, words: Tensor) -> Any:
-        return self.embedding(words)
+def sparse_only() -> nn.Module:
+    """Return a model without any dense parameter."""
+    return nn.EmbeddingBag(WORDS, CLASSES, mode="mean", sparse=True)
 
 
 def numbers() -> tuple[Tensor, Tensor]:
@@ -108,7 +98,7 @@ class Items(Dataset[tuple[Tensor, Tensor]]):
 
 
 @final
-class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+class NumberStream(IterableDataset[tuple[Tensor, Tensor]]):
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         items = Items()
         yield from (items[index] for index in range(len(items)))
@@ -164,7 +154,7 @@ def dense_and_sparse(parameters: Any) -> list[torch.optim.Optimizer]:
 
 
 def sparse_momentum(parameters: Any) -> torch.optim.Optimizer:
-    """The momentum of a sparse embedding is a sparse tensor."""
+    """Return SGD with momentum, which is a sparse tensor for a sparse embedding."""
     return torch.optim.SGD(parameters, 0.05, momentum=0.9)
 
 

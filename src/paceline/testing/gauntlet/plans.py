@@ -19,7 +19,7 @@ _WINDOW: Final = 1.2  # seconds from the first view in which failures come from 
 
 @final
 @dataclass(frozen=True)
-class Act:
+class OutsideAction:
     """One failure from outside, `at` seconds after the run's first view. `number` chooses the worker, or is
     how many workers are wanted; `seconds` is how long a stop lasts."""
 
@@ -35,12 +35,12 @@ class Act:
 
 @final
 @dataclass(frozen=True)
-class Plan:
+class FaultPlan:
     """What one run meets. `resumed_on`: the numbers of workers of later starts, after it was ended."""
 
     workers: int
     chaos: tuple[Fault, ...]
-    outside: tuple[Act, ...]
+    outside: tuple[OutsideAction, ...]
     resumed_on: tuple[int, ...] = ()
 
     def __str__(self) -> str:
@@ -48,12 +48,12 @@ class Plan:
         return "; ".join([*parts, *(f"resumed on {workers}" for workers in self.resumed_on)])
 
 
-def draw(feature: str, seed: int, *, steps: int, shards: int, inside: bool = True) -> Plan:
-    """The plan of this feature and seed. `inside`: workers can inject failures into themselves."""
+def draw(feature: str, seed: int, *, steps: int, shards: int, inside: bool = True) -> FaultPlan:
+    """Draw the plan of a feature and seed. `inside`: workers can inject failures into themselves."""
     dice = random.Random(f"{feature}/{seed}")
     workers = dice.randint(2, shards)
     chaos: list[Fault] = []
-    outside: list[Act] = []
+    outside: list[OutsideAction] = []
     resumed: tuple[int, ...] = ()
     for _ in range(dice.randint(1, _MOST_FAILURES)):
         chance = dice.random() if inside else 0.6 + 0.4 * dice.random()
@@ -63,8 +63,8 @@ def draw(feature: str, seed: int, *, steps: int, shards: int, inside: bool = Tru
             outside += _from_outside(dice, shards)
         elif not resumed:
             resumed = (dice.randint(1, shards),)
-            outside.append(Act(dice.uniform(0.0, _WINDOW), "end"))
-    return Plan(workers, tuple(chaos), tuple(sorted(outside, key=lambda act: act.at)), resumed)
+            outside.append(OutsideAction(dice.uniform(0.0, _WINDOW), "end"))
+    return FaultPlan(workers, tuple(chaos), tuple(sorted(outside, key=lambda act: act.at)), resumed)
 
 
 def _from_inside(dice: random.Random, workers: int, steps: int) -> list[Fault]:
@@ -92,22 +92,25 @@ def _from_inside(dice: random.Random, workers: int, steps: int) -> list[Fault]:
     return [first]
 
 
-def _from_outside(dice: random.Random, shards: int) -> list[Act]:
+def _from_outside(dice: random.Random, shards: int) -> list[OutsideAction]:
     at, number = dice.uniform(0.0, _WINDOW), dice.randrange(shards)
     match dice.choice(("kill", "kill", "double", "stop", "terminate", "supervisor", "scale", "scale", "all")):
         case "double":
-            return [Act(at, "kill", number), Act(at + dice.uniform(0.0, _APART), "kill", number + 1)]
+            return [
+                OutsideAction(at, "kill", number),
+                OutsideAction(at + dice.uniform(0.0, _APART), "kill", number + 1),
+            ]
         case "stop":
-            return [Act(at, "stop", number, dice.uniform(0.001, 0.3))]
+            return [OutsideAction(at, "stop", number, dice.uniform(0.001, 0.3))]
         case "terminate":
-            return [Act(at, "terminate", number)]
+            return [OutsideAction(at, "terminate", number)]
         case "supervisor":
-            return [Act(at, "kill supervisor")]
+            return [OutsideAction(at, "kill supervisor")]
         case "scale":
             return [
-                Act(at, "scale", dice.randint(1, shards)),
-                Act(at + 0.4, "scale", dice.randint(1, shards)),
+                OutsideAction(at, "scale", dice.randint(1, shards)),
+                OutsideAction(at + 0.4, "scale", dice.randint(1, shards)),
             ]
         case "all":
-            return [Act(at, "kill all")]
-    return [Act(at, "kill", number)]
+            return [OutsideAction(at, "kill all")]
+    return [OutsideAction(at, "kill", number)]

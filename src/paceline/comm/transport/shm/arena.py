@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import ctypes
 import mmap
 import threading
 import weakref
@@ -33,13 +32,11 @@ class Arena:
         self._retired = False
 
     def retire(self) -> None:
-        """The group broke: a peer may still read what this rank gives back, so pages stay until the segment
-        itself goes."""
+        """Keep pages until the segment itself goes: the group broke, and a peer may still read them."""
         self._retired = True
 
     def empty(self, nbytes: int) -> Tensor:
-        """A uint8 tensor of `nbytes` that lives in the segment; its range is free again when the last view
-        of it is gone."""
+        """Return a uint8 tensor in the segment; its range is free again when the last view of it is gone."""
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
         length = -(-nbytes // _ALIGN) * _ALIGN
@@ -64,7 +61,12 @@ class Arena:
         )
 
     def _give_back(self, offset: int, length: int) -> None:
-        self._return_pages(offset, length)
+        # MADV_REMOVE frees the pages of the file behind the mapping; without it they stay until the group
+        # ends.
+        if not self._retired and not self._mapping.closed and hasattr(mmap, "MADV_REMOVE"):
+            # A file that takes a memory file's place may be of a file system that cannot do it.
+            with contextlib.suppress(OSError):
+                self._mapping.madvise(mmap.MADV_REMOVE, offset, length)
         with self._lock:
             index = bisect.bisect(self._free, (offset, length))
             if index < len(self._free) and self._free[index][0] == offset + length:
@@ -75,17 +77,9 @@ class Arena:
                 offset, length = before, room + length
             self._free.insert(index, (offset, length))
 
-    def _return_pages(self, offset: int, length: int) -> None:
-        # MADV_REMOVE frees the pages of the file behind the mapping; without it they stay until the group
-        # ends.
-        if not self._retired and not self._mapping.closed and hasattr(mmap, "MADV_REMOVE"):
-            # A file that takes a memory file's place may be of a file system that cannot do it.
-            with contextlib.suppress(OSError):
-                self._mapping.madvise(mmap.MADV_REMOVE, offset, length)
-
 
 def map_segment(fd: int, size: int) -> mmap.mmap:
-    """The whole segment in this process's address space; memory is used only where it is written."""
+    """Map the whole segment into this process's address space; memory is used only where it is written."""
     try:
         mapping = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_NORESERVE", 0))
     except (OSError, ValueError, OverflowError) as error:
@@ -96,8 +90,3 @@ def map_segment(fd: int, size: int) -> mmap.mmap:
     if hasattr(mmap, "MADV_DONTDUMP"):
         mapping.madvise(mmap.MADV_DONTDUMP)
     return mapping
-
-
-def address_of(memory: memoryview) -> int:
-    """Where a piece of the mapping begins in this process."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))

@@ -1,8 +1,10 @@
-"""All ranks' memory at once, and ticks to wait for: what the fast all-reduce works on.
+"""`base.Window` for the processes of one host: the memory of all ranks, and ticks to wait for.
 
-Every rank counts its ticks; in a window call all ranks make the same number of them, so "everybody has
+Every rank counts its ticks; in a window call all ranks make the same number of them, so "all ranks have
 reached my tick" is a barrier without a coordinator. The first tick of a call also shows the call's
-signature: ranks in different calls find out at once.
+signature: ranks in different calls find out at once. The transport lays out the scratch areas (`small`,
+`staging`, `results`), the algorithms decide when they are reused (algorithms/shm); `prepared` belongs to the
+algorithms.
 """
 
 from __future__ import annotations
@@ -10,33 +12,33 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
-from paceline.comm.calls import Call, RankState
-from paceline.comm.transport.shm import sync
-from paceline.comm.transport.shm.board import PID, REACHES, SIGNATURES, STATE, TICK, WORD, Board
-from paceline.comm.transport.shm.layout import Layout
-from paceline.comm.transport.shm.reach import Reach
-from paceline.comm.transport.watch import Watch
+from paceline.comm.call_status import CollectiveCall, RankState
+from paceline.comm.transport.shm import futex
+from paceline.comm.transport.shm.cross_memory import CrossMemory
+from paceline.comm.transport.shm.status_board import PID, REACHES, SIGNATURES, STATE, TICK, WORD, StatusBoard
+from paceline.comm.transport.wait_watch import Watch
+from paceline.core.shm_segment_layout import SegmentLayout
 
 _MASK, _HALF = 0xFFFFFFFF, 0x80000000
-_ENTRY = (
-    4  # 64-bit words of a signature entry: sequence, signature, where the input is, where the result goes
-)
+_ENTRY = 4  # 64-bit words of a signature entry: sequence, signature, location of the input, of the result
 _YES, _NO, _SLOW = 1, 2, 3
 _TRIAL = 1 << 20
 _WAKE_SECONDS, _LAST_SECONDS = 0.0005, 1.0
-_OFFERED: list[Tensor] = []
-"""Memory offered to peers in a call that failed: a late one may still copy, so it is never reused."""
 _WORTH = 1.8
 """Going through slots copies nearly twice as many bytes as reaching does."""
 
 
 class ShmWindow:
-    def __init__(self, board: Board, layout: Layout, segment: Tensor, *, spins: int, crowded: bool) -> None:
+    """The `base.Window` of a segment: its memory, and ticks in the rows of the status board. The Protocols
+    say what the methods do."""
+
+    def __init__(
+        self, board: StatusBoard, layout: SegmentLayout, segment: Tensor, *, spins: int, crowded: bool
+    ) -> None:
         self._board = board
         self._rank = board.rank
         self._world = board.world_size
@@ -47,23 +49,23 @@ class ShmWindow:
         self._words, self._longs = board.words, board.longs
         self._mine = board.word(board.rank, TICK)
         self._my_address = board.address(board.rank, TICK)
-        self._others = [
-            (board.word(rank, TICK), rank) for rank in range(board.world_size) if rank != board.rank
-        ]
+        self._others = [(board.word(rank, TICK), rank) for rank in range(self._world) if rank != self._rank]
         self._entries = [board.long(rank, SIGNATURES) for rank in range(board.world_size)]
         self._my_entry = self._entries[board.rank]
         self._ticks = 0
-        self._calls = 0
+        # Calls alternate between the two slots. A rank that fills a slot again has seen the tick of every
+        # rank in the call in between, so no rank still reads the old content.
+        self.next_slot = 1
         self._spins = spins
         # With a core for every rank a yield only costs; with fewer it lets the one run that is waited for.
         self._yield_mask = 0 if crowded else 0xFF
-        self._reach = Reach()
+        self._reach = CrossMemory()
         self.reachable: bool | None = None
         self._sleeps_on = 0
         self.prepared: dict[object, object] = {}
-        world = layout.world_size
-        self.small = _area(segment, layout.small, 2, world, layout.small_bytes)
-        self.staging = _area(segment, layout.staging, 3, world, layout.stage_bytes)
+        # uint8: [2, world, small_bytes], [3, world, stage_bytes] and [3, stage_bytes]
+        self.small = _area(segment, layout.small, 2, self._world, layout.small_bytes)
+        self.staging = _area(segment, layout.staging, 3, self._world, layout.stage_bytes)
         self.results = _area(segment, layout.results, 3, 1, layout.stage_bytes)[:, 0]
 
     def offset_of(self, tensor: Tensor) -> int | None:
@@ -73,29 +75,26 @@ class ShmWindow:
     def at(self, offset: int, nbytes: int) -> Tensor:
         return self._segment[offset : offset + nbytes]
 
-    def next_slot(self) -> int:
-        # Calls alternate. Who fills a slot again has seen everybody's tick of the call in between, so
-        # nobody reads the
-        # old content any more.
-        return (self._calls + 1) & 1
-
-    def tick(self, call: Call | None = None, source: int = 0, target: int = 0) -> int:
+    def signal(self, call: CollectiveCall | None = None, source: int = 0, target: int = 0) -> int:
+        # Order matters: the entry, then the tick that announces it, then the wake-up. A peer reads the
+        # entry only after it has seen the tick. Entries alternate with the calls: a peer that is one call
+        # behind still finds the one it compares, and none can be two calls behind.
         if call is not None:
-            self._calls += 1
-            entry = self._my_entry + (self._calls & 1) * _ENTRY
+            entry = self._my_entry + self.next_slot * _ENTRY
+            self.next_slot ^= 1
             longs = self._longs
             longs[entry] = call.sequence
             longs[entry + 1] = call.signature
             longs[entry + 2] = source
             longs[entry + 3] = target
         tick = self._ticks = (self._ticks + 1) & _MASK
-        sync.fence()
+        futex.fence()
         self._words[self._mine] = tick
         if self._others:
-            sync.wake(self._my_address)
+            futex.wake(self._my_address)
         return tick
 
-    def wait(self, tick: int, call: Call, deadline: float) -> None:
+    def wait(self, tick: int, call: CollectiveCall, deadline: float) -> None:
         words = self._words
         for index, rank in self._others:
             if (words[index] - tick) & _MASK < _HALF:
@@ -107,42 +106,51 @@ class ShmWindow:
                     os.sched_yield()
             else:
                 self._wait_long(index, rank, tick, call, deadline)
-        sync.fence()
+        futex.fence()
 
-    def never_met(self, tick: int) -> bool:
+    def is_unreachable(self, tick: int) -> bool:
         return any(
-            not sync.reached(self._words[index], tick) and self._board.is_gone(rank)
+            not futex.reached(self._words[index], tick) and self._board.is_gone(rank)
             for index, rank in self._others
         )
 
-    def meet(self, call: Call, deadline: float) -> None:
-        self.wait(self.tick(call), call, deadline)
+    def barrier(self, call: CollectiveCall, deadline: float) -> None:
+        self.wait(self.signal(call), call, deadline)
         self._check(call, deadline)
 
-    def locations(self, call: Call, deadline: float) -> tuple[list[int], list[int]]:
+    def locations(self, call: CollectiveCall, deadline: float) -> tuple[list[int], list[int]]:
         self._check(call, deadline)
-        parity = (self._calls & 1) * _ENTRY
+        parity = (self.next_slot ^ 1) * _ENTRY
         longs = self._longs
-        places = [entry + parity for entry in self._entries]
-        return [longs[place + 2] for place in places], [longs[place + 3] for place in places]
+        entries = [entry + parity for entry in self._entries]
+        return [longs[entry + 2] for entry in entries], [longs[entry + 3] for entry in entries]
 
-    def can_reach(self, call: Call, deadline: float) -> bool:
+    def can_reach(self, call: CollectiveCall, deadline: float) -> bool:
         if self.reachable is None:
             self.reachable = self._try_reach(call, deadline)
         return self.reachable
 
-    def _try_reach(self, call: Call, deadline: float) -> bool:
-        """Permission is tried with one word of every peer; speed with a megabyte of the next one, by
-        everybody at once."""
+    def _try_reach(self, call: CollectiveCall, deadline: float) -> bool:
+        """Try cross-process copies, all ranks at once: permission with one word of every peer, speed with a
+        megabyte of the next one.
+
+        The answer must be the same on all ranks, because it decides which way they reduce. So each rank
+        publishes its verdict, and all compute the answer from the same verdicts after the same tick.
+        """
         board, longs = self._board, self._longs
+        # Published with plain stores; the tick below is what makes them readable: a peer that has seen it
+        # has seen them, too (`signal` puts a fence before it).
         buffer = torch.zeros(_TRIAL, dtype=torch.uint8, device="cpu")
         mine = board.long(self._rank, WORD)
         longs[mine], longs[mine + 1] = self._reach.address, self._reach.word.value
-        longs[mine + 2] = buffer.data_ptr()
+        longs[mine + 2] = buffer.data_ptr()  # `buffer` lives until the second tick: no peer reads it later
         self._reach.allow_siblings()
-        self.staging[:, self._rank] = 0
-        self.wait(self.tick(), call, deadline)
-        allowed = all(self._try(rank) for _, rank in self._others)
+        self.staging[:, self._rank] = 0  # so that its pages exist: a page fault is not what is measured
+        self.wait(self.signal(), call, deadline)  # addresses and words of all ranks are published
+        allowed = all(
+            self._reach.try_word(board.words[board.word(rank, PID)], *longs[at : at + 2])
+            for rank, at in ((rank, board.long(rank, WORD)) for _, rank in self._others)
+        )
         verdict = _NO
         if allowed and self._others:
             peer = (self._rank + 1) % self._world
@@ -150,16 +158,21 @@ class ShmWindow:
             address = longs[board.long(peer, WORD) + 2]
             reading = _fastest(lambda: self.read(peer, address, into, call, deadline))
             copying = _fastest(lambda: into[: slot.numel()].copy_(slot)) * _TRIAL / slot.numel()
+            # In containers that intercept system calls a read works, and is slower than two copies.
             verdict = _YES if reading < copying * _WORTH else _SLOW
         board.words[board.word(self._rank, REACHES)] = verdict
-        self.wait(self.tick(), call, deadline)
+        # The second tick closes two races: no rank reads a verdict that is not written yet, and no rank frees
+        # `buffer` while a peer still measures with it.
+        self.wait(self.signal(), call, deadline)
         verdicts = [board.words[board.word(rank, REACHES)] for rank in range(self._world)]
+        # One refusal rules it out, since every rank reaches every other. Speed is a matter of noise: the
+        # majority decides.
         return _NO not in verdicts and verdicts.count(_YES) * 2 >= self._world
 
-    def read(self, rank: int, address: int, into: Tensor, call: Call, deadline: float) -> None:
+    def read(self, rank: int, address: int, into: Tensor, call: CollectiveCall, deadline: float) -> None:
         self._copy(self._reach.read, rank, address, into, call, deadline)
 
-    def write(self, rank: int, address: int, data: Tensor, call: Call, deadline: float) -> None:
+    def write(self, rank: int, address: int, data: Tensor, call: CollectiveCall, deadline: float) -> None:
         self._copy(self._reach.write, rank, address, data, call, deadline)
 
     def _copy(
@@ -168,7 +181,7 @@ class ShmWindow:
         rank: int,
         address: int,
         here: Tensor,
-        call: Call,
+        call: CollectiveCall,
         deadline: float,
     ) -> None:
         nbytes = here.numel() * here.element_size()
@@ -184,19 +197,8 @@ class ShmWindow:
                 self._unreachable(rank, call, deadline)
             done += count
 
-    def keep_offered(self, *tensors: Tensor) -> None:
-        # What lies in the window stays with the segment, and the broken group hands none of it out again.
-        if self.reachable:
-            _OFFERED.extend(tensor for tensor in tensors if self.offset_of(tensor) is None)
-
-    def _try(self, rank: int) -> bool:
-        board = self._board
-        at = board.long(rank, WORD)
-        return self._reach.try_word(board.words[board.word(rank, PID)], self._longs[at], self._longs[at + 1])
-
-    def _unreachable(self, rank: int, call: Call, deadline: float) -> None:
-        """A peer that could be reached before cannot be any more: it is dying, and the board will say so
-        in a moment."""
+    def _unreachable(self, rank: int, call: CollectiveCall, deadline: float) -> None:
+        """Wait until the board shows why a peer can no longer be reached: its process is ending."""
         self._sleeps_on = self._my_address
         try:
             with Watch(self._board, call.status([rank]), deadline) as watch:
@@ -206,44 +208,46 @@ class ShmWindow:
         finally:
             self._sleeps_on = 0
 
-    def _check(self, call: Call, deadline: float) -> None:
+    def _check(self, call: CollectiveCall, deadline: float) -> None:
         longs, signature, sequence = self._longs, call.signature, call.sequence
-        parity = (self._calls & 1) * _ENTRY
+        parity = (self.next_slot ^ 1) * _ENTRY
         for entry in self._entries:
             at = entry + parity
             if longs[at + 1] != signature or longs[at] != sequence:
                 with self._watch(call, deadline) as watch:
                     watch.disagree("ranks made different calls")
 
-    def _wait_long(self, index: int, rank: int, tick: int, call: Call, deadline: float) -> None:
+    def _wait_long(self, index: int, rank: int, tick: int, call: CollectiveCall, deadline: float) -> None:
+        # Read before anything is checked: the sleep below compares against this value, so a tick that comes
+        # at any moment from here on ends it at once.
         value = self._words[index]
-        # First the word to `wake_sleeper`, then the look at who may call it: one of the two is seen.
+        # An interrupt sets `board.interrupted` and then wakes what `_sleeps_on` names. Publishing the word
+        # first and checking for the interrupt second means that one of the two sees the other.
         self._sleeps_on = self._board.address(rank, TICK)
         try:
-            if not sync.reached(value, tick):
+            if not futex.reached(value, tick):
                 self._board.check_open()
                 self._board.sleep(rank, TICK, value)
-            if sync.reached(self._words[index], tick):
+            if futex.reached(self._words[index], tick):
                 return
             with self._watch(call, deadline) as watch:
-                while not sync.reached(value := self._words[index], tick):
+                while not futex.reached(value := self._words[index], tick):
                     if watch.look():
                         self._board.sleep(rank, TICK, value)
         finally:
             self._sleeps_on = 0
 
     def wake_sleeper(self) -> None:
-        """Lets a thread of this rank look around that waits for a tick."""
+        """Wake a thread of this rank that waits for a tick, so that it checks for an interrupt."""
         end = time.monotonic() + _LAST_SECONDS
-        # It may be about to sleep: then the first call comes too early.
+        # The thread may be between its check and its sleep, where a wake-up is lost: repeat it.
         while (address := self._sleeps_on) and time.monotonic() < end:
-            sync.wake(address)
+            futex.wake(address)
             time.sleep(_WAKE_SECONDS)
 
-    def _watch(self, call: Call, deadline: float) -> AbstractContextManager[Watch]:
-        waits_for = tuple(
-            rank for index, rank in self._others if not sync.reached(self._words[index], self._ticks)
-        )
+    def _watch(self, call: CollectiveCall, deadline: float) -> Watch:
+        words, tick = self._words, self._ticks
+        waits_for = [rank for index, rank in self._others if not futex.reached(words[index], tick)]
         return Watch(self._board, call.status(waits_for), deadline)
 
 
@@ -252,6 +256,8 @@ def _area(segment: Tensor, start: int, depth: int, rows: int, width: int) -> Ten
 
 
 def _fastest(action: Callable[[], object]) -> float:
+    """Return the fastest of five: noise only ever adds to a time. (timeit's frame would hide the user's line
+    in an error of `action`.)"""
     times = []
     for _ in range(5):
         start = time.perf_counter()

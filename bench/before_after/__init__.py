@@ -1,0 +1,1 @@
+"""Two checkouts of Paceline measured in turns: did a change make anything slower?"""

@@ -1,0 +1,162 @@
+"""Measurements of the checkout on PYTHONPATH: `python probes.py NAME` prints JSON, figure -> seconds.
+
+Runs in two checkouts of different age, so it uses public names of `paceline` and functions of `bench` that
+both have. Less is better.
+"""
+
+from __future__ import annotations
+
+import json
+import runpy
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+MEGABYTE = 1 << 20
+ALL_REDUCE = {"4 KB": 4096, "1 MB": MEGABYTE, "25 MB": 25 * MEGABYTE}
+ALL_REDUCE_CALLS = {"4 KB": 400, "1 MB": 60, "25 MB": 8}
+TRAIN = {("mlp_1m", 1): 100, ("mlp_1m", 4): 60, ("conv", 2): 30, ("mlp_25m", 2): 8}
+KILLS = 25
+MANY_WORKERS, MANY_KILLS = 128, 3
+SCHEDULES = 250
+
+Figures = dict[str, float]
+
+
+def paceline_kills() -> Figures:
+    """Seconds from a kill -9 to the next step, and to the replacement's first contribution."""
+    options = ["--json", "--kills", str(KILLS)]
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.recovery.paceline_kills", *options],
+        check=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    found = json.loads(done.stdout)
+    return {"kill to next step": median(found["next_step"]), "kill to replacement": median(found["back"])}
+
+
+def steady_state() -> Figures:
+    """Seconds of a step of 4 workers with and without a supervisor."""
+    from bench.recovery.steady_state import measure
+
+    with tempfile.TemporaryDirectory(prefix="paceline-before-") as folder:
+        fleet = measure(Path(folder), 4, 30, reverse=False)
+    return {"step, supervised": fleet.supervised, "step, not supervised": fleet.spawned}
+
+
+def train_speed() -> Figures:
+    """Seconds of a step of exact training, by model and number of workers."""
+    from bench.train import paceline_loop
+    from bench.train.workload import SPEED
+
+    works = {work.name: work for work in SPEED}
+    return {
+        f"train {name}, {workers} workers": paceline_loop.seconds_a_step(works[name], workers, 5, steps)
+        for (name, workers), steps in TRAIN.items()
+    }
+
+
+def all_reduce() -> Figures:
+    """Seconds of an all-reduce on the slowest rank, with a result in new memory and in the caller's."""
+    import paceline
+
+    figures: Figures = {}
+    for ranks in (2, 4):
+        by_rank = paceline.spawn(_timed_reductions, workers=ranks, threads=1)
+        for name in by_rank[0]:
+            figures[f"{name}, {ranks} ranks"] = max(found[name] for found in by_rank)
+    return figures
+
+
+def _timed_reductions(ctx) -> Figures:  # type: ignore[no-untyped-def]  # two checkouts, two types
+    import torch
+
+    figures: Figures = {}
+    for size, nbytes in ALL_REDUCE.items():
+        data, out = torch.ones(nbytes // 4), torch.empty(nbytes // 4)
+        forms: dict[str, Callable[[], object]] = {
+            "returned": lambda data=data: ctx.all_reduce(data),  # type: ignore[misc]
+            "out=": lambda data=data, out=out: ctx.all_reduce(data, out=out),  # type: ignore[misc]
+        }
+        for form, call in forms.items():
+            times = []
+            for _ in range(ALL_REDUCE_CALLS[size]):
+                ctx.barrier()
+                began = time.perf_counter()
+                call()
+                times.append(time.perf_counter() - began)
+            figures[f"all_reduce {size} {form}"] = median(times[len(times) // 10 :])
+    return figures
+
+
+def many_workers() -> Figures:
+    """128 workers: seconds to the first step, of a step, and from a kill to the next step."""
+    from bench.recovery.many_workers import crowd
+
+    with tempfile.TemporaryDirectory(prefix="paceline-before-") as folder:
+        found = crowd(Path(folder), MANY_WORKERS, MANY_KILLS)
+    if not found.equal:
+        raise SystemExit("the run of 128 workers ended with another hash")
+    return {
+        "128 workers, first step": found.start,
+        "128 workers, step": found.step_seconds,
+        "128 workers, repair": median(found.repairs),
+    }
+
+
+def simulate() -> Figures:
+    """Seconds of the supervisor's machine under simulated faults, of one process."""
+    began = time.perf_counter()
+    options = ["--workers", "8", "--schedules", str(SCHEDULES), "--seed", "1", "--json"]
+    subprocess.run(
+        [sys.executable, "-m", "paceline", "simulate", *options], check=True, stdout=subprocess.DEVNULL
+    )
+    return {f"{SCHEDULES} simulated schedules": time.perf_counter() - began}
+
+
+def start_up() -> Figures:
+    """Seconds of `import paceline` and of the command's help, in a fresh interpreter."""
+    figures: Figures = {}
+    for name, arguments in {
+        "import": ["-c", "import paceline"],
+        "help": ["-m", "paceline", "--help"],
+    }.items():
+        times = []
+        for _ in range(10):
+            began = time.perf_counter()
+            subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL)
+            times.append(time.perf_counter() - began)
+        figures[f"start: {name}"] = min(times)
+    return figures
+
+
+def control_messages() -> Figures:
+    """Seconds to encode a control message, and to decode and validate it."""
+    # Of this file's checkout, which knows the names of both.
+    script = Path(__file__).parents[1] / "control_messages.py"
+    figures: Figures = runpy.run_path(str(script))["figures"]()
+    return figures
+
+
+PROBES: dict[str, Callable[[], Figures]] = {
+    probe.__name__: probe
+    for probe in (
+        paceline_kills,
+        steady_state,
+        train_speed,
+        all_reduce,
+        many_workers,
+        simulate,
+        start_up,
+        control_messages,
+    )
+}
+
+
+if __name__ == "__main__":
+    print(json.dumps(PROBES[sys.argv[1]]()))

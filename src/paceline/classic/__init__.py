@@ -1,4 +1,0 @@
-"""Distributed learning without gradients: k-means and forests.
-
-Must not know train and elastic.
-"""

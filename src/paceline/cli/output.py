@@ -1,0 +1,33 @@
+"""What commands share: their common arguments, and printing of what may come from a run of another user."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from paceline.core.untrusted import printable
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+RunArgument = Annotated[str, typer.Argument(help="A run's folder.")]
+ScriptArguments = Annotated[
+    list[str] | None,
+    typer.Argument(help="After --: arguments of the script, in the place of the recorded ones."),
+]
+Script = Annotated[
+    str | None, typer.Option(help="The script that made the run, where it was moved or not recorded.")
+]
+
+
+def echo(text: object, *, err: bool = False) -> None:
+    """Print a line; control characters of a folder from elsewhere do not reach the terminal."""
+    typer.echo(printable(text), err=err)
+
+
+def echo_json(value: object) -> None:
+    """Print JSON: NaN and infinities as strings, values without a JSON type by their repr."""
+    # Imported here because `--help` must not wait for the event classes.
+    from paceline.core.events import finite
+
+    echo(json.dumps(finite(value), indent=2, allow_nan=False, default=repr))

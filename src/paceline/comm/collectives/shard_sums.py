@@ -1,0 +1,176 @@
+"""Sums of shards that are spread over the ranks in any way: who holds what, and whether it adds up.
+
+The arithmetic is in algorithms/canonical.py. Everything that can be wrong with one rank's shards is found
+before anything travels; what is wrong with all ranks' shards together is found by all of them alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from paceline.comm.algorithms import canonical
+from paceline.comm.algorithms.shm.checksums import ChecksumRequest
+from paceline.comm.algorithms.shm.task import ReductionTask
+from paceline.comm.call_status import CollectiveCall, PlannedCall
+from paceline.comm.collectives.data_movement import transfer
+from paceline.comm.collectives.message_encoding import encode_message
+from paceline.comm.collectives.reduction_input import check_dense, describe, to_flat
+from paceline.comm.ops import ReduceOp, check_op, dtype_name, kernel_of
+from paceline.comm.reduction_order import Node, Recipe, covering_nodes, fold_shards
+from paceline.comm.transport.base import Transport, labels_of, peers_of
+from paceline.core.errors import UsageError
+
+
+@dataclass(frozen=True)
+class HeldShards:
+    """This rank's shards, flat, and the shape that they had."""
+
+    flats: dict[int, Tensor]
+    shape: list[int]
+
+
+def check_shards(tensors: Mapping[int, Tensor], shards: int, op: ReduceOp) -> HeldShards:
+    """Return this rank's shards, after checking that they can be combined."""
+    if not isinstance(tensors, Mapping):
+        raise UsageError(
+            f"canonical_sum of a {type(tensors).__name__}", remedy="pass {shard_index: tensor, ...}"
+        )
+    if not isinstance(shards, int) or shards < 1:
+        raise UsageError(
+            f"canonical_sum: shards={shards!r}",
+            remedy="shards is the number of shards over all ranks, at least 1",
+        )
+    flats: dict[int, Tensor] = {}
+    shapes: set[str] = set()
+    for index, tensor in tensors.items():
+        what = f"canonical_sum: shard {index!r}"
+        if not isinstance(index, int) or not 0 <= index < shards:
+            raise UsageError(
+                f"{what} is not one of {shards}",
+                remedy=f"shard indices are whole numbers from 0 to {shards - 1}",
+            )
+        if not isinstance(tensor, Tensor):
+            raise UsageError(f"{what} is a {type(tensor).__name__}", remedy="pass {shard_index: tensor, ...}")
+        check_dense(tensor, what)
+        check_op(op, tensor.dtype)
+        shapes.add(describe(tensor))
+        flats[index] = to_flat(tensor)
+    if len(shapes) > 1:
+        raise UsageError(
+            f"canonical_sum: shards differ: {', '.join(sorted(shapes))}",
+            remedy="all shards have one shape and dtype",
+        )
+    return HeldShards(flats, list(next(iter(tensors.values())).shape) if flats else [])
+
+
+def plan_canonical_sum(
+    transport: Transport, tensors: Mapping[int, Tensor], shards: int, op: ReduceOp
+) -> PlannedCall[Tensor]:
+    """Plan the sum of shards that are spread over the ranks in any way; every rank gets the result."""
+    held = check_shards(tensors, shards, op)
+
+    def work(call: CollectiveCall, deadline: float) -> Tensor:
+        ownership, dtype, shape = _exchange_ownership(transport, call, held, shards, deadline)
+        recipe = ownership.recipe_of(op, labels_of(transport))
+        partials = fold_shards(held.flats, ownership.nodes[transport.rank], kernel_of(op), shards)
+        total = torch.empty(shape.numel(), dtype=dtype, device="cpu")
+        canonical.combine(ReductionTask(transport, call, recipe, partials, total, deadline))
+        return total.view(shape)
+
+    text = f"canonical_sum({op.name}, shards={shards})"
+    return PlannedCall("canonical_sum", text, work, "canonical")
+
+
+@dataclass(frozen=True)
+class ShardOwnership:
+    """Which shards each rank holds, by rank; together every shard once."""
+
+    shards: int
+    blocks: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def nodes(self) -> tuple[tuple[Node, ...], ...]:
+        """The whole subtrees of the canonical tree that each rank can fold by itself."""
+        return tuple(tuple(covering_nodes(block, self.shards)) for block in self.blocks)
+
+    @cached_property
+    def text(self) -> str:
+        return f"shards={self.shards}, by rank {[list(block) for block in self.blocks]}"
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        """How the partials become the sum; raises what is wrong with the ownership."""
+        return self.recipe_of(ReduceOp.SUM, range(len(self.blocks)))
+
+    def recipe_of(self, op: ReduceOp, labels: Sequence[int]) -> Recipe:
+        owners: dict[int, list[int]] = {}
+        for rank, block in enumerate(self.blocks):
+            for shard in block:
+                owners.setdefault(shard, []).append(labels[rank])
+        missing = [shard for shard in range(self.shards) if shard not in owners]
+        double = {shard: ranks for shard, ranks in owners.items() if len(ranks) > 1}
+        if missing or double:
+            parts = [f"no rank holds {missing}"] if missing else []
+            parts += [f"shard {shard} is held by ranks {ranks}" for shard, ranks in double.items()]
+            raise UsageError(
+                f"canonical_sum over {self.shards} shards: {'; '.join(parts)}",
+                remedy="each shard is held by exactly one rank",
+            )
+        return canonical.recipe_for(self.nodes, self.shards, op)
+
+
+def plan_fold_partials(
+    transport: Transport,
+    partials: Sequence[Tensor],
+    ownership: ShardOwnership,
+    out: Tensor,
+    checksum: ChecksumRequest | None,
+) -> PlannedCall[None]:
+    """Plan the sum of partials that the ranks have folded; all are flat, of out's dtype and size."""
+
+    def work(call: CollectiveCall, deadline: float) -> None:
+        expected = len(ownership.nodes[transport.rank])
+        if len(partials) != expected or any(
+            partial.shape != out.shape or partial.dtype != out.dtype for partial in partials
+        ):
+            raise UsageError(
+                f"fold_partials: {len(partials)} partials "
+                f"{[describe(partial) for partial in partials]} where {expected} of {describe(out)} are due",
+                remedy="fold this rank's shards into one tensor per node of ownership.nodes[rank]",
+            )
+        recipe = ownership.recipe
+        canonical.combine(ReductionTask(transport, call, recipe, partials, out, deadline, checksum))
+
+    checked = "" if checksum is None else ", checksum"
+    text = f"fold_partials({ownership.text}, {out.dtype}[{out.numel()}]{checked})"
+    return PlannedCall("fold_partials", text, work, "canonical")
+
+
+def _exchange_ownership(
+    transport: Transport, call: CollectiveCall, held: HeldShards, shards: int, deadline: float
+) -> tuple[ShardOwnership, torch.dtype, torch.Size]:
+    """Exchange shard ownership, dtype and shape; ranks without a shard learn these from the others."""
+    dtype = dtype_name(next(iter(held.flats.values())).dtype) if held.flats else ""
+    mine = encode_message([sorted(held.flats), dtype, held.shape], "canonical_sum")
+    peers = peers_of(transport)
+    messages = transfer(transport, call, dict.fromkeys(peers, mine), peers, deadline)
+    messages[transport.rank] = mine
+    announced = [messages[rank].decoded() for rank in range(transport.world_size)]
+    kinds = {(name, tuple(size)): rank for rank, (_, name, size) in enumerate(announced) if name}
+    if len(kinds) != 1:
+        labels = labels_of(transport)
+        listing = "; ".join(
+            f"rank {labels[rank]} has {name}{list(size)}" for (name, size), rank in kinds.items()
+        )
+        raise UsageError(
+            f"canonical_sum: the ranks' shards do not fit together: {listing or 'no rank has any'}",
+            remedy="all shards have one shape and dtype",
+        )
+    name, size = next(iter(kinds))
+    ownership = ShardOwnership(shards, tuple(tuple(owned) for owned, _, _ in announced))
+    return ownership, getattr(torch, name), torch.Size(size)

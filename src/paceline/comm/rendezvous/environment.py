@@ -1,0 +1,303 @@
+"""Which rank this process is, of how many, where the ranks meet and by which secret: from arguments first,
+then from what launchers set.
+
+torchrun, OpenMPI and SLURM are known, in this order: the innermost launcher is the one that counts, and a
+torchrun or an mpirun may itself run under SLURM. Where no supervisor gives the ranks a secret, all of them or
+none have a file that PACELINE_SECRET_FILE names: the store in which they meet asks for it, and the key of
+their connections is made from it and from what rank 0 drew, so that reading the rendezvous reveals neither.
+Reads a mapping that it is given; opens no file but the secret's, sends nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import re
+import stat
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from paceline.core.errors import UsageError
+
+LOCAL_HOST = "127.0.0.1"
+LOCAL_PORT = 29577
+"""Where ranks of one machine meet by default."""
+
+SECRET_VARIABLE: Final = "PACELINE_SECRET_FILE"
+_MOST_SECRET: Final = 4096
+_HOW: Final = "make one with `(umask 077; openssl rand -hex 32 > FILE)` and give every rank a copy"
+
+# Below the range from which Linux takes ports for outgoing connections.
+_DERIVED_PORTS = range(20000, 29500)
+
+
+@dataclass(frozen=True)
+class Address:
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def is_loopback(self) -> bool:
+        return re.fullmatch(r"localhost|::1|127(\.\d{1,3}){1,3}", self.host) is not None
+
+
+@dataclass(frozen=True)
+class LaunchInfo:
+    """Which rank of which group a process is; `source` is where that was found, for messages."""
+
+    world_size: int
+    rank: int
+    local_rank: int | None
+    address: Address
+    source: str
+    agent_store: bool = False
+    """The address is served by torchrun's agent: every rank, 0 too, is a client."""
+    attempt: str = ""
+    """Tells groups apart that meet at one agent one after the other."""
+
+
+@dataclass(frozen=True)
+class _Launcher:
+    name: str
+    size: tuple[str, ...]
+    rank: str
+    local_rank: str
+    remedy: str
+
+
+_TORCHRUN = _Launcher("torchrun", ("WORLD_SIZE",), "RANK", "LOCAL_RANK", "start with torchrun, or set both")
+_OPENMPI = _Launcher(
+    "OpenMPI",
+    ("OMPI_COMM_WORLD_SIZE",),
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "start with mpirun",
+)
+_SLURM = _Launcher(
+    "SLURM",
+    ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"),
+    "SLURM_PROCID",
+    "SLURM_LOCALID",
+    "start the ranks with srun, or pass world_size and rank",
+)
+
+
+def find_launch_info(
+    environment: Mapping[str, str],
+    world_size: int | None = None,
+    rank: int | None = None,
+    address: str | None = None,
+) -> LaunchInfo:
+    """Find which rank this process is. Arguments win over the environment; without either, a group of one."""
+    if world_size is not None and rank is not None:
+        return _explicit(environment, world_size, rank, address)
+    launcher = _launcher(environment)
+    if launcher is None:
+        return _alone(environment, world_size, rank, address)
+    size_name = _first_set(environment, launcher.size)
+    size = world_size if world_size is not None else _number(environment, size_name, launcher, at_least=1)
+    number = rank if rank is not None else _number(environment, launcher.rank, launcher, at_least=0)
+    if number >= size:
+        raise UsageError(
+            f"{launcher.rank}={number} with {size_name}={size}: ranks go from 0 to {size - 1}",
+            remedy=launcher.remedy,
+        )
+    return _placed(environment, launcher, size, number, address)
+
+
+def parse_address(text: str, what: str = "address") -> Address:
+    """Read `host:port`, `tcp://host:port` or `[v6::address]:port`."""
+    match = re.fullmatch(
+        r"(?:tcp://)?(?:\[(?P<v6>[0-9a-fA-F:.%\w]+)\]|(?P<host>[^\s:/\[\]]+)):(?P<port>\d{1,5})/?",
+        text.strip(),
+    )
+    if match is None or not 0 < int(match["port"]) < 65536:
+        raise UsageError(
+            f"{what}={text!r} is not an address", remedy="write host:port, for example 10.0.0.1:29500"
+        )
+    return Address(match["v6"] or match["host"], int(match["port"]))
+
+
+def first_host(node_list: str) -> str:
+    """Return the first host of a SLURM node list: `n[003-012,17],gpu1` gives `n003`."""
+    head = re.fullmatch(r"((?:[^,\[\]\s]|\[[^\[\]]+\])+)(?:,.*)?", node_list.strip())
+    host = re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", head[1]) if head is not None else ""
+    if not host or "[" in host or "]" in host:
+        raise UsageError(
+            f"SLURM's node list {node_list!r} cannot be read", remedy="set MASTER_ADDR and MASTER_PORT"
+        )
+    return host
+
+
+def derived_port(job: str) -> int:
+    """Return a port that all ranks of a job come to by themselves."""
+    return _DERIVED_PORTS[zlib.crc32(job.encode()) % len(_DERIVED_PORTS)]
+
+
+def group_secret(environment: Mapping[str, str]) -> bytes:
+    """Read the file that the environment names; empty where it names none."""
+    path = environment.get(SECRET_VARIABLE, "")
+    if not path:
+        return b""
+    try:
+        # Not blocking: a FIFO would wait for a writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{SECRET_VARIABLE}={path} cannot be read: {error}", remedy=_HOW) from error
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise UsageError(f"{SECRET_VARIABLE}={path} is not a regular file", remedy=_HOW)
+        if status.st_mode & 0o077 or status.st_uid not in (0, os.geteuid()):
+            raise UsageError(
+                f"{SECRET_VARIABLE}={path} can be read or written by other users (mode "
+                f"{stat.S_IMODE(status.st_mode):04o}, owner {status.st_uid})",
+                remedy=f"make it yours alone: chmod 600 {path}",
+            )
+        secret = os.read(descriptor, _MOST_SECRET + 2).strip()
+    finally:
+        os.close(descriptor)
+    if not 16 <= len(secret) <= _MOST_SECRET:
+        raise UsageError(
+            f"{SECRET_VARIABLE}={path} holds {len(secret)} bytes; 16 to 4096 are a secret", remedy=_HOW
+        )
+    return secret
+
+
+def mesh_secret(token: bytes, drawn: bytes) -> bytes:
+    """Make the secret of a group's connections from what rank 0 drew and what the ranks were given."""
+    return hmac.new(token, b"paceline mesh" + drawn, hashlib.sha256).digest() if token else drawn
+
+
+def _explicit(environment: Mapping[str, str], world_size: int, rank: int, address: str | None) -> LaunchInfo:
+    if address is None and not _has_master(environment):
+        launcher = _launcher(environment)
+        if (
+            launcher is not None
+            and environment.get(_first_set(environment, launcher.size)) == str(world_size)
+            and environment.get(launcher.rank) == str(rank)
+        ):
+            return _placed(environment, launcher, world_size, rank, None)
+    return _at(environment, world_size, rank, _local_rank(environment, _TORCHRUN), address, "arguments")
+
+
+def _alone(
+    environment: Mapping[str, str], world_size: int | None, rank: int | None, address: str | None
+) -> LaunchInfo:
+    if world_size is None and rank is None and address is None and not _has_master(environment):
+        return LaunchInfo(1, 0, 0, Address(LOCAL_HOST, LOCAL_PORT), "no launcher: a group of one")
+    if world_size == 1 and rank is None:
+        return _at(environment, 1, 0, 0, address, "arguments")
+    if world_size is None and rank is None and address is None:
+        left = " and ".join(name for name in ("MASTER_ADDR", "MASTER_PORT") if environment.get(name))
+        raise UsageError(
+            f"{left} is set in the environment, which says that this process is a rank of a job, and no "
+            "launcher's variables say which",
+            remedy=f"to run alone, or with workers that this process starts, unset {left}; as a rank, set "
+            "WORLD_SIZE and RANK too, or start with torchrun, mpirun or srun",
+        )
+    given = {"world_size": world_size, "rank": rank}
+    missing = " and ".join(name for name, value in given.items() if value is None)
+    raise UsageError(
+        f"{missing} not given, and no launcher's variables are set",
+        remedy="pass world_size and rank, set WORLD_SIZE and RANK, or start with torchrun, mpirun or srun",
+    )
+
+
+def _placed(
+    environment: Mapping[str, str], launcher: _Launcher, size: int, rank: int, address: str | None
+) -> LaunchInfo:
+    local_rank = _local_rank(environment, launcher)
+    if size > 1 and address is None and not _has_master(environment):
+        if launcher is _OPENMPI:
+            return LaunchInfo(size, rank, local_rank, _openmpi_address(environment, size), launcher.name)
+        if launcher is _SLURM:
+            return LaunchInfo(size, rank, local_rank, _slurm_address(environment), launcher.name)
+    return _at(environment, size, rank, local_rank, address, launcher.name)
+
+
+def _at(
+    environment: Mapping[str, str],
+    size: int,
+    rank: int,
+    local_rank: int | None,
+    address: str | None,
+    source: str,
+) -> LaunchInfo:
+    if address is not None:
+        return LaunchInfo(size, rank, local_rank, parse_address(address), source)
+    if _has_master(environment):
+        name, port = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", "")
+        if not name or not port:
+            unset = "MASTER_PORT" if name else "MASTER_ADDR"
+            raise UsageError(
+                f"{unset} is not set although the other of the two is", remedy="set both, or pass address="
+            )
+        master = parse_address(
+            f"[{name}]:{port}" if ":" in name else f"{name}:{port}", "MASTER_ADDR:MASTER_PORT"
+        )
+        agent = environment.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() in ("true", "1")
+        attempt = "/".join(
+            environment.get(f"TORCHELASTIC_{name}", "0") for name in ("RUN_ID", "RESTART_COUNT")
+        )
+        return LaunchInfo(size, rank, local_rank, master, source, agent, attempt if agent else "")
+    return LaunchInfo(size, rank, local_rank, Address(LOCAL_HOST, LOCAL_PORT), source)
+
+
+def _openmpi_address(environment: Mapping[str, str], size: int) -> Address:
+    local_size = _number(environment, "OMPI_COMM_WORLD_LOCAL_SIZE", _OPENMPI, at_least=1)
+    if local_size != size:
+        raise UsageError(
+            f"{size} ranks, {local_size} of them on this host: OpenMPI does not say where rank 0 is",
+            remedy="mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 ...",
+        )
+    names = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_ess_jobid")
+    return Address(LOCAL_HOST, derived_port(environment.get(_first_set(environment, names), "openmpi")))
+
+
+def _slurm_address(environment: Mapping[str, str]) -> Address:
+    name = _first_set(environment, ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"))
+    job = environment.get("SLURM_JOB_ID") or environment.get("SLURM_JOBID")
+    if not environment.get(name) or not job:
+        unset = "SLURM_JOB_ID" if not job else "SLURM_JOB_NODELIST"
+        raise UsageError(f"{unset} is not set although SLURM_PROCID is", remedy=_SLURM.remedy)
+    step = environment.get("SLURM_STEP_ID", "0")
+    return Address(first_host(environment[name]), derived_port(f"{job}.{step}"))
+
+
+def _launcher(environment: Mapping[str, str]) -> _Launcher | None:
+    known = (_TORCHRUN, _OPENMPI, _SLURM)
+    present = (each for each in known if any(environment.get(name) for name in (*each.size, each.rank)))
+    return next(present, None)
+
+
+def _has_master(environment: Mapping[str, str]) -> bool:
+    return bool(environment.get("MASTER_ADDR") or environment.get("MASTER_PORT"))
+
+
+def _first_set(environment: Mapping[str, str], names: tuple[str, ...]) -> str:
+    return next((name for name in names if environment.get(name)), names[0])
+
+
+def _local_rank(environment: Mapping[str, str], launcher: _Launcher) -> int | None:
+    if not environment.get(launcher.local_rank):
+        return None
+    return _number(environment, launcher.local_rank, launcher, at_least=0)
+
+
+def _number(environment: Mapping[str, str], name: str, launcher: _Launcher, *, at_least: int) -> int:
+    text = environment.get(name, "")
+    if not text:
+        others = ", ".join(other for other in (*launcher.size, launcher.rank) if environment.get(other))
+        raise UsageError(f"{name} is not set although {others} is ({launcher.name})", remedy=launcher.remedy)
+    if not re.fullmatch(r"\d{1,9}", text.strip()) or int(text) < at_least:
+        raise UsageError(
+            f"{name}={text!r} ({launcher.name})", remedy=f"{name} is a whole number from {at_least}"
+        )
+    return int(text)

@@ -1,0 +1,56 @@
+"""What the starter of a worker gives it: settings of the job, and which worker it is.
+
+One class from the caller of a run to the worker: `supervised_run` makes it for the job, the supervisor or an
+agent completes it for each worker, and it travels as plain data in the order to the fork server.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, final
+
+from paceline.core.plain_options import PlainOptions
+from paceline.core.tls import Tls
+
+
+@final
+@dataclass(frozen=True)
+class WorkerOptions(PlainOptions):
+    """The first five are the job's, the others one worker's.
+
+    exact      a worker with another fingerprint or model is refused
+    patience   seconds that workers train on without a supervisor, and the job without its caller
+    chaos      faults to inject
+    links      measured costs of the links, as plain data
+    tls        certificates of the control connection
+    attempt    counts the workers of a slot from 1
+    address    of the supervisor; secret: the job's, as hex
+    folder     the run's, on the supervisor's host; empty on others
+    listen     where other members reach this one; ports: the range for its listeners
+    """
+
+    exact: bool = True
+    patience: float = 60.0
+    chaos: str | None = None
+    links: dict[str, Any] = field(default_factory=dict)
+    tls: Tls | None = None
+    member: int = 0
+    slot: int = 0
+    attempt: int = 1
+    address: tuple[str, int] = ("", 0)
+    secret: str = ""
+    folder: str = ""
+    listen: str = "127.0.0.1"
+    ports: str = ""
+
+
+@final
+@dataclass(frozen=True)
+class AgentLaunch(PlainOptions):
+    """What an agent needs to start workers, beside the payload: their entry, the modules that its fork server
+    imports once, threads of numeric libraries, and the options that all workers of the job have."""
+
+    entry: str
+    preload: tuple[str, ...] = ()
+    threads: int | None = None
+    options: WorkerOptions = WorkerOptions()

@@ -1,0 +1,43 @@
+"""Virtual time: a heap of what is to happen. Events of one time happen in the order they were asked for."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import Any, final
+
+
+@final
+class VirtualTime:
+    """`now` moves only when the next thing happens."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.happened = 0
+        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._asked = 0
+
+    def at(self, when: float, act: Callable[..., None], *args: Any) -> None:
+        """Do it then, or now if that is over."""
+        self._asked += 1
+        heapq.heappush(self._heap, (when if when > self.now else self.now, self._asked, act, args))
+
+    def after(self, seconds: float, act: Callable[..., None], *args: Any) -> None:
+        self._asked += 1
+        heapq.heappush(self._heap, (self.now + seconds, self._asked, act, args))
+
+    def next(self) -> bool:
+        """Let the next thing happen; False: nothing is left."""
+        if not self._heap:
+            return False
+        when, _, act, args = heapq.heappop(self._heap)
+        self.now = when
+        self.happened += 1
+        act(*args)
+        return True
+
+    def suspend(self, seconds: float) -> None:
+        """Suspend the whole host: everything happens later."""
+        self.now += seconds
+        # The order stays, so the heap stays one.
+        self._heap = [(when + seconds, order, act, args) for when, order, act, args in self._heap]

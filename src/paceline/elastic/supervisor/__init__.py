@@ -1,0 +1,1 @@
+"""The supervisor process: sockets, processes and files around the machine. Decides nothing."""

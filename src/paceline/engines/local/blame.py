@@ -1,0 +1,138 @@
+"""Find the rank that caused a failure, and make its error. Pure: from how ranks ended to one exception.
+
+A rank that raised because a peer was lost is an echo; the cause is the earliest failure that is not one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.core.errors import PacelineError, PeerLostError, RankFailedError
+from paceline.engines.local import memfd_pickle
+from paceline.engines.local.failure_report import FailureReport, FailureRole
+from paceline.engines.local.stack_display import ranks_in_words
+
+_OUT_OF_MEMORY = (
+    "unless a person sent it, this is most often the kernel's out-of-memory killer: look at `dmesg`, use "
+    "fewer workers or smaller batches"
+)
+
+
+@dataclass(frozen=True)
+class RankRaised:
+    """A rank's code raised."""
+
+    rank: int
+    pid: int
+    when: float
+    report: FailureReport
+    error: BaseException | None
+
+    @staticmethod
+    def load(
+        rank: int, pid: int, when: float, files: Sequence[int], classes: Sequence[type] = ()
+    ) -> RankRaised:
+        """Read what a rank sent of its failure: the report, and the exception where it could be pickled."""
+        error: BaseException | None = None
+        if len(files) > 1:
+            # Exceptions whose constructor wants other arguments than it stores cannot be rebuilt; the text
+            # remains.
+            with contextlib.suppress(Exception):
+                error = memfd_pickle.load(files[1], shared=classes)
+        return RankRaised(rank, pid, when, memfd_pickle.load(files[0]), error)
+
+    @property
+    def standing(self) -> FailureRole:
+        return self.report.standing
+
+    @property
+    def summary(self) -> str:
+        return self.report.summary
+
+
+@dataclass(frozen=True)
+class RankDied:
+    """A rank's process ended without a report. `status` is an exit code, or a signal's number negated."""
+
+    rank: int
+    pid: int
+    when: float
+    status: int
+    had_returned: bool = False
+    frames: tuple[str, ...] = ()
+
+    @property
+    def standing(self) -> FailureRole:
+        return FailureRole.CAUSE
+
+    @property
+    def summary(self) -> str:
+        return f"the process {self.how()}"
+
+    def how(self) -> str:
+        if self.status >= 0:
+            return f"exited with code {self.status}"
+        number = -self.status
+        try:
+            return f"was killed by signal {number} ({signal.Signals(number).name})"
+        except ValueError:
+            return f"was killed by signal {number}"
+
+
+def root_cause(failures: Sequence[RankRaised | RankDied]) -> BaseException:
+    """Return the error to raise for a group in which at least one rank failed."""
+    root, *others = sorted(failures, key=lambda failure: (failure.standing, failure.when))
+    error = _raised(root) if isinstance(root, RankRaised) else _died(root)
+    for note in _echoes(root, others):
+        error.add_note(note)
+    return error
+
+
+def _raised(failure: RankRaised) -> BaseException:
+    report = failure.report
+    who = f"rank {failure.rank} (pid {failure.pid})"
+    if report.is_ours and isinstance(failure.error, PacelineError):
+        # The error itself is shown anyway: of its traceback only what the user wrote, if it came from there.
+        lines = report.users_lines or f"\n{report.traceback_text.rstrip()}"
+        failure.error.add_note(f"raised on {who}:\n{lines}")
+        return failure.error
+    if report.exit_code is not None:
+        message = f"{who} called sys.exit({report.exit_code})"
+        remedy = (
+            "end a rank by returning from its function; sys.exit with anything but 0 or None means failure"
+        )
+    else:
+        message, remedy = f"{who} raised {report.summary.splitlines()[0]}", ""
+    error = RankFailedError(
+        message, rank=failure.rank, traceback_text=report.traceback_text, remedy=remedy, pid=failure.pid
+    )
+    error.__cause__ = failure.error
+    return error
+
+
+def _died(failure: RankDied) -> PeerLostError:
+    moment = "after its function had returned" if failure.had_returned else "before its function returned"
+    message = f"rank {failure.rank} (pid {failure.pid}) {failure.how()} {moment}"
+    if failure.frames:
+        message += "\n  it was at " + "\n  called from ".join(failure.frames)
+    if failure.status == -signal.SIGKILL:
+        remedy = _OUT_OF_MEMORY
+    elif failure.status < 0:
+        remedy = (
+            "a signal like this comes from compiled code or from another process: run the rank's code alone"
+        )
+    else:
+        remedy = "look for os._exit or a library that ends the process; return from the function instead"
+    return PeerLostError(message, rank=failure.rank, remedy=remedy, pid=failure.pid, status=failure.status)
+
+
+def _echoes(root: RankRaised | RankDied, others: Sequence[RankRaised | RankDied]) -> list[str]:
+    groups: dict[str, list[int]] = {}
+    for failure in others:
+        groups.setdefault(failure.summary.splitlines()[0], []).append(failure.rank)
+    same = groups.pop(root.summary.splitlines()[0], [])
+    notes = [f"{ranks_in_words(same)} ended the same way"] if same else []
+    return notes + [f"{ranks_in_words(ranks)} also ended: {summary}" for summary, ranks in groups.items()]

@@ -1,0 +1,70 @@
+"""Stacks that ranks wrote into their stack files, for people: equal stacks are shown once."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+
+_FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)$')
+_ENTRY = "engines/local/forked_rank.py"  # only the main thread comes from there
+_CRASH = "Fatal Python error"
+_INNERMOST = 3
+_OUTERMOST = 5
+
+
+def read(descriptor: int) -> str:
+    """Return all that was written to a stack file so far."""
+    return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace")
+
+
+def frames(dump: str) -> list[str]:
+    """Return the innermost frames of the thread that matters, innermost first, without the process's own
+    start."""
+    found: list[str] = []
+    for line in _thread(dump):
+        match = _FRAME.match(line)
+        if match is None:
+            continue
+        if match["file"].endswith(_ENTRY):
+            # Below are the process's own beginnings, and the last frame before them is the entry.
+            return _shorten(found[: max(1, len(found) - 1)])
+        found.append(f"{match['file']}:{match['line']} in {match['name']}")
+    return _shorten(found)
+
+
+def describe_stacks(by_rank: Mapping[int, list[str]]) -> str:
+    """Return lines with the stack of each rank; ranks with equal stacks share an entry."""
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for rank, where in sorted(by_rank.items()):
+        groups.setdefault(tuple(where), []).append(rank)
+    lines: list[str] = []
+    for place, ranks in groups.items():
+        lines.append(f"  {ranks_in_words(ranks)}: {place[0] if place else 'no Python code was running'}")
+        lines += [f"      called from {frame}" for frame in place[1:]]
+    return "\n".join(lines)
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """`rank 3`, or `ranks 0, 1, 4`."""
+    numbers = ", ".join(map(str, sorted(ranks)))
+    return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"
+
+
+def _shorten(found: list[str]) -> list[str]:
+    """Return where it is and where the user's code called it; what is in between matters least."""
+    left_out = len(found) - _INNERMOST - _OUTERMOST
+    if left_out <= 0:
+        return found
+    return [*found[:_INNERMOST], f"{left_out} more", *found[-_OUTERMOST:]]
+
+
+def _thread(dump: str) -> list[str]:
+    """Of a crash the thread that crashed. Of a process that was asked, its main thread: the signal goes to
+    any, and of one that was stopped to whichever goes on first."""
+    blocks = re.split(r"^(?=(?:Current thread|Thread) 0x)", dump, flags=re.MULTILINE)
+    current = [block for block in blocks if block.startswith("Current thread")]
+    main = [block for block in blocks if f'{_ENTRY}"' in block]
+    if _CRASH in dump:
+        return (current or blocks)[-1].splitlines()
+    return (main or current or blocks)[-1].splitlines()

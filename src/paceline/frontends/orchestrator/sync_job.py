@@ -1,0 +1,81 @@
+"""The workers of one synchronous training, run from a thread beside the event loop, and how fast each is."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any, Final, final
+
+from paceline.control.messages import ToolRequest
+from paceline.core.errors import PacelineError
+from paceline.elastic.supervisor import tool_client
+from paceline.frontends.fit_drivers import locked, spawn_ranks
+from paceline.frontends.supervised_run import SupervisedRun
+from paceline.train.loop.training_handle import TrainingJob, TrainingOutcome
+from paceline.train.loop.worker_tasks import TrainJob, TrainResult, train
+from paceline.train.state.run_folder import RunFolder
+from paceline.train.stop_signals import write_stop_file
+
+_POLL_SECONDS: Final = 0.05
+# For connecting, authenticating and the answer: a supervisor on the same host takes milliseconds.
+_ASK_SECONDS: Final = 1.0
+
+
+@final
+class SyncJob(TrainingJob):
+    """Runs the training loop on workers that meet after every step."""
+
+    def __init__(self, job: TrainJob) -> None:
+        assert job.folder is not None
+        super().__init__("paceline-job", RunFolder(job.folder))
+        self._job = job
+        self._supervised = job.config.fault_tolerance.enabled
+        self._closing = False
+
+    def stop(self, reason: str) -> None:
+        super().stop(reason)
+        if not self._supervised:
+            write_stop_file(self.folder.stop_file, reason)
+
+    def close(self) -> None:
+        self._closing = True
+        if self._thread.is_alive():
+            self.stop("the orchestrator was closed")
+            self._thread.join()
+
+    def _train(self) -> TrainingOutcome:
+        trained = self._train_supervised() if self._supervised else self._train_spawned()
+        history = trained.history
+        assert history is not None
+        return TrainingOutcome(history, trained.weights, len(history.epochs), trained.stopped)
+
+    def _train_supervised(self) -> TrainResult:
+        """Train under a supervisor, which replaces workers that fail."""
+        with SupervisedRun(self._job) as running:
+            stopping = killed = False
+            while not running.wait(_POLL_SECONDS):
+                if self._closing and not killed:
+                    killed = True
+                    running.kill()
+                elif self._stop_reason is not None and not stopping:
+                    stopping = True
+                    running.stop(self._stop_reason)
+            return running.result()
+
+    def _train_spawned(self) -> TrainResult:
+        """Train on spawned ranks; the first failure ends the job."""
+        with locked(self.folder):
+            return spawn_ranks(train, dataclasses.replace(self._job, stop_file=self.folder.stop_file))
+
+
+def measurements(folder: Path) -> tuple[float, list[dict[str, Any]]]:
+    """Ask the run's supervisor what it has measured of each worker; return the time and the workers.
+
+    No worker if none answers: a supervisor that starts, restarts or ends is not a failure of the training.
+    """
+    try:
+        answer = tool_client.ask(folder, ToolRequest(what="status"), _ASK_SECONDS)
+    except (PacelineError, OSError):
+        return 0.0, []
+    return time.time(), answer.facts.get("workers", [])

@@ -1,0 +1,226 @@
+"""Record which script made a run; compute parts of it again, with a `Trainer` or with that script.
+
+Shared by `Trainer.replay`, `paceline replay` and `paceline verify`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import shlex
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, final
+
+from paceline.core import journal, record_signing, untrusted
+from paceline.core.atomic_file import replace_file
+from paceline.core.errors import ConfigError, PacelineError, PlatformError, UsageError
+from paceline.frontends import overrides
+from paceline.frontends.run_preparation import as_recorded
+from paceline.monitor import journal_index
+from paceline.train.settings.train_config import TrainConfig
+from paceline.train.state.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from paceline.train.callbacks import Modifier, Observer
+    from paceline.train.loop.recompute import ReplayedShard, VerifiedRun
+    from paceline.train.loop.worker_tasks import TrainJob
+
+T = TypeVar("T")
+
+_COMMAND_FILE = "command.json"
+
+
+class FitParts(Protocol):
+    """What a `Trainer` is made of."""
+
+    model: Any
+    objective: Callable[..., Any]
+    optimizer: Any
+    config: TrainConfig
+    callbacks: tuple[Observer | Modifier, ...]
+
+
+@final
+class _ScriptResult(BaseException):
+    """Leaves the script with the result. Not an Exception, which scripts may catch."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self.result = result
+
+
+def replay_fit(
+    trainer: FitParts, run: str | os.PathLike[str], step: int, shard: int, train_data: Any
+) -> ReplayedShard:
+    """Compute one shard of the run that `trainer.fit(train_data)` made, in this process."""
+    from paceline.train.loop.recompute import replay_shard
+
+    return replay_shard(_job(trainer, run, train_data), run, read_record(run), step, shard)
+
+
+def verify_fit(
+    trainer: FitParts, run: str | os.PathLike[str], steps: int | None, train_data: Any
+) -> VerifiedRun:
+    """Compute steps of the run that `trainer.fit(train_data)` made, in this process; None: all of them."""
+    from paceline.train.loop.recompute import verify_run
+
+    return verify_run(_job(trainer, run, train_data), run, read_record(run), steps)
+
+
+def read_record(run: str | os.PathLike[str]) -> journal_index.AuditRecord:
+    """Read and index the journal of the run in this folder."""
+    return journal_index.read(journal.iterate(RunFolder.open(run).journal_file))
+
+
+def _job(trainer: FitParts, run: str | os.PathLike[str], train_data: Any) -> TrainJob:
+    from paceline.data.sources import as_source
+    from paceline.train.loop.worker_tasks import TrainJob
+
+    folder = RunFolder.open(run)
+    config = overrides.current().apply(trainer.config)
+    config = as_recorded(dataclasses.replace(config, run_dir=str(folder.path), resume="auto"))
+    return TrainJob(
+        model=trainer.model,
+        objective=trainer.objective,
+        optimizer=trainer.optimizer,
+        config=config,
+        train=as_source(train_data),
+        callbacks=trainer.callbacks,
+    )
+
+
+def record_command(folder: RunFolder) -> None:
+    """Record which script made the run, for `paceline replay`."""
+    command = overrides.command()
+    if command is None:
+        return
+    # Without secrets: folders of runs are published. `paceline replay` asks for such arguments again.
+    plain = {
+        **command.to_plain(),
+        "arguments": list(untrusted.redact_secrets(command.arguments)),
+        "settings": [untrusted.redact_credentials(text) for text in command.settings],
+    }
+    with contextlib.suppress(PlatformError):  # a full disk: the run itself is not in danger
+        record = json.dumps(record_signing.signed(plain)).encode()
+        replace_file(folder.path / _COMMAND_FILE, record, mode=0o600)
+
+
+def recorded_command(run: str | os.PathLike[str]) -> tuple[overrides.Command | None, bool]:
+    """Return the command that made the run, and whether this user recorded it; None where it was not known
+    (a notebook)."""
+    folder = RunFolder.open(run).path
+    file = folder / _COMMAND_FILE
+    try:
+        plain = json.loads(untrusted.read_regular(file))
+        command = overrides.Command(
+            script=str(plain["script"]),
+            arguments=tuple(map(str, plain["arguments"])),
+            folder=str(plain["folder"]),
+            settings=tuple(map(str, plain.get("settings", ()))),
+        )
+        return command, record_signing.is_signed_by_user(plain) and all(
+            map(untrusted.is_owned_by_user, (folder, file))
+        )
+    except FileNotFoundError:
+        return None, False
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UsageError(
+            f"{file} does not say what made the run: {error}", remedy="give the script with --script"
+        ) from error
+
+
+def command_to_run(
+    run: str | os.PathLike[str], script: str | None, arguments: Sequence[str], name: str
+) -> overrides.Command:
+    """Return the command to run for this folder: the given parts, and for the others the recorded ones, if
+    this user made the record. A folder from elsewhere is data: the scripts and arguments that it names are
+    not run. Unpacked, its files belong to this user, so own records are recognised by their tag."""
+    recorded, own = recorded_command(run)
+    if script is None:
+        if recorded is None:
+            raise UsageError(
+                f"{run} does not say which script made it (a notebook, or an older version)",
+                remedy="give the script, and its arguments after --: "
+                f"paceline {name} RUN ... --script train.py",
+            )
+        _check_own(Path(run).absolute(), recorded, own)
+    given = tuple(arguments)
+    if recorded is None or not own:
+        # Not its settings and its folder either: a script reads files of the folder it is started in.
+        return overrides.Command(script or "", given, ".")
+    return dataclasses.replace(
+        recorded, script=script or recorded.script, arguments=given or recorded.arguments
+    )
+
+
+def _check_own(folder: Path, recorded: overrides.Command, own: bool) -> None:
+    look = f"look at it, and name it yourself: --script {shlex.quote(recorded.script)}"
+    if recorded.arguments:
+        look += f" -- {shlex.join(recorded.arguments)}"
+    for path in (folder, folder / _COMMAND_FILE):
+        if not untrusted.is_owned_by_user(path):
+            raise UsageError(
+                f"{path} belongs to another user: the script that it names is not run unasked", remedy=look
+            )
+    made = Path(recorded.folder, recorded.script).resolve()
+    if made.is_relative_to(folder.resolve()):
+        raise UsageError(
+            f"the script {recorded.script} lies in the run's own folder, which may come from elsewhere: it "
+            "is not run unasked",
+            remedy=look,
+        )
+    if not own:
+        raise UsageError(
+            f"{folder / _COMMAND_FILE} was not written by this user on this machine (or by an older "
+            "version), and the folder may come from elsewhere: the script that it names is not run unasked",
+            remedy=look,
+        )
+
+
+def compute_in_script(command: overrides.Command, compute: Callable[[FitParts, Any], T]) -> T:
+    """Run the script up to the `fit` that made the run, and compute with its trainer and training data.
+
+    A `fit` of other settings is skipped: it returns None, and the script continues.
+    """
+    refused: list[PacelineError] = []
+
+    def replace_fit(trainer: FitParts, train_data: Any, val_data: Any) -> None:
+        try:
+            raise _ScriptResult(compute(trainer, train_data))
+        except ConfigError as error:
+            refused.append(error)
+
+    folder = command.folder if os.path.isdir(command.folder) else "."
+    settings = overrides.Overrides(
+        assignments=_repeatable(command.settings), command=command, replaces_fit=replace_fit
+    )
+    try:
+        with overrides.in_force(settings), contextlib.chdir(folder):
+            overrides.run_script(command.script, command.arguments)
+    except _ScriptResult as found:
+        return cast(T, found.result)
+    except SystemExit:
+        pass
+    except PacelineError:
+        raise
+    except Exception:
+        # Where a fit was skipped, the script needed its result.
+        if not refused:
+            raise
+    if refused:
+        raise refused[0]
+    raise UsageError(
+        f"{command.script} ended without Trainer.fit",
+        remedy="give the script and the arguments that made the run: paceline ... RUN ... -- arguments",
+    )
+
+
+def _repeatable(settings: Sequence[str]) -> tuple[str, ...]:
+    """Return the overrides of the recorded command, without those that are about that start only."""
+    about_the_start = ("run_dir", "resume", "workers", "fault_tolerance")
+    return tuple(
+        text for text in settings if not text.startswith(about_the_start) and untrusted.REDACTED not in text
+    )

@@ -1,0 +1,209 @@
+"""What all ranks do together between two steps: which duties are due, and what each of them does. How they
+are worked off, also across groups, is in state/duty_progress.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar, final
+
+from paceline.checkpoint.digests import combined
+from paceline.core import events
+from paceline.core.errors import UsageError
+from paceline.train.history import Evaluation
+from paceline.train.loop.replica_checks import ReplicaChecks
+from paceline.train.loop.run_hooks import GROUP_FAILURES, RunParts
+from paceline.train.phases import CHECKPOINT, COLLECTIVE, EVALUATION
+from paceline.train.state import modifier_states
+from paceline.train.state.checkpointing import TRAIN_LOSS
+from paceline.train.state.duty_progress import Duty
+from paceline.train.state.model_state import state_hash
+from paceline.train.state.run_state import RunState
+from paceline.train.step.step_counters import ReducedStep
+
+
+@final
+class Duties:
+    """Plans and does the duties of one rank."""
+
+    def __init__(self, parts: RunParts, state: RunState, replicas: ReplicaChecks) -> None:
+        self._parts, self._state, self._replicas = parts, state, replicas
+
+    def do(self, duty: Duty, numbers: Sequence[int]) -> None:
+        self._TABLE[duty](self, *numbers)
+
+    # planning
+
+    def plan_after_step(self, reduced: ReducedStep) -> None:
+        """Derive the agenda after this step from what every rank knows, so that all have the same."""
+        parts, agenda, step = self._parts, self._state.agenda, self._state.position.step
+        agenda.clear()
+        if parts.saver is not None and parts.saver.all_written(reduced.parts_written, reduced.parts_failed):
+            agenda.add(Duty.COMMIT_CHECKPOINT, reduced.parts_written, reduced.parts_failed)
+        every = parts.config.evaluate_every
+        if every is not None and step % every == 0:
+            agenda.add(Duty.EVALUATE)
+        if reduced.stops:
+            agenda.add(Duty.STOP)
+        if parts.saver is not None and parts.saver.due_after_step(step):
+            agenda.add(Duty.SAVE)
+
+    def plan_end_of_epoch(self) -> None:
+        parts, agenda, position = self._parts, self._state.agenda, self._state.position
+        if position.offset == 0:
+            raise UsageError(
+                f"epoch {position.epoch} has no full step",
+                remedy="use a smaller global_batch or drop_last=False",
+            )
+        parts.recorder.flush()
+        if parts.config.evaluate_every is None:
+            agenda.add(Duty.EVALUATE)
+        agenda.add(Duty.CLOSE_EPOCH)
+        if parts.saver is not None and parts.saver.due_after_epoch(position.epoch + 1):
+            agenda.add(Duty.SAVE)
+
+    def plan_conclusion(self) -> None:
+        parts, state = self._parts, self._state
+        agenda = state.agenda
+        parts.recorder.flush()
+        agenda.concluding = True
+        if not state.loop_left:
+            agenda.add(Duty.COMPARE_MODIFIERS)
+        if not state.stopped_on_request and self._evaluation_here is None:
+            agenda.add(Duty.EVALUATE_AT_END)
+        if parts.saver is not None:
+            if state.stopped_on_request or parts.config.checkpoint.at_end:
+                agenda.add(Duty.SAVE_LAST)
+            agenda.add(Duty.DRAIN_CHECKPOINTS)
+        # After the save: a longer run that resumes from it is still in the middle of this epoch.
+        if parts.recorder.sums.steps and not state.stopped_on_request:
+            agenda.add(Duty.CLOSE_LAST_EPOCH)
+        agenda.add(Duty.COMPARE_WEIGHTS)
+
+    # doing
+
+    def _commit_checkpoint(self, written: int, failed: int) -> None:
+        if self._parts.saver is not None:
+            self._parts.phases.enter(COLLECTIVE)
+            self._parts.saver.commit(written, failed)
+
+    def _evaluate(self) -> None:
+        metrics = self._evaluated()
+        if metrics is not None:
+            self._state.evaluated_step = self._state.position.step
+            if self._parts.early is not None:
+                self._state.ended = self._state.ended or self._parts.early.observe(metrics)
+
+    def _evaluated(self) -> dict[str, float] | None:
+        """Evaluate, unless this step was. By itself, where the run ends between two of its evaluations, it
+        leaves no trace in what a longer run does: it takes no part in early stopping."""
+        parts, position = self._parts, self._state.position
+        if parts.evaluate is None or self._state.evaluated_step == position.step:
+            return None
+        parts.recorder.flush()
+        parts.phases.enter(EVALUATION)
+        started = time.perf_counter()
+        try:
+            metrics, samples = parts.evaluate()
+        except Exception as error:
+            if not isinstance(error, GROUP_FAILURES):
+                error.add_note(f"in the evaluation after step {position.step}")
+            raise
+        parts.recorder.evaluated(
+            events.Evaluated(
+                time=time.time(),
+                step=position.step,
+                epoch=position.epoch,
+                metrics=metrics,
+                samples=samples,
+                seconds=time.perf_counter() - started,
+            )
+        )
+        parts.recorder.start_clock()
+        return metrics
+
+    def _stop(self) -> None:
+        if self._state.ended is None:
+            self._state.stopped_on_request = True
+            self._state.ended = self._parts.stop.reason or "a signal to another worker"
+
+    def _save_unless_ended(self) -> None:
+        if self._state.ended is None:
+            self.save()
+
+    def save(self) -> None:
+        """Start a checkpoint of the state as it is, unless this step has one."""
+        parts, state = self._parts, self._state
+        if parts.saver is None or parts.saver.saved_step == state.position.step:
+            return
+        parts.phases.enter(CHECKPOINT)
+        parts.recorder.flush()
+        modifier_states.compare(parts.team.context, parts.callbacks, state.position.step)
+        contents = state.export()
+        shares = parts.saver.digests(contents)
+        # A version is put together from what all ranks write: it is valid only where they hold the same.
+        self._replicas.compare("saved", combined(shares))
+        parts.saver.begin(state.position, contents, self._version_metrics(), shares)
+
+    def _drain_checkpoints(self) -> None:
+        if self._parts.saver is not None:
+            self._parts.phases.enter(CHECKPOINT)
+            self._parts.saver.drain()
+
+    def _close_epoch(self) -> None:
+        parts, state = self._parts, self._state
+        validation = {} if parts.config.evaluate_every is not None else self._validation_here()
+        parts.recorder.end_epoch(state.position.epoch, validation)
+        state.position = state.position.next_epoch()
+        saver = parts.saver
+        if saver is not None and state.ended is None and saver.due_after_epoch(state.position.epoch):
+            saver.saved_step = -1  # a version of this step does not have that the epoch has turned
+        parts.recorder.start_clock()
+
+    def _close_last_epoch(self) -> None:
+        self._parts.recorder.end_epoch(self._state.position.epoch, self._validation_here())
+
+    def _compare_modifiers(self) -> None:
+        parts = self._parts
+        parts.phases.enter(COLLECTIVE)
+        modifier_states.compare(parts.team.context, parts.callbacks, self._state.position.step)
+
+    def _compare_weights(self) -> None:
+        parts, state = self._parts, self._state
+        parts.phases.enter(COLLECTIVE)
+        unsaved = parts.saver.unsaved(state.position.step) if parts.saver is not None else None
+        digest = state_hash(parts.module)
+        state.final_hashes = parts.team.context.all_gather([digest, parts.stop.asked(), unsaved])
+        self._replicas.compare("end", digest)
+
+    @property
+    def _evaluation_here(self) -> Evaluation | None:
+        """The evaluation of these very weights."""
+        known = self._parts.recorder.evaluations[-1:]
+        return known[0] if known and known[0].step == self._state.position.step else None
+
+    def _validation_here(self) -> dict[str, float]:
+        return {} if self._evaluation_here is None else self._evaluation_here.metrics
+
+    def _version_metrics(self) -> dict[str, float]:
+        """Return the metrics of a version: the evaluation of these weights, else the last step's loss under
+        another name, because it is that of a few samples before the step."""
+        if self._evaluation_here is not None:
+            return dict(self._evaluation_here.metrics)
+        steps = self._parts.recorder.steps
+        return {TRAIN_LOSS: steps[-1].loss} if steps else {}
+
+    _TABLE: ClassVar[Mapping[Duty, Callable[..., object]]] = {
+        Duty.COMMIT_CHECKPOINT: _commit_checkpoint,
+        Duty.EVALUATE: _evaluate,
+        Duty.EVALUATE_AT_END: _evaluated,
+        Duty.STOP: _stop,
+        Duty.SAVE: _save_unless_ended,
+        Duty.SAVE_LAST: save,
+        Duty.DRAIN_CHECKPOINTS: _drain_checkpoints,
+        Duty.CLOSE_EPOCH: _close_epoch,
+        Duty.CLOSE_LAST_EPOCH: _close_last_epoch,
+        Duty.COMPARE_MODIFIERS: _compare_modifiers,
+        Duty.COMPARE_WEIGHTS: _compare_weights,
+    }

@@ -1,0 +1,106 @@
+"""Checks that the ranks of a run hold the same state, and that memory holds what the last update left there.
+
+Three moments: a sample of the weights with every step (step/replica_agreement.py), everything that a
+checkpoint is written from, and the weights at the end. A rank that trains alone compares its weights with
+what its own last update left (`WeightWatch`). A difference is reported to the supervisor, which
+decides what follows; without a supervisor it ends the run.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn, final
+
+from paceline.core.errors import GroupInterruptedError
+from paceline.train.loop.run_hooks import GROUP_FAILURES, RunParts
+from paceline.train.state.run_state import RunState
+from paceline.train.step import replica_agreement
+
+
+@final
+class ReplicaChecks:
+    def __init__(self, parts: RunParts, state: RunState) -> None:
+        self._parts, self._state = parts, state
+
+    def compare(self, kind: str, digest: str) -> None:
+        """Compare `digest` with all ranks: it is equal after this step, or none of them continues."""
+        parts, state = self._parts, self._state
+        step, hooks, vote = state.position.step, parts.hooks, f"{kind}:{digest}"
+        if parts.team.world_size == 1:
+            self._check_memory(None)
+        else:
+            try:
+                digests = parts.team.context.all_gather(digest)
+            except GROUP_FAILURES:
+                # The first rank that sees a difference has all others interrupted, also those that are still
+                # in this exchange. Buffers are in no report: without this vote the odd one of two ranks could
+                # not be named.
+                if hooks is not None:
+                    hooks.replicas.comparison_interrupted(state, vote)
+                raise
+            if len(set(digests)) > 1:
+                self.differ(kind, digest)
+        state.agreed_step = step
+        if hooks is not None:
+            hooks.replicas.replicas_agree(state, vote)
+
+    def sample(self) -> int | None:
+        """Return the sample of the weights that the open step was computed with.
+
+        Taken after the shards are computed, so that weights that changed meanwhile are seen too. None: no
+        other rank compares it, and a device would have to be waited for. In a group the device is waited for
+        anyway, to exchange the gradients.
+        """
+        state, alone = self._state, self._parts.team.world_size == 1
+        if alone and not state.sample.at_hand:
+            return None
+        sample = state.sample.of(state.position.step)
+        if alone:
+            self._check_memory(sample)
+        return sample
+
+    def sample_agreed(self, sample: int) -> None:
+        """Note that all ranks hold this sample: the exchange of the step has compared it."""
+        parts, state = self._parts, self._state
+        self._note_contribution(sample)
+        if parts.team.world_size > 1:
+            state.watch.agreed(state.position.step, sample)
+        if parts.hooks is not None:
+            text = replica_agreement.text(sample)
+            parts.hooks.replicas.replicas_agree(state, f"sample:{text}")
+
+    def sample_differs(self, sample: int) -> NoReturn:
+        """Raise because the exchange of the step has shown that not all ranks hold the same sample."""
+        self._note_contribution(sample)
+        self.differ("sample", replica_agreement.text(sample))
+
+    def differ(self, kind: str, digest: str) -> NoReturn:
+        parts, state = self._parts, self._state
+        # What was summed in the open step has been overwritten, with the gradients of an odd rank in it.
+        parts.transaction.abandon()
+        if parts.hooks is not None:
+            parts.hooks.replicas.replicas_differ(state, f"{kind}:{digest}")
+        raise replica_agreement.differ_error(state.position.step, parts.team.context.all_gather(digest))
+
+    def updated(self) -> None:
+        """Remember what the update has left: for this rank to compare with, and for the other ranks should
+        this one be gone by then."""
+        parts, state = self._parts, self._state
+        if parts.hooks is None:
+            return
+        state.watch.leave(state.position.step, alone=parts.team.world_size == 1)
+        left = state.watch.left(state.position.step)
+        if left is not None:
+            parts.phases.leave(state.position.step, left)
+
+    def _check_memory(self, sample: int | None) -> None:
+        """Of a rank that is alone: whether its weights are those that its last update left."""
+        step = self._state.position.step
+        if self._parts.hooks is None or not self._state.watch.has_changed(step, sample):
+            return
+        self._parts.transaction.abandon()
+        raise GroupInterruptedError(f"the weights of this worker changed in its memory after step {step}")
+
+    def _note_contribution(self, sample: int) -> None:
+        transaction, step = self._parts.transaction, self._state.position.step + 1
+        text = replica_agreement.text(sample)
+        self._state.hashes.add(step, transaction.counted, text, transaction.contribution_hash)

@@ -1,0 +1,270 @@
+"""What one worker does for `Trainer`: all of training, of an evaluation or of a prediction.
+
+`train_steps` is the training loop; what happens between two micro-batches is in run.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.context import DistributedContext
+from paceline.data.sources import as_source
+from paceline.train.callbacks import Callbacks, Modifier, Observer, inside_a_run
+from paceline.train.history import History
+from paceline.train.loop import evaluation, process_setup
+from paceline.train.loop.evaluation import Forward
+from paceline.train.loop.finalize import conclude, save_unsupervised
+from paceline.train.loop.micro_batch_finder import find_for_run, is_out_of_memory
+from paceline.train.loop.process_setup import WorkerProcessTuning, compiled
+from paceline.train.loop.run import Run
+from paceline.train.loop.run_builder import RunBuilder, RunSpec
+from paceline.train.loop.run_hooks import GroupChangedError, MicroBatch
+from paceline.train.objective import Objective
+from paceline.train.precision import autocast
+from paceline.train.settings.train_config import TrainConfig
+from paceline.train.state.model_state import model_tensors
+from paceline.train.step.aggregation_registry import Aggregation
+from paceline.train.step.misuse_guard import refuse_wrapped
+from paceline.train.stop_signals import StopRequest, listening
+from paceline.train.team import Team
+
+
+@dataclass(frozen=True)
+class TrainJob:
+    """All of a training run, as it travels to the workers. `config` is resolved."""
+
+    model: nn.Module | Callable[[], nn.Module]
+    objective: Callable[..., Any]
+    optimizer: Any
+    config: TrainConfig
+    train: Any
+    validation: Any = None
+    callbacks: Sequence[Observer | Modifier] = ()
+    folder: Path | None = None
+    stop_file: Path | None = None
+    aggregation: Aggregation | None = None  # of the user's own, for mode="fast"
+    display: Callable[[], AbstractContextManager[Observer]] | None = None  # on the main rank's terminal
+    process: WorkerProcessTuning | None = None  # given where the process was started for this job
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What comes back from a worker; only the main rank sends history and weights."""
+
+    history: History | None
+    weights: dict[str, Tensor]
+    stopped: str | None
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """What a worker has before it knows its group."""
+
+    module: nn.Module
+    call: Callable[..., Any]  # the module, compiled where that was asked for
+    objective: Objective
+    device: torch.device
+    spec: RunSpec
+    validation: Any
+
+    def evaluation(self, team: Team) -> Callable[[], tuple[dict[str, float], int]] | None:
+        if self.validation is None:
+            return None
+        forward = _forward(team, self.module, self.call, self.device, self.spec.config)
+        return lambda: evaluation.evaluate(forward, self.objective, self.validation)
+
+
+def build(job: TrainJob, stack: ExitStack, number: int, observers: Sequence[Observer] = ()) -> BuiltModel:
+    """Model, objective and data of a job, on the device of worker `number`."""
+    config = job.config
+    device = process_setup.choose_device(config, number)
+    module = process_setup.build_model(job.model, config.seed).to(device).train()
+    refuse_wrapped(module)
+    objective = Objective(job.objective)
+    objective.to(device)
+    stack.enter_context(process_setup.recomputing(module, config.activation_checkpointing))
+    call = stack.enter_context(compiled(module, config))
+    data = as_source(job.train)
+    spec = RunSpec(module, job.optimizer, config, data, job.callbacks, job.folder, observers, job.aggregation)
+    validation = None if job.validation is None else as_source(job.validation)
+    return BuiltModel(module, call, objective, device, spec, validation)
+
+
+def new_team(
+    context: DistributedContext,
+    config: TrainConfig,
+    announce: Callable[[DistributedContext], None] | None = None,
+) -> Team:
+    shards = config.shards or config.workers if config.mode == "exact" else None
+    return Team(context, shards, announce=announce)
+
+
+Rejoin = Callable[[BaseException | None], None]
+"""Installs another group after a failure (the error) or an agreed pause (None), and returns in it."""
+
+
+def train_to_end(run: Run, built: BuiltModel, rejoin: Rejoin | None = None) -> None:
+    """Drive a run through its steps and its conclusion, in one group after the other.
+
+    `Run` raises GroupChangedError when its group has failed or a pause was agreed on. `rejoin` then has to
+    return with three things done: the team has a context of the next group (`Team.install`), the run's state
+    is bound to it (`RunState.rebind`), and it is that of the most advanced member (`RunState.synchronize`) or
+    of a checkpoint (`RunState.resume`). An open step continues with the shards that this rank still holds;
+    duties continue after the last one that was done. Without `rejoin` the group's failure ends the run.
+    """
+    while True:
+        try:
+            train_steps(run, built)
+            if run.conclude():
+                return
+        except GroupChangedError as change:
+            if rejoin is None:
+                raise
+            rejoin(change.cause)
+
+
+def conclude_again(run: Run, rejoin: Rejoin) -> bool:
+    """Conclude a run whose group changed after its end. False: the group went back to a checkpoint, so that
+    steps have to be done again."""
+    while True:
+        try:
+            return run.conclude()
+        except GroupChangedError as change:
+            rejoin(change.cause)
+
+
+def train_steps(run: Run, built: BuiltModel) -> None:
+    """Run the training loop: one micro-batch after the other."""
+    objective, checked = built.objective, False
+    with inside_a_run():
+        for micro in run.microbatches():
+            try:
+                compute(run, built, micro)
+                if not checked:
+                    objective.check_unchanged()
+                    checked = True
+            except Exception as error:
+                error.add_note(_where(micro, built.spec))
+                if is_out_of_memory(error):
+                    error.add_note(
+                        'try: micro_batch="auto", which finds the largest micro-batch that fits before the '
+                        "first step, or a smaller one by hand"
+                    )
+                raise
+        objective.check_unchanged()
+
+
+def compute(run: Run, built: BuiltModel, micro: MicroBatch) -> Tensor:
+    """Forward and backward of one micro-batch; return its loss, detached."""
+    with autocast(run.parts.config.precision, built.device):
+        scored = built.objective.score(built.call, run.parts.callbacks.change_batch(micro.data))
+    run.backward(scored.loss, scored.metrics)
+    return scored.loss.detach()
+
+
+def train(context: DistributedContext, job: TrainJob) -> TrainResult:
+    """Train on this rank, together with the others of the context."""
+    config = job.config
+    if job.process is not None:
+        job.process.settle()
+    stop = StopRequest(job.stop_file)
+    with ExitStack() as stack:
+        ours = job.stop_file is not None  # the process was started for this run
+        stack.enter_context(listening(stop.ask, to_the_end=ours, ctrl_c=not ours))
+        stack.enter_context(process_setup.prepared(config))
+        started = time.perf_counter()
+        shown = job.display if config.progress and context.is_master else None
+        observers = [] if shown is None else [stack.enter_context(shown())]
+        built = build(job, stack, context.rank, observers)
+        team = new_team(context, config)
+        builder = stack.enter_context(RunBuilder(team, built.spec, built.device, stop))
+        run = builder.run(built.evaluation(team))
+        if context.is_master:
+            run.parts.callbacks.notify(Observer.on_start, builder.info(run))
+        try:
+            train_to_end(run, built)
+            history = conclude(run, started)
+        except Exception as error:
+            save_unsupervised(run, error)
+            raise
+        return trained(run, built.module, history)
+
+
+def trained(run: Run, module: nn.Module, history: History | None) -> TrainResult:
+    """Return what this worker sends back."""
+    stopped = run.state.ended if run.state.stopped_on_request else None
+    if history is None:
+        return TrainResult(None, {}, stopped)
+    weights = {name: tensor.detach().cpu() for name, tensor in model_tensors(module).items()}
+    return TrainResult(history, weights, stopped)
+
+
+def find_micro_batch(context: DistributedContext, job: TrainJob) -> int:
+    """Return the largest micro-batch that fits on every rank. All try at once: they may share a GPU."""
+    if job.process is not None:
+        job.process.settle()
+    with ExitStack() as stack:
+        stack.enter_context(process_setup.prepared(job.config))
+        built = build(job, stack, context.rank)
+        change = Callbacks(job.callbacks).change_batch
+        context.barrier()
+        found = find_for_run(
+            job.config, built.module, built.call, built.objective, built.spec.data, built.device, change
+        )
+        return int(min(context.all_gather(found)))
+
+
+def evaluate(context: DistributedContext, job: TrainJob) -> dict[str, float]:
+    """Loss and metrics of the model on `job.train`."""
+    with _passing(context, job) as forward:
+        objective = Objective(job.objective)
+        objective.to(forward.device)
+        found = evaluation.evaluate(forward, objective, as_source(job.train))[0]
+        objective.check_unchanged()
+        return found
+
+
+def predict(context: DistributedContext, job: TrainJob) -> Any:
+    """Return the model's outputs for `job.train`, on the main rank."""
+    with _passing(context, job) as forward:
+        return evaluation.predict(forward, as_source(job.train))
+
+
+@contextmanager
+def _passing(context: DistributedContext, job: TrainJob) -> Iterator[Forward]:
+    """Yield the model of a job on this rank's device, for a pass over data."""
+    config = job.config
+    with process_setup.prepared(config):
+        device = process_setup.choose_device(config, context.rank)
+        module = process_setup.build_model(job.model, config.seed).to(device)
+        with compiled(module, config) as call:
+            yield _forward(Team(context, None), module, call, device, config)
+
+
+def _forward(
+    team: Team, module: nn.Module, call: Callable[..., Any], device: torch.device, config: TrainConfig
+) -> Forward:
+    batch = config.micro_samples or -(-config.first_batch // (config.shards or config.workers))
+    return Forward(team, module, call, device, config.precision, config.seed, batch)
+
+
+def _where(micro: MicroBatch, spec: RunSpec) -> str:
+    step = micro.step + 1  # as in the journal: the number that it would have had
+    text = f"in epoch {micro.epoch}, step {step}, shard {micro.shard}, a micro-batch of {micro.count}"
+    batch, size = spec.config.first_batch, spec.data.size
+    alone = micro.count == 1 and batch > 1 and spec.config.dynamic_batch is None
+    if alone and size is not None and size % batch:
+        text += (
+            f"\nthe last batch of an epoch holds {size} % {batch} = {size % batch} samples, cut into "
+            f"{spec.config.shards} shards; where one sample is too few (BatchNorm), use drop_last=True or "
+            "another global_batch"
+        )
+    return text

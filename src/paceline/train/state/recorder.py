@@ -1,0 +1,252 @@
+"""What is known about steps, and when: numbers come from the device a little later than the step is done.
+
+A step's record is complete once its loss has arrived. On a GPU that is a step or two behind, so that the loop
+does not wait for the device; on the CPU at once. Records go to the history, the journal and the observers, in
+order.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, TypeAlias, TypeGuard, final
+
+import torch
+from torch import Tensor
+
+from paceline.core import events
+from paceline.train.callbacks import Callbacks, Observer
+from paceline.train.history import EpochRecord, Evaluation, StepLog, StepRecord
+
+_log = logging.getLogger(__name__)
+
+_REMEMBERED = 256  # events that can be sent again in any case
+_MOST_REMEMBERED = 8192  # and of those that the journal may lack
+# From a step to its line in the journal: far longer than that takes while a supervisor writes it.
+_TELLING_SECONDS = 2.0
+_BEHIND = 2  # steps whose numbers may still be on their way from a GPU
+
+
+@final
+@dataclass(frozen=True)
+class PendingStep:
+    """A step that was applied, with its numbers still on the device: what its event lacks."""
+
+    event: events.StepCommitted
+    numbers: Tensor  # the loss, the gradient's norm where it was measured, the metrics
+    has_norm: bool
+    names: tuple[str, ...]  # of the metrics
+
+    def completed(self, values: Sequence[float], seconds: float) -> events.StepCommitted:
+        metrics = values[2:] if self.has_norm else values[1:]
+        return replace(
+            self.event,
+            time=time.time(),
+            loss=values[0],
+            seconds=seconds,
+            grad_norm=values[1] if self.has_norm else None,
+            metrics=dict(zip(self.names, metrics, strict=True)),
+        )
+
+
+@final
+class EpochSums:
+    """What the records of one epoch add up to; saved with checkpoints, so that it survives a resume."""
+
+    def __init__(self, state: dict[str, Any] | None = None) -> None:
+        state = state or {}
+        self.steps = int(state.get("steps", 0))
+        self.samples = int(state.get("samples", 0))
+        self.loss = float(state.get("loss", 0.0))
+        self.seconds = float(state.get("seconds", 0.0))
+        self.metrics: dict[str, float] = dict(state.get("metrics", {}))
+
+    def add(self, record: StepRecord) -> None:
+        self.steps += 1
+        self.samples += record.samples
+        self.loss += record.loss * record.samples
+        self.seconds += record.seconds
+        for name, value in record.metrics.items():
+            self.metrics[name] = self.metrics.get(name, 0.0) + value * record.samples
+
+    def record(self, epoch: int, validation: dict[str, float]) -> EpochRecord:
+        total = max(self.samples, 1)
+        means = {name: value / total for name, value in self.metrics.items()}
+        return EpochRecord(
+            epoch=epoch,
+            steps=self.steps,
+            samples=self.samples,
+            loss=self.loss / total,
+            seconds=self.seconds,
+            metrics=means,
+            validation=validation,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+Tell = Callable[[events.Event], None]
+_Kept: TypeAlias = events.StepCommitted | events.RunResumed
+
+
+@final
+class Recorder:
+    """Completes committed steps on every rank; the main rank, which may change, sends them to the journal and
+    to the observers among its callbacks.
+
+    `acked_at`: when the journal was last known to have what had been sent, on this process's clock. What is
+    newer goes into checkpoints, so that nothing is missing in the journal when all are killed.
+    """
+
+    def __init__(
+        self,
+        callbacks: Callbacks,
+        tell: Tell | None,
+        device: torch.device,
+        is_main: Callable[[], bool] = lambda: True,
+        acked_at: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._callbacks = callbacks
+        self._tell = tell or (lambda event: None)  # a run without a folder has no journal
+        self._is_main, self._acked_at = is_main, acked_at
+        self._behind = _BEHIND if device.type == "cuda" else 0
+        self._waiting: deque[tuple[PendingStep, Tensor, torch.cuda.Event | None, float]] = deque()
+        self._last = time.perf_counter()
+        self.steps = StepLog()
+        self.epochs: list[EpochRecord] = []
+        self.evaluations: list[Evaluation] = []
+        self.sums = EpochSums()
+        self._said_not_finite = False
+        self._events: deque[tuple[float, _Kept]] = deque()  # the last ones, with when they were taken in
+
+    def start_clock(self) -> None:
+        """Start the next step's time now: loading and evaluating before it do not count."""
+        self._last = time.perf_counter()
+
+    def commit(self, step: PendingStep) -> StepRecord | None:
+        """Take a step in; return its record where that is complete already."""
+        now = time.perf_counter()
+        seconds, self._last = now - self._last, now
+        event = None
+        numbers = step.numbers
+        if self._behind:
+            numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            numbers.copy_(step.numbers, non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+        self._waiting.append((step, numbers, event, seconds))
+        record = None
+        while len(self._waiting) > self._behind:
+            record = self._complete()
+        return record if not self._behind else None
+
+    def flush(self) -> StepRecord | None:
+        """Wait for numbers that are still on their way; return the newest record."""
+        while self._waiting:
+            self._complete()
+        return self.steps[-1] if self.steps else None
+
+    def evaluated(self, event: events.Evaluated) -> None:
+        if self.evaluations and self.evaluations[-1].step == event.step:
+            self.evaluations.pop()  # done again after a resume
+        self.evaluations.append(Evaluation.of(event))
+        self.note(event)
+        if self._is_main():
+            self._callbacks.notify(Observer.on_evaluation, self.evaluations[-1])
+
+    def end_epoch(self, epoch: int, validation: dict[str, float]) -> EpochRecord:
+        record = self.sums.record(epoch, validation)
+        self.epochs.append(record)
+        self.sums = EpochSums()
+        self.note(events.EpochEnded(time=time.time(), **asdict(record)))
+        if self._is_main():
+            self._callbacks.notify(Observer.on_epoch, record)
+        return record
+
+    def note(self, event: events.Event) -> None:
+        """Into the journal, by the main rank."""
+        if isinstance(event, events.RunResumed):
+            self._remember(event)
+        if self._is_main():
+            self._tell(event)
+
+    def note_here(self, event: events.Event) -> None:
+        """Into the journal, by the rank that saw it."""
+        self._tell(event)
+
+    def events_after(self, step: int) -> list[events.Event]:
+        """Return the steps after `step` that the journal may lack, where another rank had to send them."""
+        return [event for _, event in self._events if _is_step(event) and event.step > step]
+
+    def state_dict(self) -> dict[str, Any]:
+        since = self._acked_at() - _TELLING_SECONDS
+        return {
+            "sums": self.sums.state_dict(),
+            "epochs": [asdict(record) for record in self.epochs],
+            "evaluations": [asdict(evaluation) for evaluation in self.evaluations],
+            # The events that the journal may lack if all workers are killed now.
+            "unconfirmed": [events.to_json(event) for taken, event in self._events if taken >= since],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.sums = EpochSums(state["sums"])
+        self.epochs = [EpochRecord(**record) for record in state["epochs"]]
+        self.evaluations = [Evaluation(**evaluation) for evaluation in state["evaluations"]]
+        # Until the journal is known to have them, they are part of what this process saves, too.
+        now = time.monotonic()
+        lines = map(events.from_json, state.get("unconfirmed", ()))
+        self._events = deque(
+            (now, e) for e in lines if isinstance(e, events.StepCommitted | events.RunResumed)
+        )
+
+    def recall(self) -> list[_Kept]:
+        """Record the events of a loaded checkpoint, which the journal may lack. Their views are those of
+        workers that are gone."""
+        self._events = deque(
+            (now, replace(event, generation=events.RECALLED) if _is_step(event) else event)
+            for now, event in self._events
+        )
+        return [event for _, event in self._events]
+
+    def _complete(self) -> StepRecord:
+        step, numbers, event, seconds = self._waiting.popleft()
+        if event is not None:
+            event.synchronize()
+        committed = step.completed(numbers.tolist(), seconds)
+        record = StepRecord.of(committed)
+        self.steps.forget_from(record.step)  # all went back to a checkpoint: what follows is done again
+        self.steps.put(record)
+        self.sums.add(record)
+        self._remember(committed)
+        if not math.isfinite(record.loss) and not self._said_not_finite and self._is_main():
+            self._said_not_finite = True
+            _log.warning(
+                "the loss of step %d is %s: this and what follows may be of no use; "
+                'TrainConfig(nonfinite="stop") ends a run there',
+                record.step,
+                record.loss,
+            )
+        if self._is_main():
+            self._tell(committed)
+            self._callbacks.notify(Observer.on_step, record)
+        return record
+
+    def _remember(self, event: _Kept) -> None:
+        last = event.step - _is_step(event)
+        while self._events and self._events[-1][1].step > last:
+            self._events.pop()  # all went back to a checkpoint: later steps never were
+        now = time.monotonic()
+        self._events.append((now, event))
+        while len(self._events) > _REMEMBERED and (
+            len(self._events) > _MOST_REMEMBERED or self._events[0][0] < self._acked_at() - _TELLING_SECONDS
+        ):
+            self._events.popleft()
+
+
+def _is_step(event: _Kept) -> TypeGuard[events.StepCommitted]:
+    return isinstance(event, events.StepCommitted)

@@ -1,0 +1,368 @@
+"""What a run is on one rank: the one home of its state, for checkpoints, state transfer and resume alike.
+
+    export   tensors by name and plain data: everything another process needs to continue with the same bits
+    load     the reverse: model, optimizers, scaler, modifiers, data position, records
+    hash     of parameters and optimizer state: equal on ranks that are equally far
+
+A checkpoint writes what `export` returns (checkpointing.py), a resume reads it back (`resume`), a member that
+lacks the state gets it from one that has it (`synchronize`) together with the agenda, which no checkpoint
+holds. Tensors: parameters and buffers as "model/<name>", optimizer state as
+"optimizer/<number>/<parameter>/<key>", residuals of compression as "residual/<dtype>/<shard>"; complex128 as
+pairs of doubles. Randomness needs no entry: generators are seeded from (seed, epoch, step, shard), so the
+position is enough. The loop that changes this state is in loop/run.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline.checkpoint.digests import digest_of
+from paceline.checkpoint.store import CheckpointStore
+from paceline.comm.state_transfer import receive_state, send_state
+from paceline.control.messages import Progress
+from paceline.core import events
+from paceline.data.batch_plan import DataPosition
+from paceline.train import machine_fingerprint
+from paceline.train.callbacks import Callbacks
+from paceline.train.settings.dynamic_batch import GradientNoise
+from paceline.train.settings.schedule import EarlyStopper
+from paceline.train.settings.train_config import TrainConfig, definition, recorded_toml
+from paceline.train.state import model_state, modifier_states, optimizers, resume
+from paceline.train.state.checkpointing import Checkpointer, RunContents
+from paceline.train.state.duty_progress import Agenda, Duty
+from paceline.train.state.recorder import Recorder
+from paceline.train.step.batch_feed import BatchFeed
+from paceline.train.step.replica_agreement import WeightSample, WeightWatch
+from paceline.train.step.step_hashes import StepHashes
+from paceline.train.step.transaction import StepTransaction
+from paceline.train.step.weight_update import WeightUpdate
+from paceline.train.team import Team
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class StateParts:
+    """The objects that hold the state of a run. `samples`: of the training data; None for a stream.
+
+    `journal_file`: the run's journal, where this process writes it; a supervisor writes its own.
+    """
+
+    team: Team
+    config: TrainConfig
+    device: torch.device
+    module: nn.Module
+    optimizers: list[Optimizer]
+    transaction: StepTransaction
+    update: WeightUpdate
+    recorder: Recorder
+    callbacks: Callbacks
+    feed: BatchFeed
+    samples: int | None
+    fingerprint: dict[str, str]
+    noise: GradientNoise | None = None
+    early: EarlyStopper | None = None
+    store: CheckpointStore | None = None
+    saver: Checkpointer | None = None
+    journal_file: Path | None = None
+    supervised: bool = False
+
+
+@final
+class RunState:
+    """The state of one rank. Equal on all ranks after each committed step, but for residuals of compression,
+    which belong to the shards that a rank computes."""
+
+    def __init__(self, parts: StateParts) -> None:
+        self._parts = parts
+        self.run_id = secrets.token_hex(8)  # in all versions of this run
+        self.position = DataPosition()
+        self.agenda = Agenda()  # since the last commit
+        self.ended: str | None = None  # why, before the end of what was asked for
+        self.stopped_on_request = False
+        self.loop_left = False  # by a loop of the user's, which may come back
+        self.failing = False  # the run cannot continue: its last state is saved
+        self.at_boundary = True  # the state is that of a step boundary, once the open step is abandoned
+        self.evaluated_step: int | None = None
+        self.agreed_step = 0  # the last step after which all ranks were seen to hold the same state
+        # Of all ranks, at the end: the hash, whether a stop was asked for, why the last save failed.
+        self.final_hashes: list[list[Any]] = []
+        self.first_step = 0  # that this process started from
+        self.parent: int | None = None  # the version that this process resumed from
+        self.sample = WeightSample(parts.module.parameters())
+        self.watch = WeightWatch(self.sample, parts.module.parameters())
+        self.hashes = StepHashes(self.sample.parts)
+        if self.hashes.needed:
+            parts.transaction.watch_contributions()
+
+    @property
+    def progress(self) -> Progress:
+        """How far this rank is; ranks that trained together differ by what one collective decides."""
+        return self.position.step, self.position.epoch, self.agenda.done
+
+    def hash(self) -> str:
+        """Digest of the parameters and the optimizers' state. Without the buffers, which move while the
+        shards of an open step are computed."""
+        module = self._parts.module
+        tensors = {model_state.MODEL + name: one.detach() for name, one in module.named_parameters()}
+        tensors |= optimizers.tensors_of(self._parts.optimizers, module)
+        return digest_of(tensors)
+
+    # export and load
+
+    def export(self) -> RunContents:
+        """Return all of the state. Tensors are views of the live ones, not copies."""
+        parts, module, scaler = self._parts, self._parts.module, self._parts.update.scaler
+        tensors = {model_state.MODEL + n: t for n, t in model_state.model_tensors(module).items()}
+        tensors |= optimizers.tensors_of(parts.optimizers, module)
+        modifiers, modified = modifier_states.split(parts.callbacks.state_dict())
+        tensors |= modified
+        tensors, pairs = model_state.as_pairs(tensors)
+        own = {model_state.RESIDUAL + n: t for n, t in parts.transaction.residuals.export().items()}
+        plain = {
+            "format": resume.FORMAT,
+            "position": vars(self.position),
+            # A run that was asked to stop, or whose loop the user left, continues when it is resumed.
+            "ended": None if self.stopped_on_request or self.loop_left else self.ended,
+            "evaluated": self.evaluated_step,
+            "model": model_state.model_names(module),
+            "optimizers": optimizers.plain_state_of(parts.optimizers, module),
+            "scaler": None if scaler is None else scaler.state_dict(),
+            "dynamic_batch": None if parts.noise is None else parts.noise.state_dict(),
+            "early_stopping": None if parts.early is None else parts.early.state_dict(),
+            "patience": self._patience(),
+            "modifiers": modifiers,
+            "data": {"size": parts.samples, "feed": parts.feed.state_dict()},
+            "records": parts.recorder.state_dict(),
+            "definition": definition(parts.config),
+            "config": recorded_toml(parts.config),
+            "fingerprint": parts.fingerprint,
+            "pairs": pairs,
+        }
+        return RunContents(tensors, own, plain)
+
+    def load(self, saved: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Become the state that `export` returned, at its position, with an empty agenda. Residuals are not
+        part of it: their shards may belong to other ranks now."""
+        parts = self._parts
+        # First: abandoning the open step restores the buffers that it began with.
+        self._begin_at(DataPosition(**saved["position"]))
+        tensors = model_state.from_pairs(tensors, saved["pairs"])
+        model_state.load_model(parts.module, tensors)
+        optimizers.load(parts.optimizers, parts.module, saved["optimizers"], tensors)
+        if parts.update.scaler is not None and saved["scaler"] is not None:
+            parts.update.scaler.load_state_dict(saved["scaler"])
+        if parts.noise is not None and saved["dynamic_batch"] is not None:
+            parts.noise.load_state_dict(saved["dynamic_batch"])
+        if parts.early is not None and saved["early_stopping"] is not None:
+            parts.early.load_state_dict(saved["early_stopping"])
+        parts.callbacks.load_state_dict(modifier_states.joined(saved["modifiers"], tensors, parts.device))
+        # A run that had ended stays ended, unless what ended it has been changed or removed.
+        if saved["patience"] == self._patience() and (parts.early is not None or parts.callbacks.may_stop):
+            self.ended = saved["ended"]
+        self.evaluated_step = saved["evaluated"]
+        parts.recorder.load_state_dict(saved["records"])
+        parts.feed.load_state_dict(saved["data"]["feed"])
+        if parts.config.mode == "exact":
+            context = parts.team.context
+            machine_fingerprint.check(
+                saved["fingerprint"], parts.fingerprint, f"rank {context.labels[context.rank]}"
+            )
+
+    def _begin_at(self, position: DataPosition) -> None:
+        self._parts.transaction.abandon()
+        self.position, self.agreed_step = position, position.step
+        self.hashes.clear()
+        self.watch.forget()
+        self.agenda.clear()
+        self.ended, self.stopped_on_request = None, False
+
+    def _patience(self) -> dict[str, Any] | None:
+        settings = self._parts.config.early_stopping
+        return None if settings is None else asdict(settings)
+
+    # resume
+
+    def resume(
+        self,
+        which: str | int | None,
+        before: int = -1,
+        *,
+        fresh: bool = True,
+        store: CheckpointStore | None = None,
+    ) -> None:
+        """Start from the beginning or from a checkpoint; a collective call of all ranks.
+
+        `before` >= 0: the newest version of at most that step. `fresh`: this rank still has the weights that
+        its model was built with. `store`: another one than the run's own.
+        """
+        parts, context = self._parts, self._parts.team.context
+        resume.check_same_start(context, parts.config, parts.fingerprint, parts.module, fresh=fresh)
+        residuals = self._load_version(which, before, store or parts.store)
+        parts.transaction.residuals.load(residuals, self.position.step)
+        self.run_id = str(context.broadcast(self.run_id))
+        self.first_step = self.position.step
+        self._note_start(disowned=before >= 0)
+        if parts.saver is not None:
+            parts.saver.begin_from(self.parent, self.position.step, self.run_id)
+        every, step = parts.config.evaluate_every, self.position.step
+        if self.parent is None or self.ended is not None or every is None:
+            return
+        if step and step % every == 0 and self.evaluated_step != step:
+            self.agenda.add(Duty.EVALUATE)  # it failed, or was cut off, after this step was saved
+
+    def _load_version(
+        self, which: str | int | None, before: int, store: CheckpointStore | None
+    ) -> dict[str, Tensor]:
+        """Load a version, or begin anew where there is none; return the residuals of its shards."""
+        parts = self._parts
+        found = None
+        if which is not None and store is not None:
+            readers = None if parts.saver is None else parts.saver.writers
+            found = resume.fetch(parts.team.context, store, which, before, readers)
+        if found is None:
+            self._begin_at(DataPosition())
+            self.parent = self.evaluated_step = None
+            return {}
+        resume.check_same_run(found, parts.config, parts.samples)
+        self.load(found.state, found.tensors)
+        self.parent, self.run_id = found.version, found.run or self.run_id
+        return {
+            name.removeprefix(model_state.RESIDUAL): tensor
+            for name, tensor in found.tensors.items()
+            if name.startswith(model_state.RESIDUAL)
+        }
+
+    def _note_start(self, *, disowned: bool) -> None:
+        """Write the first lines of this start to the journal. Events that a checkpoint holds, because all
+        workers were killed before the journal had them, come first."""
+        parts, team, note = self._parts, self._parts.team, self._parts.recorder.note
+        if not parts.supervised:
+            for rank, (pid, host) in enumerate(team.context.all_gather([os.getpid(), socket.gethostname()])):
+                note(events.WorkerStarted(time=time.time(), rank=rank, pid=pid, host=host))
+        if self.parent is None:
+            note(
+                events.RunStarted(
+                    time=time.time(),
+                    workers=team.world_size,
+                    shards=team.shards,
+                    samples=parts.samples,
+                    definition=definition(parts.config),
+                    fingerprint=parts.fingerprint,
+                    disowned=disowned,
+                )
+            )
+            return
+        recalled = parts.recorder.recall()
+        if parts.journal_file is not None and team.is_master:
+            # Written in order: only the end may be missing. A supervisor drops duplicates by itself.
+            known = resume.journaled(parts.journal_file)
+            recalled = [one for one in recalled if one.step > known and one.type != events.RunResumed.type]
+        for event in recalled if team.is_master else ():
+            parts.recorder.note_here(event)
+        note(
+            events.RunResumed(
+                time=time.time(),
+                version=self.parent,
+                step=self.position.step,
+                epoch=self.position.epoch,
+                workers=team.world_size,
+                disowned=disowned,
+            )
+        )
+
+    def discard_after(self, step: int) -> None:
+        """Remove the versions of later steps, which may hold what a faulty worker has spoiled: no run may
+        resume from them. Done by the first rank that sees them."""
+        store, saver = self._parts.store, self._parts.saver
+        if store is None or saver is None or self._parts.team.rank != next(iter(saver.writers), None):
+            return
+        for manifest in store.manifests():
+            if manifest.info.step > step:
+                _log.warning("version %d of step %d is removed", manifest.version, manifest.info.step)
+                store.discard(manifest.version)
+
+    # state transfer: a checkpoint that never touches a disk
+
+    def rebind(self) -> None:
+        """Adapt to the team's new group. An open step continues with the shards that are held."""
+        self._parts.transaction.rebind()
+        if self._parts.saver is not None:
+            self._parts.saver.rebind()
+
+    def synchronize(self, source: int, stale: Sequence[int]) -> None:
+        """Bring the ranks `stale` to the state of rank `source`; a collective call of the new group.
+
+        Residuals do not travel with the state: the ranks that compute the shards from now on get them from
+        the ranks that have them.
+        """
+        context, transaction = self._parts.team.context, self._parts.transaction
+        if context.rank == source and stale:
+            contents = self._export_for_transfer()
+            send_state(context, stale, contents.tensors, contents.state)
+        elif context.rank in stale:
+            tensors, state = receive_state(context, source)
+            transaction.residuals.settle(DataPosition(**state["position"]).step)
+            self._import_transferred(tensors, state)
+        transaction.residuals.settle(self.position.step)
+        transaction.residuals.share()
+
+    def _export_for_transfer(self) -> RunContents:
+        self._parts.recorder.flush()
+        self._parts.transaction.residuals.settle(self.position.step)
+        contents, saver = self.export(), self._parts.saver
+        agenda = {
+            **self.agenda.state_dict(),
+            "ended": self.ended,
+            "stopped_on_request": self.stopped_on_request,
+            "left": self.loop_left,
+            "final_hashes": self.final_hashes,
+            "agreed": self.agreed_step,
+        }
+        saving = None if saver is None else saver.state_dict()
+        extra = {"agenda": agenda, "saving": saving, "first_step": self.first_step}
+        return RunContents(contents.tensors, {}, {**contents.state, **extra})
+
+    def _import_transferred(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        self.load(state, tensors)
+        self.first_step = state["first_step"]
+        if self._parts.saver is not None and state["saving"] is not None:
+            self._parts.saver.load_state_dict(state["saving"])
+        agenda = state["agenda"]
+        self.agenda.load_state_dict(agenda)
+        self.ended, self.agreed_step = agenda["ended"], agenda["agreed"]
+        self.stopped_on_request, self.loop_left = agenda["stopped_on_request"], agenda["left"]
+        self.final_hashes = list(agenda["final_hashes"])
+
+    # the end of a run that cannot continue
+
+    def save_and_end(self, reason: str) -> None:
+        """Replace the agenda: this rank, like all others, saves the state of the last committed step and
+        ends. No code of the user's is called: it is what failed."""
+        self._parts.transaction.abandon()
+        self.ended, self.stopped_on_request, self.failing = reason, True, True
+        self.agenda.clear(concluding=True)
+        if self._parts.saver is not None:
+            self.agenda.add(Duty.SAVE_LAST)
+            self.agenda.add(Duty.DRAIN_CHECKPOINTS)
+        self.agenda.add(Duty.COMPARE_WEIGHTS)
+
+    @property
+    def worth_saving(self) -> bool:
+        """Whether a rank whose code has raised holds a state that no version has yet."""
+        saver = self._parts.saver
+        if saver is None or not self.at_boundary or self.failing:
+            return False
+        return self.position.step > saver.saved_step

@@ -1,0 +1,141 @@
+"""The tool that plants bugs: what is caught, what survives, what is excused, and that its lists are true."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bench.mutants.operators import Mutant, mutants_of
+from bench.mutants.planted import PLANTED, planted
+from bench.mutants.reach import function_at
+from bench.mutants.score import ROOT, drawn, excuses, shown, tried
+from bench.mutants.targets import AREAS, Area
+
+SOURCE = '''"""Least of two, and a limit."""
+
+
+def least(one: int, other: int) -> int:
+    return one if one < other else other
+
+
+def limited(value: int) -> int:
+    if value > 9 and value != 12:
+        value = 9
+    return value
+'''
+TESTS = """from tiny import least, limited
+
+
+def test_least():
+    assert (least(1, 2), least(3, 2)) == (1, 2)
+
+
+def test_limited():
+    assert [limited(value) for value in (5, 9, 10, 12)] == [5, 9, 9, 12]
+"""
+
+
+def changed(mutants: list[Mutant], change: str) -> Mutant:
+    return next(one for one in mutants if one.change == change)
+
+
+def test_a_planted_bug_is_caught_and_an_equivalent_change_survives_unless_it_is_excused(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src/tiny.py").write_text(SOURCE)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/test_tiny.py").write_text(TESTS)
+    found = mutants_of("src/tiny.py", SOURCE)
+    bug, same, excused = (
+        changed(found, change)
+        for change in (
+            "one < other -> one >= other",
+            "one < other -> one <= other",
+            "value > 9 -> value >= 9",
+        )
+    )
+    area = Area("tiny", ("src/tiny.py",), ("tests/test_tiny.py",))
+    score = tried(
+        [bug, same, excused],
+        jobs=1,
+        timeout=20.0,
+        root=tmp_path,
+        areas=lambda path: area,
+        preloaded=("pytest",),
+        excused={excused.key: "9 is the limit itself"},
+    )
+    fate = {one.mutant: one for one in score.verdicts}
+    assert fate[bug].by == "tests/test_tiny.py::test_least"
+    assert [one.mutant for one in score.survivors] == [same]
+    assert [one.mutant for one in score.equivalent] == [excused]
+    assert score.share == 0.5
+    assert "src/tiny.py:5: comparison: one < other -> one <= other" in score.text()
+
+
+def test_a_loop_without_an_end_is_caught_by_the_processor_time_that_it_uses(tmp_path: Path) -> None:
+    source = "def spent(left: int) -> int:\n    while left > 0:\n        left -= 1\n    return left\n"
+    tests = "from tiny import spent\n\n\ndef test_spent():\n    assert spent(3) == 0\n"
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src/tiny.py").write_text(source)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/test_tiny.py").write_text(tests)
+    loop = changed(mutants_of("src/tiny.py", source), "drop left -= 1")
+    area = Area("tiny", ("src/tiny.py",), ("tests/test_tiny.py",))
+    score = tried(
+        [loop], jobs=1, timeout=1.5, root=tmp_path, areas=lambda path: area, preloaded=("pytest",), excused={}
+    )
+    assert [one.by for one in score.verdicts] == ["no end within 1.5 s of processor time"]
+
+
+def test_changes_of_a_file():
+    changes = {one.change for one in mutants_of("tiny.py", SOURCE)}
+    assert {
+        "one if one < other else other -> (other if one < other else one)",
+        "drop value > 9 and",
+        "drop and value != 12",
+        "value > 9 and value != 12 -> True",
+        "value > 9 and value != 12 -> False",
+        "value != 12 -> value == 12",
+        "9 -> 10",
+        "12 -> 13",
+    } <= changes
+    assert all(one.applied(SOURCE) != SOURCE for one in mutants_of("tiny.py", SOURCE))
+
+
+def test_words_types_and_assertions_are_left_alone():
+    words = 'def f(x: int | None) -> str:\n    assert x == 1\n    return f"{x + 1}"\n'
+    text = f"Kind: TypeAlias = int | str\n{words}"
+    assert mutants_of("words.py", text) == []
+
+
+def test_the_function_of_a_line():
+    text = "A = 1\n\n\nclass C:\n    def f(self):\n        def g():\n            return 1\n        return g\n"
+    assert [function_at(text, line) for line in (1, 5, 7, 8)] == [None, None, "C.f", "C.f"]
+
+
+def test_equal_seeds_draw_equal_mutants_and_others_do_not():
+    first = [shown(one) for one in drawn(1, 20, "shard_assignment.py")]
+    assert first == [shown(one) for one in drawn(1, 20, "shard_assignment.py")]
+    assert first != [shown(one) for one in drawn(2, 20, "shard_assignment.py")]
+    assert len(first) == 20
+
+
+def test_every_area_has_files_and_tests():
+    for area in AREAS:
+        assert area.paths(ROOT), area.name
+        assert area.test_paths(ROOT), area.name
+
+
+def test_what_is_planted_by_hand_is_planted():
+    assert len(planted(ROOT)) == len(PLANTED)
+
+
+def test_every_excuse_is_for_a_change_that_can_be_made():
+    possible = {
+        one.key
+        for area in AREAS
+        for path in area.paths(ROOT)
+        for one in mutants_of(path, (ROOT / path).read_text(encoding="utf-8"))
+    }
+    stale = [key for key in excuses() if key not in possible]
+    assert stale == []

@@ -1,0 +1,152 @@
+"""Sums of shards that are spread over the ranks: what may be held, what covers, what is refused where."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.comm.ranks import canonical_reference, outcomes, wide_range
+
+from paceline.comm.collectives.shard_sums import ShardOwnership, check_shards
+from paceline.comm.context import DistributedContext
+from paceline.comm.ops import ReduceOp
+from paceline.comm.reduction_order import Node
+from paceline.core.errors import UsageError
+
+
+def held(*shards: int, size: int = 3) -> dict[int, torch.Tensor]:
+    return {shard: wide_range(shard, size) for shard in shards}
+
+
+# what one rank holds
+
+
+def test_shards_are_kept_flat_with_the_shape_that_they_had():
+    tensors = {shard: torch.arange(6.0).view(2, 3) + shard for shard in (0, 4)}
+    found = check_shards(tensors, 5, ReduceOp.SUM)
+    assert found.shape == [2, 3]
+    assert sorted(found.flats) == [0, 4]
+    assert torch.equal(found.flats[4], torch.arange(6.0) + 4)
+    nothing = check_shards({}, 1, ReduceOp.SUM)
+    assert (nothing.flats, nothing.shape) == ({}, [])
+
+
+@pytest.mark.parametrize(
+    ("tensors", "shards", "said"),
+    [
+        ([torch.ones(1)], 1, "canonical_sum of a list"),
+        (held(0), 0, "shards=0"),
+        (held(0), 1.0, "shards=1.0"),
+        (held(1), 1, "shard 1 is not one of 1"),
+        (held(-1), 2, "shard -1 is not one of 2"),
+        ({"0": torch.ones(1)}, 2, "shard '0' is not one of 2"),
+        ({0: [1.0]}, 1, "shard 0 is a list"),
+        ({0: torch.ones(2), 1: torch.ones(3)}, 2, "shards differ"),
+        ({0: torch.ones(2), 1: torch.ones(2).double()}, 2, "shards differ"),
+        ({0: torch.ones(2).to_sparse()}, 1, "shard 0"),
+    ],
+)
+def test_shards_that_cannot_be_combined_are_refused_before_anything_travels(
+    tensors: Any, shards: Any, said: str
+) -> None:
+    with pytest.raises(UsageError, match=said):
+        check_shards(tensors, shards, ReduceOp.SUM)
+
+
+def test_a_kind_that_cannot_be_combined_so_is_refused():
+    with pytest.raises(UsageError):
+        check_shards({0: torch.ones(2, dtype=torch.complex64)}, 1, ReduceOp.MAX)
+
+
+def test_one_shard_of_one_and_the_last_shard_of_many_are_well():
+    assert check_shards(held(0), 1, ReduceOp.SUM).shape == [3]
+    assert sorted(check_shards(held(6, 0), 7, ReduceOp.SUM).flats) == [0, 6]
+
+
+# what all ranks hold
+
+
+def test_every_shard_once_by_any_ranks_is_the_canonical_sum() -> None:
+    tensors = [wide_range(shard, 6).view(2, 3) for shard in range(5)]
+    split = ((3,), (), (0, 4, 1, 2))
+
+    def one(ctx: DistributedContext) -> Any:
+        return ctx.canonical_sum({shard: tensors[shard] for shard in split[ctx.rank]}, shards=5)
+
+    for total in outcomes(3, one):
+        assert total.shape == (2, 3)
+        assert torch.equal(total, canonical_reference(tensors))
+
+
+@pytest.mark.parametrize(
+    ("split", "said"),
+    [
+        (((0,), (2,)), r"no rank holds \[1\]"),
+        (((0, 1), (1, 2)), r"shard 1 is held by ranks \[0, 1\]"),
+        (((0, 0), (1,)), r"no rank holds \[2\]"),
+        (((), ()), "no rank has any"),
+    ],
+)
+def test_shards_that_do_not_cover_are_refused_by_all_ranks(
+    split: tuple[tuple[int, ...], ...], said: str
+) -> None:
+    def one(ctx: DistributedContext) -> Any:
+        return ctx.canonical_sum(held(*split[ctx.rank]), shards=3)
+
+    for error in outcomes(2, one):
+        assert isinstance(error, UsageError)
+        with pytest.raises(UsageError, match=said):
+            raise error
+
+
+@pytest.mark.parametrize("other", [torch.ones(4), torch.ones(3).double(), torch.ones(3, 1)])
+def test_ranks_whose_shards_differ_in_kind_are_refused(other: torch.Tensor) -> None:
+    def one(ctx: DistributedContext) -> Any:
+        return ctx.canonical_sum({ctx.rank: torch.ones(3) if ctx.rank == 0 else other}, shards=2)
+
+    for error in outcomes(2, one):
+        assert isinstance(error, UsageError)
+        assert "do not fit together" in str(error)
+
+
+# what the ranks have folded already
+
+
+def test_the_nodes_and_the_text_of_an_ownership():
+    owned = ShardOwnership(6, ((0, 1, 2, 3), (5,), (4,)))
+    assert owned.nodes == ((Node(0, 2),), (Node(5, 0),), (Node(4, 0),))
+    assert owned.text == "shards=6, by rank [[0, 1, 2, 3], [5], [4]]"
+
+
+def test_an_ownership_that_does_not_cover_has_no_recipe():
+    for blocks in (((0,), (2,)), ((0, 1), (1, 2))):
+        with pytest.raises(UsageError, match="canonical_sum over 3 shards"):
+            _ = ShardOwnership(3, blocks).recipe
+
+
+def folded(partials: list[torch.Tensor]) -> list[Any]:
+    owned = ShardOwnership(2, ((0,), (1,)))
+
+    def one(ctx: DistributedContext) -> Any:
+        out = torch.zeros(3)
+        ctx.fold_partials(partials if ctx.rank == 0 else [torch.ones(3)], owned, out)
+        return out
+
+    return outcomes(2, one, timeout=5.0)
+
+
+def test_partials_of_all_ranks_are_summed():
+    for total in folded([torch.full((3,), 2.0)]):
+        assert torch.equal(total, torch.full((3,), 3.0))
+
+
+@pytest.mark.parametrize(
+    "partials",
+    [[], [torch.ones(3), torch.ones(3)], [torch.ones(4)], [torch.ones(3).double()]],
+    ids=["none", "two", "longer", "wider"],
+)
+def test_partials_that_are_not_due_are_refused(partials: list[torch.Tensor]) -> None:
+    error = folded(partials)[0]
+    assert isinstance(error, UsageError)
+    assert "where 1 of" in str(error)

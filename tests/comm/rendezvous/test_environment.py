@@ -1,0 +1,214 @@
+"""Where a rank finds its place: arguments, launchers' variables, and mistakes in them."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.comm.rendezvous.environment import (
+    LOCAL_HOST,
+    LOCAL_PORT,
+    Address,
+    derived_port,
+    find_launch_info,
+    first_host,
+    parse_address,
+)
+from paceline.core.errors import UsageError
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "MASTER_ADDR": "node7",
+    "MASTER_PORT": "29400",
+}
+SLURM = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "6",
+    "SLURM_LOCALID": "1",
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "0",
+    "SLURM_JOB_NODELIST": "node[003-005],gpu1",
+}
+OPENMPI = {
+    "OMPI_COMM_WORLD_RANK": "2",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "2",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    "PMIX_NAMESPACE": "prterun-7",
+}
+
+
+def test_nothing_at_all_is_a_group_of_one() -> None:
+    place = find_launch_info({})
+    assert (place.world_size, place.rank, place.local_rank) == (1, 0, 0)
+
+
+def test_arguments_alone_meet_at_the_local_default() -> None:
+    place = find_launch_info({}, 4, 2)
+    assert (place.world_size, place.rank) == (4, 2)
+    assert place.address == Address(LOCAL_HOST, LOCAL_PORT)
+    assert place.address.is_loopback
+
+
+def test_arguments_win() -> None:
+    place = find_launch_info(TORCHRUN, 2, 1, "10.0.0.1:5000")
+    assert (place.world_size, place.rank, place.address) == (2, 1, Address("10.0.0.1", 5000))
+    assert not place.agent_store
+
+
+def test_torchrun() -> None:
+    place = find_launch_info(TORCHRUN)
+    assert (place.world_size, place.rank, place.local_rank) == (8, 3, 1)
+    assert place.address == Address("node7", 29400)
+    assert not place.agent_store
+
+
+def test_the_store_of_torchruns_agent() -> None:
+    agent = {
+        **TORCHRUN,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": "a",
+        "TORCHELASTIC_RESTART_COUNT": "2",
+    }
+    place = find_launch_info(agent)
+    assert place.agent_store
+    assert place.attempt == "a/2"
+    assert find_launch_info(agent | {"TORCHELASTIC_RESTART_COUNT": "3"}).attempt != place.attempt
+
+
+def test_a_rank_without_a_master_is_local() -> None:
+    assert find_launch_info({"RANK": "1", "WORLD_SIZE": "2"}).address == Address(LOCAL_HOST, LOCAL_PORT)
+
+
+def test_slurm() -> None:
+    place = find_launch_info(SLURM)
+    assert (place.world_size, place.rank, place.local_rank) == (6, 5, 1)
+    assert place.address == Address("node003", derived_port("4711.0"))
+    assert find_launch_info({**SLURM, "SLURM_STEP_ID": "1"}).address.port != place.address.port
+
+
+def test_slurm_with_a_master() -> None:
+    assert find_launch_info({**SLURM, "MASTER_ADDR": "a", "MASTER_PORT": "1"}).address == Address("a", 1)
+
+
+def test_openmpi_on_one_host() -> None:
+    place = find_launch_info(OPENMPI)
+    assert (place.world_size, place.rank, place.local_rank) == (4, 2, 2)
+    assert place.address == Address(LOCAL_HOST, derived_port("prterun-7"))
+
+
+def test_openmpi_on_several_hosts_needs_a_master() -> None:
+    several = {**OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    with pytest.raises(UsageError, match="MASTER_ADDR"):
+        find_launch_info(several)
+    assert find_launch_info({**several, "MASTER_ADDR": "n0", "MASTER_PORT": "29500"}).address == Address(
+        "n0", 29500
+    )
+
+
+def test_the_innermost_launcher_counts() -> None:
+    assert find_launch_info(SLURM | OPENMPI).source == "OpenMPI"
+    assert find_launch_info(SLURM | OPENMPI | TORCHRUN).source == "torchrun"
+
+
+def test_arguments_that_repeat_the_launcher_keep_its_address() -> None:
+    assert find_launch_info(SLURM, 6, 5).address.host == "node003"
+    assert find_launch_info(SLURM, 2, 1).address.host == LOCAL_HOST
+
+
+@pytest.mark.parametrize(
+    ("environment", "named"),
+    [
+        ({"RANK": "1"}, "WORLD_SIZE"),
+        ({"WORLD_SIZE": "2"}, "RANK"),
+        ({**TORCHRUN, "RANK": "x"}, "RANK='x'"),
+        ({**TORCHRUN, "RANK": "-1"}, "RANK='-1'"),
+        ({**TORCHRUN, "RANK": "8"}, "RANK=8"),
+        ({**TORCHRUN, "WORLD_SIZE": "0"}, "WORLD_SIZE='0'"),
+        ({**TORCHRUN, "MASTER_PORT": ""}, "MASTER_PORT"),
+        ({**TORCHRUN, "MASTER_ADDR": ""}, "MASTER_ADDR"),
+        ({**TORCHRUN, "MASTER_PORT": "99999"}, "99999"),
+        ({**TORCHRUN, "LOCAL_RANK": "two"}, "LOCAL_RANK"),
+        ({**SLURM, "SLURM_PROCID": ""}, "SLURM_PROCID"),
+        ({**SLURM, "SLURM_JOB_ID": ""}, "SLURM_JOB_ID"),
+        ({**SLURM, "SLURM_JOB_NODELIST": ""}, "SLURM_JOB_NODELIST"),
+        ({**SLURM, "SLURM_JOB_NODELIST": "a[1-"}, "node list"),
+        ({**OPENMPI, "OMPI_COMM_WORLD_RANK": ""}, "OMPI_COMM_WORLD_RANK"),
+        ({**OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": ""}, "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ],
+)
+def test_half_set_variables_are_named(environment: dict[str, str], named: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        find_launch_info(environment)
+    assert named in str(caught.value)
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize(("world_size", "rank", "missing"), [(4, None, "rank"), (None, 1, "world_size")])
+def test_half_given_arguments(world_size: int | None, rank: int | None, missing: str) -> None:
+    with pytest.raises(UsageError, match=missing):
+        find_launch_info({}, world_size, rank)
+
+
+def test_one_argument_and_a_launcher() -> None:
+    place = find_launch_info({"RANK": "1"}, world_size=2)
+    assert (place.world_size, place.rank) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("a:1", Address("a", 1)),
+        ("tcp://10.0.0.1:29500", Address("10.0.0.1", 29500)),
+        ("[::1]:80", Address("::1", 80)),
+        ("tcp://[fe80::1%eth0]:80/", Address("fe80::1%eth0", 80)),
+    ],
+)
+def test_addresses(text: str, address: Address) -> None:
+    assert parse_address(text) == address
+
+
+@pytest.mark.parametrize(
+    "text", ["", "host", "host:", ":80", "host:0", "host:70000", "a b:1", "http://x:80", "::1:80"]
+)
+def test_bad_addresses(text: str) -> None:
+    with pytest.raises(UsageError, match="address"):
+        parse_address(text)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("n1", "n1"),
+        ("n1,n2", "n1"),
+        ("n[1-4]", "n1"),
+        ("n[001-004,7],gpu3", "n001"),
+        ("n[7,9]", "n7"),
+        ("rack[1-2]node[03-04]", "rack1node03"),
+        ("a-b-[12-15].cluster", "a-b-12.cluster"),
+    ],
+)
+def test_the_first_host_of_a_node_list(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+def test_derived_ports_are_ordinary_and_differ() -> None:
+    ports = {derived_port(str(job)) for job in range(200)}
+    assert len(ports) > 190
+    assert all(1024 < port < 32768 for port in ports)
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [
+        ("127.0.0.1", True),
+        ("127.3.2.1", True),
+        ("localhost", True),
+        ("::1", True),
+        ("10.0.0.1", False),
+        ("127.example.org", False),
+    ],
+)
+def test_loopback(host: str, loopback: bool) -> None:
+    assert Address(host, 1).is_loopback is loopback

@@ -1,0 +1,103 @@
+"""Decisions that few schedules come to: each was a planted bug that no other test noticed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.elastic.machine.machine_driver import exception_of, only, vote_of
+from tests.elastic.machine.made_states import NOW, after, beat, change, job_with_limits, made
+
+from paceline.elastic.machine import hang_detection, liveness, machine, view_change
+from paceline.elastic.machine.actions import EndJob, ViewPlan
+from paceline.elastic.machine.hash_votes import Dispute
+from paceline.elastic.machine.machine_events import ProcessProbed, Tick
+from paceline.elastic.machine.state import Phase, Worker, WorkerStatus
+
+
+def test_the_most_shards_of_a_member():
+    assert ViewPlan(1, (1, 2, 3), (0, 1, 2), ((0,), (1, 2), (3,))).max_shards == 2
+    assert ViewPlan(1, (1,), (0,), ()).max_shards == 0
+
+
+def test_a_verdict_without_a_further_cause_ends_where_it_ends():
+    job = job_with_limits()
+    beat(job, 1, "forward", 9.0)
+    for member in (2, 3):
+        beat(job, member, "collective", 9.0, (1,))
+    job.progressed_at = NOW - 90.0
+    (found,) = hang_detection.find_overdue(job)
+    assert found.worker.number == 1
+    assert not found.what.endswith("; ")
+
+
+def test_members_that_did_not_come_back_are_named_in_the_reason():
+    job = made((0, 0), Phase.RETURNING)
+    for member in (1, 2):
+        change(job, member, reconnected=member == 1)
+    job.committed, job.now = True, NOW + 10**6
+    job.next_tick_at = job.now
+    _, _, reason = machine.step(job, Tick(), job.now)
+    assert "rank 1 did not come back" in reason
+
+
+def test_a_member_that_runs_shows_that_the_others_are_not_stopped_together():
+    """Also one that was first in a view after they fell silent: it was there all the time."""
+    job = job_with_limits()
+    for member in (1, 2):
+        job.last_message_at[member] = NOW - 1.0
+        job.probes[member] = (NOW - 0.1, ProcessProbed(member, stopped=True))
+    change(job, 3, since=NOW - 0.5)
+    liveness.update_stopped_together(job)
+    assert job.stopped_together == frozenset()
+    change(job, 3, status=WorkerStatus.READY)
+    liveness.update_stopped_together(job)
+    assert job.stopped_together == {1, 2}
+
+
+def test_the_loss_of_the_only_member_that_is_not_done_ends_a_job_that_fails():
+    job = made()
+    job.committed = True
+    for member in (2, 3):
+        change(job, member, status=WorkerStatus.DONE, digest="x")
+    _, actions = after(job, exception_of(1, "ValueError: bad", "user", 7, 0))
+    assert only(actions, EndJob).ok is False
+
+
+def test_contributions_are_kept_only_while_a_disputed_step_is_computed_again():
+    trail = ((6, "a/b"),)
+    for dispute, restore, kept in (
+        (None, False, {}),
+        (Dispute((7, ""), {}), True, {}),
+        (Dispute((7, ""), {}), False, {1: trail}),
+    ):
+        job = made((0, 0))
+        job.dispute, job.restore = dispute, restore
+        job.votes, job.next_tick_at = {(7, ""): {}}, NOW + 1.0
+        job, _ = after(job, vote_of(1, 7, "a", 3, trail=trail))
+        assert job.trails == kept
+
+
+def test_a_view_whose_source_is_one_of_two_that_leave_is_waited_for():
+    job = made((0, 0, 0), Phase.INSTALLING)
+    job.asked_at = NOW - 9.0
+    job.pending = frozenset({3})
+    for member in (1, 2):
+        change(job, member, status=WorkerStatus.LEAVING, leave_reason="preempted")
+    assert view_change.too_slow_to_form(job) is not None
+    assert job.view is not None
+    job.view = replace(job.view, source=0, stale_ranks=(2,))
+    assert view_change.too_slow_to_form(job) is None
+
+
+def test_a_tick_that_refuses_a_newcomer_also_ends_a_link_probe_without_answers():
+    job = made((0, 1))
+    newcomer = Worker(3, 2, 1, WorkerStatus.READY, NOW - 10**4, dialing=frozenset({1}), dialed_at=NOW - 10**4)
+    job.workers[3] = newcomer
+    job.slots[2] = replace(job.slots[1], number=2, worker=3)
+    job.last_message_at[3] = NOW
+    job.next_member = 4
+    job.pending_dials, job.dials_sent_at = frozenset({(1, 2)}), NOW - 10**4
+    job.next_tick_at = NOW
+    job, _ = after(job, Tick())
+    assert 3 not in job.workers
+    assert job.pending_dials == frozenset()

@@ -1,0 +1,96 @@
+"""What a checkpoint holds for the journal: all that nobody is known to have written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.core import events
+from paceline.train.callbacks import Callbacks
+from paceline.train.state.recorder import PendingStep, Recorder
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.heard = 100.0
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr("paceline.train.state.recorder.time.monotonic", lambda: made.now)
+    return made
+
+
+def recorder(clock: Clock, told: list[events.Event] | None = None) -> Recorder:
+    tell = None if told is None else told.append
+    return Recorder(Callbacks([]), tell, torch.device("cpu"), acked_at=lambda: clock.heard)
+
+
+def take(made: Recorder, clock: Clock, *numbers: int) -> None:
+    for number in numbers:
+        clock.now += 1.0
+        event = events.StepCommitted(time=0.0, step=number, epoch=0, loss=0.0, samples=1, generation=1)
+        made.commit(PendingStep(event, torch.zeros(1), False, ()))
+
+
+def held(made: Recorder) -> list[Any]:
+    found = map(events.from_json, made.state_dict()["unconfirmed"])
+    return [e.step if isinstance(e, events.StepCommitted) else f"resumed {e.step}" for e in found]  # type: ignore[attr-defined]
+
+
+def resumed(number: int) -> events.RunResumed:
+    return events.RunResumed(time=1.0, version=1, step=number, epoch=0, workers=1)
+
+
+def test_only_what_is_newer_than_the_last_word_of_the_journal(clock):
+    made = recorder(clock)
+    take(made, clock, *range(1, 7))
+    assert held(made) == [1, 2, 3, 4, 5, 6]
+    clock.heard = clock.now
+    assert held(made) == [4, 5, 6]  # what was told in the last two seconds may be on its way
+
+
+def test_it_goes_from_checkpoint_to_checkpoint_until_somebody_has_heard_it(clock):
+    first = recorder(clock)
+    take(first, clock, 25, 26)
+    told: list[events.Event] = []
+    second = recorder(clock, told)
+    second.load_state_dict(first.state_dict())
+    recalled = second.recall()
+    assert [event.generation for event in recalled if isinstance(event, events.StepCommitted)] == [-1, -1]
+    second.note(resumed(26))
+    take(second, clock, 27)
+    assert held(second) == [25, 26, "resumed 26", 27]
+    clock.now = clock.heard = clock.now + 10.0
+    take(second, clock, 28)
+    assert held(second) == [28]
+
+
+def test_steps_that_were_done_again_are_there_once_and_after_the_resume(clock):
+    made = recorder(clock)
+    take(made, clock, 1, 2, 3, 4)
+    made.note(resumed(2))
+    take(made, clock, 3)
+    assert held(made) == [1, 2, "resumed 2", 3]
+    assert [event.step for event in made.events_after(1)] == [2, 3]  # type: ignore[attr-defined]
+
+
+def test_what_is_remembered_is_bounded(clock):
+    made = recorder(clock)
+    take(made, clock, *range(1, 9001))
+    assert held(made) == list(range(9001 - 8192, 9001))
+    clock.heard = clock.now
+    take(made, clock, 9001)
+    assert len(made.events_after(0)) == 256
+
+
+def test_a_checkpoint_from_before_it_held_any(clock):
+    made = recorder(clock)
+    state = made.state_dict()
+    del state["unconfirmed"]
+    made.load_state_dict(state)
+    assert made.recall() == []
