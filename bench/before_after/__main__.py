@@ -16,10 +16,12 @@ import os
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
 from bench.before_after.probes import PROBES
+from bench.before_after.steps_in_turns import environment_of, steady_state
 from bench.report import Report
 
 HERE = Path(__file__).parents[2]
@@ -27,14 +29,18 @@ PROBE = Path(__file__).with_name("probes.py")
 # The slowest probe, 128 workers on 2 cores, takes some minutes.
 LONGEST = 900.0
 
+Pairs = dict[str, tuple[float, float]]
+# Probes whose runs of both checkouts are alive at once; the others run one checkout after the other.
+TOGETHER: dict[str, Callable[[Path, Path, int], Pairs]] = {steady_state.__name__: steady_state}
+NAMES = [*TOGETHER, *PROBES]
+
 
 def measure(checkout: Path, probe: str) -> dict[str, float]:
     """Run a probe in a process that sees a checkout's own `paceline` and `bench`."""
-    path = os.pathsep.join([str(checkout / "src"), str(checkout)])
     done = subprocess.run(
         [sys.executable, str(PROBE), probe],
         cwd=checkout,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, **environment_of(checkout)},
         stdout=subprocess.PIPE,
         timeout=LONGEST,
         check=True,
@@ -43,14 +49,21 @@ def measure(checkout: Path, probe: str) -> dict[str, float]:
     return figures
 
 
+def measure_both(before: Path, probe: str, turn: int) -> Pairs:
+    """Run a probe in both checkouts; which of them comes first alternates."""
+    order = (before, HERE) if turn % 2 == 0 else (HERE, before)
+    found = {checkout: measure(checkout, probe) for checkout in order}
+    return {name: (found[before][name], seconds) for name, seconds in found[HERE].items()}
+
+
 def run(before: Path, probes: list[str], rounds: int) -> Report:
     pairs: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for turn in range(rounds):
         for probe in probes:
-            order = (before, HERE) if turn % 2 == 0 else (HERE, before)
-            found = {checkout: measure(checkout, probe) for checkout in order}
-            for name, seconds in found[HERE].items():
-                pairs[name].append((found[before][name], seconds))
+            together = TOGETHER.get(probe)
+            found = together(before, HERE, turn) if together else measure_both(before, probe, turn)
+            for name, both in found.items():
+                pairs[name].append(both)
             print(f"round {turn + 1}: {probe}", file=sys.stderr, flush=True)
     report = Report(
         "before_after",
@@ -82,7 +95,7 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("before", type=Path, help="the root of the other checkout")
-    parser.add_argument("--only", nargs="+", choices=[*PROBES], default=[*PROBES])
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument("--rounds", type=int, default=3)
     asked = parser.parse_args()
     report = run(asked.before.resolve(), asked.only, asked.rounds)

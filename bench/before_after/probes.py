@@ -40,15 +40,6 @@ def paceline_kills() -> Figures:
     return {"kill to next step": median(found["next_step"]), "kill to replacement": median(found["back"])}
 
 
-def steady_state() -> Figures:
-    """Seconds of a step of 4 workers with and without a supervisor."""
-    from bench.recovery.steady_state import measure
-
-    with tempfile.TemporaryDirectory(prefix="paceline-before-") as folder:
-        fleet = measure(Path(folder), 4, 30, reverse=False)
-    return {"step, supervised": fleet.supervised, "step, not supervised": fleet.spawned}
-
-
 def train_speed() -> Figures:
     """Seconds of a step of exact training, by model and number of workers."""
     from bench.train import paceline_loop
@@ -147,7 +138,6 @@ PROBES: dict[str, Callable[[], Figures]] = {
     probe.__name__: probe
     for probe in (
         paceline_kills,
-        steady_state,
         train_speed,
         all_reduce,
         many_workers,

@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
@@ -53,11 +53,13 @@ class Fleet:
 class Contestant:
     """A run that makes a few steps when it is its turn."""
 
-    def __init__(self, settings: RunSettings, stack: ExitStack) -> None:
+    def __init__(
+        self, settings: RunSettings, stack: ExitStack, environment: Mapping[str, str] | None = None
+    ) -> None:
         self._journal = RunJournal(settings.journal)
         Path(settings.run_dir).parent.mkdir(parents=True, exist_ok=True)
         self._family = stack.enter_context(Family(Path(settings.run_dir).with_suffix(".log")))
-        self._family.start(settings.command())
+        self._family.start(settings.command(), environment)
         self._journal.wait_until(lambda now: now.step >= WARMUP_STEPS, self._family, START_SECONDS)
         self._family.suspend()
 
@@ -72,20 +74,25 @@ class Contestant:
 
 
 def measure(folder: Path, turns: int, steps: int, *, reverse: bool) -> Fleet:
-    """All kinds in turns, the last first in every second turn. `reverse`: the last is started first."""
+    """All kinds in turns. `reverse`: the last is started first."""
     kinds = {
         "supervised": RunSettings(str(folder / "supervised"), ENDLESS),
         "spawned": RunSettings(str(folder / "spawned"), ENDLESS, supervised=False),
         "sealed": RunSettings(str(folder / "sealed"), ENDLESS, checksums=True),
     }
-    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
     with ExitStack() as stack:
         order = list(reversed(kinds)) if reverse else list(kinds)
         running = {kind: Contestant(kinds[kind], stack) for kind in order}
-        for turn in range(turns):
-            for kind in list(running) if turn % 2 == 0 else reversed(running):
-                seconds[kind] += running[kind].make(steps)
-    return Fleet(**{kind: median(times) for kind, times in seconds.items()})
+        return Fleet(**in_turns(running, turns, steps))
+
+
+def in_turns(running: Mapping[str, Contestant], turns: int, steps: int) -> dict[str, float]:
+    """Median seconds of a step of each run, the last first in every second turn."""
+    seconds: dict[str, list[float]] = {kind: [] for kind in running}
+    for turn in range(turns):
+        for kind in list(running) if turn % 2 == 0 else reversed(running):
+            seconds[kind] += running[kind].make(steps)
+    return {kind: median(times) for kind, times in seconds.items()}
 
 
 def thread_seconds(pid: int) -> dict[int, float]:
