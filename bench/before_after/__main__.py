@@ -75,8 +75,8 @@ def run(before: Path, probes: list[str], rounds: int) -> Report:
         report.rows.append(
             (
                 name,
-                _in_words(median(earlier for earlier, _ in both)),
-                _in_words(median(after for _, after in both)),
+                _in_words(name, median(earlier for earlier, _ in both)),
+                _in_words(name, median(after for _, after in both)),
                 f"{median(ratios):.2f}",
                 f"{ratios[0]:.2f} to {ratios[-1]:.2f}",
             )
@@ -84,7 +84,9 @@ def run(before: Path, probes: list[str], rounds: int) -> Report:
     return report
 
 
-def _in_words(seconds: float) -> str:
+def _in_words(name: str, seconds: float) -> str:
+    if name.startswith("calls"):
+        return f"{seconds:.5g}"
     return f"{seconds * 1e6:.3g} us" if seconds < 1e-4 else f"{seconds * 1e3:.3g} ms"
 
 

@@ -1,12 +1,14 @@
 """Measurements of the checkout on PYTHONPATH: `python probes.py NAME` prints JSON, figure -> seconds.
 
 Runs in two checkouts of different age, so it uses public names of `paceline` and functions of `bench` that
-both have. Less is better.
+both have. Less is better. Figures whose names begin with "calls" are numbers of Python calls: on a noisy
+machine they are the same in every round.
 """
 
 from __future__ import annotations
 
 import json
+import pstats
 import runpy
 import subprocess
 import sys
@@ -23,6 +25,8 @@ TRAIN = {("mlp_1m", 1): 100, ("mlp_1m", 4): 60, ("conv", 2): 30, ("mlp_25m", 2):
 KILLS = 25
 MANY_WORKERS, MANY_KILLS = 128, 3
 SCHEDULES = 250
+COUNTED_SCHEDULES = 60
+COUNTED_STEPS = range(100, 300)
 
 Figures = dict[str, float]
 
@@ -110,6 +114,62 @@ def simulate() -> Figures:
     return {f"{SCHEDULES} simulated schedules": time.perf_counter() - began}
 
 
+def python_calls() -> Figures:
+    """Python calls of a step, and of a simulated schedule."""
+    with tempfile.TemporaryDirectory(prefix="paceline-before-") as folder:
+        figures = {
+            f"calls: step, {workers} workers, {kind}": _calls_a_step(Path(folder, kind), workers)
+            for kind, workers in (("not supervised", 1), ("supervised", 2))
+        }
+        profile = Path(folder, "profile")
+        options = ["--workers", "8", "--schedules", str(COUNTED_SCHEDULES), "--seed", "1", "--json"]
+        subprocess.run(
+            [sys.executable, "-m", "cProfile", "-o", profile, "-m", "paceline", "simulate", *options],
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+        calls = pstats.Stats(str(profile)).total_calls  # type: ignore[attr-defined]  # absent from typeshed
+    return {**figures, "calls: simulated schedule": calls / COUNTED_SCHEDULES}
+
+
+def _calls_a_step(run_dir: Path, workers: int) -> float:
+    import paceline
+    from bench.recovery import supervised_run
+    from bench.recovery.supervised_run import RunSettings
+
+    steps = COUNTED_STEPS.stop + 10
+    settings = RunSettings(str(run_dir), steps, workers=workers, tiny=True, supervised=workers > 1)
+    config = supervised_run.config_of(settings)
+    objective = CountingObjective(str(run_dir.with_suffix(".calls")))
+    trainer = paceline.Trainer(
+        supervised_run.build_tiny, objective, optimizer=supervised_run.tiny_optimizer, config=config
+    )
+    trainer.fit(supervised_run.tiny_data(40 * config.global_batch))
+    return float(Path(objective.found).read_text()) / len(COUNTED_STEPS)
+
+
+class CountingObjective:
+    """Cross entropy that counts the calls of its thread from one forward pass to a later one."""
+
+    def __init__(self, found: str) -> None:
+        self.found = found
+        self._passes = self._calls = 0
+
+    def __call__(self, model, batch):  # type: ignore[no-untyped-def]  # torch is imported by workers
+        from torch.nn.functional import cross_entropy
+
+        self._passes += 1
+        if self._passes == COUNTED_STEPS.start:
+            sys.setprofile(self._count)
+        elif self._passes == COUNTED_STEPS.stop:
+            sys.setprofile(None)
+            Path(self.found).write_text(str(self._calls))
+        return cross_entropy(model(batch[0]), batch[1])
+
+    def _count(self, frame: object, event: str, argument: object) -> None:
+        self._calls += event in ("call", "c_call")
+
+
 def start_up() -> Figures:
     """Seconds of `import paceline` and of the command's help, in a fresh interpreter."""
     figures: Figures = {}
@@ -142,6 +202,7 @@ PROBES: dict[str, Callable[[], Figures]] = {
         all_reduce,
         many_workers,
         simulate,
+        python_calls,
         start_up,
         control_messages,
     )
