@@ -4,8 +4,9 @@
     python -m bench.before_after ../before                    # everything, three rounds
     python -m bench.before_after ../before --only all_reduce --rounds 7
 
-Every round measures both checkouts, in an order that alternates; a ratio is the median over rounds of
-after / before in the same round, with its range. More than 1 is slower.
+Every round measures both checkouts, in an order that alternates: steps and all-reduces in turns of processes
+that are alive at once, the rest one after the other. A ratio is the median over rounds of after / before in
+the same round, with its range. More than 1 is slower.
 """
 
 from __future__ import annotations
@@ -16,12 +17,11 @@ import os
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
 from bench.before_after.probes import PROBES
-from bench.before_after.steps_in_turns import environment_of, steady_state
+from bench.before_after.turns import TOGETHER, Pairs, environment_of
 from bench.report import Report
 
 HERE = Path(__file__).parents[2]
@@ -29,9 +29,6 @@ PROBE = Path(__file__).with_name("probes.py")
 # The slowest probe, 128 workers on 2 cores, takes some minutes.
 LONGEST = 900.0
 
-Pairs = dict[str, tuple[float, float]]
-# Probes whose runs of both checkouts are alive at once; the others run one checkout after the other.
-TOGETHER: dict[str, Callable[[Path, Path, int], Pairs]] = {steady_state.__name__: steady_state}
 NAMES = [*TOGETHER, *PROBES]
 
 
@@ -67,7 +64,7 @@ def run(before: Path, probes: list[str], rounds: int) -> Report:
             print(f"round {turn + 1}: {probe}", file=sys.stderr, flush=True)
     report = Report(
         "before_after",
-        f"Before and after, {rounds} rounds in turns",
+        f"Before and after; rounds in turns: {rounds}",
         ("figure", "before", "after", "after / before", "range"),
     )
     for name, both in pairs.items():

@@ -1,4 +1,5 @@
-"""Measurements of the checkout on PYTHONPATH: `python probes.py NAME` prints JSON, figure -> seconds.
+"""Measurements of the checkout on PYTHONPATH: `python probes.py NAME` prints JSON, figure -> seconds, and
+`python probes.py forever NAME ...` works until it is killed, for turns.py to measure.
 
 Runs in two checkouts of different age, so it uses public names of `paceline` and functions of `bench` that
 both have. Less is better. Figures whose names begin with "calls" are numbers of Python calls: on a noisy
@@ -20,8 +21,8 @@ from statistics import median
 
 MEGABYTE = 1 << 20
 ALL_REDUCE = {"4 KB": 4096, "1 MB": MEGABYTE, "25 MB": 25 * MEGABYTE}
-ALL_REDUCE_CALLS = {"4 KB": 400, "1 MB": 60, "25 MB": 8}
-TRAIN = {("mlp_1m", 1): 100, ("mlp_1m", 4): 60, ("conv", 2): 30, ("mlp_25m", 2): 8}
+ALL_REDUCE_CALLS = {"4 KB": 200, "1 MB": 40, "25 MB": 5}
+ENDLESS = 10_000_000
 KILLS = 25
 MANY_WORKERS, MANY_KILLS = 128, 3
 SCHEDULES = 250
@@ -42,51 +43,6 @@ def paceline_kills() -> Figures:
     )
     found = json.loads(done.stdout)
     return {"kill to next step": median(found["next_step"]), "kill to replacement": median(found["back"])}
-
-
-def train_speed() -> Figures:
-    """Seconds of a step of exact training, by model and number of workers."""
-    from bench.train import paceline_loop
-    from bench.train.workload import SPEED
-
-    works = {work.name: work for work in SPEED}
-    return {
-        f"train {name}, {workers} workers": paceline_loop.seconds_a_step(works[name], workers, 5, steps)
-        for (name, workers), steps in TRAIN.items()
-    }
-
-
-def all_reduce() -> Figures:
-    """Seconds of an all-reduce on the slowest rank, with a result in new memory and in the caller's."""
-    import paceline
-
-    figures: Figures = {}
-    for ranks in (2, 4):
-        by_rank = paceline.spawn(_timed_reductions, workers=ranks, threads=1)
-        for name in by_rank[0]:
-            figures[f"{name}, {ranks} ranks"] = max(found[name] for found in by_rank)
-    return figures
-
-
-def _timed_reductions(ctx) -> Figures:  # type: ignore[no-untyped-def]  # two checkouts, two types
-    import torch
-
-    figures: Figures = {}
-    for size, nbytes in ALL_REDUCE.items():
-        data, out = torch.ones(nbytes // 4), torch.empty(nbytes // 4)
-        forms: dict[str, Callable[[], object]] = {
-            "returned": lambda data=data: ctx.all_reduce(data),  # type: ignore[misc]
-            "out=": lambda data=data, out=out: ctx.all_reduce(data, out=out),  # type: ignore[misc]
-        }
-        for form, call in forms.items():
-            times = []
-            for _ in range(ALL_REDUCE_CALLS[size]):
-                ctx.barrier()
-                began = time.perf_counter()
-                call()
-                times.append(time.perf_counter() - began)
-            figures[f"all_reduce {size} {form}"] = median(times[len(times) // 10 :])
-    return figures
 
 
 def many_workers() -> Figures:
@@ -194,12 +150,61 @@ def control_messages() -> Figures:
     return figures
 
 
+def train(name: str, workers: str, run_dir: str) -> None:
+    """Train until the process is killed."""
+    from torch import nn
+
+    import paceline
+    from bench.train import paceline_loop
+    from bench.train.workload import SPEED
+
+    work = next(work for work in SPEED if work.name == name)
+    config = paceline_loop._config(work, int(workers), ENDLESS, None, Path(run_dir))
+    trainer = paceline.Trainer(work.model(), nn.CrossEntropyLoss(), optimizer=work.optimizer, config=config)
+    trainer.fit(work.data(int(workers)))
+
+
+def all_reduce(ranks: str, path: str) -> None:
+    """Reduce until the process is killed; the first rank writes a line of figures after each burst."""
+    import paceline
+
+    paceline.spawn(_reduce_forever, path, workers=int(ranks), threads=1)
+
+
+def _reduce_forever(ctx, path: str) -> None:  # type: ignore[no-untyped-def]  # two checkouts, two types
+    while True:
+        figures = _timed_reductions(ctx)
+        if ctx.rank == 0:
+            with Path(path).open("a") as file:
+                file.write(json.dumps(figures) + "\n")
+
+
+def _timed_reductions(ctx) -> Figures:  # type: ignore[no-untyped-def]
+    """Return the median seconds from a barrier to the result, by size and form."""
+    import torch
+
+    figures: Figures = {}
+    for size, nbytes in ALL_REDUCE.items():
+        data, out = torch.ones(nbytes // 4), torch.empty(nbytes // 4)
+        forms: dict[str, Callable[[], object]] = {
+            "returned": lambda data=data: ctx.all_reduce(data),  # type: ignore[misc]
+            "out=": lambda data=data, out=out: ctx.all_reduce(data, out=out),  # type: ignore[misc]
+        }
+        for form, call in forms.items():
+            times = []
+            for _ in range(ALL_REDUCE_CALLS[size]):
+                ctx.barrier()
+                began = time.perf_counter()
+                call()
+                times.append(time.perf_counter() - began)
+            figures[f"all_reduce {size} {form}"] = median(times)
+    return figures
+
+
 PROBES: dict[str, Callable[[], Figures]] = {
     probe.__name__: probe
     for probe in (
         paceline_kills,
-        train_speed,
-        all_reduce,
         many_workers,
         simulate,
         python_calls,
@@ -209,5 +214,11 @@ PROBES: dict[str, Callable[[], Figures]] = {
 }
 
 
+FOREVER: dict[str, Callable[..., None]] = {"train": train, "all_reduce": all_reduce}
+
+
 if __name__ == "__main__":
-    print(json.dumps(PROBES[sys.argv[1]]()))
+    if sys.argv[1] == "forever":
+        FOREVER[sys.argv[2]](*sys.argv[3:])
+    else:
+        print(json.dumps(PROBES[sys.argv[1]]()))

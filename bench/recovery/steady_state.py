@@ -54,12 +54,16 @@ class Contestant:
     """A run that makes a few steps when it is its turn."""
 
     def __init__(
-        self, settings: RunSettings, stack: ExitStack, environment: Mapping[str, str] | None = None
+        self,
+        command: Sequence[str],
+        run_dir: Path,
+        stack: ExitStack,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        self._journal = RunJournal(settings.journal)
-        Path(settings.run_dir).parent.mkdir(parents=True, exist_ok=True)
-        self._family = stack.enter_context(Family(Path(settings.run_dir).with_suffix(".log")))
-        self._family.start(settings.command(), environment)
+        self._journal = RunJournal(run_dir / "journal.jsonl")
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
+        self._family = stack.enter_context(Family(run_dir.with_suffix(".log")))
+        self._family.start(command, environment)
         self._journal.wait_until(lambda now: now.step >= WARMUP_STEPS, self._family, START_SECONDS)
         self._family.suspend()
 
@@ -82,7 +86,9 @@ def measure(folder: Path, turns: int, steps: int, *, reverse: bool) -> Fleet:
     }
     with ExitStack() as stack:
         order = list(reversed(kinds)) if reverse else list(kinds)
-        running = {kind: Contestant(kinds[kind], stack) for kind in order}
+        running = {
+            kind: Contestant(kinds[kind].command(), Path(kinds[kind].run_dir), stack) for kind in order
+        }
         return Fleet(**in_turns(running, turns, steps))
 
 
