@@ -23,6 +23,8 @@ demo: $(STAMP) ## train on 4 workers, kill one, repair, add one; train undisturb
 # Two at a time: most tests wait for processes that they started. More would be too many for their deadlines.
 # How fast an import is can only be seen alone.
 test: system check ## check, then all tests that need one host
+	@# Once for the hundreds of processes that tests start, also where PYTHONDONTWRITEBYTECODE is set.
+	$(BIN)/python -m compileall -q src
 	$(if $(PYTEST_ARGS),,$(BIN)/python -m pytest -q tests/test_imports.py)
 	$(BIN)/python -m pytest -n 2 --dist worksteal \
 		$(or $(PYTEST_ARGS),--ignore=tests/test_imports.py --ignore=tests/network)

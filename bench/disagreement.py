@@ -1,4 +1,4 @@
-"""Ranks that disagree, and a rank that dies: how long until everybody knows, and what they are told."""
+"""Ranks that disagree, and a rank that dies: how long until all ranks know, and what they are told."""
 
 from __future__ import annotations
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -73,11 +75,59 @@ def test_every_link_leads_somewhere():
     assert broken == []
 
 
-@pytest.mark.parametrize("page", ["docs/glossary.md", "docs/walks.md"])
+NAMING_PAGES = sorted(
+    str(page.relative_to(ROOT))
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"))
+)
+
+# Files that pages name and that are not in the tree, with the reason.
+NO_FILES = {
+    ("CONTRIBUTING.md", "utils.py"): "says that there is none",
+    (
+        "docs/design/0016-the-supervisor.md",
+        "core/control/exact.py",
+    ): "replaced; named with the last commit that had it",
+    ("docs/extending.md", "test_mine.py"): "a reader's",
+    ("docs/starting-ranks.md", "rank.py"): "a reader's",
+    ("docs/staying-alive.md", "script.py"): "a reader's",
+}
+
+
+@cache
+def _python_files() -> frozenset[str]:
+    """The names of all Python files of the repository, without their folders."""
+    folders = ("src", "tests", "bench", "examples", "docs")
+    return frozenset(path.name for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def _is_there(page: str, name: str) -> bool:
+    """Whether a path leads to a file from the page, the root, src/ or src/paceline/; a name alone: from any
+    folder."""
+    if "/" not in name:
+        return name in _python_files()
+    places = ((ROOT / page).parent, ROOT, ROOT / "src", ROOT / "src" / "paceline")
+    return any((place / name).is_file() for place in places)
+
+
+def _named_files(page: str) -> set[str]:
+    """The Python files that a page names: by a path, or by the file's name in backticks."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return {
+        *re.findall(r"(?<![\w/.-])((?:[\w-]+/)+\w+\.py)\b", text),
+        *re.findall(r"`[^`\n]*?(?<![\w/.-])(\w+\.py)\b", text),
+    }
+
+
+@pytest.mark.parametrize("page", NAMING_PAGES)
 def test_every_module_that_a_page_names_exists(page):
-    named = re.findall(r"[`>\s]((?:[a-z_]+/)+[a-z_]+\.py)\b", (ROOT / page).read_text(encoding="utf-8"))
-    assert len(named) > 10
-    assert [path for path in named if not (ROOT / "src" / "paceline" / path).is_file()] == []
+    missing = {name for name in _named_files(page) if not _is_there(page, name)}
+    assert missing == {name for where, name in NO_FILES if where == page}
+
+
+def test_the_files_that_pages_name_are_found():
+    assert len(_named_files("docs/glossary.md")) > 30
+    assert {"utils.py", "tests/test_architecture.py"} <= _named_files("CONTRIBUTING.md")
+    assert not _is_there("docs/glossary.md", "algorithms/tree.py")
 
 
 def _draw_walks() -> ModuleType:
@@ -89,6 +139,27 @@ def _draw_walks() -> ModuleType:
     return module
 
 
+@cache
+def _functions(file: str) -> dict[str, list[ast.FunctionDef]]:
+    """The functions and methods of a source file, by name; nested ones too."""
+    found: dict[str, list[ast.FunctionDef]] = {}
+    for node in ast.walk(ast.parse((ROOT / "src" / "paceline" / file).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef):
+            found.setdefault(node.name, []).append(node)
+    return found
+
+
+def _calls(file: str, function: str, name: str) -> bool:
+    """Whether the body of a function calls `name(...)`, or uses `something.name`: a method or a property."""
+    return any(
+        (isinstance(node, ast.Attribute) and node.attr == name)
+        or (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name)
+        for definition in _functions(file).get(function, ())
+        for statement in definition.body
+        for node in ast.walk(statement)
+    )
+
+
 # Folders of one layer, lowest first; loose modules of a layer are below its folders.
 STOREYS = {
     "train": ("settings", "step", "state", "loop", "member"),
@@ -96,18 +167,27 @@ STOREYS = {
 }
 
 
-def test_the_walks_are_true_and_never_go_back_up():
-    """Every function exists, and its caller's file names it. A call leads to no higher layer or folder, nor
-    into a file that waits further up; "via FILE" marks a call through an interface that is declared in a file
-    not above the caller, under the function's name or "as NAME"."""
+NUMBERS = (
+    *("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"),
+    *("eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"),
+)
+
+
+@cache
+def _height(file: str) -> tuple[int, int]:
+    """The layer of a source file, and its folder in the layer."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     layers = next(contract["layers"] for contract in contracts if contract["id"] == "layers")
     heights = {name: -row for row, names in enumerate(layers) for name in names.split(" | ")}
+    layer, folder, *_ = file.split("/")
+    storeys = STOREYS.get(layer, ())
+    return heights[layer], storeys.index(folder) + 1 if folder in storeys else 0
 
-    def height(file: str) -> tuple[int, int]:
-        layer, folder, *_ = file.split("/")
-        storeys = STOREYS.get(layer, ())
-        return heights[layer], storeys.index(folder) + 1 if folder in storeys else 0
+
+def test_the_walks_are_true_and_never_go_back_up():
+    """Every function exists, and the body of the function above it calls it. A call leads to no higher layer
+    or folder, nor into a file that waits further up; "via FILE" marks a call through a port that is declared
+    in a file not above the caller: the body calls the port, by the function's name or "as NAME"."""
 
     def source(file: str) -> str:
         return (ROOT / "src" / "paceline" / file).read_text(encoding="utf-8")
@@ -122,20 +202,44 @@ def test_the_walks_are_true_and_never_go_back_up():
                 here = f"{name}: {call.file}:{call.function}"
                 callers = list(lane.callers(call))
                 via = re.match(r"via (\S+\.py)(?: as (\w+))?", call.remark)
-                if not re.search(rf"def {call.function}\(", source(call.file)):
+                if call.function not in _functions(call.file):
                     wrong.append(f"{here} does not exist")
                 for caller in callers[:1]:
-                    declared, name_there = via.groups() if via else (caller.file, None)
-                    if not re.search(rf"\b{name_there or call.function}\b", source(declared)):
-                        wrong.append(f"{here} is not named in {declared}")
-                    if height(declared) > height(caller.file):
+                    declared, port = via.groups() if via else (caller.file, None)
+                    called = port or call.function
+                    if not _calls(caller.file, caller.function, called):
+                        wrong.append(f"{here}: {caller.file}:{caller.function} does not call {called}")
+                    if via and not re.search(rf"\b{called}\b", source(declared)):
+                        wrong.append(f"{here} is not declared in {declared}")
+                    if _height(declared) > _height(caller.file):
                         wrong.append(f"{here} goes through {declared}, above its caller")
-                    if not via and height(call.file) > height(caller.file):
+                    if not via and _height(call.file) > _height(caller.file):
                         wrong.append(f"{here} is above its caller {caller.file}")
                 files = [one.file for one in callers]
                 if call.file in files[1:] and call.file != files[0]:
                     wrong.append(f"{here} goes back up")
     assert wrong == []
+
+
+def test_the_walks_say_how_many_calls_are_answered_in_a_higher_folder():
+    raised = {
+        name: sum(
+            _height(call.file) > _height(caller.file)
+            for lane in lanes
+            for call in lane.calls
+            for caller in list(lane.callers(call))[:1]
+        )
+        for name, lanes in _draw_walks().walks().items()
+    }
+    total, step, kill, checkpoint = (
+        NUMBERS[count]
+        for count in (sum(raised.values()), *(raised[one] for one in ("step", "kill", "checkpoint")))
+    )
+    text = " ".join((ROOT / "docs" / "walks.md").read_text(encoding="utf-8").split())
+    assert (
+        f"{total.capitalize()} drawn calls ({step} of the step, {kill} of the kill, "
+        f"{checkpoint} of the checkpoint) are answered in a higher folder; each goes through a port."
+    ) in text
 
 
 def test_the_pictures_of_the_walks_are_those_of_the_text():

@@ -12,6 +12,7 @@ the same round, with its range. More than 1 is slower.
 from __future__ import annotations
 
 import argparse
+import compileall
 import json
 import os
 import subprocess
@@ -55,6 +56,11 @@ def measure_both(before: Path, probe: str, turn: int) -> Pairs:
 
 def run(before: Path, probes: list[str], rounds: int) -> Report:
     pairs: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for checkout in (before, HERE):
+        # A checkout that was never run would be compiled by every process of the first round, or, where
+        # PYTHONDONTWRITEBYTECODE is set, of all rounds.
+        compileall.compile_dir(checkout / "src", quiet=1)
+        compileall.compile_dir(checkout / "bench", quiet=1)
     for turn in range(rounds):
         for probe in probes:
             together = TOGETHER.get(probe)
@@ -82,7 +88,7 @@ def run(before: Path, probes: list[str], rounds: int) -> Report:
 
 
 def _in_words(name: str, seconds: float) -> str:
-    if name.startswith("calls"):
+    if name.startswith(("calls", "instructions")):
         return f"{seconds:.5g}"
     return f"{seconds * 1e6:.3g} us" if seconds < 1e-4 else f"{seconds * 1e3:.3g} ms"
 

@@ -2,15 +2,18 @@
 `python probes.py forever NAME ...` works until it is killed, for turns.py to measure.
 
 Runs in two checkouts of different age, so it uses public names of `paceline` and functions of `bench` that
-both have. Less is better. Figures whose names begin with "calls" are numbers of Python calls: on a noisy
+both have. Less is better. Figures whose names begin with "calls" or "instructions" are numbers: on a noisy
 machine they are the same in every round.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 import pstats
 import runpy
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,6 +30,8 @@ KILLS = 25
 MANY_WORKERS, MANY_KILLS = 128, 3
 SCHEDULES = 250
 COUNTED_SCHEDULES = 60
+VALGRIND_SCHEDULES = (4, 24)
+VALGRIND = ("valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null")
 COUNTED_STEPS = range(100, 300)
 
 Figures = dict[str, float]
@@ -45,8 +50,8 @@ def paceline_kills() -> Figures:
     return {"kill to next step": median(found["next_step"]), "kill to replacement": median(found["back"])}
 
 
-def many_workers() -> Figures:
-    """128 workers: seconds to the first step, of a step, and from a kill to the next step."""
+def many_kills() -> Figures:
+    """128 workers: seconds to the first step, and from a kill to the next step."""
     from bench.recovery.many_workers import crowd
 
     with tempfile.TemporaryDirectory(prefix="paceline-before-") as folder:
@@ -55,7 +60,6 @@ def many_workers() -> Figures:
         raise SystemExit("the run of 128 workers ended with another hash")
     return {
         "128 workers, first step": found.start,
-        "128 workers, step": found.step_seconds,
         "128 workers, repair": median(found.repairs),
     }
 
@@ -86,6 +90,31 @@ def python_calls() -> Figures:
         )
         calls = pstats.Stats(str(profile)).total_calls  # type: ignore[attr-defined]  # absent from typeshed
     return {**figures, "calls: simulated schedule": calls / COUNTED_SCHEDULES}
+
+
+def instructions() -> Figures:
+    """Instructions of a simulated schedule and of the start before the first, which valgrind counts."""
+    if shutil.which("valgrind") is None:
+        raise SystemExit("instructions are counted by valgrind: apt-get install valgrind")
+    few, many = (_instructions(schedules) for schedules in VALGRIND_SCHEDULES)
+    each = (many - few) / (VALGRIND_SCHEDULES[1] - VALGRIND_SCHEDULES[0])
+    return {
+        "instructions: simulated schedule": each,
+        "instructions: start of a simulation": few - VALGRIND_SCHEDULES[0] * each,
+    }
+
+
+def _instructions(schedules: int) -> int:
+    options = ["--workers", "8", "--schedules", str(schedules), "--seed", "1", "--json"]
+    done = subprocess.run(
+        [*VALGRIND, sys.executable, "-m", "paceline", "simulate", *options],
+        env={**os.environ, "PYTHONHASHSEED": "0"},
+        check=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    return int(done.stderr.partition("Collected :")[2].split()[0])
 
 
 def _calls_a_step(run_dir: Path, workers: int) -> float:
@@ -164,6 +193,26 @@ def train(name: str, workers: str, run_dir: str) -> None:
     trainer.fit(work.data(int(workers)))
 
 
+def many_workers(workers: str, run_dir: str) -> None:
+    """Train a tiny model until the process is killed. No shards are reassigned: by how much that changes a
+    step is a matter of what else runs on so few cores."""
+    from torch import nn
+
+    import paceline
+    from bench.recovery import supervised_run
+    from bench.recovery.supervised_run import RunSettings
+
+    config = supervised_run.config_of(RunSettings(run_dir, ENDLESS, workers=int(workers), tiny=True))
+    waiting = dataclasses.replace(config.fault_tolerance, stragglers="wait")
+    trainer = paceline.Trainer(
+        supervised_run.build_tiny,
+        nn.CrossEntropyLoss(),
+        optimizer=supervised_run.tiny_optimizer,
+        config=dataclasses.replace(config, fault_tolerance=waiting),
+    )
+    trainer.fit(supervised_run.tiny_data(40 * config.global_batch))
+
+
 def all_reduce(ranks: str, path: str) -> None:
     """Reduce until the process is killed; the first rank writes a line of figures after each burst."""
     import paceline
@@ -205,16 +254,21 @@ PROBES: dict[str, Callable[[], Figures]] = {
     probe.__name__: probe
     for probe in (
         paceline_kills,
-        many_workers,
+        many_kills,
         simulate,
         python_calls,
+        instructions,
         start_up,
         control_messages,
     )
 }
 
 
-FOREVER: dict[str, Callable[..., None]] = {"train": train, "all_reduce": all_reduce}
+FOREVER: dict[str, Callable[..., None]] = {
+    "train": train,
+    "many_workers": many_workers,
+    "all_reduce": all_reduce,
+}
 
 
 if __name__ == "__main__":

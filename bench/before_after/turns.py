@@ -32,6 +32,7 @@ LOOK_SECONDS = 0.01
 SUPERVISED = {"step, supervised": True, "step, not supervised": False}
 TRAIN = {("mlp_1m", 1): 60, ("mlp_1m", 4): 30, ("conv", 2): 15, ("mlp_25m", 2): 6}
 RANKS = (2, 4)
+MANY_STEPS = 25
 
 Pairs = dict[str, tuple[float, float]]
 
@@ -77,8 +78,28 @@ def all_reduce(before: Path, after: Path, turn: int) -> Pairs:
     return pairs
 
 
+def many_workers(before: Path, after: Path, turn: int) -> Pairs:
+    """Return seconds of a step of 128 workers before and after, and the processor time of all processes."""
+    with tempfile.TemporaryDirectory(prefix="paceline-before-") as folder, ExitStack() as stack:
+        running = {
+            name: Contestant(
+                _forever("many_workers", str(probes.MANY_WORKERS), str(Path(folder, name))),
+                Path(folder, name),
+                stack,
+                environment_of(checkout),
+            )
+            for name, checkout in _order(before, after, turn).items()
+        }
+        clock = in_turns(running, TURNS, MANY_STEPS)
+        used = {name: one.processor_seconds_a_step() for name, one in running.items()}
+    return {
+        f"{probes.MANY_WORKERS} workers, step": (clock["before"], clock["after"]),
+        f"{probes.MANY_WORKERS} workers, processor time of a step": (used["before"], used["after"]),
+    }
+
+
 TOGETHER: dict[str, Callable[[Path, Path, int], Pairs]] = {
-    probe.__name__: probe for probe in (steady_state, train_speed, all_reduce)
+    probe.__name__: probe for probe in (steady_state, train_speed, all_reduce, many_workers)
 }
 
 

@@ -34,14 +34,14 @@ def main() -> int:
     mutants += drawn(asked.seed, asked.mutants, asked.only)
     done = 0
 
-    def told(verdict: Verdict) -> None:
+    def report(verdict: Verdict) -> None:
         nonlocal done
         done += 1
         if asked.verbose or not (verdict.by or verdict.excused):
             fate = verdict.by or verdict.excused or "SURVIVED"
             print(f"{done}/{len(mutants)} {shown(verdict.mutant)}: {fate}", flush=True)
 
-    score = tried(mutants, jobs=asked.jobs, timeout=asked.timeout, told=told)
+    score = tried(mutants, jobs=asked.jobs, timeout=asked.timeout, report=report)
     print(score.text())
     return 0 if score.share >= ENOUGH else 1
 

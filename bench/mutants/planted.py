@@ -26,20 +26,20 @@ PLANTED = (
     Planted(
         "a report of an old generation is accepted",
         f"{_MACHINE}/member_event_handlers.py",
-        "job.phase is not Phase.PREPARING or report.generation != job.generation",
-        "job.phase is not Phase.PREPARING or report.generation > job.generation",
+        "job.phase is not JobPhase.PREPARING or report.generation != job.generation",
+        "job.phase is not JobPhase.PREPARING or report.generation > job.generation",
     ),
     Planted(
         "a report of any generation is accepted",
         f"{_MACHINE}/member_event_handlers.py",
-        "job.phase is not Phase.PREPARING or report.generation != job.generation",
-        "job.phase is not Phase.PREPARING",
+        "job.phase is not JobPhase.PREPARING or report.generation != job.generation",
+        "job.phase is not JobPhase.PREPARING",
     ),
     Planted(
         "an installation of an old generation is accepted",
         f"{_MACHINE}/member_event_handlers.py",
-        "job.phase is not Phase.INSTALLING or installed.generation != job.generation",
-        "job.phase is not Phase.INSTALLING or installed.generation > job.generation",
+        "job.phase is not JobPhase.INSTALLING or installed.generation != job.generation",
+        "job.phase is not JobPhase.INSTALLING or installed.generation > job.generation",
     ),
     Planted(
         "a failed collective of an old view counts",

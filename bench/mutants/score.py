@@ -99,8 +99,8 @@ def excuses(path: Path = EQUIVALENT) -> dict[tuple[str, str], str]:
 
 
 def drawn(seed: int, count: int, only: str, root: Path = ROOT) -> list[Mutant]:
-    """So many of all possible mutants. Which are drawn depends on the seed and on each mutant's own text: a
-    change elsewhere in the source does not draw others."""
+    """Draw this number of all possible mutants. Which are drawn depends on the seed and on each mutant's own
+    text: a change elsewhere in the source does not draw others."""
     found: list[tuple[str, Mutant]] = []
     texts: dict[str, str] = {}
     for area in AREAS:
@@ -161,7 +161,7 @@ def tried(
     areas: Callable[[str], Area] = area_of,
     preloaded: Sequence[str] = PRELOADED,
     excused: dict[tuple[str, str], str] | None = None,
-    told: Callable[[Verdict], None] | None = None,
+    report: Callable[[Verdict], None] | None = None,
 ) -> Score:
     """Try all of them. The source as it is must pass first, else nothing can be said."""
     score, began = Score(), time.monotonic()
@@ -185,8 +185,8 @@ def tried(
                 spent = time.monotonic() - start
                 verdict = Verdict(mutant, answer["by"], spent, reasons.get(mutant.key, ""))
                 score.verdicts.append(verdict)
-                if told is not None:
-                    told(verdict)
+                if report is not None:
+                    report(verdict)
         except queue.Empty:
             pass
         except BaseException as error:

@@ -13,7 +13,7 @@ NOT_RUN = ("test_diagram.py", "test_purity.py")
 """Tests that compare text: any change of the machine's table would differ from the page that is drawn."""
 
 SLOW = (
-    "test_a_heartbeat_looks_at_nobody_else",
+    "test_a_heartbeat_looks_at_no_other_worker",
     "test_who_has_the_shards_of_many_has_the_time_of_many",
     "test_a_worker_whose_interpreter_is_held_has_the_time_of_its_phase",
     "test_all_stopped_for_ever_are_replaced_in_the_end",
@@ -59,8 +59,8 @@ AREAS = (
         ("src/paceline/elastic/machine",),
         ELASTIC_TESTS,
         SCHEDULES,
-        # The drawing of a page, the laws that tests and the simulation judge by, values that a user sets, and
-        # what has its own area.
+        # The drawing of a page, the invariants that tests and the simulation judge by, values that a user
+        # sets, and what has its own area.
         left_out=("__init__.py", "diagram.py", "invariants.py", "settings.py", "shard_assignment.py"),
     ),
     Area(

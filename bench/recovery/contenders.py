@@ -95,7 +95,7 @@ def _start_torchft(family: Family, folder: Path, steps: int) -> None:
     for replica in range(workload.WORKERS):
         command = [python, *_torchrun(1), *_script("torchft", folder, steps)]
         family.start(command, {**environment, "REPLICA_GROUP_ID": str(replica)})
-    # A run that begins without everybody is another run: the first quorum waits for all.
+    # A run that begins without all replicas is another run: the first quorum waits for all.
     lighthouse = [
         str(Path(python).with_name("torchft_lighthouse")),
         f"--bind=127.0.0.1:{port}",

@@ -69,7 +69,7 @@ class Outcome:
 
 
 def undisturbed(start: Start, reader: Reader, folder: Path, steps: int) -> str | None:
-    """The final hash of a run that nobody touches."""
+    """The final hash of an undisturbed run."""
     with Family(folder / "output.log") as family:
         start(family, folder, steps)
         family.finish(RUN_SECONDS)

@@ -74,7 +74,7 @@ def crowd(folder: Path, workers: int, kills: int) -> Crowd:
             journal.wait_until(_went_on_without(victim), family, HEAL_SECONDS)
             repairs.append(journal.commits[-1].time - killed)
             print(f"killed {victim}: {repairs[-1]:.2f} s", file=sys.stderr, flush=True)
-        # To the end with everybody there again.
+        # To the end with all workers there again.
         journal.wait_until(lambda now: len(now.views[-1].members) == workers, family, HEAL_SECONDS)
         last = journal.step
         journal.wait_until(lambda now: now.step >= last + 10, family, HEAL_SECONDS)
@@ -109,6 +109,7 @@ def sharding_seconds(samples: int, workers: int) -> float:
     worker's first samples."""
     times = []
     for attempt in range(TRIES):
+        slices_of_step.cache_clear()
         began = time.perf_counter()
         order = Permutation(samples, SEED, attempt)
         blocks = assign(workers, workers)

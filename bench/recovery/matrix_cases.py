@@ -42,12 +42,12 @@ class Case:
 
 
 def blames(phase: str, *causes: str) -> Judge:
-    """Somebody failed, and the first who did was RANK, in this phase (any, where it is empty)."""
+    """A rank failed, and the first one that did was RANK, in this phase (any, where it is empty)."""
 
     def judge(journal: Sequence[Event], logs: str) -> tuple[str, bool]:
         failed = [event for event in journal if isinstance(event, events.WorkerFailed)]
         if not failed:
-            return "nobody failed", False
+            return "no rank failed", False
         first = failed[0]
         right = first.rank == RANK and first.cause in causes and phase in ("", first.phase)
         for verdict in journal:
@@ -66,23 +66,23 @@ def blames_both_lives(cause: str) -> Judge:
     def judge(journal: Sequence[Event], logs: str) -> tuple[str, bool]:
         failed = [event for event in journal if isinstance(event, events.WorkerFailed)]
         told = [(event.rank, event.phase, event.cause) for event in failed]
-        said = "; ".join(f"rank {rank}, {phase}: {why}" for rank, phase, why in told) or "nobody failed"
+        said = "; ".join(f"rank {rank}, {phase}: {why}" for rank, phase, why in told) or "no rank failed"
         return said, told == [(RANK, "forward", "crash"), (RANK, "wait", cause)]
 
     return judge
 
 
 def _straggler(journal: Sequence[Event], logs: str) -> tuple[str, bool]:
-    """A later deal gives RANK fewer shards than the others, and nobody failed."""
-    deals = [
+    """A later assignment gives RANK fewer shards than the others, and no rank failed."""
+    assignments = [
         dict(zip(event.members, map(len, event.shards), strict=True))
         for event in journal
         if isinstance(event, events.ViewChanged)
     ]
-    fewer = [deal for deal in deals if RANK in deal and deal[RANK] < max(deal.values())]
+    fewer = [one for one in assignments if RANK in one and one[RANK] < max(one.values())]
     failed = any(isinstance(event, events.WorkerFailed) for event in journal)
     if not fewer:
-        return "the deal stayed as it was", False
+        return "the assignment stayed as it was", False
     return f"rank {RANK} has {fewer[-1][RANK]} shards of {sum(fewer[-1].values())}", not failed
 
 
@@ -96,7 +96,7 @@ def _disk_full(journal: Sequence[Event], logs: str) -> tuple[str, bool]:
 
 
 def _replica_used(journal: Sequence[Event], logs: str) -> tuple[str, bool]:
-    """Damaged records were named and read from the replica: nobody failed and no sample was left out."""
+    """Damaged records were named and read from the replica: no rank failed and no sample was left out."""
     troubles = [event for event in journal if isinstance(event, events.WorkerFailed | events.SampleSkipped)]
     named = logs.count("used the copy at")
     return f"{named} records read from the replica, {len(troubles)} troubles", bool(named) and not troubles

@@ -175,7 +175,7 @@ class _FillDisk(paceline.Observer):
 
 @final
 class _KillSupervisor(paceline.Observer):
-    """kill -9 of whoever looks after the run."""
+    """kill -9 of the supervisor."""
 
     def __init__(self, journal_file: Path) -> None:
         self._journal = journal_file

@@ -82,16 +82,17 @@ class Family:
         return list(self._known.values())
 
     def suspend(self) -> None:
-        """Stops all of them, parents first: nobody sees another stand still."""
-        for process in self._all():
+        """Stops all of them, parents first: no process sees another stand still."""
+        for process in self.processes():
             process.suspend()
 
     def resume(self) -> None:
         """Lets all of them go on."""
-        for process in reversed(self._all()):
+        for process in reversed(self.processes()):
             process.resume()
 
-    def _all(self) -> list[psutil.Process]:
+    def processes(self) -> list[psutil.Process]:
+        """The commands and all living processes below them."""
         return [*(psutil.Process(process.pid) for process in self._started), *self.descendants()]
 
     def tail(self, size: int = 3000) -> str:

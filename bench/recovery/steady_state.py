@@ -66,15 +66,25 @@ class Contestant:
         self._family.start(command, environment)
         self._journal.wait_until(lambda now: now.step >= WARMUP_STEPS, self._family, START_SECONDS)
         self._family.suspend()
+        self._steps, self._used = 0, 0.0
 
     def make(self, steps: int) -> list[float]:
         """Seconds of so many steps, from one commit to the next; the first ones find cold caches."""
-        first, resumed = self._journal.read().step, time.time()
+        first, resumed, used = self._journal.read().step, time.time(), self._processor_seconds()
         self._family.resume()
         self._journal.wait_until(lambda now: now.step >= first + SETTLING + steps, self._family, RUN_SECONDS)
         self._family.suspend()
+        self._used += self._processor_seconds() - used
+        self._steps += self._journal.read().step - first
         times = [commit.time for commit in self._journal.commits if commit.time > resumed]
         return [later - earlier for earlier, later in pairwise(times[SETTLING:])]
+
+    def processor_seconds_a_step(self) -> float:
+        """Processor time of all processes of the run, over all turns."""
+        return self._used / self._steps
+
+    def _processor_seconds(self) -> float:
+        return sum(sum(thread_seconds(process.pid).values()) for process in self._family.processes())
 
 
 def measure(folder: Path, turns: int, steps: int, *, reverse: bool) -> Fleet:

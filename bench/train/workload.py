@@ -5,8 +5,8 @@ what is measured is the step, not a disk.
 
 Batches are the usual ones of such models and were not searched for: 64 a worker for the MLPs (as in most
 MNIST examples), 32 for the conv net (as in torch's CIFAR tutorials' range of 4 to 128). The optimizer is SGD
-with momentum in its fused form, the fastest that torch has on a CPU, for everybody (fused AdamW where state
-is to be saved).
+with momentum in its fused form, the fastest that torch has on a CPU, for all contenders (fused AdamW where
+state is to be saved).
 """
 
 from __future__ import annotations

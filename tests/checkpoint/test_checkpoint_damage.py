@@ -142,7 +142,7 @@ def test_folders_that_changed_places(run):
         CheckpointStore(run).newest_good(lambda damage: None)
 
 
-def test_a_stranger_in_the_folder_is_told_and_harms_nobody(run):
+def test_a_stranger_in_the_folder_is_told_and_does_no_harm(run):
     (run / "v00000002" / "core.1234").write_bytes(b"x")
     store = CheckpointStore(run)
     assert [str(damage) for damage in store.verify(2)] == ["v00000002/core.1234 is not in the manifest"]

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from paceline.checkpoint.checksummed_json import BrokenDocument, decode_document, encode_document
-from paceline.core.events import finite
+from paceline.core.type_conversion import finite
 
 BODY = {"version": 12, "metrics": {"loss": 0.1, "bad": "NaN"}, "note": "größer", "files": [1, 2.5e-300, None]}
 

@@ -105,7 +105,7 @@ def test_every_call_of_a_save_with_pruning(before, how):
     print(f"{len(calls.made)} calls, {len(every)} crash points, {turn} old and {len(steps) - turn} new")
 
 
-def test_a_point_behind_the_last_call_harms_nobody(before):
+def test_a_point_behind_the_last_call_does_no_harm(before):
     point = CrashPoint(10_000)
     assert run_forked(lambda: save(CheckpointStore(kill_at(before, point)), 3)) == 0
     assert_is(CheckpointStore(before).newest_good(), 3)

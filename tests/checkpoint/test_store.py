@@ -285,7 +285,7 @@ def test_pruning_clears_what_failed_saves_left_and_not_the_one_under_way(store, 
     ]
 
 
-def test_nothing_is_deleted_when_nobody_knows_the_tags(store, tmp_path, caplog):
+def test_nothing_is_deleted_when_the_tags_are_not_known(store, tmp_path, caplog):
     for step in (1, 2, 3):
         save(store, step)
     store.tag(1, "precious")

@@ -250,6 +250,7 @@ def test_share_of_a_rank_that_is_not():
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.leaky("torch keeps its CUDA context until the process ends")
 def test_cuda_tensors_are_copied_before_they_change(tmp_path):
     store = CheckpointStore(tmp_path)
     tensors = {name: tensor.cuda() for name, tensor in tensors_at(1).items()}

@@ -46,13 +46,30 @@ def test_help_names_the_commands_and_gives_an_example(capsys, args):
 
 def test_every_command_has_help_with_an_example(capsys):
     def walk(command, path):
-        for name, child in getattr(command, "commands", {}).items():
-            yield from walk(child, [*path, name])
+        for name in getattr(command, "commands", ()):
+            yield from walk(command.get_command(None, name), [*path, name])
         yield path
 
-    for path in walk(typer.main.get_command(main.app), []):
+    paths = list(walk(typer.main.get_command(main.app), []))
+    assert ["checkpoint", "export"] in paths
+    for path in paths:
         assert main.invoke(main.app, [*path, "--help"]) == 0
         assert "Example" in capsys.readouterr().out, path
+
+
+def test_the_list_of_commands_imports_none_of_them_and_cuts_no_summary():
+    code = "import sys; from paceline.cli import main; main.invoke(main.app); print(*sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    listed, _, modules = done.stdout.rstrip().rpartition("\n")
+    assert "..." not in listed.partition("Commands:")[2]
+    assert all(name in listed for name in main.Commands.table)
+    ours = {name for name in modules.split() if name.startswith("paceline.cli.")}
+    assert ours == {"paceline.cli.main", "paceline.cli.lazy_group"}
+
+
+def test_a_mistyped_command_gets_a_suggestion(capsys):
+    assert main.invoke(main.app, ["trian"]) == 2
+    assert "Did you mean 'train'?" in capsys.readouterr().err
 
 
 def test_info_as_json_is_complete(capsys):

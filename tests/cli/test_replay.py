@@ -121,7 +121,7 @@ def test_what_is_not_in_the_run(run, capsys):
     assert "--step" in capsys.readouterr().err
 
 
-def test_a_run_whose_script_nobody_knows(run, tmp_path, capsys):
+def test_a_run_whose_script_is_not_known(run, tmp_path, capsys):
     copy = tmp_path / "copy"
     copy.mkdir()
     for name in ("config.toml", "journal.jsonl"):

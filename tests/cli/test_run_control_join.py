@@ -38,7 +38,7 @@ def test_a_run_is_shown_scaled_and_stopped(tmp_path, capsys):
 
 def test_a_folder_without_a_run_is_a_mistake(tmp_path, capsys):
     assert invoke(app, ["status", str(tmp_path)]) == 5
-    assert "no supervisor is at work" in capsys.readouterr().err
+    assert "no supervisor runs there" in capsys.readouterr().err
     assert invoke(app, ["scale", str(tmp_path), "--workers", "0"]) == 2
 
 

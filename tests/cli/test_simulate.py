@@ -49,7 +49,7 @@ def test_a_violation_is_exit_code_1_and_says_how_to_see_it_again(capsys, monkeyp
     assert "again: paceline simulate --workers 2 --replay 30 --trace" in out
     code, out = told(capsys, "--workers", "2", "--replay", "30")
     assert code == 1
-    assert "sums shards" in out or "law 4" in out
+    assert "sums shards" in out or "invariant 4" in out
 
 
 def test_the_outcome_of_a_replay_as_json(capsys):

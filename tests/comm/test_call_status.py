@@ -16,7 +16,6 @@ from paceline.comm.call_status import (
     failure_from,
     failure_of,
     judge,
-    ranks_text,
     signature_of,
     timed_out,
 )
@@ -25,7 +24,7 @@ from paceline.core.errors import DisagreementError, PacelineError, PeerLostError
 BARRIER = Status("barrier()", "a.py:1", (1, 2), 5, 111)
 GATHER = Status("gather()", "b.py:2", (0,), 5, 222)
 RECEIVE = Status("receive(source_rank=0)", "c.py:3", (0,))
-ANYBODY = Status("receive(source_rank=any)", "d.py:4", (1, 2), any_of=True)
+ANY_OF_TWO = Status("receive(source_rank=any)", "d.py:4", (1, 2), any_of=True)
 
 BUSY = PeerState(RankState.RUNNING)
 LEFT = PeerState(RankState.LEFT)
@@ -54,7 +53,7 @@ TABLE: dict[str, tuple[list[PeerState], bool, type[PacelineError] | None, list[s
         ["rank 1", "process 7", "barrier() at a.py:1"],
     ),
     "a dead rank I do not wait for": ([waits(BARRIER, 2), DEAD, BUSY], False, PeerLostError, ["rank 1"]),
-    "two dead ranks": ([at(BARRIER), DEAD, DEAD], False, PeerLostError, ["ranks 1, 2"]),
+    "two dead ranks": ([at(BARRIER), DEAD, DEAD], False, PeerLostError, ["ranks 1 and 2"]),
     "death comes before disagreement": ([at(BARRIER), DEAD, at(GATHER)], False, PeerLostError, ["rank 1"]),
     "a failed rank": ([at(BARRIER), BUSY, FAILED], False, PeerLostError, ["rank 2 failed", "ValueError: no"]),
     "closed while I wait": (
@@ -73,8 +72,13 @@ TABLE: dict[str, tuple[list[PeerState], bool, type[PacelineError] | None, list[s
     "a message is no other call": ([at(BARRIER), at(RECEIVE), BUSY], False, None, []),
     "left without taking part": ([at(BARRIER), LEFT, BUSY], False, DisagreementError, ["rank 1 finished"]),
     "left, but not needed any more": ([waits(BARRIER, 2), LEFT, BUSY], True, None, []),
-    "one of many has left": ([at(ANYBODY), LEFT, BUSY], True, None, []),
-    "all of many have left": ([at(ANYBODY), LEFT, LEFT], False, DisagreementError, ["ranks 1, 2 finished"]),
+    "one of many has left": ([at(ANY_OF_TWO), LEFT, BUSY], True, None, []),
+    "all of many have left": (
+        [at(ANY_OF_TWO), LEFT, LEFT],
+        False,
+        DisagreementError,
+        ["ranks 1 and 2 finished"],
+    ),
     "a circle of two": (
         [waits(BARRIER, 1), at(RECEIVE), BUSY],
         True,
@@ -107,15 +111,15 @@ TABLE: dict[str, tuple[list[PeerState], bool, type[PacelineError] | None, list[s
         None,
         [],
     ),
-    "anybody, and one of them is free": ([at(ANYBODY), waits(RECEIVE, 0), BUSY], True, None, []),
-    "anybody, and all of them wait for me": (
-        [at(ANYBODY), waits(RECEIVE, 0), waits(RECEIVE, 0)],
+    "any of two, and one of them is free": ([at(ANY_OF_TWO), waits(RECEIVE, 0), BUSY], True, None, []),
+    "any of two, and all of them wait for me": (
+        [at(ANY_OF_TWO), waits(RECEIVE, 0), waits(RECEIVE, 0)],
         True,
         DisagreementError,
         ["circle"],
     ),
-    "anybody, one left and one waits for me": (
-        [at(ANYBODY), LEFT, waits(RECEIVE, 0)],
+    "any of two, one left and one waits for me": (
+        [at(ANY_OF_TWO), LEFT, waits(RECEIVE, 0)],
         True,
         DisagreementError,
         ["circle"],
@@ -131,7 +135,11 @@ TABLE: dict[str, tuple[list[PeerState], bool, type[PacelineError] | None, list[s
 
 @pytest.mark.parametrize(
     ("dead", "words"),
-    [((1,), "rank 1 was lost"), ((1, 2), "ranks 1, 2 were lost"), ((1, 2, 3), "ranks 1, 2, 3 were lost")],
+    [
+        ((1,), "rank 1 was lost"),
+        ((1, 2), "ranks 1 and 2 were lost"),
+        ((1, 2, 3), "ranks 1, 2 and 3 were lost"),
+    ],
 )
 def test_the_number_of_lost_ranks_agrees_with_the_verb(dead: tuple[int, ...], words: str) -> None:
     peers = {0: at(BARRIER), **dict.fromkeys(range(1, 5), BUSY), **dict.fromkeys(dead, DEAD)}
@@ -208,7 +216,7 @@ def test_descriptions(peer, words):
     assert words in describe(peer)
 
 
-def test_a_timeout_names_the_late_and_what_everybody_does():
+def test_a_timeout_names_the_late_and_what_every_rank_does():
     error = timed_out(0, {0: at(BARRIER), 1: waits(BARRIER, 2), 2: BUSY}, BARRIER, 1.25)
     assert "waited 1.2 s" in str(error)
     assert "rank 1: barrier()" in str(error)
@@ -217,7 +225,7 @@ def test_a_timeout_names_the_late_and_what_everybody_does():
 
 
 def test_statuses_survive_the_way_to_a_peer():
-    for status in (BARRIER, GATHER, RECEIVE, replace(ANYBODY, ends_alone=True)):
+    for status in (BARRIER, GATHER, RECEIVE, replace(ANY_OF_TWO, ends_alone=True)):
         assert Status.from_plain(status.to_plain()) == status
 
 
@@ -231,8 +239,3 @@ def test_lines():
     assert call_site().endswith("test_call_status.py:" + str(test_lines.__code__.co_firstlineno + 1))
     assert CollectiveCall(0, "x", 1, "given.py:1").status([]).line == "given.py:1"
     assert CollectiveCall(0, "x", 1).status([]).line.rpartition(":")[0].endswith("test_call_status.py")
-
-
-def test_rank_lists_in_words():
-    assert ranks_text([3]) == "rank 3"
-    assert ranks_text({2, 0}) == "ranks 0, 2"

@@ -71,7 +71,7 @@ def test_a_broken_group_goes_away_without_the_collector():
         except DisagreementError as error:
             ctx.close(error)
             return weakref.ref(ctx.transport), error.message
-        raise AssertionError("nobody noticed")
+        raise AssertionError("no rank noticed")
 
     gc.disable()
     try:

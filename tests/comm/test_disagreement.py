@@ -149,7 +149,7 @@ def test_every_rank_is_told_what_each_called_and_where(name, ranks):
     "call", [lambda ctx, root: ctx.broadcast(ctx.rank, root), lambda ctx, root: ctx.gather(ctx.rank, root)]
 )
 def test_roots_that_differ_are_found_at_the_next_call_at_the_latest(call, ranks):
-    """A root that only sends need not wait for anybody, but what it did must not pass for something else."""
+    """A root that only sends need not wait for any rank, but what it did must not pass for something else."""
 
     def one(ctx: DistributedContext) -> Any:
         call(ctx, 0 if ctx.rank == 0 else 1)
@@ -176,7 +176,7 @@ def test_the_line_is_the_caller_s_own():
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A circle is certain sooner; one test below waits as long as everybody does."""
+    """A circle is certain sooner; one test below waits as long as all others do."""
     monkeypatch.setattr(wait_watch, "STABLE_SECONDS", 0.2)
 
 
@@ -194,14 +194,14 @@ def test_a_collective_against_a_receive_is_a_circle():
 
 
 @pytest.mark.usefixtures("impatient")
-def test_everybody_receives():
+def test_all_ranks_receive():
     for error in outcomes(3, lambda ctx: ctx.receive((ctx.rank + 1) % 3)):
         assert isinstance(error, DisagreementError)
         assert "circle" in str(error)
         assert [f"source_rank={(rank + 1) % 3}" in error.calls[rank] for rank in range(3)] == [True] * 3
 
 
-def test_a_send_that_nobody_takes_is_a_circle():
+def test_a_send_that_no_rank_takes_is_a_circle():
     def one(ctx: DistributedContext) -> None:
         if ctx.rank == 0:
             ctx.send(torch.ones(1_000_000), 1)
@@ -237,7 +237,7 @@ def test_a_rank_that_has_returned_is_missing(call):
     assert HERE in error.calls[0]
 
 
-def test_receive_from_anybody_when_everybody_has_left():
+def test_receive_from_any_rank_when_all_have_left():
     results = outcomes(3, lambda ctx: ctx.receive() if ctx.rank == 0 else None)
     assert isinstance(results[0], DisagreementError)
     assert results[1:] == [None, None]

@@ -61,6 +61,14 @@ def damage(ctx: DistributedContext) -> CorruptDataError:
     return caught.value
 
 
+def hold_differently(ctx: DistributedContext) -> DisagreementError:
+    blocks = ((1,), (0,), (2,)) if ctx.rank == 2 else ((0,), (1,), (2,))
+    data = torch.ones(5)
+    with pytest.raises(DisagreementError) as caught:
+        ctx.fold_partials([data], ShardOwnership(3, blocks), torch.empty_like(data))
+    return caught.value
+
+
 def in_threads(fn, *args):
     return run_ranks(3, fn, *args, labels=SLOTS)
 
@@ -85,6 +93,11 @@ def test_a_disagreement_lists_slots(run):
         assert set(error.calls) == set(SLOTS)
         assert "rank 3:" in str(error)
         assert "rank 1" not in str(error)
+
+
+def test_the_shards_in_the_text_of_a_call_are_listed_by_slot(run):
+    for error in run(hold_differently):
+        assert "fold_partials(shards=3, by rank {0: [0], 2: [1], 3: [2]}" in str(error)
 
 
 def test_a_timeout_names_the_slot_that_is_late(run):

@@ -1,4 +1,4 @@
-"""The order of additions: one tree, whoever holds which part of it."""
+"""The order of additions: one tree, whichever rank holds which part of it."""
 
 from __future__ import annotations
 
@@ -217,6 +217,25 @@ def test_sixteen_bits_are_widened_before_the_first_addition(make, dtype, count):
     assert out.item() == large + count - 1
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_single_shard_of_sixteen_bits_is_widened_as_a_sum_of_several_is(dtype):
+    tensors = {shard: torch.tensor([256.0], dtype=dtype) for shard in (0, 1, 3)}
+    partials = fold_shards(tensors, covering_nodes(tensors, 4), torch.add, 4)
+    assert [(partial.dtype, partial.item()) for partial in partials] == [
+        (torch.float32, 512.0),
+        (torch.float32, 256.0),
+    ]
+
+
+def test_a_sum_on_the_right_of_a_part_of_sixteen_bits_is_not_overwritten_by_it():
+    """The sum of shards 6 and 7 waits in a temporary, and the one with 4 and 5 is written there."""
+    fold = tree_fold([Node(0, 1), Node(1, 1), Node(2, 1), Node(6, 0), Node(7, 0)], 8)
+    inputs = [torch.tensor([value], dtype=torch.bfloat16) for value in (256.0, 1.0, 2.0, 4.0, 8.0)]
+    out = torch.empty(1)
+    run_blocks(fold, torch.add, inputs, out)
+    assert out.item() == 271.0
+
+
 def test_long_tensors_are_folded_in_blocks_with_the_same_bits():
     tensors = [wide_range(rank, 200_001) for rank in range(3)]
     out = torch.empty(200_001)
@@ -253,7 +272,7 @@ def test_inputs_are_left_as_they_are():
 
 
 def shuffled_tree(count: int) -> ReductionOrder:
-    """Whoever holds the first shard need not be the first to hold one."""
+    """The rank that holds the first shard need not be the first to hold one."""
     shards = list(range(count))
     Random(count).shuffle(shards)
     return tree_fold([Node(shard, 0) for shard in shards], count)

@@ -69,7 +69,7 @@ def test_several_receivers_get_every_bit(transport: str, by_messages: bool) -> N
     assert found == [(described(state()), PLAIN, [0, 1, 2])] * 3
 
 
-def test_nobody_lacks_anything() -> None:
+def test_no_rank_lacks_anything() -> None:
     assert outcomes(1, lambda ctx: send_state(ctx, [], state(), PLAIN)) == [None]
 
 
@@ -117,7 +117,7 @@ def test_what_cannot_travel_is_refused_before_anything_does() -> None:
 
 
 def _interrupted(ctx: DistributedContext) -> str:
-    """The receiver of a handover that nobody begins is taken out of its group."""
+    """The receiver of a transfer that no rank begins is taken out of its group."""
     if ctx.rank == 0:
         error: Exception = raised(PeerLostError, lambda: ctx.receive(1))
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from paceline.control import member_machine
+from paceline.control.field_types import Progress
 from paceline.control.member_invariants import violations
 from paceline.control.member_state import (
     MemberAction,
@@ -21,7 +22,6 @@ from paceline.control.messages import (
     MemberAccepted,
     MemberFinished,
     Prepare,
-    Progress,
     View,
     WorkerException,
 )

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from tests.control.far_end import SECRET, FarEnd, hear, next_of
-from tests.engines.local.processes import eventually
+from tests.waiting import wait_for
 
 from paceline.control.channel import Channel
 from paceline.control.control_client import ControlClient
@@ -148,8 +148,8 @@ def test_being_away_is_counted():
         channel, _ = started(link, far, worker)
         far.close()
         channel.close()
-        assert eventually(lambda: link.away > 0.05)
-        assert eventually(lambda: worker.attempts > 0)
+        wait_for(lambda: link.away > 0.05, "the lost connection is not counted", seconds=5)
+        wait_for(lambda: worker.attempts > 0, "the client does not reconnect", seconds=5)
 
 
 def test_a_mute_link_says_and_hears_nothing_and_then_all_of_it():
@@ -158,7 +158,7 @@ def test_a_mute_link_says_and_hears_nothing_and_then_all_of_it():
         channel, _ = started(link, far, worker)
         assert isinstance(worker.next(10.0), MemberAccepted)
         link.mute(0.3)
-        assert eventually(lambda: link.away > 0.0)
+        wait_for(lambda: link.away > 0.0, "a mute client counts as connected", seconds=5)
         link.send(ViewInstalled(generation=1))
         channel.send(Stop(reason="not heard"))
         assert worker.next(0.1) is None
@@ -184,7 +184,7 @@ def test_delivered_is_what_was_heard():
         channel.send(Ack(number=2))
         thread.join()
         assert answers == [True]
-        assert not link._unacked
+        assert link.undelivered() == []
         channel.close()
 
 
@@ -240,8 +240,9 @@ def test_what_waits_is_bounded(monkeypatch):
         channel, _ = started(link, far, worker)
         far.close()
         channel.close()
-        assert eventually(lambda: link.away > 0.0)
+        wait_for(lambda: link.away > 0.0, "the lost connection is not counted", seconds=5)
         for generation in range(50):
             link.send(ViewInstalled(generation=generation))
-        assert len(link._unacked) < 20
-        assert link._unacked[-1][0] == 50
+        kept = link.undelivered()
+        assert len(kept) < 20
+        assert kept[-1] == ViewInstalled(generation=49)

@@ -25,7 +25,7 @@ with liveness_lock.held(pathlib.Path(sys.argv[1])):
 
 
 @contextlib.contextmanager
-def somebody_at_work(folder: Path, program: str = AT_WORK) -> Iterator[subprocess.Popen[str]]:
+def process_at_work(folder: Path, program: str = AT_WORK) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-c", program, str(folder)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -41,7 +41,7 @@ def no_wait(pids: list[int]) -> None:
     raise AssertionError(f"waited for {pids}")
 
 
-def test_nobody_is_waited_for_where_nobody_is(tmp_path):
+def test_no_process_is_waited_for_where_none_is(tmp_path):
     assert not liveness_lock.was_ever_held(tmp_path)
     assert liveness_lock.wait_until_free(tmp_path, 60, no_wait) is None
     with liveness_lock.held(tmp_path):
@@ -50,14 +50,14 @@ def test_nobody_is_waited_for_where_nobody_is(tmp_path):
 
 
 def test_who_is_killed_is_not_there_any_more(tmp_path):
-    with somebody_at_work(tmp_path) as process:
+    with process_at_work(tmp_path) as process:
         process.kill()
         process.wait()
         assert liveness_lock.wait_until_free(tmp_path, 60, no_wait) is None
 
 
 def test_all_that_are_there_are_asked_and_waited_for(tmp_path):
-    with somebody_at_work(tmp_path) as one, somebody_at_work(tmp_path) as other:
+    with process_at_work(tmp_path) as one, process_at_work(tmp_path) as other:
         waited: list[list[int]] = []
         answer: list[list[int] | None] = []
         waits = threading.Thread(
@@ -74,7 +74,7 @@ def test_all_that_are_there_are_asked_and_waited_for(tmp_path):
 
 
 def test_who_does_not_leave_is_named(tmp_path):
-    with somebody_at_work(tmp_path) as process:
+    with process_at_work(tmp_path) as process:
         assert liveness_lock.wait_until_free(tmp_path, 0.0, no_wait) == [process.pid]
     assert not liveness_lock.is_leave_requested(tmp_path)
 
@@ -100,7 +100,7 @@ with liveness_lock.held(pathlib.Path(sys.argv[1])):
 
 
 def test_a_forked_child_does_not_keep_the_place_of_a_parent_that_was_killed(tmp_path):
-    with somebody_at_work(tmp_path, FORKS) as process:
+    with process_at_work(tmp_path, FORKS) as process:
         process.kill()
         process.wait()
         assert liveness_lock.wait_until_free(tmp_path, 60, no_wait) is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from tests.control.member_driver import (
     IN_EVERY_PHASE,
@@ -20,6 +22,7 @@ from tests.control.member_driver import (
     waiting,
 )
 
+from paceline.control.member_machine import must_start_over, still_due
 from paceline.control.member_state import (
     CodeRaised,
     Exit,
@@ -51,6 +54,7 @@ from paceline.control.messages import (
 )
 
 P = MemberPhase
+QUEUED = (OpenView(view(2)), SendReport(3), KeepState(), Exit("over"), Train("", -1))
 SENT_LEAVE = SendMessage(LeaveRequest(reason="SIGTERM"))
 every_phase = pytest.mark.parametrize("phase", IN_EVERY_PHASE)
 in_group = pytest.mark.parametrize("phase", [P.OPENING, P.IN_VIEW])
@@ -94,16 +98,6 @@ def test_messages_that_come_before_the_acceptance_count():
     assert driver.phase is P.WAITING
     driver = Driver()
     assert driver.feed(view(3)) == (OpenView(view(3)),)
-
-
-def test_killed_while_joining_the_next_worker_of_the_slot_begins_anew():
-    """What the first had accepted is in its process alone; the one that follows knows no generation."""
-    driver = opening(4)
-    driver.feed(abort(5))
-    following = waiting()
-    assert following.state.generation == 0
-    assert following.feed(prepare(6)) == (SendReport(6),)
-    assert following.feed(view(6)) == (OpenView(view(6)),)
 
 
 def test_without_a_supervisor_a_worker_that_joins_goes_on_trying():
@@ -167,7 +161,7 @@ def test_a_worker_that_breaks_in_its_first_restore_is_no_longer_fresh():
 
 
 def test_a_worker_whose_state_transfer_breaks_may_hold_the_weights_of_the_source():
-    driver = opening(2, source=0, stale_ranks=(1,))
+    driver = opening(2, source=0, stale_indexes=(1,))
     driver.feed(ViewOpened())
     driver.feed(GroupLeft(failure(2)))
     driver.feed(view(3, restore=True))
@@ -175,7 +169,7 @@ def test_a_worker_whose_state_transfer_breaks_may_hold_the_weights_of_the_source
 
 
 def test_a_worker_that_received_its_state_is_no_longer_fresh():
-    driver = opening(2, source=0, stale_ranks=(1,))
+    driver = opening(2, source=0, stale_indexes=(1,))
     driver.feed(ViewOpened())
     driver.feed(StateReady((4, 0, 0)))
     driver.feed(abort(3))
@@ -187,9 +181,9 @@ def test_a_worker_that_received_its_state_is_no_longer_fresh():
 @pytest.mark.parametrize(
     ("changes", "action"),
     [
-        ({"source": 1, "stale_ranks": (0, 2)}, SendState((0, 2))),
-        ({"source": 0, "stale_ranks": (1,)}, ReceiveState(0)),
-        ({"source": 0, "stale_ranks": (2,)}, KeepState()),
+        ({"source": 1, "stale_indexes": (0, 2)}, SendState((0, 2))),
+        ({"source": 0, "stale_indexes": (1,)}, ReceiveState(0)),
+        ({"source": 0, "stale_indexes": (2,)}, KeepState()),
         ({}, KeepState()),
     ],
 )
@@ -204,8 +198,8 @@ def test_who_sends_the_state_and_who_receives_it(changes, action):
 @pytest.mark.parametrize(
     ("changes", "journal_after"),
     [
-        ({"source": 1, "stale_ranks": (0,), "journaled": 5}, 5),  # the source, and not the first member
-        ({"source": 0, "stale_ranks": (2,), "journaled": 5}, -1),
+        ({"source": 1, "stale_indexes": (0,), "journaled": 5}, 5),  # the source, and not the first member
+        ({"source": 0, "stale_indexes": (2,), "journaled": 5}, -1),
         ({"members": (4, 5), "journaled": 0}, 0),  # all hold the state: the first member
         ({"members": (3, 4), "journaled": 5}, -1),
         ({"members": (4, 5), "journaled": 5, "restore": True}, -1),
@@ -221,7 +215,7 @@ def test_missing_journal_lines_come_from_one_member_that_has_them(changes, journ
 
 
 def test_a_newcomer_writes_no_journal_lines():
-    driver = opening(2, members=(4, 5), source=1, stale_ranks=(0,), journaled=5)
+    driver = opening(2, members=(4, 5), source=1, stale_indexes=(0,), journaled=5)
     driver.feed(ViewOpened())
     assert driver.feed(StateReady((6, 0, 0))) == (installed(2, 6), Train())
 
@@ -250,7 +244,7 @@ def test_an_abort_while_connecting_wins_over_the_view():
 
 
 def test_an_abort_while_the_state_is_on_its_way():
-    driver = opening(2, source=0, stale_ranks=(1,))
+    driver = opening(2, source=0, stale_indexes=(1,))
     driver.feed(ViewOpened())
     assert driver.feed(abort(3)) == (Interrupt("generation 3"),)
     assert driver.feed(GroupLeft(failure(2))) == (SendReport(3),)
@@ -258,7 +252,7 @@ def test_an_abort_while_the_state_is_on_its_way():
 
 def test_an_abort_that_comes_with_the_last_byte_of_the_state():
     """The state is there and counts; the training thread meets the interrupt with its next collective."""
-    driver = opening(2, source=0, stale_ranks=(1,))
+    driver = opening(2, source=0, stale_indexes=(1,))
     driver.feed(ViewOpened())
     driver.feed(abort(3))
     driver.feed(StateReady((6, 0, 0)))
@@ -521,7 +515,7 @@ def test_a_finished_worker_whose_state_is_needed_comes_back(asked):
     driver = at_end(1)
     assert driver.feed(asked(2)) == (SendReport(2),)
     assert driver.phase is P.WAITING
-    driver.feed(view(2, source=1, stale_ranks=(0,)))
+    driver.feed(view(2, source=1, stale_indexes=(0,)))
     assert driver.feed(ViewOpened()) == (SendState((0,)),)
     driver.feed(StateReady((9, 1, 0)))
     assert driver.feed(RunFinished(finished(2))) == (SendMessage(finished(2)),)
@@ -691,3 +685,20 @@ def test_dismissed_while_waiting_for_the_next_view():
     driver.feed(GroupLeft())
     assert driver.feed(Dismissed(reason="rank 1 left")) == (Exit("rank 1 left"),)
     assert driver.feed(view(2)) == ()
+
+
+def test_a_thread_that_left_its_group_has_nothing_to_do_in_it_any_longer():
+    """A report and an exit belong to no group."""
+    assert still_due(GroupLeft(), QUEUED) == [SendReport(3), Exit("over")]
+    assert still_due(GroupLeft(failure(2)), QUEUED) == [SendReport(3), Exit("over")]
+
+
+@pytest.mark.parametrize("event", [prepare(3), abort(3), Stop(reason="enough"), ViewOpened()])
+def test_other_events_leave_the_queue_of_the_training_thread_as_it_is(event):
+    assert still_due(event, QUEUED) == list(QUEUED)
+
+
+def test_only_a_worker_that_has_trained_starts_over_where_there_is_no_checkpoint():
+    for trained, has_checkpoint in itertools.product((False, True), repeat=2):
+        restore = Restore(-1, False, False, trained)
+        assert must_start_over(restore, has_checkpoint) == (trained and not has_checkpoint)

@@ -47,8 +47,8 @@ def any_event(rng: Random, driver: Driver) -> MemberEvent:
     roles: tuple[dict[str, Any], ...] = (
         {},
         {"restore": True},
-        {"source": 1, "stale_ranks": (0,)},
-        {"source": 0, "stale_ranks": (1, 2)},
+        {"source": 1, "stale_indexes": (0,)},
+        {"source": 0, "stale_indexes": (1, 2)},
     )
     events: list[MemberEvent] = [
         accepted(),

@@ -87,7 +87,7 @@ def test_parts_are_put_together():
         ("kill rank=1 step=0", "step=0", "1 or more"),
         ("kill rank=-1", "rank=-1", "0 or more"),
         ("kill rank=one", "rank=one", "all"),
-        ("kill step=2", "whom", "rank=all"),
+        ("kill step=2", "names no rank", "rank=all"),
         ("kill rank=1 rank=2", "rank is given twice", "rank=2"),
         ("exit rank=1 code=256", "code=256", "255"),
         ("slow rank=1 factor=0.5", "factor=0.5", "1 or more"),

@@ -214,3 +214,15 @@ def test_a_journal_whose_size_is_not_known_is_not_cut(tmp_path, monkeypatch):
         assert journal.read(path).events == (STARTED,)
         patient.retry()
         assert journal.read(path).events == (STARTED, STARTED)
+
+
+@pytest.mark.parametrize("more", [1 << 20, (2 << 20) - 1, 2 << 20, 5 << 20])
+def test_a_line_that_is_too_long_is_passed_over_and_the_next_is_read(tmp_path, more):
+    path = tmp_path / "journal.jsonl"
+    good = journal.encoded(events.Note(time=1.0, text="after it"))
+    path.write_bytes(b"x" * (journal.LONGEST_LINE + more) + b"\n" + good)
+    damage: list[journal.JournalDamage] = []
+    assert list(journal.iterate(path, on_damage=damage.append)) == [events.Note(time=1.0, text="after it")]
+    (line,) = damage
+    assert line.offset == 0
+    assert f"{journal.LONGEST_LINE + more + 1} bytes" in line.reason

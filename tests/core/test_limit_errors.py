@@ -142,7 +142,7 @@ def test_shared_memory_beyond_what_files_may_have():
 
 
 def test_shared_memory_that_is_full(tmp_path):
-    """A small file system in memory of its own: filling the real one would be felt by everybody here."""
+    """A small file system in memory of its own: filling the real one would disturb all other tests."""
     said = ran_out(
         f"""
         import subprocess

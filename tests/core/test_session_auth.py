@@ -1,4 +1,4 @@
-"""Messages of a proven connection carry tags that nobody else can make."""
+"""Messages of a proven connection carry tags that no other process can make."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ def test_a_wire_name_belongs_to_one_type():
         wire.register(Fraction, "test.point", str, Fraction)
 
 
-def test_a_name_nobody_registered_here_is_refused():
+def test_a_name_that_is_not_registered_here_is_refused():
     class Local:
         pass
 

@@ -55,12 +55,12 @@ def test_an_empty_slice_has_no_pieces(micro_batch):
 
 def test_a_full_step_is_split_evenly_from_its_offset_on():
     parts = slices_of_step(offset=100, count=8, batch=8, shards=4)
-    assert parts == [
+    assert parts == (
         ShardSlice(0, 100, 102),
         ShardSlice(1, 102, 104),
         ShardSlice(2, 104, 106),
         ShardSlice(3, 106, 108),
-    ]
+    )
 
 
 def test_a_short_step_fills_the_first_shards_and_leaves_the_last_ones_empty():
@@ -80,7 +80,16 @@ def test_every_shard_is_computed_by_one_worker_in_blocks_of_which_the_longer_com
     assert lengths[0] - lengths[-1] <= 1
 
 
-@pytest.mark.parametrize(("shards", "workers"), [(0, 1), (1, 0), (0, 0), (-1, 2), (2, -1)])
-def test_shards_or_workers_that_are_none_are_refused(shards, workers):
-    with pytest.raises(UsageError, match=f"{shards} shards for {workers} workers"):
+@pytest.mark.parametrize(
+    ("shards", "workers", "text"),
+    [
+        (0, 1, "0 shards for 1 worker\n"),
+        (1, 0, "1 shard for 0 workers\n"),
+        (0, 0, "0 shards for 0 workers\n"),
+        (-1, 2, "-1 shards for 2 workers\n"),
+        (2, -1, "2 shards for -1 workers\n"),
+    ],
+)
+def test_shards_or_workers_that_are_none_are_refused(shards, workers, text):
+    with pytest.raises(UsageError, match=text):
         assign(shards, workers)

@@ -175,7 +175,15 @@ class FakeMember:
                 self.told = max(message.journaled, 0)
                 if message.segment:
                     pid, descriptor, inode, _ = message.segment
-                    assert os.stat(f"/proc/{pid}/fd/{descriptor}").st_ino == inode
+                    try:
+                        found = os.stat(f"/proc/{pid}/fd/{descriptor}").st_ino
+                    except FileNotFoundError:
+                        # The supervisor was killed, or lost another member and has closed the segment: this
+                        # view is over, and a Prepare for the next one follows.
+                        self.view = None
+                        self.enter("wait")
+                        return
+                    assert found == inode
                 self.link.send(ViewInstalled(generation=message.generation))
                 # The first counts, the others wait for it.
                 self.waits_for = message.members[:1] if message.members[0] != self.number else ()

@@ -27,10 +27,10 @@ def test_the_first_one_saves(tmp_path, quiet, care):
     folder = tmp_path / "run"
     with program(folder, "2", "hold=10", f"care={care}", command=INTERRUPTIBLE) as process:
         wait_for_step(folder, 7, process)
-        with watch(family(process, folder)) as everybody:
+        with watch(family(process, folder)) as processes:
             process.send_signal(signal.SIGINT)
             _, err = process.communicate(timeout=60)
-            assert all_gone(everybody, 10)
+            assert all_gone(processes, 10)
     # As shells expect it of a program that was interrupted.
     assert process.returncode == -signal.SIGINT, err
     at = steps_of(folder)[-1]
@@ -49,7 +49,7 @@ def test_the_second_one_ends_at_once(tmp_path, quiet, care):
     words = ("2", "hold=6", f"until={tmp_path / 'never'}", f"care={care}")
     with program(folder, *words, command=INTERRUPTIBLE) as process:
         wait_for_step(folder, 6, process)
-        with watch(family(process, folder)) as everybody:
+        with watch(family(process, folder)) as processes:
             process.send_signal(signal.SIGINT)
             process.send_signal(signal.SIGINT)  # Python may see both at once
             with_time = 20
@@ -59,7 +59,7 @@ def test_the_second_one_ends_at_once(tmp_path, quiet, care):
                 process.send_signal(signal.SIGINT)
             process.communicate(timeout=with_time)
             assert process.returncode == -signal.SIGINT
-            assert all_gone(everybody, 10)
+            assert all_gone(processes, 10)
     assert fit(settings(folder, 1, resume="auto")).state_hash == quiet
 
 

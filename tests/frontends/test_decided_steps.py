@@ -167,7 +167,7 @@ def test_a_worker_that_is_killed_with_what_its_shards_owe(tmp_path: Path, compre
     history = fit(supervised(folder, 3, **COMPRESSED), [Strikes(tmp_path, 1, 1, "killed")])
     assert history.state_hash == compressed
     assert of(events.RunResumed, folder)
-    assert any("what compression owes shard" in view.reason for view in of(events.ViewChanged, folder))
+    assert any("the compression residual" in view.reason for view in of(events.ViewChanged, folder))
     check_exactly_once(folder)
 
 

@@ -24,7 +24,7 @@ from paceline.train.settings.train_config import CheckpointConfig, EarlyStopping
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> tuple[Path, str]:
-    """A run that nobody disturbed, which kept all it saved."""
+    """An undisturbed run, which kept all it saved."""
     folder = tmp_path_factory.mktemp("quiet") / "run"
     return folder, fit(settings(folder, 1, checkpoint=keeping())).state_hash
 
@@ -162,7 +162,8 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(tmp_pat
     # Once on the terminal, from the first rank, and in that rank's log.
     said = capfd.readouterr().err
     assert said.count(part.name) == 1
-    assert f"v{newest.version:08d}/{part.name}" in said or f"{newest.version}" in said
+    damaged = f"v{newest.version:08d}/{part.name} is damaged: its {len(data)} bytes have checksum "
+    assert f"checkpoints in {store.url}: {damaged}" in said
     assert part.name in (folder / "logs" / "rank-0.log").read_text()
     assert part.name not in (folder / "logs" / "rank-1.log").read_text()
 

@@ -100,8 +100,8 @@ class Talks:
     def __call__(self, model, batch):
         if not self.said:
             self.said = True
-            logging.getLogger("somebody").error("an error of %d", os.getpid())
-            logging.getLogger("somebody").info("a detail that nobody asked for")
+            logging.getLogger("user_code").error("an error of %d", os.getpid())
+            logging.getLogger("user_code").info("a detail that was not asked for")
             warnings.warn(f"a warning of {os.getpid()}", UserWarning, stacklevel=1)
         return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
 
@@ -133,7 +133,7 @@ def test_a_session_leaves_the_program_s_logging_as_it_was(tmp_path, caplog):
     with paceline.session(model, small_run.adam(model.parameters()), config) as run:
         for micro in run.microbatches(small_run.data()):
             if run.step == 2:
-                logging.getLogger("somebody").warning("in step 2")
+                logging.getLogger("user_code").warning("in step 2")
             run.backward(torch.nn.functional.cross_entropy(model(micro.x), micro.y))
     assert ([*root.handlers], logging.getLogger("paceline").level) == before
     assert warnings.showwarning is shown

@@ -123,7 +123,7 @@ def test_every_rank_raises_at_once(tmp_path, workers):
 
 
 def test_with_state_that_each_rank_has_for_itself(tmp_path):
-    """What compression owes is on every rank, so all of them have to be there when it is saved."""
+    """Every rank has residuals of compression, so all of them have to be there when these are saved."""
     folder, broken = tmp_path / "run", tmp_path / "broken"
     objective, kind = loss_unless(broken), GradientCompression(kind="int8")
     config = settings(folder, 3, checkpoint=rare(), compression=kind, epochs=2000)
@@ -135,7 +135,7 @@ def test_with_state_that_each_rank_has_for_itself(tmp_path):
 def refusing(objective: Any, broken: Path) -> Any:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         if broken.exists():
-            # An error that nobody tries again.
+            # An error that is not tried again.
             raise UsageError("the loss must never be this large", remedy="make it smaller")
         made: Tensor = objective(model, batch)
         return made

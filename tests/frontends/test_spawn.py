@@ -162,7 +162,7 @@ def test_a_timeout_says_what_each_rank_waits_for():
         ctx.barrier()
 
     # The function travels by value, so ranks get to it well within the limit.
-    with pytest.raises(CommTimeoutError, match="ranks 0, 1 of 2 did not finish") as caught:
+    with pytest.raises(CommTimeoutError, match="ranks 0 and 1 of 2 did not finish") as caught:
         spawn(hang, workers=2, timeout=1)
     assert caught.value.waiting_for == (0, 1)
     assert str(caught.value).count("in hang") == 2

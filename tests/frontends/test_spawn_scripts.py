@@ -182,14 +182,14 @@ def hanging(tmp_path: Path, text: str = HANGING) -> Iterator[tuple[subprocess.Po
                 os.killpg(program.pid, signal.SIGKILL)
 
 
-def test_nobody_survives_a_kill_of_the_parent(tmp_path):
+def test_no_rank_survives_a_kill_of_the_parent(tmp_path):
     with hanging(tmp_path) as (program, pids), watch(pids) as gone:
         assert len(gone) == 7
         program.kill()
         assert all_gone(gone, 5)
 
 
-def test_nobody_survives_a_kill_of_the_parent_even_if_it_had_forked(tmp_path):
+def test_no_rank_survives_a_kill_of_the_parent_even_if_it_had_forked(tmp_path):
     """A fork of the parent, made by code that Python does not see, holds copies of its sockets."""
     fork = "import ctypes\nctypes.CDLL(None).fork() or time.sleep(3600)\nprint(fork_server"
     program_that_forks = HANGING.replace("print(fork_server", fork, 1)
@@ -200,7 +200,7 @@ def test_nobody_survives_a_kill_of_the_parent_even_if_it_had_forked(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_nobody_survives_other_ends_of_the_parent(tmp_path, number):
+def test_no_rank_survives_other_ends_of_the_parent(tmp_path, number):
     with hanging(tmp_path) as (program, pids), watch(pids) as gone:
         program.send_signal(number)
         assert all_gone(gone, 5)

@@ -21,7 +21,7 @@ from paceline.core import events
 
 @pytest.fixture(scope="module")
 def quiet(tmp_path_factory) -> str:
-    """The hash of the run that nobody disturbs."""
+    """The hash of the undisturbed run."""
     return fit(settings(tmp_path_factory.mktemp("quiet") / "run", 1)).state_hash
 
 
@@ -31,11 +31,11 @@ def test_a_program_exits_with_75_and_its_process_group_may_be_signalled(tmp_path
     step = random.Random(number).randint(2, STEPS - 6)
     with program(folder, "2", f"hold={step + 4}", f"care={care}") as process:
         wait_for_step(folder, step, process)
-        with watch(family(process, folder)) as everybody:
+        with watch(family(process, folder)) as processes:
             os.killpg(process.pid, number)
             out, err = process.communicate(timeout=60)
             assert process.returncode == paceline.STOPPED_EXIT_CODE, err
-            assert all_gone(everybody, 10)
+            assert all_gone(processes, 10)
     assert out == ""
     at = steps_of(folder)[-1]
     assert f"stopped after step {at} ({number.name}); version " in err
@@ -44,12 +44,12 @@ def test_a_program_exits_with_75_and_its_process_group_may_be_signalled(tmp_path
 
 
 @pytest.mark.parametrize("care", ["yes", "no"])
-def test_the_second_signal_exits_at_once_and_leaves_nobody(tmp_path, quiet, care):
+def test_the_second_signal_exits_at_once_and_leaves_no_process(tmp_path, quiet, care):
     folder = tmp_path / "run"
     never = tmp_path / "never"
     with program(folder, "2", "hold=6", f"until={never}", f"care={care}") as process:
         wait_for_step(folder, 6, process)
-        with watch(family(process, folder)) as everybody:
+        with watch(family(process, folder)) as processes:
             process.send_signal(signal.SIGTERM)
             if care == "no":
                 wait_for((folder / "stop").exists)
@@ -58,7 +58,7 @@ def test_the_second_signal_exits_at_once_and_leaves_nobody(tmp_path, quiet, care
             process.communicate(timeout=60)
             # Python may see both at once, and then takes the one with the lower number first.
             assert process.returncode in {128 + signal.SIGUSR1, 128 + signal.SIGTERM}
-            assert all_gone(everybody, 10)
+            assert all_gone(processes, 10)
     assert fit(settings(folder, 1, resume="auto")).state_hash == quiet
 
 
@@ -70,11 +70,11 @@ def test_every_process_is_killed_and_the_run_goes_on_elsewhere(tmp_path, quiet, 
     with program(folder, str(workers), f"hold={step + 2}", f"until={tmp_path / 'never'}") as process:
         wait_for_step(folder, step, process)
         pids = family(process, folder)
-        with watch(pids) as everybody:
+        with watch(pids) as processes:
             for pid in choice.sample(pids, len(pids)):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            assert all_gone(everybody, 10)
+            assert all_gone(processes, 10)
         assert process.wait(10) == -signal.SIGKILL
     assert fit(settings(folder, later, resume="auto")).state_hash == quiet
 
@@ -83,9 +83,9 @@ def test_when_the_program_alone_is_killed_its_workers_end(tmp_path, quiet):
     folder = tmp_path / "run"
     with program(folder, "2", "hold=7", f"until={tmp_path / 'never'}") as process:
         wait_for_step(folder, 7, process)
-        with watch(family(process, folder)) as everybody:
+        with watch(family(process, folder)) as processes:
             process.kill()
-            assert all_gone(everybody, 10)
+            assert all_gone(processes, 10)
     assert fit(settings(folder, 4, resume="auto")).state_hash == quiet
 
 
@@ -97,11 +97,11 @@ def test_inside_torchrun(tmp_path, quiet, to):
     with program(folder, "2", "hold=9", until, command=[*torchrun, "tests.train.small_run"]) as process:
         wait_for_step(folder, 9, process)
         ranks = workers_of(folder)
-        with watch([process.pid, *ranks.values()]) as everybody:
+        with watch([process.pid, *ranks.values()]) as processes:
             os.kill(ranks[1] if to == "one rank" else process.pid, signal.SIGTERM)
             go.touch()
             _, err = process.communicate(timeout=60)
-            assert all_gone(everybody, 10)
+            assert all_gone(processes, 10)
     at = steps_of(folder)[-1]
     assert 9 <= at < STEPS
     assert f"stopped after step {at} (" in err
@@ -118,10 +118,10 @@ def test_a_signal_to_every_process_of_the_job(tmp_path, quiet):
     with program(folder, "2", "hold=10") as process:
         wait_for_step(folder, 6, process)
         pids = family(process, folder)
-        with watch(pids) as everybody:
+        with watch(pids) as processes:
             for pid in random.Random(0).sample(pids, len(pids)):
                 os.kill(pid, signal.SIGTERM)
             _, err = process.communicate(timeout=60)
             assert process.returncode == paceline.STOPPED_EXIT_CODE, err
-            assert all_gone(everybody, 10)
+            assert all_gone(processes, 10)
     assert fit(settings(folder, 3, resume="auto")).state_hash == quiet

@@ -32,7 +32,7 @@ def named(value: object) -> str:
 
 @pytest.fixture(scope="module")
 def quiet(tmp_path_factory) -> str:
-    """The hash of the run that nobody disturbs."""
+    """The hash of the undisturbed run."""
     return fit(settings(tmp_path_factory.mktemp("quiet") / "run", 1)).state_hash
 
 

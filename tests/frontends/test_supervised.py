@@ -28,7 +28,7 @@ QUICK = paceline.FaultTolerance(max_worker_failures=100)
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """The hash of the run that nobody looks after, in one process."""
+    """The hash of the run without a supervisor, in one process."""
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
     off = paceline.FaultTolerance(enabled=False)
     return fit(settings(folder, 1, fault_tolerance=off)).state_hash

@@ -41,8 +41,8 @@ def injected(folder: Path) -> Counter[tuple[int, int]]:
 
 
 class FullHouse(Modifier):
-    """In each step, waits until a replacement of everybody who was lost has come, so that the run is not over
-    before it can meet its own faults."""
+    """In each step, waits until a replacement of every worker that was lost has come, so that the run is not
+    over before it can meet its own faults."""
 
     def __init__(self, folder: Path, workers: int) -> None:
         self._folder, self._workers = folder, workers

@@ -56,7 +56,7 @@ def test_a_first_sample_that_holds_the_interpreters_lock_is_waited_for(tmp_path,
 
 
 def is_first(mark: Path) -> bool:
-    """Whether nobody was here before, in any process."""
+    """Whether this is the first call, in any process."""
     with contextlib.suppress(FileExistsError):
         os.close(os.open(mark, os.O_CREAT | os.O_EXCL))
         return True

@@ -128,7 +128,7 @@ def test_inside_a_job_it_joins(tmp_path: Path) -> None:
 
 
 def test_a_run_keeps_its_shards_when_it_goes_on_with_other_workers(tmp_path: Path) -> None:
-    """They are the workers of the first start where nobody chose them."""
+    """They are the workers of the first start where the caller did not choose them."""
 
     def part(folder: str, workers: int, **given: Any) -> str:
         trainer = paceline.Trainer(

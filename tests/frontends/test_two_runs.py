@@ -43,7 +43,7 @@ def one_epoch(folder, **changes) -> TrainConfig:
 
 
 class Second(Observer):
-    """While a run goes on, somebody starts another one in its folder."""
+    """While a run goes on, another one is started in its folder."""
 
     def __init__(self, start: typing.Callable[[], object]) -> None:
         self.start = start

@@ -26,13 +26,13 @@ from paceline.cli.main import app
 from paceline.core import events
 
 PATIENCE = 4.0  # on a busy machine, too, time enough to come from one gate to the next, or to the end
-LONG = 300.0  # nobody loses patience in a test
+LONG = 300.0  # no worker loses patience in a test
 PROGRAM = [sys.executable, "-m", "tests.frontends.gated_run"]
 
 
 @pytest.fixture(scope="module")
 def quiet(tmp_path_factory) -> str:
-    """The hash of the run that nobody disturbs."""
+    """The hash of the undisturbed run."""
     folder = tmp_path_factory.mktemp("quiet")
     off = paceline.FaultTolerance(enabled=False)
     return fit(settings(folder / "run", 1, fault_tolerance=off), [Gates(folder, [])]).state_hash
@@ -61,7 +61,7 @@ def gated(
             at_gate(gates, steps[0], process)
             yield process
         except BaseException:
-            for pid in workers_of(folder).values():  # at a gate that nobody opens any more
+            for pid in workers_of(folder).values():  # at a gate that is not opened any more
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             raise
@@ -103,7 +103,7 @@ def opened_when(ready: Callable[[], bool], gate: Path) -> Iterator[None]:
 
 
 def kill(pids: Sequence[int]) -> None:
-    """All at once, and nobody is left."""
+    """All at once, and no process is left."""
     with watch(pids) as killed:
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
@@ -126,7 +126,7 @@ def goes_on(folder: Path, workers: int, **changes) -> str:
 
 
 @pytest.mark.parametrize(("later", "care"), [(3, True), (1, False)])
-def test_steps_that_nobody_heard_of_are_in_the_journal_after_a_resume(tmp_path, quiet, later, care):
+def test_steps_that_no_supervisor_heard_of_are_in_the_journal_after_a_resume(tmp_path, quiet, later, care):
     folder, gates = tmp_path / "run", tmp_path / "gates"
     with abandoned(folder, gates, 7, 14) as (process, others):
         at_gate(gates, 14, process)
@@ -155,7 +155,7 @@ def test_workers_that_came_to_the_end_unheard(tmp_path, quiet):
     check_proved(folder)
 
 
-def test_the_first_worker_is_killed_while_nobody_looks(tmp_path, quiet):
+def test_the_first_worker_is_killed_without_a_supervisor(tmp_path, quiet):
     """The other one tells the steps that the first one was to tell, and its save is the one that counts."""
     folder, gates = tmp_path / "run", tmp_path / "gates"
     with abandoned(folder, gates, 7, 14) as (process, _):
@@ -191,7 +191,7 @@ def test_a_supervisor_that_comes_back_too_late_starts_the_workers_again(tmp_path
     check_proved(folder)
 
 
-def test_everybody_is_killed_before_the_journal_has_what_is_saved(tmp_path, quiet):
+def test_all_processes_are_killed_before_the_journal_has_what_is_saved(tmp_path, quiet):
     """The checkpoint holds the records of its last steps."""
     folder, gates = tmp_path / "run", tmp_path / "gates"
     with abandoned(folder, gates, 7, 21, patience=LONG) as (process, others):
@@ -205,18 +205,18 @@ def test_everybody_is_killed_before_the_journal_has_what_is_saved(tmp_path, quie
     assert recalled == list(range(heard + 1, saved + 1))
 
 
-def test_everybody_is_killed_while_the_supervisor_hangs(tmp_path, quiet):
+def test_all_processes_are_killed_while_the_supervisor_hangs(tmp_path, quiet):
     """It is there and its connections are open, but the journal has nothing of what it is told."""
     folder, gates = tmp_path / "run", tmp_path / "gates"
     with gated(folder, gates, 7, 21, patience=LONG) as process:
         supervisor = json.loads((folder / "control.json").read_text())["pid"]
-        everybody = family(process, folder)
+        processes = family(process, folder)
         os.kill(supervisor, signal.SIGSTOP)
         (gates / "open-7").touch()
         # Before step 20 was saved all have waited for the version of step 16: it is there. That steps stay
         # unheard however long ago they were is tested with a clock, in tests/train/state/test_recorder.py.
         at_gate(gates, 21, process)
-        kill(everybody)
+        kill(processes)
     heard, saved = steps_of(folder)[-1], saved_step(folder)
     assert heard < 12 < saved
     assert goes_on(folder, 2) == quiet
@@ -248,7 +248,10 @@ def test_a_run_that_is_started_again_while_its_workers_train_on(tmp_path, quiet,
         with opened_when(lambda: (folder / "leave").exists(), gates / "open-14"):
             assert goes_on(folder, 2) == quiet
     check_proved(folder)
-    assert f"still run in {folder} (process {workers[0]}, {workers[1]})" in caplog.text
+    assert (
+        f"processes {workers[0]} and {workers[1]} of an earlier start of this run still run in {folder}"
+        in caplog.text
+    )
     assert of(events.RunResumed, folder)[0].step >= 14
     assert not (folder / "leave").exists()
 
@@ -277,7 +280,7 @@ def test_an_earlier_start_that_does_not_leave_is_named(tmp_path, monkeypatch):
         process.wait()
         ranks = workers_of(folder)
         hasty = paceline.FaultTolerance(patience=0.5)
-        with pytest.raises(paceline.UsageError, match=f"still run .*{ranks[0]}.* did not exit within"):
+        with pytest.raises(paceline.UsageError, match=f"{ranks[0]}.* still run .* did not exit within"):
             goes_on(folder, 2, fault_tolerance=hasty)
         kill(list(ranks.values()))
 

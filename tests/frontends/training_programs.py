@@ -35,7 +35,7 @@ def program(folder: Path, *words: str, command: list[str] | None = None) -> Iter
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        # Whoever outlives it has its pipes: a test that leaves somebody behind fails, and does not hang.
+        # A process that outlives it has its pipes: a test that leaves one behind fails, and does not hang.
         process.communicate(timeout=60)
 
 

@@ -119,7 +119,7 @@ def test_a_receipt_that_is_taken_away_is_missed_or_no_longer_counted(seed):
 
 
 def test_the_next_view_says_who_had_not_got_the_last_result():
-    """All stop for a joiner, one of them before the result has reached it: nothing failed, nobody is
+    """All stop for a joiner, one of them before the result has reached it: nothing failed, no worker is
     lost, and its receipt will never come."""
     run = MadeRun(7, trouble=0.0)
     run.start()
@@ -252,7 +252,7 @@ def test_bits_that_differ_the_second_time_are_found():
     )
 
 
-def test_a_run_that_nobody_supervised_shows_what_it_can():
+def test_a_run_without_a_supervisor_shows_what_it_can():
     found = audit(MadeRun(1, supervised=False).run())
     assert found.proved
     assert found.receipts.count == found.receipts.steps == 0
@@ -298,7 +298,7 @@ def test_a_step_that_a_survivor_committed_twice_is_found():
 
 
 def test_backup_workers_may_help():
-    """With stragglers="backup" a shard may be anybody's, and is still computed once."""
+    """With stragglers="backup" a shard may be any member's, and is still computed once."""
     journal = MadeRun(5, trouble=0.0, workers=2, epochs=1).run()
     stolen = next(e.shards[0] for e in journal if isinstance(e, events.StepsReceived) and e.rank == 1)
 
@@ -339,7 +339,7 @@ def test_it_is_quick_and_imports_no_torch():
 
 
 def told_by_the_checkpoint(journal: list[events.Event]) -> tuple[list[events.Event], int] | None:
-    """A run that went on from a checkpoint whose last step nobody had told before; None: it never did."""
+    """A run that went on from a checkpoint whose last step no member had told before; None: it never did."""
     steps = journal_index.read(journal).steps
     for at, event in reversed(list(enumerate(journal))):
         if isinstance(event, events.RunResumed) and event.step in steps and steps[event.step].index < at:

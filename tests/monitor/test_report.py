@@ -81,7 +81,7 @@ def test_odd_runs_still_make_a_page(tmp_path, history):
 def test_bad_input_is_refused(tmp_path):
     with pytest.raises(UsageError, match="at least one history"):
         write_report(tmp_path / "r.html", [])
-    with pytest.raises(UsageError, match="1 titles were given for 2 histories"):
+    with pytest.raises(UsageError, match="1 title was given for 2 runs"):
         write_report(tmp_path / "r.html", [run(), run()], ["a"])
     (tmp_path / "file").write_text("")
     with pytest.raises(PlatformError, match="cannot be written"):

@@ -94,7 +94,7 @@ def test_who_was_asked_to_go_did_not_fail():
     assert (made.lifetimes[1].end, made.lifetimes[1].cause) == (5.0, "")
 
 
-def test_time_in_which_nobody_ran_is_cut_out():
+def test_time_in_which_no_worker_ran_is_cut_out():
     journal = [
         *repaired_run()[:5],
         events.SupervisorStarted(time=9000.0, pid=2, attempt=1, address=""),
@@ -111,7 +111,7 @@ def test_time_in_which_nobody_ran_is_cut_out():
     assert "a new supervisor takes over (pid 3)" in [one.text for one in made.events]
 
 
-def test_a_run_that_nobody_supervised():
+def test_a_run_without_a_supervisor():
     journal = [
         started(5.0, 0, 1),
         started(5.0, 1, 2),
@@ -191,7 +191,7 @@ def test_a_report_with_timelines(tmp_path):
     assert "rank 1 is replaced (pid 12) after step 9" in checker.text
     path = write_report(tmp_path / "one.html", [run(2)], journals=[repaired_run()])
     assert "Workers" in page(path)[1].text
-    with pytest.raises(UsageError, match="1 journals were given for 2 histories"):
+    with pytest.raises(UsageError, match="1 journal was given for 2 runs"):
         write_report(tmp_path / "r.html", [run(), run()], journals=[None])
 
 

@@ -41,7 +41,7 @@ def steps(run: Run) -> int:
 
 
 @pytest.mark.parametrize(("sender", "receiver"), [(0, 1), (1, 0)], ids=["to the joiner", "from the joiner"])
-def test_a_blocked_joiner_disturbs_nobody_and_comes_in_when_it_can(
+def test_a_blocked_joiner_disturbs_no_member_and_comes_in_when_it_can(
     tmp_path: Path, undisturbed: str, sender: int, receiver: int
 ) -> None:
     with training(tmp_path, *FIXED, "max_worker_failures=50") as run:

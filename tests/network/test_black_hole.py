@@ -74,7 +74,7 @@ def test_the_link_is_named_and_the_run_goes_on(
         assert "".join(sorted({*run.view.hosts})) == left
         # The other workers are the same processes: none was blamed, none was replaced.
         assert {*run.view.pids} < {*before.pids}
-        # The replacement dials before it may join, so it disturbs nobody.
+        # The replacement dials before it may join, so it disturbs no member.
         assert run.finish() == wide
         assert run.of(events.WorkerFailed)[0].cause == "unreachable"
         assert {event.host for event in run.of(events.WorkerFailed)} == {verdict.host}

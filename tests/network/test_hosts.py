@@ -65,8 +65,8 @@ def test_hierarchical_sends_one_hosts_worth_between_hosts(two_hosts: Hosts) -> N
     message = SIZE * 4
     assert [backend for backend, *_ in outcomes] == ["hybrid"] * 4
     assert all(total == 10.0 for *_, total in outcomes)
-    # Two hosts: 2(H-1)/H of the message is the message itself, sent by each host's first rank and by nobody
-    # else.
+    # Two hosts: 2(H-1)/H of the message is the message itself, sent by each host's first rank and by no
+    # other.
     assert [between for _, between, _, _ in outcomes] == [message, 0, message, 0]
     # The interfaces' own counters, with TCP's and Ethernet's headers and the few messages of starting and
     # ending.

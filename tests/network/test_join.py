@@ -57,7 +57,7 @@ def test_a_machine_is_cut_off_comes_back_and_is_cut_off_for_good(tmp_path: Path,
         run.hosts.heal(1)
         run.until_view("aabb", run.view.generation)
         assert not {*run.view.pids[2:]} & {*before.pids[2:]}
-        # One way: it hears nobody, and is heard.
+        # One way: it hears no peer, and is heard.
         run.hosts.drop(0, 1)
         assert run.until_view("aa", run.view.generation) < 30.0
         assert run.finish() == undisturbed
@@ -87,7 +87,7 @@ def test_an_agent_is_killed_and_another_is_told_to_leave(tmp_path: Path, undistu
         assert code == 0, said
         assert "this host has left the job" in said
         assert run.finish() == undisturbed
-        # Nobody failed: nothing had to be repaired or computed again.
+        # No worker failed: nothing had to be repaired or computed again.
         assert len(run.of(events.Repaired)) == repaired
         assert not run.hosts.pids(1)
         run.check_exactly_once()

@@ -160,7 +160,7 @@ def test_unused_parameters_count_as_zero_where_allowed(overlap):
         loss(alone(batch(rank), side)).backward()
         parts.append([torch.zeros_like(p) if p.grad is None else p.grad for p in alone.parameters()])
     expected: list[Tensor | None] = [canonical_average(list(pair)) for pair in zip(*parts, strict=True)]
-    expected[-2:] = [None, None]  # nobody used them
+    expected[-2:] = [None, None]  # no rank used them
     for result in results:
         assert equal(result, expected)
 
@@ -175,7 +175,7 @@ def _buffers(ctx: Any, broadcast: bool) -> list[Tensor]:
     own = Net()
     own(batch(ctx.rank))
     ddp.eval()
-    if ctx.is_master:  # evaluation is nobody else's business
+    if ctx.is_master:  # only the master evaluates
         ddp(batch(0))
     return [start, model.norm.running_mean, own.norm.running_mean]  # type: ignore[list-item]
 

@@ -37,7 +37,7 @@ def _leave_out(ctx: Any) -> None:
 def test_parameters_unused_everywhere_are_an_error_that_names_them():
     with pytest.raises(UsageError, match="find_unused_parameters=True") as caught:
         ranks(_leave_out, workers=2)
-    names = "'right.weight', 'right.bias', 'never.weight', 'never.bias' (ranks 0, 1)"
+    names = "'right.weight', 'right.bias', 'never.weight', 'never.bias' (ranks 0 and 1)"
     assert f"without a gradient for {names}" in caught.value.message
 
 
@@ -58,7 +58,7 @@ def _caught(ctx: Any, sides: tuple[str, ...]) -> tuple[str, bool]:
 
 def test_the_group_survives_an_error_that_all_ranks_make():
     for message, group_works in ranks(_caught, ("left", "left")):
-        assert "'right.weight', 'right.bias' (ranks 0, 1)" in message
+        assert "'right.weight', 'right.bias' (ranks 0 and 1)" in message
         assert group_works
 
 
@@ -115,10 +115,10 @@ def _mismatched(ctx: Any, kind: str) -> None:
     [
         (
             "shape",
-            r"'1.weight' on rank 0 differs from rank 1, and 1 more differ(.|\n)*rank 1: .*float32\[3, 2\]",
+            r"'1.weight' on rank 0 differs from rank 1, and 1 more differs(.|\n)*rank 1: .*float32\[3, 2\]",
         ),
         ("name", r"'a.weight' on rank 0 differs from rank 2(.|\n)*rank 2: .*has none of this name"),
-        ("dtype", r"'weight' on rank 0 differs from ranks 1, 2(.|\n)*float64"),
+        ("dtype", r"'weight' on rank 0 differs from ranks 1 and 2(.|\n)*float64"),
         ("settings", r"'settings'(.|\n)*bucket_size_mb=3"),
         ("order", r"another order(.|\n)*rank 0: b.weight"),
     ],

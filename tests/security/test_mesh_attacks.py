@@ -190,7 +190,7 @@ def test_what_a_rank_said_is_not_taken_when_it_is_sent_back_to_it() -> None:
     with apart(unchanged) as pair:
         own: list[bytes] = []
         link = pair.meshes[0]._links[1]
-        header = link._sealer  # what rank 0 would send next, reflected to rank 0
+        header = link._outgoing_tags  # what rank 0 would send next, reflected to rank 0
         own.append(bytes(32) + header.tag(bytes(32)))
         other = pair.meshes[1]._links[0]
         other.sock.setblocking(True)

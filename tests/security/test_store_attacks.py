@@ -124,7 +124,7 @@ def test_a_stranger_who_is_slow_is_dropped_in_time(port: int) -> None:
         assert serves(port)
 
 
-def test_knocking_delays_nobody(port: int) -> None:
+def test_knocking_delays_no_rank(port: int) -> None:
     found = client(port)
     with knocking(port, INFINITE):
         for turn in range(50):

@@ -106,7 +106,7 @@ def test_a_file_in_shared_memory_is_found():
 
 
 def test_what_a_stranger_holds_in_shared_memory_is_not_ours():
-    # A child without our token whose parent is gone is as good as somebody else's process.
+    # A child without our token whose parent is gone is as good as another program's process.
     before = leaks.snapshot()
     path = Path("/dev/shm") / f"paceline-test-{uuid.uuid4().hex}"
     clean = {name: value for name, value in os.environ.items() if name != leaks.TOKEN}

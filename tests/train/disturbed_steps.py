@@ -22,11 +22,10 @@ from torch.nn import functional as F
 
 from paceline.comm.context import DistributedContext
 from paceline.comm.rendezvous.transport_setup import single_rank
-from paceline.control.messages import MemberReport
+from paceline.control.messages import MemberReport, ViewPlan
 from paceline.core.errors import CommTimeoutError, GroupInterruptedError, PeerError, PeerLostError
-from paceline.elastic.machine.actions import ViewPlan
 from paceline.elastic.machine.settings import MachineSettings
-from paceline.elastic.machine.state import JobState, Phase, Worker, WorkerStatus
+from paceline.elastic.machine.state import JobPhase, JobState, Worker, WorkerStatus
 from paceline.elastic.machine.view_change import decide
 from paceline.testing.thread_transport import run_ranks
 from paceline.train.precision import LossScaler
@@ -168,11 +167,11 @@ class Member:
             self._build()
             transaction.residuals.load({}, 0)
             self.restored += plan.generation > 1
-        elif context.rank == plan.source and plan.stale_ranks:
+        elif context.rank == plan.source and plan.stale_indexes:
             transaction.residuals.settle(self.step)
-            for rank in plan.stale_ranks:
+            for rank in plan.stale_indexes:
                 context.send(self._state(), rank)
-        elif context.rank in plan.stale_ranks:
+        elif context.rank in plan.stale_indexes:
             self._take_over(context.receive(plan.source))
         if not plan.restore:
             transaction.residuals.settle(self.step)
@@ -304,7 +303,7 @@ class Crew:
 
 def _job(generation: int) -> JobState:
     job = JobState(MachineSettings(workers=RANKS, shards=SHARDS))
-    job.phase, job.generation, job.abort = Phase.PREPARING, generation, True
+    job.phase, job.generation, job.abort = JobPhase.PREPARING, generation, True
     return job
 
 

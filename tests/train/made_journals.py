@@ -150,7 +150,7 @@ class MadeRun:
     # trouble
 
     def kill(self) -> None:
-        """Before anybody has committed the open step."""
+        """Before any member has committed the open step."""
         self.lose(self.victims())
 
     def kill_inside(self) -> None:
@@ -200,7 +200,7 @@ class MadeRun:
 
     def leave(self) -> None:
         if len(self.members) > 1:
-            # Somebody who has the last step stays.
+            # A member that has the last step stays.
             furthest = max(worker.step for worker in self.members)
             have = [worker for worker in self.members if worker.step == furthest]
             gone = self.random.choice([one for one in self.members if have != [one]])
@@ -216,11 +216,11 @@ class MadeRun:
         for worker in self.members:
             self.failed(worker)
         self.members = [self.worker(rank) for rank in range(self.workers)]
-        self.view("nobody is left")
+        self.view("no member is left")
         self.go_back()
 
     def everything_dies(self) -> None:
-        """The supervisor too; somebody starts the run again."""
+        """The supervisor too; the run is started again."""
         self.time += 100.0
         self.tell(events.SupervisorStarted, pid=self.fresh_pid(), attempt=1, address="127.0.0.1:3")
         self.generation = 0

@@ -147,7 +147,7 @@ def _supervisor_knows(folder: Path) -> bool:
 
 
 class Holds(Modifier):
-    """After a step, training waits until somebody makes a file or ends the process.
+    """After a step, training waits until a file is there or the process is ended.
 
     With `until=None` it waits for a request to stop: a SIGTERM, or what the supervisor was told.
     """

@@ -20,7 +20,7 @@ def test_what_is_registered_is_found_by_name_and_can_be_replaced():
     aggregation_registry.register("mine_of_this_test", second)
     assert aggregation_registry.find("mine_of_this_test") is second
     assert "mine_of_this_test" in aggregation_registry.registered()
-    assert aggregation_registry.find("nobody") is None
+    assert aggregation_registry.find("unknown") is None
 
 
 class NoCombine:

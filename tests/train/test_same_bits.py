@@ -52,7 +52,7 @@ def test_the_number_of_workers_changes_no_bit(outcomes: dict[int, dict[str, Any]
 
 
 @pytest.mark.parametrize("name", DATA)
-def test_whoever_reads_draws_the_same_numbers(outcomes: dict[int, dict[str, Any]], name: str) -> None:
+def test_whichever_rank_reads_draws_the_same_numbers(outcomes: dict[int, dict[str, Any]], name: str) -> None:
     assert outcomes[2][name] == outcomes[1][name]
 
 

@@ -1,7 +1,7 @@
 """torchft's live failover: one replica group of one worker each, as many as there are workers.
 
 The others go on without a lost replica once the lighthouse has missed its heartbeats; its samples of these
-steps are used by nobody. A replica is started by a torchrun of its own, which starts it again when it died;
+steps are not used. A replica is started by a torchrun of its own, which starts it again when it died;
 it then takes the weights from another replica. Samples are chosen by the step's number, so a step that is
 tried again loses nothing.
 
@@ -40,7 +40,7 @@ def flat_gradient(model: nn.Module) -> Tensor:
 
 
 def wait_for_all(folder: Path, replica: int, replicas: int) -> None:
-    """At the first start, nobody trains before everybody is there: else it is another run each time."""
+    """At the first start, no replica trains before all are there: else it is another run each time."""
     (folder / f"ready-{replica}").touch()
     while len(list(folder.glob("ready-*"))) < replicas:
         time.sleep(0.05)

@@ -30,8 +30,8 @@ def checksum(data: bytes | bytearray | memoryview) -> str:
 def encode_document(body: dict[str, Any]) -> bytes:
     """Return the document's bytes."""
     inner = json.dumps(body, indent=1, allow_nan=False)
-    sealed = {**body, CHECKSUM: checksum(inner.encode())}
-    return json.dumps(sealed, indent=1, allow_nan=False).encode() + b"\n"
+    checksummed = {**body, CHECKSUM: checksum(inner.encode())}
+    return json.dumps(checksummed, indent=1, allow_nan=False).encode() + b"\n"
 
 
 def decode_document(raw: bytes) -> dict[str, Any]:

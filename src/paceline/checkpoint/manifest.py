@@ -17,7 +17,7 @@ from paceline.checkpoint.checksummed_json import (
     encode_document,
 )
 from paceline.core.errors import PlatformError, UsageError
-from paceline.core.events import finite
+from paceline.core.type_conversion import finite
 from paceline.core.untrusted import printable
 
 FORMAT: Final = "paceline-checkpoint-1"

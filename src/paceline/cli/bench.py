@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from paceline.comm.benchmark import Row
     from paceline.comm.cost import LinkCosts
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 
 _UNITS = {"B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}
 

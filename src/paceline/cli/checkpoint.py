@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from paceline.checkpoint.manifest import CheckpointDamage, CheckpointManifest
     from paceline.checkpoint.store import CheckpointStore
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 
 Run = Annotated[str, typer.Argument(help="A run's folder, or the folder or URL of its checkpoints.")]
 Which = Annotated[str, typer.Argument(help="A version, a tag, 'latest' or 'best'.")]
@@ -249,13 +249,12 @@ def _print_difference(difference: CheckpointDiff) -> None:
         if change.elements is None:
             echo(f"~ {change.name}  {change.before} -> {change.after}")
         else:
-            echo(
-                f"~ {change.name}  {change.before}: {change.elements} elements differ, "
-                f"by at most {change.largest:.6g}"
-            )
+            differ = counted(change.elements, "element", "differs", "differ")
+            echo(f"~ {change.name}  {change.before}: {differ}, by at most {change.largest:.6g}")
     for item in difference.state:
         echo(f"~ {item.place}: {_short(item.before)} -> {_short(item.after)}")
-    end = "no difference" if difference.empty else f"{difference.same} tensors are the same bits"
+    same = f"{counted(difference.same, 'tensor', 'is', 'are')} the same bits"
+    end = "no difference" if difference.empty else same
     echo(f"{difference.before} -> {difference.after}: {end}")
 
 

@@ -8,51 +8,57 @@ they run.
 from __future__ import annotations
 
 import sys
-import traceback
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, cast
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, cast
 
 import typer
 
 import paceline
-from paceline.cli import audit, bench, checkpoint, info, join, replay, run_control, simulate, train, verify
+from paceline.cli.lazy_group import LazyCommand, LazyGroup
 from paceline.core.errors import PacelineError, UsageError
-from paceline.core.untrusted import printable
 
 # Typer carries its own copy of click since 0.2x and used the real one before: these are whichever it uses.
 _BadUsage = cast("type[Exception]", typer.BadParameter.__bases__[0])
 _CommandError = cast("type[Exception]", _BadUsage.__bases__[0])
 
 
-@dataclass
 class CliState:
     """The options before the command."""
 
     debug: bool = False
 
 
+class Commands(LazyGroup):
+    """The commands, in the order in which users need them."""
+
+    table: ClassVar[Mapping[str, LazyCommand]] = {
+        name: LazyCommand(f"paceline.cli.{home}", summary)
+        for name, home, summary in (
+            ("train", "train:train", "Run a training script with these settings."),
+            ("status", "run_control:status", "Show what a run and its workers are doing."),
+            ("scale", "run_control:scale", "Give a run more or fewer workers while it trains."),
+            ("join", "join:join", "Add this machine's workers to a job."),
+            ("stop", "run_control:stop", "Have a run finish its step, save, and end."),
+            ("audit", "audit:audit", "Prove that each step and each sample counted once."),
+            ("replay", "replay:replay", "Compute one shard's gradient again and compare its hash."),
+            ("verify", "verify:verify", "Compute steps of a run again and compare the numbers."),
+            ("simulate", "simulate:simulate", "Check the protocol under simulated faults."),
+            ("info", "info:info", "Show versions, cores, memory and limits of this machine."),
+            ("bench", "bench:app", "Measure this machine."),
+            ("checkpoint", "checkpoint:app", "List, verify, compare, tag and export checkpoints."),
+        )
+    }
+
+
 app = typer.Typer(
     name="paceline",
+    cls=Commands,
     add_completion=False,
     pretty_exceptions_enable=False,
     # Rich's help imports a Markdown parser and a syntax highlighter: 60 ms that every `--help` would pay.
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-# In the order in which users need them.
-app.command("train")(train.train)
-app.command("status")(run_control.status)
-app.command("scale")(run_control.scale)
-app.command("join")(join.join)
-app.command("stop")(run_control.stop)
-app.command("audit")(audit.audit)
-app.command("replay")(replay.replay)
-app.command("verify")(verify.verify)
-app.command("simulate")(simulate.simulate)
-app.command("info")(info.info)
-app.add_typer(bench.app, name="bench")
-app.add_typer(checkpoint.app, name="checkpoint")
 
 
 def _print_version(wanted: bool) -> None:
@@ -126,7 +132,12 @@ def _bad_usage(error: Exception, state: CliState) -> int:
 
 
 def _fail(message: str, error: BaseException, state: CliState, code: int) -> int:
+    # Imported here because `--help` must not wait for them.
+    from paceline.core.untrusted import printable
+
     if state.debug:
+        import traceback
+
         traceback.print_exception(error)
     # Where it was raised, and what was saved.
     notes = getattr(error, "__notes__", ()) if isinstance(error, PacelineError) else ()

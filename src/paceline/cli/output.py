@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from paceline.core.type_conversion import finite
 from paceline.core.untrusted import printable
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
@@ -27,7 +28,4 @@ def echo(text: object, *, err: bool = False) -> None:
 
 def echo_json(value: object) -> None:
     """Print JSON: NaN and infinities as strings, values without a JSON type by their repr."""
-    # Imported here because `--help` must not wait for the event classes.
-    from paceline.core.events import finite
-
     echo(json.dumps(finite(value), indent=2, allow_nan=False, default=repr))

@@ -63,7 +63,7 @@ def status(run: Run, as_json: AsJson = False, token_file: Token = None) -> None:
 
 
 def _line(worker: dict[str, Any]) -> str:
-    heard = "never heard" if worker["heard"] is None else f"heard {worker['heard']:.1f} s ago"
+    heard = "no heartbeat yet" if worker["heard"] is None else f"heartbeat {worker['heard']:.1f} s ago"
     shards = ",".join(map(str, worker["shards"])) or "none"
     return (
         f"rank {worker['rank']}  pid {worker['pid']}  {worker['host'] or '-'}  {worker['phase']}  "

@@ -130,5 +130,7 @@ class CampaignProgress:
     def __call__(self, campaign: Campaign) -> None:
         if campaign.seconds >= self._next:
             self._next = campaign.seconds + 0.2
-            done = f"{campaign.schedules} of {self._schedules} schedules, {campaign.per_minute:.0f} a minute"
-            typer.echo(f"\r\033[K{done}, {campaign.violations} violations", nl=False, err=True)
+            total = counted(self._schedules, "schedule")
+            violations = counted(campaign.violations, "violation")
+            done = f"{campaign.schedules:,} of {total}, {campaign.per_minute:.0f} a minute, {violations}"
+            typer.echo(f"\r\033[K{done}", nl=False, err=True)

@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
@@ -31,6 +31,7 @@ from paceline.core.errors import (
     PeerLostError,
     UsageError,
 )
+from paceline.core.wording import ranks
 
 T = TypeVar("T")
 
@@ -169,7 +170,7 @@ def judge(me: int, peers: Mapping[int, PeerState], stable: bool) -> PacelineErro
     if dead:
         details = "; ".join(f"rank {rank}: {peers[rank].reason or 'gone'}" for rank in dead)
         return PeerLostError(
-            f"{ranks_were(dead)} lost ({details}) while rank {me} was in {mine}",
+            f"{ranks(dead, 'was', 'were')} lost ({details}) while rank {me} was in {mine}",
             ranks=dead,
             remedy="look at that rank's own log; a SIGKILL without a message is often the kernel's "
             "out-of-memory killer",
@@ -191,7 +192,7 @@ def judge(me: int, peers: Mapping[int, PeerState], stable: bool) -> PacelineErro
     # once more before it raises this (`Watch.look`).
     gone = [rank for rank in mine.waits_for if peers[rank].state is RankState.LEFT]
     if gone and (not mine.any_of or len(gone) == len(mine.waits_for)):
-        return disagreement(me, peers, f"{ranks_text(gone)} finished without taking part")
+        return disagreement(me, peers, f"{ranks(gone)} finished without taking part")
     # The statuses were read one after the other: only if none changes do they describe one moment. A rank
     # that computes has none and may still end any wait.
     if stable and me in _blocked(peers):
@@ -225,16 +226,6 @@ def _blocked(peers: Mapping[int, PeerState]) -> set[int]:
         blocked -= free
 
 
-def ranks_text(ranks: Iterable[int]) -> str:
-    numbers = sorted(ranks)
-    return f"rank {numbers[0]}" if len(numbers) == 1 else "ranks " + ", ".join(map(str, numbers))
-
-
-def ranks_were(ranks: Collection[int]) -> str:
-    """Return `rank 1 was` or `ranks 1, 2 were`."""
-    return f"{ranks_text(ranks)} {'was' if len(ranks) == 1 else 'were'}"
-
-
 def failure_from(error: BaseException) -> dict[str, Any]:
     """Return what a failing rank leaves for its peers to read."""
     kind = type(error).__name__
@@ -263,7 +254,8 @@ def failure_of(rank: int, peer: PeerState, mine: Status) -> PacelineError:
     if failure.get("kind") == "PeerLostError" and failure.get("ranks"):
         lost = tuple(int(lost) for lost in failure["ranks"])
         return PeerLostError(
-            f"{ranks_were(lost)} lost while this rank was in {mine}; rank {rank} found: {peer.reason}",
+            f"{ranks(lost, 'was', 'were')} lost while this rank was in {mine}; "
+            f"rank {rank} found: {peer.reason}",
             ranks=lost,
             remedy="look at that rank's own log",
         )
@@ -304,7 +296,7 @@ def timed_out(me: int, peers: Mapping[int, PeerState], mine: Status, seconds: fl
     late = tuple(rank for rank in mine.waits_for if peers[rank].status != mine) or mine.waits_for
     listing = "".join(f"\n  rank {rank}: {describe(peers[rank])}" for rank in sorted(peers) if rank != me)
     return CommTimeoutError(
-        f"rank {me} waited {seconds:.1f} s in {mine} for {ranks_text(late)}:{listing}",
+        f"rank {me} waited {seconds:.1f} s in {mine} for {ranks(late)}:{listing}",
         waiting_for=late,
         remedy=_LATE,
     )

@@ -93,6 +93,8 @@ class DistributedContext:
         self, transport: Transport, timeout: float, links: LinkCosts, hosts: Sequence[Sequence[int]] | None
     ) -> None:
         self._transport = transport
+        # Once: `isinstance` with a Protocol costs as much as the rest of a heartbeat.
+        self._reports_waits = transport if isinstance(transport, ReportsWaits) else None
         self._queue = CallQueue(transport, timeout)
         self._reducer = Reducer(transport, links, host_groups(hosts, transport.world_size))
         self._messages = PointToPoint(self._queue)
@@ -325,12 +327,12 @@ class DistributedContext:
         return self._queue.stats.to_dict()
 
     def waiting_for(self) -> tuple[int, ...]:
-        """Return the ranks that this one waits for right now, by their labels; for another thread. None while
-        it does not wait or has only just begun to, or where the transport does not report waits."""
-        if not isinstance(self._transport, ReportsWaits):
+        """Return the ranks that this one waits for right now, by their labels; for another thread. Empty
+        while it does not wait or has only just begun to, and where the transport does not report waits."""
+        if self._reports_waits is None:
             return ()
         try:
-            status = self._transport.posted_status()
+            status = self._reports_waits.posted_status()
         except PacelineError:
             return ()  # the group is over
         return () if status is None else status.waits_for

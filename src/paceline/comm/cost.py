@@ -18,6 +18,7 @@ from typing import Any
 
 from paceline.core import atomic_file
 from paceline.core.errors import UsageError
+from paceline.core.wording import counted
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def decide(situation: Situation, predictions: Mapping[str, float], links: LinkCo
         for name, seconds in sorted(predictions.items(), key=lambda item: item[1])
         if math.isfinite(seconds)
     )
-    where = f"{situation.ranks} ranks on {situation.hosts} host" + ("s" if situation.hosts > 1 else "")
+    where = f"{counted(situation.ranks, 'rank')} on {counted(situation.hosts, 'host')}"
     reason = f"{best} for {situation.nbytes} bytes, {where}: predicted {ranking} (links: {links.source})"
     return Choice(best, predictions[best], reason, dict(predictions))
 

@@ -121,9 +121,18 @@ class Recipe:
     op: ReduceOp
     contributions: int
 
-    @property
+    @cached_property
     def most_partials(self) -> int:
         return max(position for _, position in self.sources) + 1
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.sources)
+
+    def __hash__(self) -> int:
+        # Taken once, and of one field: every reduction looks its prepared form up by the recipe, which has an
+        # entry per rank.
+        return self._hash
 
 
 def left_fold(inputs: int) -> ReductionOrder:

@@ -88,7 +88,7 @@ def receive_state(
 ) -> tuple[dict[str, Tensor], Any]:
     """Receive what `source` sends: tensors on the CPU, and the plain data."""
     deadline = time.monotonic() + timeout
-    about = _StateHeader.opened(context.receive(source, tag=_ABOUT, timeout=timeout), context.labels[source])
+    about = _StateHeader.parse(context.receive(source, tag=_ABOUT, timeout=timeout), context.labels[source])
     kinds = list(zip(about.dtypes, about.shapes, strict=True))
     sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in kinds]
     bodies = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
@@ -172,16 +172,17 @@ class _StateHeader:
     addresses: list[int | None]
 
     @classmethod
-    def opened(cls, said: Any, source: int) -> _StateHeader:
+    def parse(cls, header: Any, source: int) -> _StateHeader:
+        """Validate a state-transfer header."""
         try:
             return cls(
-                [str(name) for name in said["names"]],
-                [DTYPES[name] for name in said["dtypes"]],
-                [tuple(int(side) for side in shape) for shape in said["shapes"]],
-                said["plain"],
-                int(said["pid"]),
-                (int(said["word"][0]), int(said["word"][1])),
-                [None if address is None else int(address) for address in said["addresses"]],
+                [str(name) for name in header["names"]],
+                [DTYPES[name] for name in header["dtypes"]],
+                [tuple(int(side) for side in shape) for shape in header["shapes"]],
+                header["plain"],
+                int(header["pid"]),
+                (int(header["word"][0]), int(header["word"][1])),
+                [None if address is None else int(address) for address in header["addresses"]],
             )
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise PeerError(

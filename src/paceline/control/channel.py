@@ -93,9 +93,9 @@ class Channel:
         """Send what `frame` made; what the system does not take now waits for `flush`."""
         if self.closed:
             return
-        sealed = data + self._session.outgoing.tag(data)
-        self._outbox.append(sealed)
-        self._waiting += len(sealed)
+        tagged = data + self._session.outgoing.tag(data)
+        self._outbox.append(tagged)
+        self._waiting += len(tagged)
         if len(self._outbox) == 1:
             self.flush()
         if self._waiting > MAX_WAITING:
@@ -186,12 +186,19 @@ def connect(address: tuple[str, int], seconds: float) -> socket.socket:
         if sock.getsockname() == sock.getpeername():
             # Closed without a trace: else the port stays taken for a minute.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            raise ConnectionRefusedError("nobody listens there")
+            raise ConnectionRefusedError("nothing listens there")
         tune(sock)
     except BaseException:
         sock.close()
         raise
     return sock
+
+
+def pause_after_drops(drops: int, first: float, most: float) -> float:
+    """Return the seconds to wait before the next connection to a supervisor that has accepted and dropped
+    this end `drops` times in a row without a message: it speaks another version, or has no use for this end.
+    The pause doubles from `first` to `most`."""
+    return min(first * 2.0 ** min(drops, 32), most) if drops else 0.0
 
 
 def authenticate(

@@ -33,7 +33,7 @@ Address = tuple[str, int]
 MAX_UNACKED_BYTES: Final = 32 << 20
 _CONNECT_SECONDS: Final = 3.0
 _RECONNECT_PAUSES: Final = (0.02, 0.05, 0.1, 0.2)
-_MAX_BACKOFF_DOUBLINGS: Final = 8  # up to 5 s
+_MAX_PAUSE_SECONDS: Final = 5.0
 _CLOSE_SECONDS: Final = 2.0
 _SAVE_SECONDS: Final = 600.0  # for a worker that leaves because no supervisor is there
 _FIRST_HEARTBEAT: Final = 0.25
@@ -163,6 +163,11 @@ class ControlClient:
         self._answers.put(Dismissed(reason=reason))
 
     @property
+    def gave_up(self) -> bool:
+        """Whether this client no longer looks for a supervisor: dismissed, or told to stop reconnecting."""
+        return self._dismissed
+
+    @property
     def lost_at(self) -> float | None:
         """When the supervisor was lost, on the monotonic clock; None while connected."""
         with self._lock:
@@ -230,11 +235,9 @@ class ControlClient:
                 continue
             failures = 0
             self._serve(handler, opened)
-            # A supervisor that accepts the connection and drops it without a message is tried ever more
-            # slowly: it speaks another version, or has no use for this worker.
-            unanswered = 0 if self._answered else min(unanswered + 1, _MAX_BACKOFF_DOUBLINGS)
+            unanswered = 0 if self._answered else unanswered + 1
             if unanswered and not self._closing:
-                self._wait(_RECONNECT_PAUSES[0] * 2.0**unanswered)
+                self._wait(channel.pause_after_drops(unanswered, _RECONNECT_PAUSES[0], _MAX_PAUSE_SECONDS))
 
     def _connect(self, handler: ControlHandler) -> Channel:
         sock = channel.connect(self._address, _CONNECT_SECONDS)

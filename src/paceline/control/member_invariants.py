@@ -6,6 +6,7 @@ The simulation checks each simulated member, the random walks of the tests check
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import UnionType
 
 from paceline.control.member_state import (
     Exit,
@@ -29,38 +30,53 @@ def violations(before: MemberState, after: MemberState, actions: Sequence[Member
     """Return the rules that a step from `before` to `after` has broken."""
     if after is before and not actions:
         return []
-    invited = 0 if after.invited is None else after.invited.generation
-    rules = {
-        "a worker that has ended does something": before.ended and (after is not before or bool(actions)),
-        "a generation goes back": after.generation < before.generation
-        or (before.invited is not None and invited < before.invited.generation),
-        "a view is opened that was not accepted": after.generation > invited,
-        "the worker is no member of its view": after.invited is not None
-        and after.member not in after.invited.members,
-        "a request to stop is kept that its view has answered": after.prepare is not None
-        and after.prepare.generation <= invited,
-        "the worker is in a view without a state": after.phase in (_P.IN_VIEW, _P.FINISHED)
-        and not after.has_state,
-        "the worker is in another view than the one it accepted": after.phase in (_P.IN_VIEW, _P.FINISHED)
-        and after.view is not after.invited,
-        "a finished worker ignores a request to stop": after.phase is _P.FINISHED
-        and after.prepare is not None,
-        "an abort does not interrupt": after.phase in _IN_GROUP
-        and after.prepare is not None
-        and after.prepare.abort
-        and after.interrupted is None,
-        "the worker ends without an exit": after.ended
-        and not before.ended
-        and before.phase is not after.phase
-        and not _has(actions, Exit)
-        and not _has(actions, SendMessage),
-        "the worker exits and goes on": _has(actions, Exit) and not after.ended,
-    }
-    # Nearly always none is: `in` finds that out faster than a loop, and this runs after each simulated event.
-    broken = [rule for rule, is_broken in rules.items() if is_broken] if True in rules.values() else []
+    broken: list[str] = []
+    _check_generations(before, after, broken)
+    _check_phase(after, broken)
+    if before.ended or after.ended or actions:
+        _check_end(before, after, actions, broken)
     for action in actions:
         _check_action(before, after, action, broken)
     return broken
+
+
+def _check_generations(before: MemberState, after: MemberState, broken: list[str]) -> None:
+    invited = 0 if after.invited is None else after.invited.generation
+    if after.generation < before.generation or (
+        before.invited is not None and invited < before.invited.generation
+    ):
+        broken.append("a generation goes back")
+    if after.generation > invited:
+        broken.append("a view is opened that was not accepted")
+    if after.invited is not None and after.member not in after.invited.members:
+        broken.append("the worker is no member of its view")
+    if after.prepare is not None and after.prepare.generation <= invited:
+        broken.append("a request to stop is kept that its view has answered")
+
+
+def _check_phase(after: MemberState, broken: list[str]) -> None:
+    phase, prepare = after.phase, after.prepare
+    if phase is _P.IN_VIEW or phase is _P.FINISHED:
+        if not after.has_state:
+            broken.append("the worker is in a view without a state")
+        if after.view is not after.invited:
+            broken.append("the worker is in another view than the one it accepted")
+    if prepare is not None:
+        if phase is _P.FINISHED:
+            broken.append("a finished worker ignores a request to stop")
+        if phase in _IN_GROUP and prepare.abort and after.interrupted is None:
+            broken.append("an abort does not interrupt")
+
+
+def _check_end(
+    before: MemberState, after: MemberState, actions: Sequence[MemberAction], broken: list[str]
+) -> None:
+    if before.ended:
+        broken.append("a worker that has ended does something")
+    elif after.ended and before.phase is not after.phase and not _has(actions, Exit | SendMessage):
+        broken.append("the worker ends without an exit")
+    if not after.ended and _has(actions, Exit):
+        broken.append("the worker exits and goes on")
 
 
 def _check_action(before: MemberState, after: MemberState, action: MemberAction, broken: list[str]) -> None:
@@ -81,5 +97,5 @@ def _check_action(before: MemberState, after: MemberState, action: MemberAction,
             broken.append(f"an interrupt while {before.phase.value}")
 
 
-def _has(actions: Sequence[MemberAction], kind: type[MemberAction]) -> bool:
+def _has(actions: Sequence[MemberAction], kind: type[MemberAction] | UnionType) -> bool:
     return any(isinstance(action, kind) for action in actions)

@@ -20,6 +20,7 @@ simulated one. The shells answer DialRequest and ShardClaimed themselves: both m
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from msgspec.structs import replace
@@ -48,6 +49,7 @@ from paceline.control.member_state import (
     StopReconnecting,
     SupervisorAway,
     Train,
+    TrainingAction,
     ViewOpened,
 )
 from paceline.control.messages import (
@@ -101,6 +103,31 @@ def step(state: MemberState, event: MemberEvent, now: float) -> Decision:
         case SupervisorAway():
             return _supervisor_away(state, event, now)
     return state, ()
+
+
+def still_due(event: MemberEvent, queued: Iterable[TrainingAction]) -> list[TrainingAction]:
+    """Return the actions that still wait for the training thread after `event`, which has just been fed."""
+    if not isinstance(event, GroupLeft):
+        return list(queued)
+    # What is queued was decided for the group that the training thread has just left: opening it or moving
+    # state in it would fail. A report and an exit do not belong to a group, and are not decided again.
+    return [action for action in queued if isinstance(action, SendReport | Exit)]
+
+
+def must_start_over(restore: Restore, has_checkpoint: bool) -> bool:
+    """Return whether a worker that carries out `restore` has to end and another process has to start:
+    without a checkpoint all members begin anew, and a worker that has trained no longer has the initial
+    weights."""
+    return restore.trained and not has_checkpoint
+
+
+def is_first_alive(state: MemberState, lives: Callable[[int], bool]) -> bool:
+    """Return whether it is this worker, of all orphans of its view, that saves: it holds the state, and no
+    member before it lives. `lives` takes a view index; a member that cannot be seen from here (on another
+    host) has to count as alive, because two members must not save one version at the same time."""
+    if state.view is None or not state.has_state:
+        return False
+    return not any(map(lives, range(state.view.members.index(state.member))))
 
 
 # messages
@@ -177,11 +204,11 @@ def _view_opened(state: MemberState) -> Decision:
         restore = Restore(view.restore_before, view.generation == 1, state.fresh, state.trained)
         # A group that breaks in the middle of it leaves neither the old state nor the new one.
         return replace(state, has_state=False, fresh=False), (restore,)
-    if state.index in view.stale_ranks:
+    if state.index in view.stale_indexes:
         # A group that breaks in the middle of it may leave the source's weights: the initial ones are gone.
         return replace(state, trained=True, fresh=False), (ReceiveState(view.source),)
     if state.index == view.source:
-        return state, (SendState(view.stale_ranks),)
+        return state, (SendState(view.stale_indexes),)
     return state, (KeepState(),)
 
 
@@ -192,7 +219,7 @@ def _state_ready(state: MemberState, ready: StateReady) -> Decision:
     assert view is not None
     # Journal lines that the supervisor lacks come from a member that was there when the steps were committed:
     # the first member may be new. A restore has left this worker without a state, and so without lines.
-    writes = state.has_state and state.index == (view.source if view.stale_ranks else 0)
+    writes = state.has_state and state.index == (view.source if view.stale_indexes else 0)
     installed = ViewInstalled(generation=view.generation, progress=ready.progress)
     state = replace(state, phase=_P.IN_VIEW, has_state=True, trained=True, fresh=False)
     return state, (SendMessage(installed), Train(view.ends, view.journaled if writes else -1))

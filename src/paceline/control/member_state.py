@@ -8,12 +8,12 @@ from typing import Final, TypeAlias
 
 import msgspec
 
+from paceline.control.field_types import Progress
 from paceline.control.messages import (
     CollectiveFailed,
     ControlMessage,
     MemberFinished,
     Prepare,
-    Progress,
     View,
     WorkerException,
 )

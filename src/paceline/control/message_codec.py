@@ -17,14 +17,8 @@ from typing import Annotated, Any, ClassVar
 
 import msgspec
 
-from paceline.control.messages import (
-    REGISTRY,
-    AgentHello,
-    ControlMessage,
-    MemberHello,
-    ToolRequest,
-    Truncated,
-)
+from paceline.control.field_types import Truncated
+from paceline.control.messages import REGISTRY, AgentHello, ControlMessage, MemberHello, ToolRequest
 from paceline.core.errors import WireError
 from paceline.core.version import PROTOCOL, VERSION
 
@@ -39,7 +33,7 @@ class ForeignVersion(ControlMessage):
 
     @property
     def text(self) -> str:
-        """For both terminals."""
+        """Return the sentence that both terminals show: which end has which version."""
         who = {"Hello": "a worker", "Offer": "a host that wants to join"}.get(self.what, "a tool")
         return (
             f"{who} has Paceline {self.version} and speaks protocol {self.protocol}; the supervisor has "

@@ -17,42 +17,28 @@ message_codec.py): therefore first messages, and the refusals that answer them, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Final, dataclass_transform, final
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any, ClassVar, dataclass_transform
 
-from msgspec import Meta
-
+from paceline.control.field_types import (
+    Count,
+    ExitStatus,
+    MaybeCount,
+    MaybeSmall,
+    Name,
+    Port,
+    Progress,
+    Reason,
+    Seconds,
+    Signed,
+    Small,
+    Step,
+    Trace,
+    Whole,
+    Workers,
+)
 from paceline.core.version import PROTOCOL, VERSION
-
-
-@final
-@dataclass(frozen=True)
-class Truncated:
-    """Annotate text for a log or an error: cut to `most` characters, not refused. Exceptions of user code are
-    of any length, and their text goes into other messages, which are limited too."""
-
-    most: int
-
-
-# What the wire accepts. A run of 2**48 steps takes nine thousand years at a thousand steps a second.
-MOST_STEPS: Final = 1 << 48
-MAX_WORKERS: Final = 1 << 12
-Whole = Annotated[int, Meta(ge=-(1 << 53), le=1 << 53)]  # what a float holds exactly
-Count = Annotated[int, Meta(ge=0, le=MOST_STEPS)]
-MaybeCount = Annotated[int, Meta(ge=-1, le=MOST_STEPS)]
-Small = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
-MaybeSmall = Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)]
-Workers = Annotated[int, Meta(ge=0, le=MAX_WORKERS)]
-Port = Annotated[int, Meta(ge=0, le=65535)]
-# Ratios of measured seconds decide the assignment of shards: a value is one that a clock can show.
-Seconds = Annotated[float, Meta(ge=0, le=10**9)]
-Step = Annotated[str, Meta(pattern=r"^[0-9]{1,14}\Z")]
-Name = Annotated[str, Meta(max_length=1024)]
-Reason = Annotated[str, Truncated(1 << 16)]
-Trace = Annotated[str, Truncated(1 << 20)]
-
-Progress = tuple[Count, Count, Count]
-"""Progress of a member: (committed steps, epoch, duties done since the last commit). Ordered."""
 
 REGISTRY: dict[str, type[ControlMessage]] = {}
 
@@ -272,7 +258,7 @@ class WorkerExited(ControlMessage):
     kernel killed it because memory ran out."""
 
     member: Small
-    status: Annotated[int, Meta(ge=-1024, le=1 << 31)]
+    status: ExitStatus
     reason: Reason
     memory: bool = False
 
@@ -292,7 +278,7 @@ class ToolRequest(ControlMessage):
 
     kind: ClassVar[str] = "Ask"
     what: Name
-    number: Annotated[int, Meta(ge=-(1 << 31), le=1 << 31)] = 0
+    number: Signed = 0
     text: Reason = ""
     protocol: Small = PROTOCOL
     version: Name = VERSION
@@ -332,39 +318,57 @@ class Prepare(ControlMessage):
     reason: str
 
 
-class View(ControlMessage):
-    """The members that train from now on, as parallel tuples by view index.
+class ViewPlan(ControlMessage):
+    """A view as the supervisor's machine decides it: parallel tuples by view index. Never sent as it is.
 
-    source       index of the member that transfers its state to those in `stale_ranks`; -1: none
-    stale_ranks  indexes of the members that take their state from the source
-    restore      all members take the state of the newest good checkpoint instead (or begin anew);
-                 `restore_before` >= 0: the newest of at most that step
-    segment      shared memory for all of them, where they are on the supervisor's host:
-                 [pid, descriptor, inode, device]
-    journaled    last step that is in the journal: the first member sends what is missing
-    backup       shards of slow members are computed by idle ones too
-    disputed     >= 0: a step after which members differed without a majority: each member that comes to it
-                 again sends its hashes
-    ends         why no step is taken in this view: its members save the state that they have, and end
+    source         view index of the member that transfers its state to those in `stale_indexes`; -1: none
+    stale_indexes  view indexes of the members that take their state from the source
+    restore        all members take the state of the newest good checkpoint instead (or begin anew);
+                   `restore_before` >= 0: the newest of at most that step; members remove later ones, which
+                   hold wrong weights
+    disputed       >= 0: a step after which members differed without a majority: each member that comes to it
+                   again sends its hashes
+    ends           why no step is taken in this view: its members save the state that they have, and end
     """
 
+    kind: ClassVar[str] = ""
     generation: Whole
     members: tuple[Whole, ...]
     slots: tuple[Whole, ...]
+    shards: tuple[tuple[Whole, ...], ...]
+    source: Whole = -1
+    stale_indexes: tuple[Whole, ...] = ()
+    restore: bool = False
+    restore_before: Whole = -1
+    disputed: MaybeCount = -1
+    ends: str = ""
+
+    def to_view(self, **processes: Any) -> View:
+        """Return the message to the members: the plan, with their `processes`, hosts and endpoints."""
+        return View(**{each.name: getattr(self, each.name) for each in fields(ViewPlan)}, **processes)
+
+    @cached_property
+    def max_shards(self) -> int:
+        """Most shards of one member; 0 where the assignment is not known."""
+        return max(map(len, self.shards), default=0)
+
+
+class View(ViewPlan):
+    """The members that train from now on, and where they are.
+
+    segment    shared memory, if all are on the supervisor's host: [pid, descriptor, inode, device]
+    journaled  last step that is in the journal: the first member sends what is missing
+    backup     shards of slow members are computed by idle ones too
+    """
+
+    kind: ClassVar[str] = "View"
     pids: tuple[Whole, ...]
     hosts: tuple[str, ...]
     hostnames: tuple[str, ...]
     endpoints: tuple[tuple[str, Whole], ...]
-    shards: tuple[tuple[Whole, ...], ...]
-    source: Whole = -1
-    stale_ranks: tuple[Whole, ...] = ()
-    restore: bool = False
-    restore_before: Whole = -1
     segment: tuple[Whole, ...] = ()
     journaled: Whole = 0
     backup: bool = False
-    disputed: MaybeCount = -1
-    ends: str = ""
 
 
 class Stop(ControlMessage):

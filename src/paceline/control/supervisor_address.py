@@ -73,7 +73,7 @@ def read(folder: Path) -> SupervisorAddress:
         found: SupervisorAddress = type_conversion.convert(plain, SupervisorAddress, ADDRESS_FILE)
     except FileNotFoundError:
         raise UsageError(
-            f"no supervisor is at work in {folder}",
+            f"no supervisor runs in {folder}",
             remedy="give the folder of a run that trains now; its name is printed when it starts",
         ) from None
     except (OSError, ValueError, type_conversion.ConversionError) as error:

@@ -52,8 +52,9 @@ class AuthenticatedSocket:
 
 
 @dataclass(eq=False)
-class _Pending:
-    """`acceptor` is there from the moment at which TLS, where it is used, shows the certificates."""
+class _UnprovenPeer:
+    """A connection that has not authenticated yet. `acceptor` is None until the TLS handshake is complete;
+    without TLS it is made when the connection is accepted."""
 
     sock: socket.socket
     host: str
@@ -92,7 +93,7 @@ class AuthenticatedListener:
         self._expected = expected
         self._tls = tls
         self._on_problem = on_problem
-        self._pending: dict[socket.socket, _Pending] = {}  # in the order in which they came
+        self._pending: dict[socket.socket, _UnprovenPeer] = {}  # in the order in which they came
         self._hosts: Counter[str] = Counter()
         self._paused_until = 0.0
         self._reported_hosts: set[str] = set()
@@ -171,7 +172,7 @@ class AuthenticatedListener:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self._tls is not None:
                 sock = self._tls.wrap(sock, handshake=False)  # the socket before is empty then
-            pending = _Pending(sock, host, now + HANDSHAKE_SECONDS)
+            pending = _UnprovenPeer(sock, host, now + HANDSHAKE_SECONDS)
             self._selector.register(sock, selectors.EVENT_READ, lambda mask, now: self._advance(pending))
         except Exception as error:
             self.refused += 1
@@ -182,7 +183,7 @@ class AuthenticatedListener:
         self._hosts[host] += 1
         self._advance(pending)
 
-    def _advance(self, pending: _Pending) -> None:
+    def _advance(self, pending: _UnprovenPeer) -> None:
         if pending.sock not in self._pending:
             return  # dropped in this turn, to make room for another
         try:
@@ -202,7 +203,7 @@ class AuthenticatedListener:
             pending.sock.close()  # it may be gone already
             _log.debug("a member from %s was dropped: %r", pending.host, error)
 
-    def _exchange(self, pending: _Pending) -> Acceptor:
+    def _exchange(self, pending: _UnprovenPeer) -> Acceptor:
         """Continue until the peer has proved itself and has our proof; raises before, also where it has to
         be waited for."""
         sock, acceptor = pending.sock, pending.acceptor
@@ -230,12 +231,12 @@ class AuthenticatedListener:
             refusal = f"a connection from {host} was refused: {error.message}"
             self._on_problem(type(error)(refusal, remedy=error.remedy))
 
-    def _drop(self, pending: _Pending) -> None:
+    def _drop(self, pending: _UnprovenPeer) -> None:
         self.refused += 1
         self._forget(pending)
         pending.sock.close()
 
-    def _forget(self, pending: _Pending) -> None:
+    def _forget(self, pending: _UnprovenPeer) -> None:
         del self._pending[pending.sock]
         self._hosts[pending.host] -= 1
         if not self._hosts[pending.host]:

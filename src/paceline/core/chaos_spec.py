@@ -113,7 +113,7 @@ def _fault(kind: str, words: list[str], statement: str) -> Fault:
         refuse_word(kind, "fault", (*KINDS, "random"), statement)
     values = _fields(words, KINDS[kind], kind, statement)
     if "rank" not in values:
-        refuse(f"{statement!r} does not say whom it meets", f"add a rank: {kind} rank=1, or rank=all", "rank")
+        refuse(f"{statement!r} names no rank", f"add a rank: {kind} rank=1, or rank=all", "rank")
     if "attempt" in values and values["attempt"] is None:
         values["attempt"] = "all"  # None: in whichever life
     return Fault(kind=kind, **values)

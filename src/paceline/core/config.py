@@ -119,7 +119,7 @@ def _partial(value: object, hint: Any, path: str) -> Any:
     if isinstance(value, _Text):
         return _from_text(value.text, hint, path)
     if isinstance(value, Mapping):
-        value = _settle(value)
+        value = _parse_text(value)
     return convert(value, hint, path)
 
 
@@ -132,10 +132,10 @@ def _nested(hint: Any) -> type | None:
     return typing.cast(type, tables[0]) if len(tables) == 1 else None
 
 
-def _settle(value: object) -> Any:
-    """Override text below a free-form dict: there is no field to decide its type, TOML does."""
+def _parse_text(value: object) -> Any:
+    """Parse override text in a free-form dict as TOML; no field type is declared there."""
     if isinstance(value, Mapping):
-        return {key: _settle(item) for key, item in value.items()}
+        return {key: _parse_text(item) for key, item in value.items()}
     if isinstance(value, _Text):
         parsed = _toml_value(value.text)
         return value.text if parsed is None else parsed

@@ -205,7 +205,7 @@ class RendezvousError(PlatformError):
 
 class ReplicasDifferError(PlatformError):
     """Ranks that must hold the same state do not; `ranks` are those that are odd, or all where no majority
-    says who is right."""
+    says which rank is right."""
 
     usual_remedy = (
         'start again with resume="auto", which goes on from the newest version that all ranks agreed on; '

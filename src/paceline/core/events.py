@@ -84,7 +84,7 @@ class SupervisorStarted(Event):
 
 @register
 class ViewChanged(Event):
-    """Who trains from now on, and who computes which shards: parallel lists, in the order of the group.
+    """The members that train from now on, and the shards of each: parallel lists, in the order of the group.
     `step` is the last one committed before; `behind` are the ranks that get the state after it from another,
     because they come anew or because the view before ended when they had not yet got its last result."""
 
@@ -311,7 +311,7 @@ def to_json(event: Event) -> str:
         try:
             return _encode(plain)
         except ValueError:
-            return _encode(finite(plain))
+            return _encode(type_conversion.finite(plain))
     except TypeError as error:
         raise UsageError(
             f"a {event.type} event holds what JSON cannot: {error}", remedy="give events plain data only"
@@ -347,14 +347,3 @@ def _unknown(name: str, data: dict[str, Any]) -> UnknownEvent:
     except type_conversion.MismatchError:
         time = math.nan
     return UnknownEvent(time=time, name=name, data=data)
-
-
-def finite(value: Any) -> Any:
-    """Plain data with NaN and infinities, which JSON lacks, as strings that `float` understands."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return value

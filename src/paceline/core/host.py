@@ -1,4 +1,4 @@
-"""Which machine this is, for people and for deciding who can share memory."""
+"""Identify this host, for people and to decide which processes can share memory."""
 
 from __future__ import annotations
 

@@ -13,8 +13,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO, Self, final
+from typing import Self, final
 
 from paceline.core import events, untrusted
 from paceline.core.errors import PlatformError, ResourceError, UsageError, WireError
@@ -215,12 +216,16 @@ def read(path: str | os.PathLike[str], from_offset: int = 0, *, max_bytes: int |
     return Chunk(tuple(found), tuple(damage), offset)
 
 
-def _passed_over(file: BinaryIO, offset: int) -> Chunk:
+def _passed_over(file: BufferedReader, offset: int) -> Chunk:
     """Return where the line ends that began at `offset` and is too long to be one; its end may be that of the
     file."""
-    while (piece := file.readline(1 << 20)) and not piece.endswith(b"\n"):
-        pass
     end = file.tell()
+    piece = bytearray(1 << 20)
+    while count := file.readinto(piece):
+        newline = piece.find(b"\n", 0, count)
+        end += newline + 1 if newline >= 0 else count
+        if newline >= 0:
+            break
     reason = f"a line of {end - offset} bytes is longer than any event"
     return Chunk((), (JournalDamage(offset, "", reason),), end)
 

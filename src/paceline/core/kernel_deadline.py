@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 _BY_SIGNAL: Final = 0
 
 
-class _Event(ctypes.Structure):
+class _SignalEvent(ctypes.Structure):
     _fields_ = (
         ("value", ctypes.c_void_p),
         ("signal", ctypes.c_int),
@@ -53,7 +53,7 @@ class KernelDeadline:
         self._set(max(seconds, 0.001))  # 0 would disarm it
 
     def disarm(self) -> None:
-        """Not any longer."""
+        """Cancel the deadline."""
         if self._is_there:
             self._set(0.0)
 
@@ -66,7 +66,7 @@ class KernelDeadline:
     def _set(self, seconds: float) -> None:
         failed = 0
         if not self._is_there:
-            event = _Event(None, signal.SIGKILL, _BY_SIGNAL, b"")
+            event = _SignalEvent(None, signal.SIGKILL, _BY_SIGNAL, b"")
             clock, event_at, timer_at = time.CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(self._timer)
             failed = self._libc.timer_create(clock, event_at, timer_at)
             self._is_there = not failed

@@ -42,7 +42,7 @@ def set_process_rank(rank: int | None) -> None:
 
 @contextmanager
 def at(rank: int | None = None, step: int | None = None) -> Iterator[None]:
-    """Everything logged inside carries this rank and step; what is not given stays as it was."""
+    """Log with this rank and step inside the block; what is not given stays as it was."""
     now = position()
     token = _here.set(LogPosition(now.rank if rank is None else rank, now.step if step is None else step))
     try:

@@ -6,7 +6,7 @@ one per direction, from the secret and from everything the handshake exchanged (
 and the certificates where TLS is used), and tag every message with a keyed BLAKE2b over its sequence number
 and its bytes. A relay without the secret cannot make a tag; a message that was changed, repeated, dropped,
 reordered, reflected or taken from another session does not verify. Large chunks have tags of the kind that
-both ends agreed on (`macs`); they are counted together with the other messages.
+both ends agreed on (`mac_algorithms`); they are counted together with the other messages.
 
 Messages are authenticated, not hidden: TLS hides them.
 """
@@ -70,7 +70,7 @@ class IncomingTags(_Direction):
         self._compare(tag, keyed_tag(self._key, self._number, *parts))
 
     def check_chunk(self, tag: Bytes, chunk: Bytes) -> None:
-        """As `check`, of a large chunk."""
+        """Verify the tag of a bulk chunk; raise on a mismatch."""
         self._compare(tag, self._chunk_tag(self._number, chunk))
 
     def _compare(self, tag: Bytes, right: bytes) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from paceline.core.errors import ResourceError, UsageError
 from paceline.core.sandbox_fallbacks import memory_file
+from paceline.core.wording import counted
 
 MAGIC = b"PACELINE"
 VERSION = 1
@@ -94,7 +95,7 @@ def create_segment(world_size: int) -> int:
         if fd >= 0:
             os.close(fd)
         raise ResourceError(
-            f"no shared memory for {world_size} ranks: {error}",
+            f"no shared memory for {counted(world_size, 'rank')}: {error}",
             remedy="shared memory needs Linux, a free file descriptor and no limit on the size of files (see "
             "`ulimit -n`, `ulimit -f`)",
         ) from error
@@ -113,7 +114,7 @@ def read_segment(fd: int, world_size: int) -> SegmentLayout:
     _, version, ranks, total = _HEADER.unpack(raw)
     if (version, ranks) != (VERSION, world_size):
         raise UsageError(
-            f"the segment was made for {ranks} ranks (layout {version}), not for {world_size} "
+            f"the segment was made for {counted(ranks, 'rank')} (layout {version}), not for {world_size} "
             f"(layout {VERSION})",
             remedy="start all ranks of a group with the same world_size and the same Paceline version",
         )

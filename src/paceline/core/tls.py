@@ -32,11 +32,11 @@ class Tls:
     authority: Path
 
     def server(self) -> TlsEnd:
-        """For the end that accepts."""
+        """Return the accepting end."""
         return self._end(accepts=True)
 
     def client(self) -> TlsEnd:
-        """For the end that connects."""
+        """Return the connecting end."""
         return self._end(accepts=False)
 
     def _end(self, *, accepts: bool) -> TlsEnd:

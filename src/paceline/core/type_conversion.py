@@ -1,12 +1,14 @@
-"""Plain data (what JSON, TOML and YAML give) into annotated types, with the path to whatever does not fit.
+"""Plain data (what JSON, TOML and YAML give) into annotated types, with the path to whatever does not fit;
+and numbers that JSON lacks, both ways.
 
-Configuration and events share these rules.
+Configuration, events and what commands print as JSON share these rules.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union
 
 from paceline.core.errors import ConfigError, UsageError
+from paceline.core.wording import counted
 
 _NOT_FINITE = {"nan": "nan", "inf": "inf", "infinity": "inf", "-inf": "-inf", "-infinity": "-inf"}
 
@@ -272,7 +275,8 @@ def _convert_tuple(value: Any, hint: Any, args: tuple[Any, ...], path: str) -> t
     if not args or args[-1] is ...:
         return tuple(_convert_list(value, hint, args[:1], path))
     if len(value) != len(args):
-        raise MismatchError(path, f"{describe(hint)} of {len(args)} items", f"{len(value)} items")
+        expected = f"{describe(hint)} of {counted(len(args), 'item')}"
+        raise MismatchError(path, expected, counted(len(value), "item"))
     return tuple(
         convert(item, arg, f"{path}[{index}]")
         for index, (item, arg) in enumerate(zip(value, args, strict=True))
@@ -314,3 +318,14 @@ _CONTAINERS: dict[Any, Callable[[Any, Any, tuple[Any, ...], str], Any]] = {
     dict: _convert_dict,
     Mapping: _convert_dict,
 }
+
+
+def finite(value: Any) -> Any:
+    """Plain data with NaN and infinities, which JSON lacks, as strings that `float` understands."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value

@@ -68,8 +68,8 @@ def read_regular(path: str | os.PathLike[str], most: int = _SMALL) -> bytes:
 
 
 def check_no_links(folder: Path, names: Collection[str] | None = None) -> None:
-    """Before anything is written to a folder that was there: no file of these names (None: any) may lead
-    elsewhere."""
+    """Refuse a folder in which a file of these names (None: any) leads elsewhere; call before writing to
+    it."""
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError:

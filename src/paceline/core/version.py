@@ -3,7 +3,8 @@
 PROTOCOL grows with every change of a control message: two numbers that differ do not talk. (Handshake and
 frames have a number for each protocol, see `handshake`, and are refused before a message is read.) Workers
 and agents of another version are refused too, as their arithmetic may differ. The shape of the first
-messages' two fields and of the refusals (messages.Dismissed, End, Answer) is for ever.
+messages' two fields and of the refusals (`Dismissed`, `AgentEnd`, `ToolReply` in control/messages.py) is for
+ever.
 """
 
 from __future__ import annotations

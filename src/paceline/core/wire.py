@@ -57,15 +57,15 @@ _CONTAINER_OF: Final = {code: kind for kind, code in _CONTAINERS.items()}
 _MARKERS: Final = {code: msgpack.ExtType(code, b"") for code in _Code}
 
 
-class _Codec(NamedTuple):
+class _RegisteredType(NamedTuple):
     type_: type
     name: str
     to_plain: Callable[[Any], object]
     from_plain: Callable[[Any], object]
 
 
-_by_type: Final[dict[type, _Codec]] = {}
-_by_name: Final[dict[str, _Codec]] = {}
+_by_type: Final[dict[type, _RegisteredType]] = {}
+_by_name: Final[dict[str, _RegisteredType]] = {}
 
 
 def register(
@@ -75,7 +75,7 @@ def register(
 
     Subclasses of `type_` are encoded by the same functions. Registering the same pair again replaces it.
     """
-    codec = _Codec(type_, name, to_plain, from_plain)
+    codec = _RegisteredType(type_, name, to_plain, from_plain)
     known = _by_name.setdefault(name, codec)
     if known.type_ is not type_:
         raise UsageError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 def type_name(cls: type) -> str:
@@ -30,15 +30,19 @@ def counted(number: int, noun: str, one: str = "", many: str = "") -> str:
     return f"{words} {verb}" if verb else words
 
 
-def ranks(slots: Iterable[int], one: str = "", many: str = "") -> str:
+def listed(names: Sequence[object]) -> str:
+    """ "1", "1 and 2", "1, 2 and 5"."""
+    words = [str(name) for name in names]
+    return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else "".join(words)
+
+
+def ranks(slots: Iterable[int], one: str = "", many: str = "", *, all_named: bool = False) -> str:
     """ "rank 3", "ranks 1, 2 and 5", "ranks 0, 1, 2 and 61 others", "no rank"; with a verb for one and for
-    many "rank 3 leaves", "ranks 1 and 2 leave"."""
+    many "rank 3 leaves", "ranks 1 and 2 leave". `all_named` names each rank, however many there are: for
+    sentences that are the only place where the ranks are named."""
     names = [str(slot) for slot in sorted(slots)]
     verb = one if len(names) < 2 else many
-    if len(names) > 6:
+    if len(names) > 6 and not all_named:
         names = [*names[:3], f"{len(names) - 3} others"]
-    if len(names) < 2:
-        words = f"rank {names[0]}" if names else "no rank"
-    else:
-        words = f"ranks {', '.join(names[:-1])} and {names[-1]}"
+    words = f"{'ranks' if len(names) > 1 else 'rank'} {listed(names)}" if names else "no rank"
     return f"{words} {verb}" if verb else words

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from paceline.core.errors import UsageError
+from paceline.core.wording import counted
 from paceline.data.columns import (
     Array,
     Column,
@@ -81,7 +82,7 @@ class ArraySource:
                 remedy="pass plain dense tensors or NumPy arrays",
             )
         return UsageError(
-            f"sample {wrong[0]} does not exist: the data has {self.size} samples",
+            f"sample {wrong[0]} does not exist: the data has {counted(self.size, 'sample')}",
             remedy=f"ask for numbers from 0 to {self.size - 1}",
         )
 

@@ -8,9 +8,11 @@ except the last.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 from paceline.core.errors import UsageError
+from paceline.core.wording import counted
 
 
 @dataclass(frozen=True)
@@ -53,23 +55,29 @@ def split_evenly(count: int, parts: int) -> list[tuple[int, int]]:
     return [(count * part // parts, count * (part + 1) // parts) for part in range(parts)]
 
 
-def slices_of_step(offset: int, count: int, batch: int, shards: int) -> list[ShardSlice]:
+# Loop, feed and reader of a worker ask for the same step, and a step has as many slices as the whole job has
+# shards.
+@lru_cache(maxsize=8)
+def slices_of_step(offset: int, count: int, batch: int, shards: int) -> tuple[ShardSlice, ...]:
     """Return the shards of a step that takes `count` positions from `offset` on, of the `batch` of a full
     step.
 
     A short step fills the first shards as a full one does and leaves the last ones without samples: a shard
     of its usual size is what BatchNorm and compiled kernels expect.
     """
-    return [
+    return tuple(
         ShardSlice(shard, offset + min(start, count), offset + min(stop, count))
         for shard, (start, stop) in enumerate(split_evenly(batch, shards))
-    ]
+    )
 
 
 def assign(shards: int, workers: int) -> list[range]:
     """Return the block of shards that each worker computes; workers beyond the number of shards get none."""
     if shards < 1 or workers < 1:
-        raise UsageError(f"{shards} shards for {workers} workers", remedy="both are whole numbers from 1 up")
+        raise UsageError(
+            f"{counted(shards, 'shard')} for {counted(workers, 'worker')}",
+            remedy="both are whole numbers from 1 up",
+        )
     # The longer blocks come first: they start at even shards more often, so more of a block is one subtree of
     # the canonical sum and fewer partials travel.
     each, longer = divmod(shards, workers)

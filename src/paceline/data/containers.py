@@ -69,7 +69,7 @@ def packed(data: Any, what: str = "batch") -> Any:
             parts = [packed(value, f"{what}.{name}") for name, value in zip(data._fields, data, strict=True)]
             return (_NAMED, *names, parts)
     raise UsageError(
-        f"{what} of a stream is of type {kind.__qualname__}, which cannot be dealt to several workers, and "
+        f"{what} of a stream is of type {kind.__qualname__}, which cannot be sent to several workers, and "
         "one worker does no more than many",
         remedy="let the collate_fn give tensors, or tuples, lists, dicts and named tuples (of classes that a "
         "module has by name) of them",

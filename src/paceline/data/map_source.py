@@ -13,6 +13,7 @@ from typing import Any, final
 from torch.utils.data import default_collate
 
 from paceline.core.errors import PacelineError, UsageError
+from paceline.core.wording import counted
 from paceline.data.read_errors import collated, read_error
 from paceline.data.source_interface import Batch, Indices, Skipped, SkippedSampleError
 
@@ -73,7 +74,8 @@ class MapSource:
                 return self._one_by_one(numbers)
             if len(samples) != len(numbers):
                 raise UsageError(
-                    f"{self._name}.__getitems__ was asked for {len(numbers)} samples and gave {len(samples)}",
+                    f"{self._name}.__getitems__ was asked for {counted(len(numbers), 'sample')} and gave "
+                    f"{len(samples)}",
                     remedy="return one sample for each number, in order; to leave one out, raise "
                     "SkippedSampleError in __getitem__",
                 )

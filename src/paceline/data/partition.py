@@ -14,6 +14,7 @@ from numbers import Real
 from typing import final
 
 from paceline.core.errors import UsageError
+from paceline.core.wording import counted
 from paceline.data.whole_numbers import whole
 
 
@@ -53,7 +54,8 @@ class DataPartitioner:
     def __repr__(self) -> str:
         sizes = [self.partition_size(rank) for rank in range(min(self.world_size, 8))]
         more = ", ..." if self.world_size > len(sizes) else ""
-        return f"DataPartitioner({self.total_size} samples over {self.world_size}: {str(sizes)[1:-1]}{more})"
+        total = counted(self.total_size, "sample")
+        return f"DataPartitioner({total} over {self.world_size}: {str(sizes)[1:-1]}{more})"
 
 
 def balance_workload(task_costs: Iterable[float], world_size: int) -> list[list[int]]:
@@ -90,10 +92,10 @@ def _shares(total: int, weights: list[float]) -> list[int]:
 
 
 def _checked_weights(weights: Sequence[float], world_size: int) -> list[float]:
-    remedy = f"pass {world_size} numbers from 0, one per rank, not all of them 0"
+    remedy = f"pass {counted(world_size, 'number')} from 0, one per rank, not all of them 0"
     numbers = _numbers("weights", weights, remedy)
     if len(numbers) != world_size or not any(numbers):
-        raise UsageError(f"weights={weights!r} for {world_size} ranks", remedy=remedy)
+        raise UsageError(f"weights={weights!r} for {counted(world_size, 'rank')}", remedy=remedy)
     return numbers
 
 

@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from paceline.core.errors import UsageError
+from paceline.core.wording import counted
 from paceline.data.whole_numbers import whole
 
 Ids = NDArray[np.int64]
@@ -70,11 +71,11 @@ class Permutation:
         opening = start // BLOCK * BLOCK
         if stop <= opening + BLOCK:
             return self._block_of(opening)[start - opening : stop - opening].copy()
-        out = np.empty(stop - start, np.int64)
+        ids = np.empty(stop - start, np.int64)
         for first in range(opening, stop, BLOCK):
             lower, upper = max(start, first), min(stop, first + BLOCK)
-            out[lower - start : upper - start] = self._block_of(first)[lower - first : upper - first]
-        return out
+            ids[lower - start : upper - start] = self._block_of(first)[lower - first : upper - first]
+        return ids
 
     def at(self, positions: ArrayLike) -> Ids:
         """Return the ids at any positions, in the order asked for, computed all at once."""
@@ -234,7 +235,7 @@ def _checked_positions(positions: ArrayLike, size: int) -> Ids:
     lowest, highest = int(given.min()), int(given.max())
     if lowest < 0 or highest >= size:
         raise UsageError(
-            f"positions from {lowest} to {highest} in an order of {size} samples",
+            f"positions from {lowest} to {highest} in an order of {counted(size, 'sample')}",
             remedy="positions count from 0 and end below the number of samples",
         )
     return given.astype(np.int64)

@@ -19,7 +19,7 @@ from torch.utils.data import Sampler
 
 from paceline.comm import default_group
 from paceline.core.errors import UsageError
-from paceline.core.wording import with_article
+from paceline.core.wording import counted, with_article
 from paceline.data.permutation import LARGEST_SEED, LARGEST_SIZE, InOrder, Order, Permutation
 from paceline.data.whole_numbers import whole
 
@@ -215,7 +215,7 @@ class DistributedSampler(Sampler[int]):
         if used > most:
             raise UsageError(
                 f"state_dict(consumed={used}): replica {self.rank} of {self.num_replicas} was handed "
-                f"{now.handed_out} of its {now.share} samples since the iteration started",
+                f"{now.handed_out} of its {counted(now.share, 'sample')} since the iteration started",
                 remedy="pass this replica's samples, not all replicas', counted since the iteration started",
             )
         return used

@@ -20,6 +20,7 @@ from typing import Any, cast, final
 from torch.utils.data import default_collate
 
 from paceline.core.errors import PacelineError, UsageError, WireError
+from paceline.core.wording import counted
 from paceline.data.read_errors import collated, name_of, read_error
 from paceline.data.record_encoding import from_record, to_record
 from paceline.data.seeding import Generators, one_thread, seed_everything, set_aside
@@ -107,7 +108,7 @@ class Stream:
         """Collate samples that were taken."""
         if not samples:
             return Batch(None, 0)
-        data = collated(self._collate, samples, lambda: f"{len(samples)} samples of {self.name}")
+        data = collated(self._collate, samples, lambda: f"{counted(len(samples), 'sample')} of {self.name}")
         return Batch(data, len(samples))
 
     def fetch(self, indices: Indices) -> Batch:
@@ -162,9 +163,9 @@ class Stream:
         if position:
             _log.warning(
                 "%s cannot say where it stands (no state_dict that is exact): "
-                "reading %d samples again to get to sample %d of epoch %d",
+                "reading %s again to get to sample %d of epoch %d",
                 self.name,
-                position,
+                counted(position, "sample"),
                 position,
                 epoch,
             )
@@ -182,7 +183,7 @@ class Stream:
             # In pieces, so that skipped samples are not all in memory at once.
             if not self.take(min(256, target - self.position)):
                 raise UsageError(
-                    f"{self.name} ended after {self.position} samples, before sample {target}",
+                    f"{self.name} ended after {counted(self.position, 'sample')}, before sample {target}",
                     remedy="give the run the data that it was started with",
                 )
 

@@ -21,7 +21,7 @@ from paceline.comm.compression import Compression, PowerSGD
 from paceline.comm.context import DistributedContext
 from paceline.comm.ops import ReduceOp
 from paceline.core.errors import UsageError
-from paceline.core.wording import with_article
+from paceline.core.wording import counted, with_article
 
 T = TypeVar("T")
 
@@ -32,12 +32,12 @@ ANY = -1
 class Pending(Generic[T]):
     """An operation in progress whose result still has to be put in its place, which `wait` does."""
 
-    def __init__(self, handle: Handle[Any], settle: Callable[[Any], T]) -> None:
+    def __init__(self, handle: Handle[Any], finish: Callable[[Any], T]) -> None:
         self._handle = handle
-        self._settle = settle
+        self._finish = finish
 
     def wait(self, timeout: float | None = None) -> T:
-        return self._settle(self._handle.wait(timeout))
+        return self._finish(self._handle.wait(timeout))
 
     def done(self) -> bool:
         return self._handle.done()
@@ -73,7 +73,7 @@ def reduce(
     """Combine the data of all ranks on the root, in place if it is a tensor; None elsewhere."""
     call = _PlainCall("reduce", group, timeout, async_op)
     root = call.root(root_rank, "dst", dst)
-    return call.run(data, root, _op(op), settle=lambda sum_: None if sum_ is None else call.into(data, sum_))
+    return call.run(data, root, _op(op), finish=lambda sum_: None if sum_ is None else call.into(data, sum_))
 
 
 def broadcast(
@@ -87,7 +87,7 @@ def broadcast(
 ) -> Any:
     """Copy the root's data to every rank: into tensors that the others pass, else as a new value."""
     call = _PlainCall("broadcast", group, timeout, async_op)
-    return call.run(data, call.root(root_rank, "src", src), settle=lambda value: call.into(data, value))
+    return call.run(data, call.root(root_rank, "src", src), finish=lambda value: call.into(data, value))
 
 
 def all_gather(
@@ -104,7 +104,7 @@ def all_gather(
         return call.run(data)
     outputs = call.outputs(data)
     call.check_fits(outputs[call.context.rank], tensor)
-    return call.run(tensor, settle=lambda values: call.fill(outputs, values))
+    return call.run(tensor, finish=lambda values: call.fill(outputs, values))
 
 
 def gather(
@@ -126,7 +126,7 @@ def gather(
         return call.run(data, root)
     outputs = call.outputs(gather_list)
     call.check_fits(outputs[root], data)
-    return call.run(data, root, settle=lambda values: call.fill(outputs, values))
+    return call.run(data, root, finish=lambda values: call.fill(outputs, values))
 
 
 def scatter(
@@ -157,11 +157,11 @@ def scatter(
     # A rank that only has the whole tensor at hand, as the root has, is not asking to have it overwritten.
     strict = src is not None or scatter_list is not None
 
-    def settle(chunk: Any) -> Any:
+    def finish(chunk: Any) -> Any:
         fits = isinstance(output, Tensor) and isinstance(chunk, Tensor) and _fits(output, chunk)
         return call.into(output, chunk) if strict or fits else chunk
 
-    return call.run(chunks, root, settle=settle)
+    return call.run(chunks, root, finish=finish)
 
 
 def reduce_scatter(
@@ -185,7 +185,7 @@ def reduce_scatter(
         return call.run(data, _op(op))
     if isinstance(input_list, list | tuple) and len(input_list) == call.context.world_size:
         call.check_fits(data, input_list[call.context.rank])
-    return call.run(input_list, _op(op), settle=lambda chunk: call.into(data, chunk))
+    return call.run(input_list, _op(op), finish=lambda chunk: call.into(data, chunk))
 
 
 def all_to_all(
@@ -201,7 +201,7 @@ def all_to_all(
     if input_list is None:
         return call.run(data)
     outputs = call.outputs(data)
-    return call.run(input_list, settle=lambda values: call.fill(outputs, values))
+    return call.run(input_list, finish=lambda values: call.fill(outputs, values))
 
 
 def send(
@@ -242,7 +242,7 @@ def recv(
             f"recv: cannot receive into {with_article(tensor)}",
             remedy="pass a tensor to fill, or nothing to get the message back",
         )
-    return call.run(ANY if source is None else source, tag=tag, settle=lambda value: call.into(tensor, value))
+    return call.run(ANY if source is None else source, tag=tag, finish=lambda value: call.into(tensor, value))
 
 
 def barrier(
@@ -269,13 +269,13 @@ class _PlainCall:
         self._name = function
         self._options = {"timeout": timeout, "async_op": async_op}
 
-    def run(self, *args: Any, settle: Callable[[Any], Any] | None = None, **more: Any) -> Any:
-        """Run it; `settle` gets the result, at once or when a pending one is waited for."""
+    def run(self, *args: Any, finish: Callable[[Any], Any] | None = None, **more: Any) -> Any:
+        """Run the context's method; `finish` gets the result, at once or when a pending one is waited for."""
         method = "receive" if self._name == "recv" else self._name
         result = getattr(self.context, method)(*args, **more, **self._options)
-        if settle is None:
+        if finish is None:
             return result
-        return Pending(result, settle) if isinstance(result, Handle) else settle(result)
+        return Pending(result, finish) if isinstance(result, Handle) else finish(result)
 
     def rank(
         self, name: str, value: int | None, torch_name: str, other: int | None, default: int | None = None
@@ -295,9 +295,10 @@ class _PlainCall:
         """Check that there is one tensor per rank to fill."""
         ranks = self.context.world_size
         if not isinstance(outputs, list | tuple) or not _are_tensors(outputs) or len(outputs) != ranks:
-            given = f"{len(outputs)} outputs" if isinstance(outputs, list | tuple) else type(outputs).__name__
+            several = isinstance(outputs, list | tuple)
+            given = counted(len(outputs), "output") if several else type(outputs).__name__
             raise UsageError(
-                f"{self._name}: {given} for {ranks} ranks",
+                f"{self._name}: {given} for {counted(ranks, 'rank')}",
                 remedy="pass a list with one tensor per rank to fill",
             )
         return outputs

@@ -23,7 +23,7 @@ from paceline.core.errors import ConfigError, PacelineError, PlatformError, Usag
 from paceline.core.events import CheckpointSaved, RunResumed, RunStarted, StepCommitted
 from paceline.core.time_limits import COLLECTIVE_SECONDS
 from paceline.core.untrusted import redact_credentials
-from paceline.core.wording import counted, with_article
+from paceline.core.wording import counted, listed, with_article
 from paceline.elastic.supervised_folder import SUPERVISOR_FILES, recover_journal
 from paceline.train.callbacks import refuse_inside
 from paceline.train.settings.conflicts import check
@@ -191,23 +191,25 @@ def _wait_for_earlier_start(folder: RunFolder, patience: float) -> None:
     start continues from what they saved."""
 
     def say(pids: list[int]) -> None:
-        _log.warning(
-            "processes of an earlier start of this run still run in %s (%s): they are asked to save and exit",
-            folder.path,
-            _processes(pids),
-        )
+        asked = "it is" if len(pids) == 1 else "they are"
+        _log.warning("%s in %s: %s asked to save and exit", _still_run(pids), folder.path, asked)
 
     left = liveness_lock.wait_until_free(folder.path, patience + _LEAVE_SECONDS, say)
     if left is not None:
         raise UsageError(
-            f"processes of an earlier start of this run still run in {folder.path} ({_processes(left)}), and "
-            f"did not exit within {patience + _LEAVE_SECONDS:g} seconds",
-            remedy="end it (kill -TERM, then -KILL), and start again",
+            f"{_still_run(left)} in {folder.path}, and did not exit within {patience + _LEAVE_SECONDS:g} s",
+            remedy=f"end {'it' if len(left) == 1 else 'them'} (kill -TERM, then -KILL), and start again",
         )
 
 
-def _processes(pids: list[int]) -> str:
-    return f"process {', '.join(map(str, pids))}" if pids else "perhaps on another host"
+def _still_run(pids: list[int]) -> str:
+    """Format as "process 12 of an earlier start of this run still runs", "processes 12 and 13 ... still run".
+    No pid is known where the processes are on another host."""
+    if not pids:
+        return "processes of an earlier start of this run, perhaps on another host, still run"
+    if len(pids) == 1:
+        return f"process {pids[0]} of an earlier start of this run still runs"
+    return f"processes {listed(pids)} of an earlier start of this run still run"
 
 
 def _check_not_lost(folder: RunFolder, config: TrainConfig) -> None:

@@ -17,6 +17,7 @@ from paceline.comm.cost import LinkCosts, load_links
 from paceline.core.errors import UsageError
 from paceline.core.plain_options import PlainOptions
 from paceline.core.shm_segment_layout import create_segment
+from paceline.core.wording import counted
 from paceline.engines.local import Launch, run
 from paceline.engines.local.launch import check, check_seconds
 
@@ -106,6 +107,7 @@ def _check_signature(fn: Callable[..., Any], args: Sequence[Any]) -> None:
     except TypeError as error:
         name = getattr(fn, "__qualname__", type(fn).__qualname__)
         raise UsageError(
-            f"{name}{signature} cannot be called with the context and {len(args)} argument(s): {error}",
+            f"{name}{signature} cannot be called with the context and {counted(len(args), 'argument')}: "
+            f"{error}",
             remedy="the first parameter of the function is the rank's context: def train(ctx, ...)",
         ) from error

@@ -48,6 +48,10 @@ _PRELOAD = (
     "paceline.train.member.member_training",
     # Optimizers and deterministic kernels import torch's compiler, hundreds of modules: once for all workers.
     "torch._inductor.config",
+    # The job of a worker names a function of the first, and its first connection needs the second (names of
+    # hosts): milliseconds of each replacement.
+    "paceline.monitor.terminal",
+    "encodings.idna",
 )
 _LOOK_SECONDS = 0.25
 _READ_BYTES = 1 << 20

@@ -23,9 +23,10 @@ import numpy as np
 
 from paceline.core import events
 from paceline.core.events import Event
+from paceline.core.wording import counted
 from paceline.data.permutation import InOrder, Permutation
 from paceline.monitor import audit_receipts, journal_index
-from paceline.monitor.audit_receipts import ReceiptSummary, gaps, spans, steps_text
+from paceline.monitor.audit_receipts import ReceiptSummary, gaps, span_text, spans, steps_text
 from paceline.monitor.journal_index import AuditRecord
 
 # Beyond this many positions the order of the epochs is not enumerated: it is a bijection by construction.
@@ -149,7 +150,7 @@ def _check_positions(record: AuditRecord, wrong: list[str], notes: list[str]) ->
         # A skipped sample is recorded while its step is computed, when the step before is the last committed.
         if not record.superseded(event.step + 1, index):
             unreadable.setdefault(event.step + 1, {})[event.index] = event.epoch
-    found: list[EpochCoverage] = []
+    coverage: list[EpochCoverage] = []
     commits = [record.steps[step].event for step in sorted(record.steps)]
     by_epoch: dict[int, list[events.StepCommitted]] = {}
     for before, commit in zip([None, *commits], commits, strict=False):
@@ -162,7 +163,7 @@ def _check_positions(record: AuditRecord, wrong: list[str], notes: list[str]) ->
     for epoch in range(min(begins, _SHOWN_EPOCHS)):
         wrong.append(f"epoch {epoch} has no step")
     if begins > _SHOWN_EPOCHS:
-        wrong.append(f"epochs {_SHOWN_EPOCHS} to {begins - 1} have no step")
+        wrong.append(f"{span_text('epoch', _SHOWN_EPOCHS, begins - 1, 'has', 'have')} no step")
     last = max(by_epoch, default=0)
     for epoch, steps in sorted(by_epoch.items()):
         skipped: set[int] = set()
@@ -173,12 +174,12 @@ def _check_positions(record: AuditRecord, wrong: list[str], notes: list[str]) ->
         applied = sum(step.samples for step in steps)
         taken = covered if covered is not None else applied + len(skipped)
         _check_end(record, epoch, taken, epoch < last, wrong)
-        found.append(EpochCoverage(epoch, len(steps), covered, applied, tuple(sorted(skipped))))
-    if any(epoch.covered is None for epoch in found):
+        coverage.append(EpochCoverage(epoch, len(steps), covered, applied, tuple(sorted(skipped))))
+    if any(epoch.covered is None for epoch in coverage):
         notes.append("some steps are from before positions were kept: samples of their epochs are counted")
     for number in sorted(number for number in unreadable if 1 <= number <= record.last):
         wrong.append(f"step {number} has skipped samples and is not in the journal")
-    return found
+    return coverage
 
 
 def _covered(steps: list[events.StepCommitted], wrong: list[str]) -> int:
@@ -189,7 +190,8 @@ def _covered(steps: list[events.StepCommitted], wrong: list[str]) -> int:
             first, after = sorted((expected, step.offset))
             wrong.append(
                 f"epoch {step.epoch}: step {step.step} takes positions from {step.offset} on, and {expected} "
-                f"is next: positions {first} to {after - 1} are {'in no step' if gap else 'taken twice'}"
+                f"is next: {span_text('position', first, after - 1, 'is', 'are')} "
+                f"{'in no step' if gap else 'taken twice'}"
             )
         expected = step.offset + step.taken
     return expected
@@ -203,7 +205,8 @@ def _check_taken(record: AuditRecord, step: events.StepCommitted, wrong: list[st
     planned = batch if record.size is None else min(batch, record.size - step.offset)
     ragged = record.size is None and not record.definition.get("drop_last")
     if step.taken != planned and not (ragged and 0 < step.taken < batch):
-        wrong.append(f"step {step.step} took {step.taken} positions from {step.offset} on, not {planned}")
+        taken = counted(step.taken, "position")
+        wrong.append(f"step {step.step} took {taken} from {step.offset} on, not {planned}")
 
 
 def _check_end(record: AuditRecord, epoch: int, taken: int, complete: bool, wrong: list[str]) -> None:
@@ -215,9 +218,11 @@ def _check_end(record: AuditRecord, epoch: int, taken: int, complete: bool, wron
     # Dropping the last batch leaves out less than one of them.
     dropped = definition.get("drop_last") and size - taken < (batch if isinstance(batch, int) else 1)
     if taken > size:
-        wrong.append(f"epoch {epoch} took {taken:,} positions, and the data has {size:,} samples")
+        wrong.append(
+            f"epoch {epoch} took {counted(taken, 'position')}, and the data has {counted(size, 'sample')}"
+        )
     elif complete and taken < size and not dropped:
-        wrong.append(f"epoch {epoch} ended after {taken:,} of {size:,} positions")
+        wrong.append(f"epoch {epoch} ended after {taken:,} of {counted(size, 'position')}")
 
 
 def _check_samples(
@@ -241,9 +246,10 @@ def _check_samples(
     # Of a step that is known from a checkpoint alone, the skipped samples may not be recorded either.
     unrecorded = step.generation == events.RECALLED and left_out > len(reported)
     if left_out != len(reported) and not unrecorded and not (again and 0 <= left_out < len(reported)):
+        were = "was" if len(reported) == 1 else "were"
         wrong.append(
-            f"step {step.step} took {step.taken} positions and applied {step.samples} samples, and "
-            f"{len(reported)} were reported as skipped"
+            f"step {step.step} took {counted(step.taken, 'position')} and applied "
+            f"{counted(step.samples, 'sample')}, and {len(reported):,} {were} reported as skipped"
         )
     return reported
 

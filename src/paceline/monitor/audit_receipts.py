@@ -147,8 +147,8 @@ def _check_strays(
             members = record.views.get(final[step])
             if receipt.view < final[step] and members is not None and receipt.member in members.shards:
                 stayed.setdefault(step, set()).add((receipt.view, receipt.member))
-    for step, found in sorted(stayed.items())[:_SHOWN]:
-        for view, member in sorted(found, key=str):
+    for step, commits in sorted(stayed.items())[:_SHOWN]:
+        for view, member in sorted(commits, key=str):
             who = "" if member is None else f" by rank {member[0]} (pid {member[1]}), which stayed,"
             wrong.append(
                 f"step {step} was committed in generation {view[1]}{who} and again in generation "
@@ -296,14 +296,14 @@ class _ViewCheck:
                 for receipt in mine
                 if receipt.first <= step <= receipt.last
             }
-            found = [shard for mine in claimed.values() for shard in mine]
-            self.by_receipt += len(set(found))
-            missing = set(every) - set(found)
+            reported = [shard for mine in claimed.values() for shard in mine]
+            self.by_receipt += len(set(reported))
+            missing = set(every) - set(reported)
             # Of members without a receipt for this step some may have computed what is missing.
             if missing and set(shards) - set(claimed):
                 self.by_commit += len(missing)
-                found += missing
-            _report_shards(step, self._generation, found, every, "in the receipts", self.wrong)
+                reported += missing
+            _report_shards(step, self._generation, reported, every, "in the receipts", self.wrong)
 
 
 def _report_unknown(view: View, steps: list[int], wrong: list[str]) -> None:
@@ -364,7 +364,14 @@ def spans(numbers: Iterable[int]) -> list[tuple[int, int]]:
 
 def steps_text(first: int, last: int, one: str = "", many: str = "") -> str:
     """Format as "step 3" or "steps 3 to 5", with a verb for one and for many."""
-    return f"step {first} {one}".rstrip() if first == last else f"steps {first} to {last} {many}".rstrip()
+    return span_text("step", first, last, one, many)
+
+
+def span_text(noun: str, first: int, last: int, one: str = "", many: str = "") -> str:
+    """Format as "step 3" or "steps 3 to 5" for a noun, with a verb for one and for many."""
+    if first == last:
+        return f"{noun} {first} {one}".rstrip()
+    return f"{noun}s {first} to {last} {many}".rstrip()
 
 
 def _listed(shards: Iterable[int]) -> str:

@@ -64,12 +64,12 @@ def write_report(
         raise UsageError("a report needs at least one history", remedy="give what Trainer.fit returned")
     if titles is not None and len(titles) != len(histories):
         raise UsageError(
-            f"{len(titles)} titles were given for {len(histories)} histories",
+            f"{counted(len(titles), 'title', 'was', 'were')} given for {counted(len(histories), 'run')}",
             remedy="give one title per history, or none at all",
         )
     if journals and len(journals) != len(histories):
         raise UsageError(
-            f"{len(journals)} journals were given for {len(histories)} histories",
+            f"{counted(len(journals), 'journal', 'was', 'were')} given for {counted(len(histories), 'run')}",
             remedy="give one journal per history (None where there is none), or none at all",
         )
     names = curves.names_of(histories, titles)
@@ -147,13 +147,15 @@ def _verdict(histories: Sequence[History], names: Sequence[str]) -> str:
 
 def _equal_steps(histories: Sequence[History]) -> str:
     losses = [{record.step: record.loss for record in history.steps} for history in histories]
-    common = set.intersection(*(set(one) for one in losses))
+    common = set.intersection(*(set(by_step) for by_step in losses))
     if not common:
         return "."
-    equal = sum(len({one[step].hex() for one in losses}) == 1 for step in common)
+    equal = sum(len({by_step[step].hex() for by_step in losses}) == 1 for step in common)
+    if equal == len(common) == 1:
+        return "; the losses of the 1 step they share are equal to the last bit."
     if equal == len(common):
         return f"; the losses of all {equal:,} steps they share are equal to the last bit."
-    return f"; the losses of {equal:,} of {len(common):,} steps are equal to the last bit."
+    return f"; the losses of {equal:,} of {counted(len(common), 'step')} are equal to the last bit."
 
 
 def _first_difference(reference: History, other: History) -> str:
@@ -317,7 +319,7 @@ def _timeline_figure(made: RunTimeline, title: str) -> str:
         f'<span class="key"><span class="dot c{colour}"></span>{text}</span>'
         for colour, text in incarnations(made)
     ]
-    kinds = {one.kind for one in made.events}
+    kinds = {event.kind for event in made.events}
     keys += [
         f'<span class="key"><svg viewBox="0 0 12 12" aria-hidden="true">{drawing}</svg>{text}</span>'
         for kind, text, drawing in _KEYS
@@ -331,17 +333,17 @@ def _timeline_figure(made: RunTimeline, title: str) -> str:
 
 def _event_list(made: RunTimeline) -> str:
     """List what happened, without checkpoints; of a long list the beginning, and counts of the rest."""
-    shown = [one for one in made.events if one.kind not in ("checkpoint", "ended")]
+    shown = [event for event in made.events if event.kind not in ("checkpoint", "ended")]
     # A run without incidents needs no list.
-    if all(one.kind == "supervisor" for one in shown):
+    if all(event.kind == "supervisor" for event in shown):
         return ""
     items = [
-        f'<li><span class="when">{one.time:.2f} s</span>'
-        f'<span class="{_TONES.get(one.kind, "plain")}">{escape(_short(one.text))}</span></li>'
-        for one in shown[:_LISTED]
+        f'<li><span class="when">{event.time:.2f} s</span>'
+        f'<span class="{_TONES.get(event.kind, "plain")}">{escape(_short(event.text))}</span></li>'
+        for event in shown[:_LISTED]
     ]
     if len(shown) > _LISTED:
-        rest = Counter(one.kind for one in shown[_LISTED:])
+        rest = Counter(event.kind for event in shown[_LISTED:])
         more = ", ".join(f"{count} {kind}" for kind, count in rest.most_common())
         items.append(f'<li><span class="when">then</span><span>{more}</span></li>')
     return f'<ul class="happened">{"".join(items)}</ul>'

@@ -24,13 +24,13 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parameter import is_lazy
 
 from paceline.comm import default_group
-from paceline.comm.call_status import ranks_text
 from paceline.comm.collectives.reduction import check_compressible
 from paceline.comm.collectives.reduction_input import describe
 from paceline.comm.compression import Compression, PowerSGD
 from paceline.comm.context import DistributedContext
 from paceline.comm.ops import ReduceOp
 from paceline.core.errors import DisagreementError, UsageError
+from paceline.core.wording import ranks
 from paceline.parallel import buckets
 from paceline.parallel.gradient_sync import GradientSync, spare_cores
 
@@ -253,21 +253,30 @@ def _check_fast(context: DistributedContext | None, compression: object) -> None
 def _check_same(context: DistributedContext, model: nn.Module, settings: str) -> None:
     """Raise the same error on every rank if the ranks' models or settings differ, naming what and where."""
     mine = [["settings", settings], *_describe_model(model)]
-    descriptions = [dict(one) for one in context.all_gather(mine)]
-    names = list(dict.fromkeys(name for one in descriptions for name in one))
-    differing = [name for name in names if len({one.get(name) for one in descriptions}) > 1]
+    descriptions = [dict(description) for description in context.all_gather(mine)]
+    names = list(dict.fromkeys(name for description in descriptions for name in description))
+    differing = [name for name in names if len({description.get(name) for description in descriptions}) > 1]
     if differing:
         name = differing[0]
-        others = [rank for rank, one in enumerate(descriptions) if one.get(name) != descriptions[0].get(name)]
-        more = f", and {len(differing) - 1} more differ" if len(differing) > 1 else ""
+        others = [
+            rank
+            for rank, description in enumerate(descriptions)
+            if description.get(name) != descriptions[0].get(name)
+        ]
+        left = len(differing) - 1
+        more = f", and {left} more {'differs' if left == 1 else 'differ'}" if left else ""
         raise DisagreementError(
-            f"the models to keep equal are not: {name!r} on rank 0 differs from {ranks_text(others)}{more}",
-            calls={rank: f"{name}: {one.get(name, _ABSENT)}" for rank, one in enumerate(descriptions)},
+            f"the models to keep equal are not: {name!r} on rank 0 differs from {ranks(others)}{more}",
+            calls={
+                rank: f"{name}: {description.get(name, _ABSENT)}"
+                for rank, description in enumerate(descriptions)
+            },
             remedy="build the same model with the same settings on every rank, then wrap it",
         )
-    orders = [list(one) for one in descriptions]
+    orders = [list(description) for description in descriptions]
     if any(order != orders[0] for order in orders):
-        place = next(place for place, found in enumerate(zip(*orders, strict=True)) if len(set(found)) > 1)
+        columns = enumerate(zip(*orders, strict=True))
+        place = next(place for place, column in columns if len(set(column)) > 1)
         raise DisagreementError(
             f"the models to keep equal hold their parameters in another order, from number {place} on",
             calls={rank: order[place] for rank, order in enumerate(orders)},

@@ -18,13 +18,13 @@ from typing import Any, NoReturn, final
 import torch
 from torch import Tensor
 
-from paceline.comm.call_status import ranks_text
 from paceline.comm.collectives.call_queue import Handle
 from paceline.comm.compression import Compression, PowerSGD
 from paceline.comm.context import DistributedContext
 from paceline.comm.ops import ReduceOp
 from paceline.core.available_resources import cores
 from paceline.core.errors import PeerError, UsageError
+from paceline.core.wording import ranks
 from paceline.parallel.buckets import Bucket, BucketSlot
 
 
@@ -210,7 +210,8 @@ class GradientSync:
         for rank, theirs in unused.items():
             without.setdefault(tuple(theirs), []).append(rank)
         listing = "; ".join(
-            f"{', '.join(map(repr, missing))} ({ranks_text(ranks)})" for missing, ranks in without.items()
+            f"{', '.join(map(repr, missing))} ({ranks(by_ranks, all_named=True)})"
+            for missing, by_ranks in without.items()
         )
         raise UsageError(
             f"backward ended without a gradient for {listing}: every rank waits for every parameter",

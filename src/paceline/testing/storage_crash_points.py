@@ -1,4 +1,4 @@
-"""End a process at any file-system call of the checkpoint package, enumerated, not sampled.
+"""End a process at any file-system call of `core.storage`, enumerated, not sampled.
 
 A storage makes every call through one function; the functions here stand in for it and count. In one process:
 

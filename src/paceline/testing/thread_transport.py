@@ -13,12 +13,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from paceline.comm.call_status import ranks_were
 from paceline.comm.context import DistributedContext
 from paceline.comm.transport.shm.transport import ShmTransport
 from paceline.core import log
 from paceline.core.errors import CommTimeoutError, PeerError
 from paceline.core.shm_segment_layout import create_segment
+from paceline.core.wording import ranks
 
 T = TypeVar("T")
 
@@ -68,7 +68,7 @@ def run_ranks(
     _join(threads, timeout)
     late = tuple(rank for rank, thread in enumerate(threads) if thread.is_alive())
     if late:
-        error = CommTimeoutError(f"{ranks_were(late)} not done after {timeout} s", waiting_for=late)
+        error = CommTimeoutError(f"{ranks(late, 'was', 'were')} not done after {timeout} s", waiting_for=late)
         for rank in late:
             transports[rank].close(error)
         _join(threads, _LAST_SECONDS)

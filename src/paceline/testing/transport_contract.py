@@ -4,10 +4,10 @@
         def run(self, world_size, fn, *args):
             ...  # start `world_size` ranks, call fn(context, *args) on each, return the results by rank
 
-`run` raises if a rank raises. Each test calls functions of this module on all ranks, so they can travel to
-other processes by name. Only what `base.Transport` promises is checked, and what the transport declares
-besides: how fast it is, and how it notices a process that was killed, needs further tests. Works with
-pytest, and needs nothing of it.
+`run` raises if a rank raises. Each test calls functions of transport_contract_ranks.py on all ranks, so they
+can travel to other processes by name. Only what `base.Transport` promises is checked, and what the transport
+declares besides: how fast it is, and how it notices a process that was killed, needs further tests. Works
+with pytest, and needs nothing of it.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from typing import Any, Self, final, overload
 
 from paceline.core import atomic_file, type_conversion
 from paceline.core.errors import PlatformError, UsageError
-from paceline.core.events import Event, finite
+from paceline.core.events import Event
 
 _FORMAT = 1
 _ROW = Struct("=qqbdddd")  # of a step: see StepLog
@@ -37,7 +37,8 @@ class EventView:
     def of(cls, event: Event, **more: Any) -> Self:
         """Return the view of an event; `more` are fields that the journal does not have."""
         names: Sequence[str] = cls.__dataclass_fields__  # type: ignore[attr-defined]
-        return cls(**{name: getattr(event, name) for name in names if name not in more}, **more)
+        values = vars(event)
+        return cls(**{name: values[name] for name in names if name not in more}, **more)
 
 
 @final
@@ -171,7 +172,7 @@ class History:
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write it as JSON; NaN and infinities, which JSON lacks, become strings that `load` understands."""
         target = Path(path)
-        text = json.dumps(finite(self.to_dict()), allow_nan=False, indent=1)
+        text = json.dumps(type_conversion.finite(self.to_dict()), allow_nan=False, indent=1)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             atomic_file.replace(target, [f"{text}\n".encode()], durable=False)
@@ -212,7 +213,8 @@ class History:
 
     def plot(self, path: str | os.PathLike[str]) -> Path:
         """Draw the curves to a PNG, SVG or PDF (needs matplotlib) or to an HTML report (needs nothing)."""
-        # Loaded by name, as the package's root does: the charts read histories, an import would be a cycle.
+        # The one arrow of the tree that points up, which the tests of the architecture list: the charts read
+        # histories.
         drawn: Path = importlib.import_module("paceline.monitor.plot").draw([self], path)
         return drawn
 

@@ -18,6 +18,7 @@ from typing import Any, final
 import torch
 
 from paceline.core.errors import UnavailableError, UsageError
+from paceline.core.wording import counted
 from paceline.train.settings.train_config import LossScaling
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -77,7 +78,7 @@ class LossScaler:
         scale, good_steps = float(state["scale"]), int(state["good_steps"])
         if not 0.0 < scale <= _LARGEST or good_steps < 0:
             raise UsageError(
-                f"a saved loss scale of {scale} after {good_steps} good steps cannot be",
+                f"a saved loss scale of {scale} after {counted(good_steps, 'good step')} cannot be",
                 remedy="resume from another checkpoint",
             )
         self.scale, self.good_steps = scale, good_steps

@@ -189,8 +189,11 @@ def test_a_stale_gradient_takes_a_smaller_step():
         def then_let_go(part: SampleRange) -> ComputedGradient:
             assert order[0].wait(30)
             done = compute_on(fast)(part)
-            if len(it.of(events.StepCommitted)) >= 2:
+            committed = it.of(events.StepCommitted)
+            if len(committed) >= 2 and not order[1].is_set():
                 order[1].set()
+                # Without the wait, this worker could commit so many ranges that the old gradient is dropped.
+                wait_for(lambda: len(it.of(events.StepCommitted)) > len(committed), "the old gradient")
             return done
 
         it.work(0, slow, wait_first)

@@ -1,4 +1,4 @@
-"""Every position of every epoch is settled exactly once, whoever is lost on the way."""
+"""Every position of every epoch is settled exactly once, whichever worker is lost on the way."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_finished_run_has_nothing_to_deal_and_a_longer_one_goes_on():
     assert longer.take() == SampleRange(1, 0, 4)
 
 
-def test_settling_what_nobody_has_is_a_bug_and_no_samples_a_mistake():
+def test_settling_what_no_worker_has_is_a_bug_and_no_samples_a_mistake():
     with pytest.raises(InternalError, match="was not allocated"):
         RangeAllocator(4, 1, 2).settle(SampleRange(0, 0, 2))
     with pytest.raises(UsageError):

@@ -91,7 +91,7 @@ def test_a_lost_worker_loses_only_what_it_had_under_way():
 
 @pytest.mark.parametrize("seed", range(40))
 @pytest.mark.parametrize("beyond", ["drop", "wait"])
-def test_whatever_the_speeds_every_sample_counts_once_and_nobody_is_older_than_the_limit(seed, beyond):
+def test_whatever_the_speeds_every_sample_counts_once_and_none_is_older_than_the_limit(seed, beyond):
     """Workers of very different speeds, losses included; with `wait` nothing is ever dropped."""
     draw = random.Random(f"{seed} {beyond}")
     workers, limit = draw.randint(1, 6), draw.randint(0, 8)
@@ -115,7 +115,7 @@ def test_whatever_the_speeds_every_sample_counts_once_and_nobody_is_older_than_t
             if worker not in it.assigned:
                 it.assign(worker)
         computing = [worker for worker in it.assigned if it.is_computing(worker)]
-        assert computing or it.next_ready() is not None or it.allocator.done, "nobody can go on"
+        assert computing or it.next_ready() is not None or it.allocator.done, "no worker can go on"
         if computing:
             worker = draw.choices(computing, [speed[one] for one in computing])[0]
             if draw.random() < 0.05:

@@ -158,7 +158,7 @@ def test_integers_wrap_as_in_torch():
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_values_that_are_not_finite_reach_everybody(algorithm):
+def test_values_that_are_not_finite_reach_all_ranks(algorithm):
     def one(ctx: DistributedContext) -> Any:
         data = torch.tensor([float("inf"), float("nan"), 1.0, float("inf")])
         if ctx.rank == 1:

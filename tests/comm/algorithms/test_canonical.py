@@ -1,4 +1,4 @@
-"""The canonical sum: one SHA-256, whoever holds what."""
+"""The canonical sum: one SHA-256, whichever rank holds what."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def test_the_bits_of_the_tree_for_any_holdings(way: str, name: str, checksum: bo
 @pytest.mark.parametrize("name", OWNERSHIPS)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_result_may_be_the_first_partial(way: str, name: str, checksum: bool) -> None:
-    """As in training, where it saves memory; whoever holds the tree's first node."""
+    """As in training, where it saves memory; whichever rank holds the tree's first node."""
     ownership = OWNERSHIPS[name]
 
     def one(ctx: DistributedContext) -> str:
@@ -179,7 +179,7 @@ def flip(tensor: Tensor, at: int) -> Callable[[], None]:
 
 
 def flips(partial: Tensor) -> Iterator[int]:
-    """An element of everybody's slice."""
+    """An element of every rank's slice."""
     for rank in range(RANKS):
         yield partial.numel() * (2 * rank + 1) // (2 * RANKS)
 
@@ -203,7 +203,7 @@ def corrupted(
 def test_a_flipped_bit_is_found_by_all_and_its_rank_named(way: str, name: str) -> None:
     ownership = OWNERSHIPS[name]
     for culprit, at in product(range(2), flips(torch.empty(size_of(way)))):
-        # Also in its own slice, which nobody else reads.
+        # Also in its own slice, which no other rank reads.
         found = outcomes(RANKS, corrupted, way, ownership, culprit, at)
         assert found == [("CorruptDataError", culprit)] * RANKS
 

@@ -198,7 +198,7 @@ def test_reduce_scatter_cuts_by_rows_and_keeps_the_kind():
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_nobody_leaves_a_barrier_before_everybody_has_come(ranks):
+def test_no_rank_leaves_a_barrier_before_all_have_come(ranks):
     arrived: list[int] = []
     lock = threading.Lock()
 

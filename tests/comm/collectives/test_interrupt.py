@@ -67,7 +67,7 @@ def interrupted_while(ctx: DistributedContext, name: str) -> tuple[float, list[s
 
 @pytest.mark.parametrize(
     ("transport", "name"),
-    # A mesh takes what is sent without anybody's help: only over shared memory a send has to wait.
+    # A mesh takes what is sent without the receiver's help: only over shared memory a send has to wait.
     [(transport, name) for transport in TRANSPORTS for name in WAITS if name != "send" or transport == "shm"],
 )
 def test_every_wait_ends_at_once_and_the_peers_know_why(transport: str, name: str) -> None:

@@ -141,7 +141,7 @@ def test_a_timeout_in_the_middle_of_a_message_loses_nothing():
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_big_messages_may_cross(ranks):
-    """Everybody sends before anybody receives, far more than the rings hold."""
+    """All ranks send before any rank receives, far more than the rings hold."""
 
     def one(ctx: DistributedContext) -> bool:
         big = torch.full((400_000,), float(ctx.rank))
@@ -172,7 +172,7 @@ def test_big_messages_may_cross_between_processes():
 
 
 def test_messages_and_collectives_do_not_mix():
-    """A message that nobody has asked for yet stays aside while collectives go on."""
+    """A message that no rank has asked for yet stays aside while collectives go on."""
 
     def one(ctx: DistributedContext) -> Any:
         if ctx.rank == 0:
@@ -205,7 +205,7 @@ def test_asynchronous_sends_and_receives():
     assert run_ranks(2, one) == [[0.0, 1.0, 2.0]] * 2
 
 
-def test_an_asynchronous_receive_that_nobody_answers_ends_with_the_group():
+def test_an_asynchronous_receive_that_no_rank_answers_ends_with_the_group():
     def one(ctx: DistributedContext) -> Any:
         return ctx.receive(1, async_op=True) if ctx.rank == 0 else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +13,16 @@ from tests.comm.ranks import LARGE, refused_then_works, sha, wide_range
 from torch import Tensor
 
 from paceline.comm.context import DistributedContext
+from paceline.comm.transport.shm import window
 from paceline.testing.thread_transport import run_ranks
 
 ALGORITHMS = ("direct", "ring", "tree", "hierarchical", "canonical")
+
+
+@pytest.fixture(params=[0.0, math.inf], ids=["by slots", "in place"], autouse=True)
+def way(request, monkeypatch):
+    """Take both ways of a large reduction, whichever is faster on this machine at this moment."""
+    monkeypatch.setattr(window, "_WORTH", request.param)
 
 
 def both(fn: Any) -> Any:
@@ -146,6 +154,26 @@ def test_conjugated_and_negated_views(algorithm, size, shared):
     for conjugated, negated in run_ranks(2, one):
         assert torch.equal(conjugated, torch.full((size,), 2 - 4j, dtype=torch.complex64))
         assert torch.equal(negated, torch.full((size,), -4.0))
+
+
+@pytest.mark.parametrize("size", [12, LARGE])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_results_in_conjugated_and_negated_views(algorithm, size):
+    """What stands in their memory is not the result, but what reads as the result."""
+
+    def one(ctx: DistributedContext) -> tuple[Tensor, Tensor]:
+        data = torch.full((size,), 1 + 2j, dtype=torch.complex64)
+        conjugated, negated = torch.empty_like(data).conj(), torch.empty_like(data).conj().imag
+        assert ctx.all_reduce(data, "sum", algorithm, out=conjugated) is conjugated
+        ctx.all_reduce(data.imag, "sum", algorithm, out=negated)
+        ctx.all_reduce(conjugated, "sum", algorithm, out=conjugated)
+        return conjugated, negated
+
+    for conjugated, negated in run_ranks(2, one):
+        assert conjugated.is_conj()
+        assert negated.is_neg()
+        assert torch.equal(conjugated, torch.full((size,), 4 + 8j, dtype=torch.complex64))
+        assert torch.equal(negated, torch.full((size,), 4.0))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

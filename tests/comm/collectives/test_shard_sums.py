@@ -13,6 +13,7 @@ from paceline.comm.context import DistributedContext
 from paceline.comm.ops import ReduceOp
 from paceline.comm.reduction_order import Node
 from paceline.core.errors import UsageError
+from paceline.testing.thread_transport import run_ranks
 
 
 def held(*shards: int, size: int = 3) -> dict[int, torch.Tensor]:
@@ -113,16 +114,56 @@ def test_ranks_whose_shards_differ_in_kind_are_refused(other: torch.Tensor) -> N
 # what the ranks have folded already
 
 
-def test_the_nodes_and_the_text_of_an_ownership():
+def test_the_nodes_of_an_ownership():
     owned = ShardOwnership(6, ((0, 1, 2, 3), (5,), (4,)))
     assert owned.nodes == ((Node(0, 2),), (Node(5, 0),), (Node(4, 0),))
-    assert owned.text == "shards=6, by rank [[0, 1, 2, 3], [5], [4]]"
 
 
-def test_an_ownership_that_does_not_cover_has_no_recipe():
-    for blocks in (((0,), (2,)), ((0, 1), (1, 2))):
-        with pytest.raises(UsageError, match="canonical_sum over 3 shards"):
-            _ = ShardOwnership(3, blocks).recipe
+def test_the_text_of_an_ownership_names_ranks_by_the_labels_of_each_group():
+    """One object for both groups: the second one does not get the text of the first."""
+    owned = ShardOwnership(6, ((0, 1, 2, 3), (5,), (4,)))
+
+    def one(ctx: DistributedContext) -> str:
+        first, again = owned.text_in(ctx.transport), owned.text_in(ctx.transport)
+        assert first is again
+        return first
+
+    for labels, text in (
+        (None, "shards=6, by rank {0: [0, 1, 2, 3], 1: [5], 2: [4]}"),
+        ((0, 2, 3), "shards=6, by rank {0: [0, 1, 2, 3], 2: [5], 3: [4]}"),
+    ):
+        assert run_ranks(3, one, labels=labels) == [text] * 3
+
+
+def test_an_ownership_of_another_number_of_ranks_is_refused():
+    owned = ShardOwnership(2, ((0, 1),))
+
+    def one(ctx: DistributedContext) -> Any:
+        return ctx.fold_partials([torch.ones(3)], owned, torch.empty(3))
+
+    for error in outcomes(2, one):
+        assert isinstance(error, UsageError)
+        assert "divided among 1 rank, and the group has 2" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "said"),
+    [
+        (((0,), (2,)), r"canonical_sum over 3 shards: no rank holds \[1\]"),
+        (((0, 1), (1, 2)), r"canonical_sum over 3 shards: shard 1 is held by ranks \[4, 7\]"),
+    ],
+)
+def test_an_ownership_that_does_not_cover_is_refused_with_the_ranks_labels(
+    blocks: tuple[tuple[int, ...], ...], said: str
+) -> None:
+    owned = ShardOwnership(3, blocks)
+
+    def one(ctx: DistributedContext) -> None:
+        partials = [torch.ones(3) for _ in owned.nodes[ctx.rank]]
+        with pytest.raises(UsageError, match=said):
+            ctx.fold_partials(partials, owned, torch.zeros(3))
+
+    run_ranks(2, one, labels=(4, 7))
 
 
 def folded(partials: list[torch.Tensor]) -> list[Any]:

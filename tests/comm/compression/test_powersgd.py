@@ -99,7 +99,7 @@ def test_what_the_ranks_sent_plus_their_residuals_is_what_they_gave() -> None:
 
 
 def test_residuals_do_not_collect_the_differences_between_ranks() -> None:
-    """Rank-one gradients that cancel in the average are in everybody's subspace: nothing is owed."""
+    """Rank-one gradients that cancel in the average are in every rank's subspace: nothing is owed."""
     ranks, instances = Ranks(2), [PowerSGD(1) for _ in range(2)]
     common = low_rank(16, 24, 1)
     for _ in range(3):

@@ -60,7 +60,7 @@ def test_a_large_value(client: StoreClient) -> None:
         b"",
     ],
 )
-def test_strangers_disturb_nobody(
+def test_strangers_disturb_no_rank(
     server: tuple[StoreServer, int], client: StoreClient, nonsense: bytes
 ) -> None:
     with socket.create_connection(("127.0.0.1", server[1]), timeout=5) as stranger:
@@ -83,6 +83,6 @@ def test_the_end_of_the_server(server: tuple[StoreServer, int], client: StoreCli
         StoreClient("127.0.0.1", server[1], 1.0)
 
 
-def test_somebody_else_at_the_port() -> None:
+def test_another_program_at_the_port() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(WireError, match="no answer"):
         StoreClient("127.0.0.1", silent.getsockname()[1], 0.2)

@@ -50,7 +50,7 @@ def test_ranks_of_two_hosts() -> None:
 
 
 @pytest.mark.parametrize("backend", ["auto", "gloo"])
-def test_one_rank_needs_nobody(backend: str) -> None:
+def test_one_rank_needs_no_peer(backend: str) -> None:
     with DistributedContext(1, 0, backend=backend) as ctx:
         assert total(ctx) == 1.0
         assert ctx.backend == "shm"
@@ -153,20 +153,20 @@ def test_rank_0_says_for_whom_it_waits() -> None:
     with free_port() as port:
         outcomes = values(run_processes(2, _join_alone, [0, 1], f"127.0.0.1:{port}", 4, 1.0))
     for rank, (text, lines) in enumerate(outcomes):
-        assert f"rank {rank} waits for ranks 2, 3" in lines[0]
-        assert "waits for ranks 2, 3" in text
+        assert f"rank {rank} waits for ranks 2 and 3" in lines[0]
+        assert "waits for ranks 2 and 3" in text
 
 
 def _die_or_be_told(rank: int, world_size: int, address: str) -> str:
     if rank == 1:
-        # Once this rank has come: the first thing after its hello is to hear rank 0's.
-        heard = round.RendezvousRound.hear
+        # Once this rank has come: the first thing after its hello is to read rank 0's.
+        read = round.RendezvousRound.read
 
-        def hear_and_die(self: round.RendezvousRound, topic: str, other: int) -> Any:
-            heard(self, topic, other)
+        def read_and_die(self: round.RendezvousRound, topic: str, other: int) -> Any:
+            read(self, topic, other)
             os.kill(os.getpid(), signal.SIGKILL)
 
-        round.RendezvousRound.hear = hear_and_die  # type: ignore[method-assign,assignment]
+        round.RendezvousRound.read = read_and_die  # type: ignore[method-assign,assignment]
     try:
         DistributedContext(3, rank, address=address, timeout=60)
     except RendezvousError as error:
@@ -399,7 +399,7 @@ from paceline.comm.context import DistributedContext
 for turn in range(2):
     with DistributedContext(timeout=30) as ctx:
         line = f"RESULT {ctx.rank} {ctx.world_size} {ctx.all_reduce([1.0])[0]}\\n"
-        os.write(1, line.encode())  # whole lines, whoever else writes
+        os.write(1, line.encode())  # whole lines, although other ranks write too
 """
 
 

@@ -114,7 +114,7 @@ def test_forming_is_called_off_at_once(hosts: tuple[str, ...], missing: int) -> 
         assert job.view((0, 1, 2), ("a", "b", "c"), 2, total) == [("gloo", 6.0)] * 3
 
 
-def test_a_view_nobody_comes_to_ends_by_itself() -> None:
+def test_a_view_that_no_peer_comes_to_ends_by_itself() -> None:
     with Job(2) as job:
         error = raised(RendezvousError, lambda: job.open(0, (0, 1), ("a", "b"), 1, forming_seconds=0.2))
         assert "rank 1" in str(error)

@@ -34,7 +34,7 @@ class Outcome:
 
 @contextmanager
 def free_port() -> Iterator[int]:
-    """A port that nobody else gets while the block lasts, and at which a rank may serve."""
+    """A port that no other process gets while the block lasts, and at which a rank may serve."""
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""ctx.empty: memory that peers reach, given back when nobody looks at it any more."""
+"""ctx.empty: memory that peers reach, given back when no tensor uses it any more."""
 
 from __future__ import annotations
 

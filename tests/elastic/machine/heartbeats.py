@@ -12,7 +12,7 @@ from paceline.control.messages import Heartbeat
 from paceline.elastic.machine import machine
 from paceline.elastic.machine.actions import Action
 from paceline.elastic.machine.machine_events import FromMember, Tick
-from paceline.elastic.machine.state import Phase
+from paceline.elastic.machine.state import JobPhase
 
 
 def but(event: FromMember, **changed: float) -> FromMember:
@@ -24,7 +24,7 @@ def keep_beating(job: Driven, seconds: float, **heartbeats: FromMember) -> list[
     """Time passes; members say the same again, with growing seconds in their phase."""
     told: list[Action] = []
     began = job.now
-    while job.now < began + seconds and job.state.phase is Phase.RUNNING:
+    while job.now < began + seconds and job.state.phase is JobPhase.RUNNING:
         job.now += 0.25
         for said in heartbeats.values():
             if said.member in job.state.workers:

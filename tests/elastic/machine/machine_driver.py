@@ -1,4 +1,4 @@
-"""Drives the machine by hand: says what members would say, and checks the laws after each word."""
+"""Drives the machine by hand: says what members would say, and checks the invariants after each word."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from paceline.control.field_types import Progress
 from paceline.control.messages import (
     CollectiveFailed,
     ControlMessage,
@@ -16,17 +17,17 @@ from paceline.control.messages import (
     MemberHello,
     MemberReport,
     Prepare,
-    Progress,
     StepReceipt,
     ViewInstalled,
+    ViewPlan,
     WorkerException,
 )
 from paceline.elastic.machine import invariants, machine
-from paceline.elastic.machine.actions import Action, InstallView, RequestDial, Send, StartWorker, ViewPlan
+from paceline.elastic.machine.actions import Action, InstallView, RequestDial, Send, StartWorker
 from paceline.elastic.machine.hash_votes import Trail
 from paceline.elastic.machine.machine_events import Event, FromMember, SupervisorBegan, Tick
 from paceline.elastic.machine.settings import MachineSettings
-from paceline.elastic.machine.state import JobState, Phase, WorkerStatus, in_view
+from paceline.elastic.machine.state import JobPhase, JobState, WorkerStatus, in_view
 
 A = TypeVar("A")
 
@@ -44,7 +45,7 @@ class Driven:
         self.tell(began if began is not None else SupervisorBegan())
 
     def tell(self, event: Event, after: float = 0.0) -> list[Action]:
-        """One event; the laws hold, the state that was given is as it was, and there is a reason."""
+        """One event; the invariants hold, the state that was given is as it was, and there is a reason."""
         self.now += after
         before = self.state
         kept = _snapshot(before)
@@ -54,13 +55,13 @@ class Driven:
         broken = invariants.validate(self.state)
         broken += invariants.validate_step(before, self.state, actions, self.reason)
         assert broken == [], f"{event}: {broken}"
-        assert machine.allowed(before.phase, event, self.state.phase), (
+        assert machine.allowed(before.phase, machine.kind_of(event), self.state.phase), (
             f"{before.phase} {event} {self.state.phase}"
         )
         return self.actions
 
     def wait(self, seconds: float, beating: bool = True) -> list[Action]:
-        """Let time pass with a tick whenever one is due, while everybody beats or nobody does."""
+        """Let time pass with a tick whenever one is due, while all members beat or none does."""
         until = self.now + seconds
         told: list[Action] = []
         while self.now < until:
@@ -81,7 +82,7 @@ class Driven:
         """All came, and are in their first view."""
         self.join_all()
         self.install_all()
-        assert self.state.phase is Phase.RUNNING
+        assert self.state.phase is JobPhase.RUNNING
         return self
 
     def join_all(self, meet: bool = True) -> list[Action]:
@@ -118,14 +119,14 @@ class Driven:
 
     def form_view(self, progress: Progress | None = (5, 0, 0), **held: tuple[int, ...]) -> ViewPlan:
         """All report and install what follows."""
-        assert self.state.phase is Phase.PREPARING, self.state.phase
+        assert self.state.phase is JobPhase.PREPARING, self.state.phase
         told = self.report_all(progress, **held)
         plan = only(told, InstallView).plan
         self.install_all()
         return plan
 
     def beat_all(self, steps: int = 5, phase: str = "forward", **of: FromMember) -> None:
-        """A heartbeat of everybody in the view."""
+        """A heartbeat of every member of the view."""
         for worker in in_view(self.state):
             mine = of.get(f"m{worker.number}")
             self.tell(mine or beat_of(worker.number, phase, 0.01, (steps, 0, 0), (), 0.01, 0.02))

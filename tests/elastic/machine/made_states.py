@@ -6,18 +6,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from paceline.control.messages import Heartbeat, Progress
+from paceline.control.field_types import Progress
+from paceline.control.messages import Heartbeat, ViewPlan
 from paceline.elastic.machine import invariants, machine
-from paceline.elastic.machine.actions import Action, ViewPlan
+from paceline.elastic.machine.actions import Action
 from paceline.elastic.machine.machine_events import Event, ProcessProbed
 from paceline.elastic.machine.settings import MachineSettings
-from paceline.elastic.machine.state import JobState, Phase, Slot, Worker, WorkerStatus
+from paceline.elastic.machine.state import JobPhase, JobState, Slot, Worker, WorkerStatus
 
 NOW = 1000.0
 
 
 def made(
-    agents: Sequence[int] = (0, 0, 0), phase: Phase = Phase.RUNNING, shards: int = 6, **settings: Any
+    agents: Sequence[int] = (0, 0, 0), phase: JobPhase = JobPhase.RUNNING, shards: int = 6, **settings: Any
 ) -> JobState:
     """Members 1, 2, ... of slots 0, 1, ... on these hosts, in a view of generation 3, heard just now."""
     job = JobState(MachineSettings(workers=len(agents), shards=shards, **settings))
@@ -34,7 +35,7 @@ def made(
     job.next_member = len(agents) + 1
     each = shards // len(agents)
     blocks = tuple(tuple(range(each * rank, each * (rank + 1))) for rank in range(len(agents)))
-    job.view = ViewPlan(3, numbers, tuple(range(len(agents))), blocks)
+    job.view = ViewPlan(generation=3, members=numbers, slots=tuple(range(len(agents))), shards=blocks)
     job.progressed_at = job.asked_at = job.assigned_at = job.started_at = NOW
     job.productive_at = job.now = NOW
     return job
@@ -97,7 +98,7 @@ def held(job: JobState, member: int, silent: float = 1.5) -> None:
 
 
 def after(job: JobState, event: Event, now: float = NOW) -> tuple[JobState, list[Action]]:
-    """The state and the actions that follow; the laws hold."""
+    """The state and the actions that follow; the invariants hold."""
     state, actions, reason = machine.step(job, event, now)
     broken = invariants.validate(state) + invariants.validate_step(job, state, actions, reason)
     assert broken == [], f"{event}: {broken}"

@@ -21,7 +21,7 @@ from tests.elastic.machine.machine_driver import (
     started,
 )
 
-from paceline.control.messages import Dismissed, Prepare, Stop
+from paceline.control.messages import Dismissed, Prepare, Stop, ViewPlan
 from paceline.elastic.machine import invariants
 from paceline.elastic.machine.actions import (
     EndJob,
@@ -30,10 +30,9 @@ from paceline.elastic.machine.actions import (
     RejectAgent,
     RequestDial,
     StartWorker,
-    ViewPlan,
 )
 from paceline.elastic.machine.machine_events import AgentJoined, StopRequested, WorkerLost
-from paceline.elastic.machine.state import Phase
+from paceline.elastic.machine.state import JobPhase
 
 BLOCKED = "rank 2 cannot reach rank 0 at 10.77.0.1:41233: connecting timed out"
 
@@ -49,11 +48,11 @@ def with_joiner(**settings: Any) -> tuple[Driven, int]:
     return job, joiner
 
 
-def test_nobody_is_asked_to_stop_before_both_directions_of_all_pairs_were_proved():
+def test_no_member_is_asked_to_stop_before_both_directions_of_all_pairs_were_proved():
     job, joiner = with_joiner()
     for one, other in ((joiner, 1), (1, joiner), (joiner, 2)):
         assert job.tell(dial_of(one, other)) == []
-        assert job.state.phase is Phase.RUNNING
+        assert job.state.phase is JobPhase.RUNNING
     assert asked(job.tell(dial_of(2, joiner))).members == (1, 2, joiner)
     assert job.form_view().slots == (0, 1, 2)
 
@@ -79,7 +78,7 @@ def test_who_cannot_be_met_is_dismissed_and_counted_while_the_view_trains_on():
     assert only_sent(told, Dismissed) == Sent((joiner,), Dismissed(reason=BLOCKED))
     failure = only(told, RecordFailure)
     assert (failure.kind, failure.reason, failure.slot) == ("unreachable", BLOCKED, 2)
-    assert job.state.phase is Phase.RUNNING
+    assert job.state.phase is JobPhase.RUNNING
     assert started(told) == [2]
     assert job.state.slots[2].failures == 1
 
@@ -100,10 +99,10 @@ def test_a_machine_that_can_never_be_met_is_sent_away_after_its_budget():
         job.tell(hello_of(joiner, 2, 1))
     assert job.state.slots[2].given_up
     assert waits[0] < 0.1 < waits[1]
-    assert job.state.phase is Phase.RUNNING
+    assert job.state.phase is JobPhase.RUNNING
 
 
-def test_a_joiner_that_nobody_answers_is_asked_about_again_and_at_last_refused():
+def test_a_joiner_that_no_peer_answers_is_asked_about_again_and_at_last_refused():
     job, joiner = with_joiner(dial_seconds=10.0, start_seconds=35.0)
     job.beat_all()
     job.tell(beat_of(joiner, "wait", 0.0))
@@ -111,6 +110,24 @@ def test_a_joiner_that_nobody_answers_is_asked_about_again_and_at_last_refused()
     assert [probe.member for probe in some(told, RequestDial)] == [joiner] * 3
     told = job.wait(2.0)
     assert "rank 2 and ranks 0 and 1 have not met within 35 s" in only(told, RecordFailure).reason
+
+
+def test_a_joiner_that_is_refused_is_told_only_the_peers_that_it_has_not_met_itself():
+    job, joiner = with_joiner(start_seconds=35.0)
+    job.tell(AgentJoined(2, 1, "third"))
+    other = job.of_slot(3)
+    job.tell(hello_of(other, 3, 2))
+    for peer in (2, joiner):
+        job.tell(dial_of(other, peer))
+        job.tell(dial_of(peer, other))
+    job.beat_all()
+    for member in (joiner, other):
+        job.tell(beat_of(member, "wait", 0.0))
+    told = job.wait(36.0)
+    assert {failure.slot: failure.reason for failure in some(told, RecordFailure)} == {
+        2: "rank 2 and ranks 0 and 1 have not met within 35 s",
+        3: "rank 3 and rank 0 have not met within 35 s",
+    }
 
 
 def test_who_lost_its_connection_is_asked_again():
@@ -129,7 +146,7 @@ def test_of_two_that_are_ready_the_later_has_to_go():
     assert only_sent(told, Dismissed).member == joiner
 
 
-def test_one_that_answers_nobody_is_refused_and_not_those_who_wait_for_it():
+def test_one_that_answers_no_peer_is_refused_and_not_those_that_wait_for_it():
     job = Driven(3, 6, start_seconds=35.0)
     job.tell(AgentJoined(1, 1, "other"))
     joiner = job.of_slot(3)
@@ -160,9 +177,11 @@ def test_the_first_view_waits_for_those_who_are_meeting():
 
 def test_law_ten_finds_a_view_of_workers_that_have_not_met():
     job, joiner = with_joiner()
-    plan = ViewPlan(9, (1, 2, joiner), (0, 1, 2), ((0, 1, 2), (3, 4, 5), (6, 7)))
+    plan = ViewPlan(
+        generation=9, members=(1, 2, joiner), slots=(0, 1, 2), shards=((0, 1, 2), (3, 4, 5), (6, 7))
+    )
     broken = invariants.validate_step(job.state, job.state, (InstallView(plan, "why"),), "why")
-    assert [text for text in broken if "law 10" in text]
+    assert [text for text in broken if "invariant 10" in text]
 
 
 def installing(stop: bool = True) -> Driven:
@@ -171,7 +190,7 @@ def installing(stop: bool = True) -> Driven:
     job.beat_all()
     job.tell(machine_loss(job, 3))
     job.report_all((7, 0, 0))
-    assert job.state.phase is Phase.INSTALLING
+    assert job.state.phase is JobPhase.INSTALLING
     if stop:
         job.tell(StopRequested("enough"))
     return job
@@ -188,7 +207,7 @@ def test_a_stop_wins_over_a_view_that_does_not_form():
     assert only(told, InstallView).plan.members == (2,)
     assert sorted(one.member for one in sent(told, Dismissed)) == [1, 3]
     assert only_sent(job.install_all(), Stop).members == (2,)
-    assert job.state.phase is Phase.STOPPING
+    assert job.state.phase is JobPhase.STOPPING
 
 
 def test_who_does_not_report_then_is_not_waited_for_either():
@@ -220,7 +239,7 @@ def test_state_that_only_one_member_has_cannot_be_saved_by_another():
 def test_a_stop_while_all_restore_has_nothing_to_save():
     job = Driven(2, 4)
     job.join_all()
-    assert job.state.phase is Phase.INSTALLING
+    assert job.state.phase is JobPhase.INSTALLING
     job.beat_all()
     job.tell(StopRequested("enough"))
     end = only(job.wait(4.0), EndJob)

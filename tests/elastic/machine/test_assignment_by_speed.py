@@ -1,4 +1,4 @@
-"""Who computes how many shards: even unless somebody is clearly slow."""
+"""Which member computes how many shards: even unless one is clearly slow."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_usual_jitter_leaves_the_deal_even():
         assert deal(seconds) == [2, 2, 2, 2]
 
 
-def test_nobody_is_taken_as_faster_than_the_typical_one():
+def test_no_member_is_taken_as_faster_than_the_typical_one():
     assert deal([0.001, 0.01, 0.01, 0.01]) == [2, 2, 2, 2]
 
 
@@ -45,7 +45,7 @@ def test_a_slot_that_ran_out_of_memory_gets_fewer():
     assert deal([0.01] * 4, weights=[1.0, 0.5, 1.0, 1.0])[1] == 1
 
 
-def test_of_two_deals_that_take_as_long_the_one_that_leaves_nobody_idle():
+def test_of_two_assignments_that_take_as_long_the_one_that_leaves_no_member_idle():
     assert shard_assignment.counts(4, [1.0, 1.0, 1.0, 0.5]) == [1, 1, 1, 1]
     assert shard_assignment.counts(4, [1.0, 1.0, 1.0, 0.25]) == [2, 1, 1, 0]
 

@@ -7,17 +7,18 @@ from typing import Any
 from tests.elastic.machine.machine_driver import some
 from tests.elastic.machine.made_states import change, fresh_actions, made
 
-from paceline.control.messages import MemberReport, Progress
+from paceline.control.field_types import Progress
+from paceline.control.messages import MemberReport
 from paceline.elastic.machine import replica_divergence
 from paceline.elastic.machine.actions import Action, EndJob, KillWorker, RecordFailure, RecordVerdict
 from paceline.elastic.machine.hash_votes import Dispute
-from paceline.elastic.machine.state import JobState, Phase, WorkerStatus
+from paceline.elastic.machine.state import JobPhase, JobState, WorkerStatus
 
 BALLOT = (7, "")
 
 
 def job_of(count: int = 3) -> JobState:
-    job = made((0,) * count, Phase.PREPARING, shards=2 * count)
+    job = made((0,) * count, JobPhase.PREPARING, shards=2 * count)
     job.committed, job.agreed_step = True, 4
     return job
 
@@ -314,7 +315,7 @@ def test_the_assignment_of_a_dispute_is_kept_for_the_same_members():
     assert replica_divergence.assignment_of_dispute(job, order) is None
 
 
-def test_those_that_differ_are_expelled_in_the_order_of_their_numbers_whoever_voted_first():
+def test_those_that_differ_are_expelled_in_the_order_of_their_numbers_not_of_their_votes():
     job = job_of(5)
     job.votes = {BALLOT: {5: "b", 4: "a", 2: "c", 3: "a", 1: "a"}}
     expelled, _, out = opened(job)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.elastic.machine.machine_driver import Driven, failure_at, only, some
 
 from paceline.elastic.machine.actions import RecordFailure, RecordVerdict
+from paceline.elastic.machine.state import JobPhase
 
 
 def test_damaged_data_is_a_failure_in_the_collective_wherever_its_sender_is_now():
@@ -24,4 +25,16 @@ def test_who_could_not_be_reached_again_and_again_has_to_go():
         assert not some(told, RecordFailure)
         job.form_view()
     told = job.tell(failure_at(job.of_slot(1), job.state.generation, "lost", unreachable=(cut_off,)))
+    assert only(told, RecordFailure).member == cut_off
+
+
+def test_who_could_not_be_reached_again_and_again_has_to_go_also_before_a_view_is_installed():
+    job = Driven(4, 8).running()
+    cut_off = job.of_slot(3)
+    told = job.tell(failure_at(job.of_slot(0), job.state.generation, "lost", unreachable=(cut_off,)))
+    for _ in range(2):
+        assert not some(told, RecordFailure)
+        job.report_all()
+        assert job.state.phase is JobPhase.INSTALLING
+        told = job.tell(failure_at(job.of_slot(0), job.state.generation, "lost", unreachable=(cut_off,)))
     assert only(told, RecordFailure).member == cut_off

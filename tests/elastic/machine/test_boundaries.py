@@ -19,7 +19,8 @@ from tests.elastic.machine.machine_driver import (
 )
 from tests.elastic.machine.made_states import NOW, after, change, fresh_actions, made
 
-from paceline.control.messages import Dismissed, MemberReport, Prepare, Progress, Stop
+from paceline.control.field_types import Progress
+from paceline.control.messages import Dismissed, MemberReport, Prepare, Stop
 from paceline.elastic.machine import machine, view_change
 from paceline.elastic.machine.actions import (
     Action,
@@ -27,7 +28,7 @@ from paceline.elastic.machine.actions import (
     InstallView,
 )
 from paceline.elastic.machine.machine_events import Tick, WorkerLost
-from paceline.elastic.machine.state import JobState, Phase, Slot, Worker, WorkerStatus
+from paceline.elastic.machine.state import JobPhase, JobState, Slot, Worker, WorkerStatus
 
 
 def report(progress: Progress | None = (5, 0, 0), held: tuple[int, ...] = (), **more: Any) -> MemberReport:
@@ -36,7 +37,7 @@ def report(progress: Progress | None = (5, 0, 0), held: tuple[int, ...] = (), **
 
 
 def installing(*agents: int) -> JobState:
-    job = made(agents or (0, 0), Phase.INSTALLING, shards=4)
+    job = made(agents or (0, 0), JobPhase.INSTALLING, shards=4)
     job.committed = True
     job.pending = frozenset(job.workers)
     job.next_tick_at = NOW + 50.0
@@ -69,19 +70,21 @@ def test_who_is_ready_joins_at_a_boundary():
     _, out = wish(job)
     (asked,) = sent(out, Prepare)
     assert (asked.members, asked.abort, asked.generation) == ((1, 2, 3, 4), False, 4)
-    assert (job.phase, job.pending, job.asked_at) == (Phase.PREPARING, frozenset({1, 2, 3, 4}), NOW)
+    assert (job.phase, job.pending, job.asked_at) == (JobPhase.PREPARING, frozenset({1, 2, 3, 4}), NOW)
     assert job.next_tick_at == NOW + 5.0
 
 
-@pytest.mark.parametrize("phase", [Phase.STOPPING, Phase.INSTALLING, Phase.PREPARING, Phase.RETURNING])
-def test_nobody_joins_in_another_phase(phase):
+@pytest.mark.parametrize(
+    "phase", [JobPhase.STOPPING, JobPhase.INSTALLING, JobPhase.PREPARING, JobPhase.RETURNING]
+)
+def test_no_worker_joins_in_another_phase(phase):
     job = running()
     joiner(job, 4)
     job.phase = phase
     assert wish(job) == (None, [])
 
 
-def test_nobody_joins_or_leaves_when_one_is_done():
+def test_no_worker_joins_or_leaves_when_one_is_done():
     job = running()
     joiner(job, 4)
     change(job, 1, status=WorkerStatus.DONE)
@@ -156,12 +159,12 @@ def test_when_all_leave_they_wait_for_others_or_the_job_stops():
             again.workers[7] = Worker(7, 5, 0, WorkerStatus.STARTING, NOW)
         said, out = wish(again)
         assert "can leave when" in (said or "")
-        assert (out, again.phase) == ([], Phase.RUNNING)
+        assert (out, again.phase) == ([], JobPhase.RUNNING)
     for slot in (Slot(5, given_up=True, start_at=NOW), Slot(5, wanted=False, start_at=NOW)):
         again = job.copy()
         again.slots[5] = slot
         _, out = wish(again)
-        assert (again.phase, again.stop_requested_at) == (Phase.STOPPING, NOW)
+        assert (again.phase, again.stop_requested_at) == (JobPhase.STOPPING, NOW)
         assert sent(out, Stop)[0].members == (1, 2)
         assert again.stop_reason == sent(out, Stop)[0].reason
 
@@ -180,7 +183,7 @@ def test_when_all_leave_and_one_has_come_they_hand_over():
 
 
 def starting(*statuses: WorkerStatus, **settings: Any) -> JobState:
-    job = made((0,) * len(statuses), Phase.STARTING, shards=2 * len(statuses), **settings)
+    job = made((0,) * len(statuses), JobPhase.STARTING, shards=2 * len(statuses), **settings)
     job.view = None
     for member, status in enumerate(statuses, 1):
         change(job, member, status=status)
@@ -248,32 +251,32 @@ def test_the_first_view_waits_for_those_that_have_not_met():
     assert first(job, NOW + 300.0) == [(1,)]
 
 
-def test_with_nobody_left_all_begins_anew():
+def test_with_no_worker_left_all_begins_anew():
     job = running(0, 0)
     job.reports, job.max_progress, job.abort, job.gather_until = {}, (5, 0, 0), True, NOW
     job.started_at = 0.0
     joiner(job, 3)
-    job.phase, job.pending = Phase.PREPARING, frozenset({2})
+    job.phase, job.pending = JobPhase.PREPARING, frozenset({2})
     job.reports = {1: report(), 3: report(None)}
     job, _ = after(job, WorkerLost(1, "crash", "killed"))
     job, _ = after(job, WorkerLost(2, "crash", "killed"))
-    assert (job.phase, job.view, job.pending, job.reports) == (Phase.STARTING, None, frozenset(), {})
+    assert (job.phase, job.view, job.pending, job.reports) == (JobPhase.STARTING, None, frozenset(), {})
     assert (job.max_progress, job.abort, job.gather_until, job.started_at) == (None, False, inf, NOW)
     assert not job.restore
 
 
-def test_with_nobody_left_the_next_look_is_when_something_can_have_happened():
+def test_with_no_worker_left_the_next_look_is_when_something_can_have_happened():
     job = running(0, start_seconds=30.0, silence_least=8.0)
     job, _ = after(job, WorkerLost(1, "crash", "killed"))
-    assert (job.phase, job.view) == (Phase.STARTING, None)
+    assert (job.phase, job.view) == (JobPhase.STARTING, None)
     next_look = machine.next_deadline(job)
     assert next_look is not None
     assert NOW < next_look <= NOW + 30.0
 
 
-def test_with_nobody_left_a_job_that_stops_ends():
+def test_with_no_worker_left_a_job_that_stops_ends():
     job = running(0)
-    job.phase, job.stop_reason = Phase.STOPPING, "enough"
+    job.phase, job.stop_reason = JobPhase.STOPPING, "enough"
     job, actions = after(job, WorkerLost(1, "crash", "killed"))
     assert only(actions, EndJob).ok is False
 
@@ -296,16 +299,16 @@ def test_a_view_that_does_not_form_is_waited_for_unless_a_member_is_asked_to_go(
     assert view_change.too_slow_to_form(forming(9.0, m1="scaled")) is None
     assert view_change.too_slow_to_form(forming(9.0, m1="preempted", m2="preempted")) is None
     job = forming(9.0, m1="preempted")
-    job.phase = Phase.RUNNING
+    job.phase = JobPhase.RUNNING
     assert view_change.too_slow_to_form(job) is None
 
 
 def test_a_view_whose_source_leaves_is_waited_for():
     job = forming(9.0, m1="preempted")
     assert job.view is not None
-    job.view = replace(job.view, source=0, stale_ranks=(1,))
+    job.view = replace(job.view, source=0, stale_indexes=(1,))
     assert view_change.too_slow_to_form(job) is None
-    job.view = replace(job.view, source=1, stale_ranks=(0,))
+    job.view = replace(job.view, source=1, stale_indexes=(0,))
     assert view_change.too_slow_to_form(job) is not None
 
 
@@ -381,7 +384,7 @@ def test_one_that_would_have_to_restore_saves_nothing():
 
 def test_a_loss_in_the_middle_of_a_boundary_asks_again_at_once():
     job = running()
-    job.phase, job.generation, job.abort = Phase.PREPARING, 4, False
+    job.phase, job.generation, job.abort = JobPhase.PREPARING, 4, False
     job.pending = frozenset({1, 2, 3})
     again, actions = after(job, WorkerLost(2, "crash", "killed"))
     (asked,) = sent(actions, Prepare)
@@ -395,13 +398,13 @@ def test_a_loss_in_the_middle_of_a_boundary_asks_again_at_once():
 def test_the_loss_of_a_joiner_changes_no_view():
     job = running()
     joiner(job, 4)
-    job.phase, job.generation, job.abort = Phase.PREPARING, 4, False
+    job.phase, job.generation, job.abort = JobPhase.PREPARING, 4, False
     job.pending = frozenset({1, 2, 3, 4})
     again, actions = after(job, WorkerLost(4, "crash", "killed"))
     assert (sent(actions, Prepare), again.pending, again.failed_at) == ([], frozenset({1, 2, 3}), None)
-    job.phase, job.pending, job.generation = Phase.RUNNING, frozenset(), 3
+    job.phase, job.pending, job.generation = JobPhase.RUNNING, frozenset(), 3
     again, actions = after(job, WorkerLost(4, "crash", "killed"))
-    assert (again.phase, sent(actions, Prepare)) == (Phase.RUNNING, [])
+    assert (again.phase, sent(actions, Prepare)) == (JobPhase.RUNNING, [])
 
 
 def test_who_is_done_is_asked_again_and_leaves_if_it_was_to_leave():
@@ -418,7 +421,7 @@ def test_who_is_done_is_asked_again_and_leaves_if_it_was_to_leave():
 
 def test_where_some_are_at_the_end_and_some_have_stopped_before_it_all_meet_at_once():
     job = running()
-    job.phase, job.generation, job.abort, job.pending = Phase.PREPARING, 4, False, frozenset({2, 3})
+    job.phase, job.generation, job.abort, job.pending = JobPhase.PREPARING, 4, False, frozenset({2, 3})
     job.reports = {1: report((8, 0, 0))}
     job, actions = after(job, finish_of(2, (9, 1, 0), "x", None, 3))
     assert sent(actions, Prepare) == []
@@ -429,7 +432,7 @@ def test_where_some_are_at_the_end_and_some_have_stopped_before_it_all_meet_at_o
 
 def test_members_that_were_told_to_abort_and_finish_are_not_asked_a_second_time():
     job = running()
-    job.phase, job.generation, job.abort, job.pending = Phase.PREPARING, 4, True, frozenset({3})
+    job.phase, job.generation, job.abort, job.pending = JobPhase.PREPARING, 4, True, frozenset({3})
     job.reports = {1: report((8, 0, 0)), 2: report((8, 0, 0))}
     job, actions = after(job, finish_of(3, (9, 1, 0), "x", None, 3))
     assert (actions, job.generation, job.pending) == ([], 4, frozenset({3}))
@@ -440,9 +443,9 @@ def test_members_that_were_told_to_abort_and_finish_are_not_asked_a_second_time(
 def test_a_hello_of_one_that_was_asked_is_answered_and_an_old_one_is_not():
     job = running()
     joined, actions = after(job, hello_of(2, 1, 0, 0))
-    assert (joined.phase, actions) == (Phase.RUNNING, [])
+    assert (joined.phase, actions) == (JobPhase.RUNNING, [])
     joined, actions = after(job, hello_of(2, 1, 0, 3, (5, 0, 0)), NOW + 1.0)
-    assert (joined.phase, actions, joined.last_message_at[2]) == (Phase.RUNNING, [], NOW + 1.0)
+    assert (joined.phase, actions, joined.last_message_at[2]) == (JobPhase.RUNNING, [], NOW + 1.0)
     joined, actions = after(job, hello_of(2, 1, 0, 2, (5, 0, 0)))
     (asked,) = sent(actions, Prepare)
     assert (asked.abort, asked.members) == (True, (1, 2, 3))

@@ -23,13 +23,13 @@ from paceline.elastic.machine import budgets
 from paceline.elastic.machine.actions import Action, EndJob, InstallView, RecordVerdict, StartWorker
 from paceline.elastic.machine.machine_events import AgentJoined, AgentLost, WorkerLost
 from paceline.elastic.machine.settings import MachineSettings
-from paceline.elastic.machine.state import Phase, Slot
+from paceline.elastic.machine.state import JobPhase, Slot
 
 
 def fail(job: Driven, slot: int, kind: str = "crash") -> list[Action]:
     """The worker of this slot fails, and the others form a view."""
     told = job.tell(WorkerLost(job.of_slot(slot), kind, "gone"))  # type: ignore[arg-type]
-    if job.state.phase is Phase.PREPARING:
+    if job.state.phase is JobPhase.PREPARING:
         job.form_view()
     return told
 
@@ -79,7 +79,7 @@ def test_a_spent_budget_leaves_the_job_smaller_and_then_ends_it():
     fail(job, 2)
     fail(job, 2)
     assert job.state.slots[2].given_up
-    assert job.state.phase is Phase.RUNNING
+    assert job.state.phase is JobPhase.RUNNING
     fail(job, 1)
     told = fail(job, 1)
     assert only(told, RecordVerdict).done == "the job ends"
@@ -161,7 +161,7 @@ def test_if_nothing_ever_worked_the_job_ends():
     told: list[Action] = []
     for _ in range(2):
         for slot in (0, 1):
-            if job.state.phase is not Phase.ENDED and job.state.slots[slot].worker is not None:
+            if job.state.phase is not JobPhase.ENDED and job.state.slots[slot].worker is not None:
                 told += job.tell(WorkerLost(job.of_slot(slot), "exit", "exit code 1"))
     assert only(told, EndJob).ok is False
 
@@ -196,7 +196,7 @@ def test_a_machine_brings_slots_and_takes_them_away():
     assert job.tell(AgentLost(1, "it left")) == []
 
 
-def test_a_dissenter_is_expelled_and_everybody_goes_back():
+def test_a_dissenter_is_expelled_and_all_go_back():
     job = Driven(3, 6).running()
     job.beat_all(steps=10)
     for member in (1, 2, 3):
@@ -253,14 +253,14 @@ def test_to_whom_all_data_looks_damaged_is_the_one_to_go():
     assert only(told, RecordVerdict).slot == 0
 
 
-def test_nobody_left_who_could_come_stops_the_job_instead_of_losing_it():
+def test_no_worker_left_that_could_come_stops_the_job_instead_of_losing_it():
     job = Driven(1, 2, max_preemptions=0).running()
     job.beat_all()
     job.tell(leave_of(1, "SIGTERM"))
-    assert job.state.phase is Phase.STOPPING
+    assert job.state.phase is JobPhase.STOPPING
 
 
-def test_a_dissenter_that_is_gone_already_takes_everybody_back_too():
+def test_a_dissenter_that_is_gone_already_takes_all_back_too():
     job = Driven(3, 6).running()
     job.beat_all()
     job.tell(vote_of(2, 5, "bad"))
@@ -299,7 +299,7 @@ def test_one_vote_alone_is_no_agreement():
     assert job.state.agreed_step == 0
 
 
-def test_who_left_because_nobody_was_there_costs_nothing():
+def test_a_worker_that_left_because_no_supervisor_was_there_costs_nothing():
     job = Driven(2, 4, max_worker_failures=0, max_preemptions=0).running()
     job.beat_all()
     for _ in range(3):

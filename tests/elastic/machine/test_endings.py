@@ -21,7 +21,7 @@ from paceline.elastic.machine.actions import (
     RecordVerdict,
 )
 from paceline.elastic.machine.machine_events import AgentLost, Tick, WorkerLost
-from paceline.elastic.machine.state import JobState, Phase, Slot, Worker, WorkerStatus
+from paceline.elastic.machine.state import JobPhase, JobState, Slot, Worker, WorkerStatus
 
 
 def running(*agents: int, **settings: Any) -> JobState:
@@ -52,7 +52,7 @@ def finished(job: JobState) -> tuple[EndJob, list[Action]]:
 # all are done
 
 
-def test_all_are_done_when_nobody_in_the_view_is_not():
+def test_all_are_done_when_no_member_of_the_view_is_not():
     job = running()
     assert not job_end.all_done(job)
     done(job, "x", "x")
@@ -74,7 +74,7 @@ def test_the_end_names_what_stopped_the_run():
     done(job, "x", "x", "x")
     ended, out = finished(job)
     assert (ended.ok, ended.failed, ended.stopped, len(out)) == (True, None, None, 1)
-    assert (job.phase, job.pending, job.next_tick_at, job.ended) == (Phase.ENDED, frozenset(), inf, ended)
+    assert (job.phase, job.pending, job.next_tick_at, job.ended) == (JobPhase.ENDED, frozenset(), inf, ended)
     job = running()
     done(job, "x", "x", "x")
     change(job, 2, stop_reason="enough")
@@ -162,7 +162,7 @@ def test_the_tick_that_ends_the_job_ends_it_once_whatever_else_is_late():
         job.slots[spent] = replace(job.slots[spent], failures=3)
         job.last_message_at[1], job.next_tick_at = NOW - silent, NOW
         job, actions = after(job, Tick())
-        assert job.phase is Phase.ENDED
+        assert job.phase is JobPhase.ENDED
         assert only(actions, EndJob).failed == failed
         assert (started(actions), some(actions, ProbeWorkers)) == ([], [])
 
@@ -186,9 +186,9 @@ def test_of_those_that_are_lost_at_once_the_last_one_ends_the_job():
 
 def test_while_the_job_stops_too_few_are_enough():
     job = running(0, 0, min_workers=2, max_worker_failures=0)
-    job.phase, job.stop_reason = Phase.STOPPING, "enough"
+    job.phase, job.stop_reason = JobPhase.STOPPING, "enough"
     job, actions = after(job, WorkerLost(2, "crash", "killed"))
-    assert (some(actions, EndJob), job.phase) == ([], Phase.PREPARING)
+    assert (some(actions, EndJob), job.phase) == ([], JobPhase.PREPARING)
 
 
 # who is in no view
@@ -211,7 +211,7 @@ def test_who_is_in_no_view_is_sent_away():
 def test_one_that_comes_while_the_job_stops_is_sent_away():
     job = running(0, 0)
     add(job, 3, WorkerStatus.STARTING)
-    job.phase, job.stop_reason = Phase.STOPPING, "enough"
+    job.phase, job.stop_reason = JobPhase.STOPPING, "enough"
     job, actions = after(job, hello_of(3, 2))
     assert (sorted(job.workers), sorted(job.slots)) == ([1, 2], [0, 1])
     assert [one.member for one in sent(actions, Dismissed)] == [3]
@@ -227,7 +227,7 @@ def raised(member: int, fault: str = "code", step: int = 7, holds: bool = True, 
 def test_once_is_forgiven_and_the_same_step_twice_is_not():
     job = running()
     job, actions = after(job, raised(2))
-    assert (job.phase, job.raised_steps) == (Phase.PREPARING, frozenset({7}))
+    assert (job.phase, job.raised_steps) == (JobPhase.PREPARING, frozenset({7}))
     assert (started(actions), job.slots[1].failures) == ([1], 1)
     assert [one.member for one in sent(actions, Dismissed)] == [2]
     assert only(actions, RecordFailure).final is False
@@ -258,14 +258,14 @@ def test_one_that_holds_no_state_is_left_out_when_the_others_save():
     assert only(actions, RecordFailure).final
 
 
-@pytest.mark.parametrize("phase", [Phase.RUNNING, Phase.INSTALLING])
+@pytest.mark.parametrize("phase", [JobPhase.RUNNING, JobPhase.INSTALLING])
 def test_an_error_of_one_in_no_view_makes_the_members_save_too(phase):
     job = running(0, 0)
     add(job, 3, WorkerStatus.READY)
     job.phase = phase
-    job.pending = frozenset({1, 2}) if phase is Phase.INSTALLING else frozenset()
+    job.pending = frozenset({1, 2}) if phase is JobPhase.INSTALLING else frozenset()
     job, actions = after(job, raised(3, "user", holds=False))
-    assert (job.phase, job.pending) == (Phase.PREPARING, frozenset({1, 2}))
+    assert (job.phase, job.pending) == (JobPhase.PREPARING, frozenset({1, 2}))
     assert sent(actions, Prepare)[0].abort
     assert only(actions, RecordFailure).member == 3
     assert [one.member for one in sent(actions, Dismissed)] == [3]
@@ -290,7 +290,7 @@ def test_where_there_is_nothing_to_save_the_job_ends_at_once():
 
 def test_an_error_while_the_job_stops_is_final_and_the_stop_keeps_its_time():
     job = running()
-    job.phase, job.stop_reason, job.stop_requested_at = Phase.STOPPING, "enough", NOW - 9.0
+    job.phase, job.stop_reason, job.stop_requested_at = JobPhase.STOPPING, "enough", NOW - 9.0
     job, _ = after(job, raised(2))
     assert (job.stop_reason, job.stop_requested_at) == ("enough", NOW - 9.0)
     assert job.fatal_failure is not None
@@ -305,9 +305,9 @@ def test_a_second_error_while_the_others_save():
     assert again.fatal_failure == job.fatal_failure
 
 
-def test_when_nobody_is_left_to_save_the_job_ends():
+def test_when_no_member_is_left_to_save_the_job_ends():
     job, _ = after(running(0), raised(1, "user", holds=False))
-    assert job.phase is Phase.ENDED
+    assert job.phase is JobPhase.ENDED
 
 
 def test_an_error_of_one_that_is_not_known():

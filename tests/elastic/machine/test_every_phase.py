@@ -31,13 +31,13 @@ from paceline.elastic.machine.machine_events import (
     Tick,
     WorkerLost,
 )
-from paceline.elastic.machine.state import JobState, Phase, WorkerStatus, in_view
+from paceline.elastic.machine.state import JobPhase, JobState, WorkerStatus, in_view
 
-PHASES = [phase for phase in Phase if phase is not Phase.ENDED]
-WITH_VIEW = [phase for phase in PHASES if phase is not Phase.STARTING]
+PHASES = [phase for phase in JobPhase if phase is not JobPhase.ENDED]
+WITH_VIEW = [phase for phase in PHASES if phase is not JobPhase.STARTING]
 
 
-def job_in(phase: Phase) -> JobState:
+def job_in(phase: JobPhase) -> JobState:
     """Members 1 and 2 of this host, 3 and 4 of another one that all have met, in this phase of the job."""
     job = made((0, 0, 1, 1), phase, shards=8)
     job.committed, job.max_progress, job.next_tick_at = True, (5, 0, 0), NOW + 50.0
@@ -45,23 +45,23 @@ def job_in(phase: Phase) -> JobState:
     for number in everyone:
         change(job, number, reached=everyone - {number})
     match phase:
-        case Phase.STARTING:
+        case JobPhase.STARTING:
             job.view, job.generation, job.started_at = None, 0, NOW
             for number in everyone:
                 change(job, number, status=WorkerStatus.READY, since=NOW)
             change(job, 2, status=WorkerStatus.STARTING)
-        case Phase.PREPARING:
+        case JobPhase.PREPARING:
             job.generation, job.pending, job.abort, job.reason = 4, everyone, True, "a test"
-        case Phase.INSTALLING:
+        case JobPhase.INSTALLING:
             job.pending = everyone
-        case Phase.STOPPING:
+        case JobPhase.STOPPING:
             job.stop_reason, job.stop_requested_at = "a test", NOW
-        case Phase.RETURNING:
+        case JobPhase.RETURNING:
             change(job, 2, reconnected=False)
     return job
 
 
-def told(phase: Phase, event: Event) -> JobState:
+def told(phase: JobPhase, event: Event) -> JobState:
     state, _ = after(job_in(phase), event, NOW + 1.0)
     return state
 
@@ -110,24 +110,24 @@ def test_a_host_that_is_gone(phase):
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_host_that_offers_workers(phase):
     state, actions = after(job_in(phase), AgentJoined(2, 2, "host2"))
-    stopping = phase is Phase.STOPPING
+    stopping = phase is JobPhase.STOPPING
     assert (2 in state.agents, started(actions)) == (not stopping, [] if stopping else [4, 5])
 
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_another_size(phase):
     state, actions = after(job_in(phase), ScaleRequested(5))
-    assert started(actions) == ([] if phase is Phase.STOPPING else [4])
+    assert started(actions) == ([] if phase is JobPhase.STOPPING else [4])
     state, _ = after(job_in(phase), ScaleRequested(3))
     kept = sum(slot.wanted for slot in state.slots.values())
-    assert kept == (4 if phase is Phase.STOPPING else 3)
+    assert kept == (4 if phase is JobPhase.STOPPING else 3)
 
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_request_to_stop(phase):
     state = told(phase, StopRequested("enough"))
-    assert state.stop_reason == ("a test" if phase is Phase.STOPPING else "enough")
-    assert (state.phase is Phase.ENDED) == (not in_view(job_in(phase)))
+    assert state.stop_reason == ("a test" if phase is JobPhase.STOPPING else "enough")
+    assert (state.phase is JobPhase.ENDED) == (not in_view(job_in(phase)))
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -135,7 +135,7 @@ def test_a_worker_that_was_asked_to_go(phase):
     state = told(phase, leave_of(3, "SIGTERM"))
     leaves = 3 not in state.workers or state.workers[3].leave_reason == "preempted"
     # While the job stops all leave.
-    assert leaves == (phase is not Phase.STOPPING)
+    assert leaves == (phase is not JobPhase.STOPPING)
 
 
 @pytest.mark.parametrize("phase", WITH_VIEW)
@@ -144,12 +144,12 @@ def test_a_hash_of_the_state(phase):
 
 
 def test_hashes_are_judged_when_members_are_back_and_not_before():
-    job = job_in(Phase.RETURNING)
+    job = job_in(JobPhase.RETURNING)
     job.votes = {(6, ""): {1: "a", 2: "a", 3: "b"}}
     lost = WorkerLost(4, "crash", "killed")
     state, actions = after(job, lost)
     assert (state.votes, some(actions, KillWorker), sorted(state.workers)) == (job.votes, [], [1, 2, 3, 5])
-    job = job_in(Phase.RUNNING)
+    job = job_in(JobPhase.RUNNING)
     job.votes = {(6, ""): {1: "a", 2: "a", 3: "b"}}
     _, actions = after(job, lost)
     assert [kill.member for kill in some(actions, KillWorker)] == [3]
@@ -160,7 +160,7 @@ def test_a_collective_that_failed(phase):
     state, actions = after(job_in(phase), failure_at(1, 3, "a peer is gone", unreachable=(3,)), NOW + 1.0)
     assert state.last_message_at[1] == NOW + 1.0
     assert state.abort
-    asked_before = phase in (Phase.PREPARING, Phase.RETURNING)
+    asked_before = phase in (JobPhase.PREPARING, JobPhase.RETURNING)
     assert [one.generation for one in sent(actions, Prepare)] == ([] if asked_before else [4])
 
 
@@ -177,4 +177,4 @@ def test_time_that_passes(phase):
     job.slots[9] = replace(job.slots[3], number=9, worker=None, start_at=NOW)
     state, actions = after(job, Tick())
     assert state.next_tick_at > NOW
-    assert started(actions) == ([] if phase is Phase.STOPPING else [9])
+    assert started(actions) == ([] if phase is JobPhase.STOPPING else [9])

@@ -22,7 +22,7 @@ from paceline.control.messages import Prepare
 from paceline.elastic.machine import machine
 from paceline.elastic.machine.actions import Action, KillWorker, RecordVerdict
 from paceline.elastic.machine.machine_events import FromMember, Tick, WorkerLost
-from paceline.elastic.machine.state import Phase
+from paceline.elastic.machine.state import JobPhase
 
 STEP = 0.02
 
@@ -61,7 +61,7 @@ def test_silence_follows_the_measured_step():
     assert some(job.wait(3.0, beating=False), RecordVerdict)
 
 
-def test_a_suspended_machine_blames_nobody():
+def test_a_suspended_host_blames_no_worker():
     job = Driven(3, 6).running()
     job.beat_all()
     job.now += 3600.0
@@ -153,7 +153,7 @@ def test_the_first_step_has_more_time():
         for member in (1, 2):
             job.tell(beat_of(member, "forward", 10.0, (0, 0, 0)))
         job.tell(Tick())
-    assert job.state.phase is Phase.RUNNING
+    assert job.state.phase is JobPhase.RUNNING
 
 
 def test_who_has_the_shards_of_many_has_the_time_of_many():
@@ -196,7 +196,7 @@ def test_on_the_way_to_a_boundary_who_goes_from_shard_to_shard_is_not_late():
     def passes(seconds: float, hangs: bool) -> list[Action]:
         told: list[Action] = []
         until, since = job.now + seconds, job.now
-        while job.now < until and job.state.phase is Phase.PREPARING:
+        while job.now < until and job.state.phase is JobPhase.PREPARING:
             job.now += 0.25
             job.tell(beat_of(1, "forward", job.now - since if hangs else 0.1, (0, 0, 0)))
             job.tell(beat_of(2, "collective", job.now - began, (0, 0, 0), (1,)))
@@ -206,7 +206,7 @@ def test_on_the_way_to_a_boundary_who_goes_from_shard_to_shard_is_not_late():
     job.tell(beat_of(1, "forward", 0.1, (0, 0, 0)))
     assert not only_sent(job.tell(leave_of(2, "a test")), Prepare).abort
     assert not some(passes(120.0, hangs=False), RecordVerdict)
-    assert job.state.phase is Phase.PREPARING
+    assert job.state.phase is JobPhase.PREPARING
     assert only(passes(25.0, hangs=True), RecordVerdict).slot == 0
 
 
@@ -265,7 +265,7 @@ def test_blocks_are_made_again_after_a_deal_around_what_was_held():
     assert job.form_view().shards == ((0, 1, 2), (3, 4, 5), (6, 7))
 
 
-def test_a_heartbeat_looks_at_nobody_else():
+def test_a_heartbeat_looks_at_no_other_worker():
     """The cost of a heartbeat does not grow with the job but by copying dictionaries."""
     job = Driven(200, 200).running()
     due = job.state.next_tick_at

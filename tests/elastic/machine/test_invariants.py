@@ -18,7 +18,7 @@ from paceline.control.messages import Stop
 from paceline.elastic.machine import invariants, job_end
 from paceline.elastic.machine.actions import KillWorker, ProbeWorkers, Send, StartWorker
 from paceline.elastic.machine.invariants import validate, validate_change
-from paceline.elastic.machine.state import JobState, Phase, WorkerStatus
+from paceline.elastic.machine.state import JobPhase, JobState, WorkerStatus
 from paceline.elastic.simulation import campaign
 
 Pair = tuple[JobState, JobState]
@@ -111,7 +111,7 @@ def wait_for_a_stranger(state: JobState, rng: Random) -> None:
     state.pending = state.pending | {999}
 
 
-def wait_for_nobody(state: JobState, rng: Random) -> None:
+def wait_for_no_member(state: JobState, rng: Random) -> None:
     state.pending = frozenset()
 
 
@@ -139,7 +139,7 @@ def name_another_view(state: JobState, rng: Random) -> None:
 
 
 def skip_a_phase(state: JobState, rng: Random) -> None:
-    state.phase = rng.choice(list(Phase))
+    state.phase = rng.choice(list(JobPhase))
 
 
 def come_to_a_later_generation(state: JobState, rng: Random) -> None:
@@ -159,7 +159,7 @@ MISTAKES = (
     go_on_for_ever,
     seat_a_stranger,
     wait_for_a_stranger,
-    wait_for_nobody,
+    wait_for_no_member,
     forget_a_report,
     never_look_again,
     lose_the_view,
@@ -197,7 +197,7 @@ def test_the_end_is_the_last_action_of_its_step():
     assert invariants.validate_step(before, state, ended, "enough") == []
     assert invariants.validate_step(before, state, (KillWorker(1, "enough"), *ended), "enough") == []
     (broken,) = invariants.validate_step(before, state, (*ended, KillWorker(1, "enough")), "enough")
-    assert broken.startswith("law 8")
+    assert broken.startswith("invariant 8")
 
 
 def test_no_worker_is_started_while_the_job_stops():
@@ -205,12 +205,12 @@ def test_no_worker_is_started_while_the_job_stops():
     assert invariants.validate_step(job, job, (StartWorker(4, 3),), "another") == []
     job.stop_reason = "enough"
     (broken,) = invariants.validate_step(job, job, (StartWorker(4, 3),), "another")
-    assert broken.startswith("law 8")
+    assert broken.startswith("invariant 8")
 
 
 def test_a_message_or_a_probe_is_for_some_member():
     job = made()
     for message in (Send((), Stop(reason="enough")), ProbeWorkers(())):
         (broken,) = invariants.validate_step(job, job, (message,), "enough")
-        assert broken.startswith("law 9")
+        assert broken.startswith("invariant 9")
     assert invariants.validate_step(job, job, (ProbeWorkers((1,)),), "enough") == []

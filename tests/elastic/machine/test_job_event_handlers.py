@@ -28,7 +28,7 @@ from paceline.elastic.machine.machine_events import (
     Tick,
     WorkerLost,
 )
-from paceline.elastic.machine.state import Phase
+from paceline.elastic.machine.state import JobPhase
 
 
 def test_growing_starts_workers_for_new_slots():
@@ -83,7 +83,7 @@ def test_asking_for_more_gives_a_spent_slot_another_chance():
     assert started(job.tell(ScaleRequested(2))) == [1]
 
 
-def test_a_stop_before_anybody_came_ends_at_once():
+def test_a_stop_before_any_worker_came_ends_at_once():
     job = Driven(2, 4)
     job.tell(hello_of(1, 0))
     told = job.tell(StopRequested("ctrl-c"))
@@ -103,7 +103,7 @@ def test_a_stop_that_takes_too_long_ends_with_a_verdict():
 def test_after_the_end_nothing_is_decided():
     job = Driven(1, 1).running()
     job.tell(finish_of(1, (9, 0, 0), "x"))
-    assert job.state.phase is Phase.ENDED
+    assert job.state.phase is JobPhase.ENDED
     assert machine.next_deadline(job.state) is None
     for event in (WorkerLost(1, "crash", "x"), StopRequested("x"), ScaleRequested(4), Tick()):
         assert job.tell(event) == []
@@ -118,12 +118,12 @@ def again(job: Driven) -> Driven:
 def test_a_new_supervisor_goes_on_in_the_old_view_when_all_come_back():
     job = Driven(3, 6).running()
     job = again(job)
-    assert job.state.phase is Phase.RETURNING
+    assert job.state.phase is JobPhase.RETURNING
     assert job.actions == []
     for member in (3, 1, 2):
         told = job.tell(hello_of(member, member - 1, generation=1, progress=(5, 0, 0)))
         assert not sent(told, Prepare)
-    assert (job.state.phase, job.state.generation) == (Phase.RUNNING, 1)
+    assert (job.state.phase, job.state.generation) == (JobPhase.RUNNING, 1)
     assert job.state.view is not None
     assert job.state.view.shards == ((0, 1), (2, 3), (4, 5))
 
@@ -132,7 +132,7 @@ def test_with_only_the_numbers_it_goes_on_too():
     job = Driven(2, 4, began=SupervisorBegan(3, {5: (0, 0), 6: (1, 0)}, 7))
     for member in (5, 6):
         job.tell(hello_of(member, member - 5, generation=3, progress=(5, 0, 0)))
-    assert (job.state.phase, job.state.generation) == (Phase.RUNNING, 3)
+    assert (job.state.phase, job.state.generation) == (JobPhase.RUNNING, 3)
 
 
 def test_who_does_not_come_back_is_lost():
@@ -155,7 +155,7 @@ def test_a_regroup_that_was_interrupted_is_done_again_with_another_generation():
     assert (asked(told).generation, asked(told).abort) == (3, True)
 
 
-def test_what_broke_while_nobody_looked_is_repaired():
+def test_what_broke_without_a_supervisor_is_repaired():
     job = again(Driven(3, 6).running())
     job.tell(hello_of(1, 0, generation=1, progress=(5, 0, 0)))
     job.tell(failure_at(1, 1, "a peer is gone"))
@@ -180,11 +180,11 @@ def test_workers_that_were_starting_are_still_expected():
     assert job.actions == []
     for member in (1, 2):
         job.tell(hello_of(member, member - 1, generation=2, progress=(5, 0, 0)))
-    assert job.state.phase is Phase.RUNNING
+    assert job.state.phase is JobPhase.RUNNING
     assert asked(job.tell(hello_of(4, 2))).abort is False
 
 
-def test_a_run_that_ended_while_nobody_looked_ends():
+def test_a_run_that_ended_without_a_supervisor_ends():
     job = again(Driven(2, 4).running())
     told: list[Action] = []
     for member in (1, 2):
@@ -204,7 +204,7 @@ def test_that_steps_were_committed_is_remembered(committed):
         number: (agent_id, 2, weight, False) for number, (agent_id, _, weight, _) in known.slots.items()
     }
     job = Driven(2, 4, dataclasses.replace(known, slots=failing), max_worker_failures=9)
-    # Nobody has said yet how far it is.
+    # No member has said yet how far it is.
     assert bool(some(job.tell(WorkerLost(2, "crash", "killed")), EndJob)) is not committed
 
 

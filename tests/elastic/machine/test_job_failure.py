@@ -19,7 +19,7 @@ from paceline.control.messages import Dismissed, Stop
 from paceline.elastic.machine import machine
 from paceline.elastic.machine.actions import Action, EndJob, InstallView, RecordFailure, StartWorker
 from paceline.elastic.machine.machine_events import FromMember, ScaleRequested, WorkerLost
-from paceline.elastic.machine.state import Phase
+from paceline.elastic.machine.state import JobPhase
 
 FAR = (5, 0, 0)
 
@@ -46,9 +46,9 @@ def test_all_meet_once_more_save_and_end_as_failed():
     plan = only(job.report_all(), InstallView).plan
     assert plan.ends
     assert plan.members == (1, 2, 3)
-    # Nobody is asked to finish a step first: it would raise again.
+    # No member is asked to finish a step first: it would raise again.
     assert not sent(job.install_all(), Stop)
-    assert job.state.phase is Phase.STOPPING
+    assert job.state.phase is JobPhase.STOPPING
     end = only(done_all(job), EndJob)
     assert (end.ok, end.failed, end.stopped) == (False, 2, None)
     assert "rank 1 raised in step 6" in end.reason
@@ -124,19 +124,33 @@ def test_a_supervisor_that_is_started_again_goes_on_with_it():
     again = Driven(2, 4, began=machine.snapshot(job.state))
     for number, slot in ((1, 0), (2, 1)):
         again.tell(hello_of(number, slot, 0, job.state.generation - 1, FAR))
-    assert again.state.phase is Phase.PREPARING
+    assert again.state.phase is JobPhase.PREPARING
     assert again.form_view().ends
     end = only(done_all(again), EndJob)
     assert (end.ok, end.failed) == (False, 2)
 
 
-@pytest.mark.parametrize("phase", [Phase.RUNNING, Phase.INSTALLING])
+def test_a_failure_before_all_are_back_makes_them_meet_once_more_though_their_view_is_whole():
+    """The old view would train on: only another one saves and ends."""
+    job = Driven(2, 4).running()
+    job.beat_all()
+    again = Driven(2, 4, began=machine.snapshot(job.state))
+    again.tell(hello_of(1, 0, 0, job.state.generation, FAR))
+    assert not some(again.tell(raised(1)), EndJob)
+    told = again.tell(hello_of(2, 1, 0, job.state.generation, FAR))
+    assert (asked(told).members, asked(told).abort) == ((1, 2), True)
+    assert again.form_view().ends
+    end = only(done_all(again), EndJob)
+    assert (end.ok, end.failed) == (False, 1)
+
+
+@pytest.mark.parametrize("phase", [JobPhase.RUNNING, JobPhase.INSTALLING])
 def test_a_joiner_whose_code_cannot_work_lets_the_members_save(phase):
     """It is in no view, so nothing of theirs is broken: they have to be asked all the same."""
     job = Driven(2, 4).running()
     job.beat_all()
     job.tell(ScaleRequested(3))
-    if phase is Phase.INSTALLING:
+    if phase is JobPhase.INSTALLING:
         job.tell(WorkerLost(2, "crash", "gone"))
         job.report_all()
     assert job.state.phase is phase

@@ -8,10 +8,10 @@ import pytest
 from tests.elastic.machine.made_states import NOW, beat, change, held, job_with_limits
 
 from paceline.elastic.machine import hang_detection
-from paceline.elastic.machine.state import JobState, Phase, WorkerStatus
+from paceline.elastic.machine.state import JobPhase, JobState, WorkerStatus
 
 
-def named(found: list[hang_detection.Culprit]) -> list[int]:
+def named(found: list[hang_detection.FaultFinding]) -> list[int]:
     return [one.worker.number for one in found]
 
 
@@ -161,7 +161,7 @@ def test_a_worker_that_never_said_hello():
     assert found[0].phase == "start"
 
 
-def test_nobody_is_overdue_while_some_are_stopped_together():
+def test_no_worker_is_overdue_while_some_are_stopped_together():
     job = job_with_limits()
     job.progressed_at = NOW - 100.0
     for member in (1, 2, 3):
@@ -171,8 +171,8 @@ def test_nobody_is_overdue_while_some_are_stopped_together():
     assert hang_detection.find_overdue(job) == []
 
 
-@pytest.mark.parametrize("phase", [Phase.STARTING, Phase.RETURNING, Phase.ENDED])
-def test_nobody_is_overdue_where_nobody_is_waited_for(phase):
+@pytest.mark.parametrize("phase", [JobPhase.STARTING, JobPhase.RETURNING, JobPhase.ENDED])
+def test_no_worker_is_overdue_where_none_is_waited_for(phase):
     job = job_with_limits()
     job.phase = phase
     job.progressed_at = job.asked_at = NOW - 100.0
@@ -190,7 +190,7 @@ def hang(job: JobState, seconds: float) -> None:
     beat(job, 3, "collective", seconds, (2,))
 
 
-@pytest.mark.parametrize("phase", [Phase.RUNNING, Phase.STOPPING])
+@pytest.mark.parametrize("phase", [JobPhase.RUNNING, JobPhase.STOPPING])
 def test_a_hang_is_found_at_its_limit_and_not_before(phase):
     job = job_with_limits()
     job.phase = phase
@@ -224,7 +224,7 @@ def test_a_hang_among_those_who_have_not_reported_or_are_not_done():
     assert named(hang_detection.find_overdue(job)) == [3]
     job = job_with_limits()
     hang(job, 4.0)
-    job.phase, job.pending = Phase.PREPARING, frozenset({1, 3})
+    job.phase, job.pending = JobPhase.PREPARING, frozenset({1, 3})
     assert named(hang_detection.find_overdue(job)) == [3]
     job.pending = frozenset({1, 2, 3})
     assert named(hang_detection.find_overdue(job)) == [2]
@@ -299,7 +299,7 @@ def test_those_who_wait_across_hosts_are_told_apart_by_the_link():
 
 def test_a_view_that_is_not_installed_in_time():
     job = job_with_limits(install_seconds=8.0)
-    job.phase, job.pending = Phase.INSTALLING, frozenset({2, 3})
+    job.phase, job.pending = JobPhase.INSTALLING, frozenset({2, 3})
     job.asked_at = job.progressed_at = NOW - 8.0
     beat(job, 2, "collective", 1.0, (3,))
     beat(job, 3, "data", 1.0)
@@ -314,7 +314,7 @@ def test_a_view_that_is_not_installed_in_time():
 
 def installing(*agents: int) -> JobState:
     job = job_with_limits(*agents)
-    job.phase, job.pending = Phase.INSTALLING, frozenset(job.workers)
+    job.phase, job.pending = JobPhase.INSTALLING, frozenset(job.workers)
     job.asked_at = job.progressed_at = NOW - 100.0
     return job
 
@@ -323,7 +323,7 @@ def test_who_blocks_an_installation():
     job = installing()
     for member in (1, 2, 3):
         beat(job, member, "wait")
-    assert named(hang_detection.find_overdue(job)) == [1, 2, 3]  # nobody says more
+    assert named(hang_detection.find_overdue(job)) == [1, 2, 3]  # no member says more
     beat(job, 1, "wait", 0.0, (3,))
     assert named(hang_detection.find_overdue(job)) == [3]
     beat(job, 1, "wait", 0.0, (2, 3))
@@ -346,7 +346,7 @@ def test_a_link_blocks_an_installation():
 
 def preparing(abort: bool) -> JobState:
     job = job_with_limits()
-    job.phase, job.abort, job.pending = Phase.PREPARING, abort, frozenset({2, 3})
+    job.phase, job.abort, job.pending = JobPhase.PREPARING, abort, frozenset({2, 3})
     for member in (1, 2, 3):
         beat(job, member)
     return job
@@ -427,7 +427,7 @@ def test_one_that_has_not_beaten_is_not_hung_however_short_the_limits_are():
     job = job_with_limits(hang_least=0.5, slow_phase_seconds=0.75)
     job.progressed_at = NOW - 100.0
     assert hang_detection.find_overdue(job) == []
-    job.phase, job.pending, job.asked_at = Phase.PREPARING, frozenset(job.workers), NOW - 100.0
+    job.phase, job.pending, job.asked_at = JobPhase.PREPARING, frozenset(job.workers), NOW - 100.0
     assert hang_detection.find_overdue(job) == []
 
 

@@ -7,7 +7,7 @@ from tests.elastic.machine.machine_driver import Driven, beat_of, dial_of, failu
 
 from paceline.elastic.machine.actions import Action, InstallView, KillWorker, RecordVerdict, RequestDial
 from paceline.elastic.machine.machine_events import AgentJoined, StopRequested
-from paceline.elastic.machine.state import Phase
+from paceline.elastic.machine.state import JobPhase
 
 
 def on_machines(home: int, away: int, more: int = 0) -> Driven:
@@ -79,7 +79,7 @@ def test_collectives_that_break_between_two_machines_name_the_link():
             assert "do not reach each other" in verdict.what
 
 
-def test_one_that_nobody_reaches_is_named_itself():
+def test_one_that_no_peer_reaches_is_named_itself():
     verdict = broken(on_machines(3, 1), (1, 2), (3, 2), (4, 2), (2, 4))
     assert verdict.slot == 1
     assert "most often not reached" in verdict.what
@@ -118,8 +118,8 @@ def test_after_a_break_members_of_different_machines_dial_each_other_before_the_
         frozenset(pair) for pair in ((1, 3), (1, 4), (2, 3), (2, 4), (3, 4))
     }
     job.report_all()
-    assert job.state.phase is Phase.PREPARING
-    # One direction of one link is enough; nobody else is named, and no view with both ends is tried.
+    assert job.state.phase is JobPhase.PREPARING
+    # One direction of one link is enough; no other is named, and no view with both ends is tried.
     told = answer(job, asked, (3, 4))
     verdict = only(told, RecordVerdict)
     assert verdict.slot == 3
@@ -139,7 +139,7 @@ def test_one_that_is_cut_off_while_its_neighbours_reach_the_other_machine_goes_i
     assert only(told, InstallView).plan.members == (1, 2, 4)
 
 
-def test_links_that_are_well_cost_nobody_anything():
+def test_links_that_are_well_cost_no_member_anything():
     job = on_machines(2, 1, 1)
     asked = dials(job.tell(failure_at(1, job.state.generation, "reset")))
     job.report_all()

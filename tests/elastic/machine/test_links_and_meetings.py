@@ -15,7 +15,7 @@ from paceline.elastic.machine import admission, link_probes
 from paceline.elastic.machine.actions import KillWorker, RecordVerdict, RequestDial
 from paceline.elastic.machine.link_faults import broken_link
 from paceline.elastic.machine.machine_events import Tick
-from paceline.elastic.machine.state import JobState, Phase, Slot, Worker, WorkerStatus
+from paceline.elastic.machine.state import JobPhase, JobState, Slot, Worker, WorkerStatus
 
 
 def running(*agents: int, **settings: Any) -> JobState:
@@ -171,7 +171,7 @@ def waiting(seconds: float) -> JobState:
 def test_members_that_wait_for_each_other_dial_when_half_of_their_time_is_over():
     assert link_probes.probe_waiting_members(waiting(4.0))
     assert not link_probes.probe_waiting_members(waiting(3.9))
-    for phase in (Phase.STOPPING, Phase.PREPARING, Phase.INSTALLING):
+    for phase in (JobPhase.STOPPING, JobPhase.PREPARING, JobPhase.INSTALLING):
         job = waiting(4.0)
         job.phase = phase
         assert not link_probes.probe_waiting_members(job)
@@ -257,7 +257,7 @@ def test_nothing_is_judged_while_answers_may_come_or_when_the_job_went_on_or_sto
     job.dials_sent_at = job.progressed_at
     assert judged(job, m3_1="lost") == [3]
     job = running(0, 0, 1)
-    job.phase, job.dials_sent_at = Phase.PREPARING, job.progressed_at - 1.0
+    job.phase, job.dials_sent_at = JobPhase.PREPARING, job.progressed_at - 1.0
     assert judged(job, m3_1="lost") == [3]
     job = running(0, 0, 1)
     job.stop_reason = "enough"
@@ -276,18 +276,18 @@ def test_one_that_cannot_answer_is_no_end_of_a_broken_link():
 
 def test_dials_that_are_not_answered_in_time_are_waited_for_no_longer():
     job = running(0, 1)
-    job.phase, job.generation, job.abort = Phase.PREPARING, 4, True
+    job.phase, job.generation, job.abort = JobPhase.PREPARING, 4, True
     job.pending = frozenset({1, 2})
     job.pending_dials, job.dials_sent_at = frozenset({(1, 2)}), NOW
     for member in (1, 2):
         job, actions = after(job, report_of(member, 4, (5, 0, 0)))
-    assert job.phase is Phase.PREPARING
+    assert job.phase is JobPhase.PREPARING
     late, actions = after(job, dial_of(1, 2))
-    assert late.phase is Phase.INSTALLING
+    assert late.phase is JobPhase.INSTALLING
     job.last_message_at = dict.fromkeys((1, 2), NOW + 9.0)
     job.progressed_at, job.next_tick_at = NOW + 9.0, NOW
     late, actions = after(job, Tick(), NOW + 9.0)
-    assert late.phase is Phase.INSTALLING
+    assert late.phase is JobPhase.INSTALLING
     assert some(actions, RecordVerdict) == []
 
 
@@ -368,7 +368,7 @@ def test_of_two_newcomers_the_later_one_dials():
     assert dialed(job) == []
 
 
-def test_a_newcomer_that_has_met_all_dials_nobody():
+def test_a_newcomer_that_has_met_all_dials_no_peer():
     job = running(0)
     newcomer(job, 3, 1, reached=(1,))
     change(job, 1, reached=frozenset({3}))

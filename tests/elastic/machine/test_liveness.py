@@ -18,7 +18,7 @@ from paceline.elastic.machine.machine_events import (
     Tick,
     WorkerLost,
 )
-from paceline.elastic.machine.state import Phase
+from paceline.elastic.machine.state import JobPhase
 
 Answer = Callable[[int], ProcessProbed | None]
 
@@ -30,7 +30,7 @@ def pass_time(
     told: list[Action] = []
     until = job.now + seconds
     beating = tuple(beating)
-    while job.now < until - 1e-9 and job.state.phase is not Phase.ENDED:
+    while job.now < until - 1e-9 and job.state.phase is not JobPhase.ENDED:
         job.now += 0.05
         if round(job.now * 20) % 5 == 0:
             for member in beating:
@@ -78,7 +78,7 @@ def test_a_worker_whose_interpreter_is_held_has_the_time_of_its_phase():
     told = pass_time(job, 15.0, beating=(1, 3), answer=answer)
     verdict = only(told, RecordVerdict)
     assert (verdict.slot, verdict.phase) == (1, "data")
-    assert "something holds the interpreter's lock" in verdict.what
+    assert "a call holds the interpreter's lock" in verdict.what
     assert only(some(told, RecordFailure), RecordFailure).kind == "hung"
 
 
@@ -154,7 +154,7 @@ def test_interpreters_that_are_held_in_a_collective_for_ever_are_found():
     assert some(pass_time(job, 60.0, answer=held), RecordVerdict)
 
 
-def test_all_stopped_together_blame_nobody():
+def test_when_all_are_stopped_together_no_worker_is_blamed():
     job = Driven(3, 6).running()
     job.beat_all()
     assert not some(pass_time(job, 30.0, answer=stopped), RecordVerdict)
@@ -207,7 +207,7 @@ def test_a_single_worker_that_is_stopped_is_named():
     assert only(pass_time(job, 2.5, answer=stopped), RecordVerdict).slot == 0
 
 
-def test_all_workers_of_one_machine_stopped_together_blame_nobody():
+def test_when_all_workers_of_one_host_are_stopped_no_worker_is_blamed():
     job = Driven(2, 8).running()
     job.tell(AgentJoined(1, 2, "host1"))
     job.join_all()
@@ -242,12 +242,12 @@ def test_after_a_restart_a_member_that_cannot_connect_is_waited_for():
     answer = runs(again)
     again.tell(hello_of(1, 0, 0, again.state.generation, (5, 0, 0)))
     told = pass_time(again, 4.9, beating=(1,), answer=answer)
-    assert again.state.phase is Phase.RETURNING
+    assert again.state.phase is JobPhase.RETURNING
     assert not some(told, RecordFailure)
     again = Driven(2, 4, began=dataclasses.replace(machine.snapshot(job.state), committed=False))
     again.tell(hello_of(1, 0, 0, again.state.generation, (0, 0, 0)))
     told = pass_time(again, 60.0, beating=(1,), answer=runs(again))
-    assert again.state.phase is Phase.RETURNING
+    assert again.state.phase is JobPhase.RETURNING
     assert not some(told, RecordFailure)
     again.tell(hello_of(2, 1, 0, again.state.generation, (0, 0, 0)))
     assert "all members are in generation" in again.reason

@@ -34,7 +34,7 @@ from paceline.elastic.machine.actions import (
 )
 from paceline.elastic.machine.machine_events import AgentJoined, FromMember, WorkerLost
 from paceline.elastic.machine.replica_divergence import DISPUTES_BEFORE_THE_END
-from paceline.elastic.machine.state import JobState, Phase, Slot, Worker, WorkerStatus
+from paceline.elastic.machine.state import JobPhase, JobState, Slot, Worker, WorkerStatus
 
 
 def running(*agents: int, **settings: Any) -> JobState:
@@ -69,7 +69,7 @@ def test_a_hello_makes_a_worker_ready():
 def test_who_is_ready_is_listened_to():
     job = running(0)
     add(job, 2, WorkerStatus.STARTING)
-    job.phase, job.pending = Phase.INSTALLING, frozenset({1})
+    job.phase, job.pending = JobPhase.INSTALLING, frozenset({1})
     job, _ = after(job, hello_of(2, 1))
     assert job.next_tick_at == NOW + 1.0
 
@@ -83,7 +83,7 @@ def test_a_hello_of_one_that_is_not_known_is_dismissed():
 def test_a_member_that_is_connected_again_is_asked_again_only_if_it_has_not_answered():
     job = running()
     job.phase, job.generation, job.pending, job.abort, job.reason = (
-        Phase.PREPARING,
+        JobPhase.PREPARING,
         4,
         frozenset({2}),
         True,
@@ -106,7 +106,7 @@ def test_a_ready_worker_that_is_connected_again_is_asked_again_to_dial():
     again, actions = after(job, hello_of(1, 0, 0, 3))
     assert only(actions, RequestDial) == RequestDial(3, (1,))
     assert again.workers[3].dialing == frozenset({1, 2})
-    job.phase = Phase.RETURNING
+    job.phase = JobPhase.RETURNING
     change(job, 1, reconnected=False)
     again, actions = after(job, hello_of(1, 0, 0, 3))
     assert some(actions, RequestDial) == []
@@ -114,20 +114,20 @@ def test_a_ready_worker_that_is_connected_again_is_asked_again_to_dial():
 
 def test_a_hello_says_that_a_view_is_installed():
     job = running(0, 0)
-    job.phase, job.pending = Phase.INSTALLING, frozenset({1, 2})
+    job.phase, job.pending = JobPhase.INSTALLING, frozenset({1, 2})
     job, _ = after(job, hello_of(1, 0, 0, 3, (5, 0, 0)))
     assert (job.pending, job.base_progress) == (frozenset({2}), (5, 0, 0))
     again, actions = after(job, hello_of(2, 1, 0, 2, (5, 0, 0)))
-    assert (again.phase, sent(actions, Prepare)[0].abort) == (Phase.PREPARING, True)
+    assert (again.phase, sent(actions, Prepare)[0].abort) == (JobPhase.PREPARING, True)
     again, actions = after(job, hello_of(2, 1, 0, 0))
-    assert again.phase is Phase.PREPARING
+    assert again.phase is JobPhase.PREPARING
     again, actions = after(job, hello_of(1, 0, 0, 0))
-    assert (again.phase, actions) == (Phase.INSTALLING, [])
+    assert (again.phase, actions) == (JobPhase.INSTALLING, [])
 
 
 def test_a_hello_while_the_job_stops_is_answered_with_the_stop():
     job = running(0, 0)
-    job.phase, job.stop_reason = Phase.STOPPING, "enough"
+    job.phase, job.stop_reason = JobPhase.STOPPING, "enough"
     _, actions = after(job, hello_of(2, 1, 0, 3))
     (stop,) = sent(actions, Stop)
     assert (stop.members, stop.reason) == ((2,), "enough")
@@ -137,7 +137,7 @@ def test_a_hello_while_the_job_stops_is_answered_with_the_stop():
 
 def test_after_a_restart_a_member_is_listened_to_when_it_is_back():
     job = running(0, 0)
-    job.phase = Phase.RETURNING
+    job.phase = JobPhase.RETURNING
     for member in (1, 2):
         change(job, member, reconnected=False)
     job, _ = after(job, hello_of(1, 0, 0, 3))
@@ -223,7 +223,7 @@ def test_a_heartbeat_of_one_that_should_not_beat():
     job = running(0, 0)
     add(job, 3, WorkerStatus.STARTING)
     change(job, 2, reconnected=False)
-    job.phase = Phase.RETURNING
+    job.phase = JobPhase.RETURNING
     for member in (2, 3, 9):
         again, _ = after(job, beat_of(member, "data", 0.0, (9, 0, 0), (), 0.1, 0.1), NOW + 1.0)
         assert again.heartbeats == {}
@@ -279,7 +279,7 @@ def test_progress_of_one_in_no_view_is_none():
 
 def test_a_report_of_another_generation_or_member_changes_nothing():
     job = running(0, 0)
-    job.phase, job.generation, job.pending = Phase.PREPARING, 4, frozenset({1, 2})
+    job.phase, job.generation, job.pending = JobPhase.PREPARING, 4, frozenset({1, 2})
     for event in (report_of(1, 3, (5, 0, 0)), report_of(1, 5, (5, 0, 0)), report_of(9, 4, (5, 0, 0))):
         again, actions = after(job, event, NOW + 1.0)
         assert (again.pending, again.reports, actions) == (job.pending, {}, [])
@@ -305,7 +305,7 @@ def test_a_failure_of_another_generation_or_of_one_in_no_view_changes_nothing():
         failure_at(9, 3, ""),
     ):
         again, actions = after(job, event, NOW + 1.0)
-        assert (again.phase, actions, again.failed_collectives) == (Phase.RUNNING, [], 0)
+        assert (again.phase, actions, again.failed_collectives) == (JobPhase.RUNNING, [], 0)
         assert again.last_message_at == job.last_message_at
 
 
@@ -328,7 +328,7 @@ def test_a_failure_that_is_sent_again_after_a_reconnect_counts_once():
     # In the next view it is another failure.
     assert job.view is not None
     job.phase, job.abort, job.view = (
-        Phase.RUNNING,
+        JobPhase.RUNNING,
         False,
         dataclasses.replace(job.view, generation=job.generation),
     )
@@ -336,7 +336,7 @@ def test_a_failure_that_is_sent_again_after_a_reconnect_counts_once():
     assert (job.failed_collectives, job.suspicions) == (2, {(1, 2): 2})
 
 
-def test_whom_a_member_waited_for_is_suspected_where_it_names_nobody():
+def test_whom_a_member_waited_for_is_suspected_where_it_names_no_member():
     job = running(0, 0, 0)
     beat(job, 1, "collective", 0.0, (2, 3))
     job, _ = after(job, failure_at(1, 3, "reset"))
@@ -355,7 +355,7 @@ def blamed(job: JobState, member: int, *unreachable: int) -> int:
 
 def test_the_third_failure_in_a_row_has_a_culprit():
     assert blamed(running(), 1, 2) == 2
-    assert blamed(running(), 1) == 1  # nobody was named
+    assert blamed(running(), 1) == 1  # no member was named
     assert blamed(running(), 1, 2, 3) == 3  # of equals the highest slot
     job = running()
     job.suspicions = {(3, 2): 2, (9, 3): 1, (1, 9): 9}
@@ -415,16 +415,16 @@ def test_to_whom_all_data_looks_damaged_is_the_one_that_damages_it():
 
 def test_a_failed_collective_after_a_restart_and_while_the_job_stops():
     job = running(0, 0)
-    job.phase = Phase.RETURNING
+    job.phase = JobPhase.RETURNING
     change(job, 2, reconnected=False)
     job, actions = after(job, failure_at(1, 3, "reset", (2,)))
-    assert (job.abort, actions, job.phase) == (True, [], Phase.RETURNING)
+    assert (job.abort, actions, job.phase) == (True, [], JobPhase.RETURNING)
     job = running(0, 0)
-    job.phase, job.stop_reason, job.pending = Phase.INSTALLING, "enough", frozenset({1, 2})
+    job.phase, job.stop_reason, job.pending = JobPhase.INSTALLING, "enough", frozenset({1, 2})
     job, actions = after(job, failure_at(1, 3, "reset"))
-    assert (job.saves_alone, job.phase) == (True, Phase.PREPARING)
+    assert (job.saves_alone, job.phase) == (True, JobPhase.PREPARING)
     job = running(0, 0)
-    job.phase, job.generation, job.pending = Phase.PREPARING, 4, frozenset({1, 2})
+    job.phase, job.generation, job.pending = JobPhase.PREPARING, 4, frozenset({1, 2})
     job, actions = after(job, failure_at(1, 3, "reset"))
     assert (job.abort, job.failed_collectives) == (True, 1)  # it was to stop at a boundary
 
@@ -450,12 +450,12 @@ def test_one_in_no_view_that_is_asked_to_go_is_let_go(status):
     assert 3 not in job.workers
     assert [one.member for one in sent(actions, Dismissed)] == [3]
     assert (only(actions, RecordFailure).kind, job.preemptions) == ("preempted", 1)
-    assert (job.phase, started(actions)) == (Phase.RUNNING, [2])
+    assert (job.phase, started(actions)) == (JobPhase.RUNNING, [2])
 
 
 def test_one_that_is_asked_to_go_while_all_stop_or_when_it_is_done():
     job = running(0, 0)
-    job.phase, job.stop_reason = Phase.STOPPING, "enough"
+    job.phase, job.stop_reason = JobPhase.STOPPING, "enough"
     again, actions = after(job, leave_of(1, "SIGTERM"))
     assert (actions, again.workers[1].leave_reason, again.preemptions) == ([], "", 0)
     job = running(0, 0)
@@ -499,6 +499,8 @@ def test_a_vote_from_before_all_go_back_does_not_count():
     again, actions = after(job, vote_of(1, 7, "a", 3, agreed=4))
     assert (again.votes, again.agreed_step) == ({(7, ""): {1: "a"}}, 4)
     assert sent(actions, Prepare)[0].abort
+    # Also where the members had agreed on the initial weights and on no step.
+    assert after(job, vote_of(1, 7, "a", 3, agreed=0))[0].votes == {(7, ""): {1: "a"}}
 
 
 def test_after_all_went_back_an_old_agreement_says_nothing():
@@ -526,7 +528,7 @@ def test_members_that_agree_and_members_that_differ():
     again, actions = after(job, vote_of(3, 7, "b", 3))
     assert only(actions, RecordVerdict).member == 3
     assert (again.restore, again.restore_before, again.tainted_until, again.votes) == (True, 0, 7, {})
-    assert again.phase is Phase.PREPARING
+    assert again.phase is JobPhase.PREPARING
 
 
 def test_a_receipt_of_several_steps_and_one_of_none():
@@ -546,14 +548,14 @@ def test_after_the_step_that_ends_the_job_the_other_steps_of_a_receipt_are_not_j
     receipt = vote_of(2, 7, "b", 3).message
     assert isinstance(receipt, StepReceipt)
     job, actions = after(job, FromMember(2, dataclasses.replace(receipt, hashes={"7": "b", "8": "b"})))
-    assert job.phase is Phase.ENDED
+    assert job.phase is JobPhase.ENDED
     assert only(actions, EndJob).ok is False
 
 
-@pytest.mark.parametrize("phase", [Phase.PREPARING, Phase.RETURNING])
+@pytest.mark.parametrize("phase", [JobPhase.PREPARING, JobPhase.RETURNING])
 def test_votes_are_kept_until_the_view_is_whole(phase):
     job = running(0, 0)
-    job.phase, job.pending = phase, frozenset({1, 2} if phase is Phase.PREPARING else ())
+    job.phase, job.pending = phase, frozenset({1, 2} if phase is JobPhase.PREPARING else ())
     job, _ = after(job, vote_of(1, 7, "a", 3))
     job, actions = after(job, vote_of(2, 7, "b", 3))
     assert (job.votes, actions) == ({(7, ""): {1: "a", 2: "b"}}, [])

@@ -11,7 +11,7 @@ from tests.elastic.machine.made_states import NOW, beat, change, job_with_limits
 
 from paceline.elastic.machine import hang_detection
 from paceline.elastic.machine.machine_events import ProcessProbed
-from paceline.elastic.machine.state import JobState, Phase, WorkerStatus
+from paceline.elastic.machine.state import JobPhase, JobState, WorkerStatus
 
 
 def test_the_next_look_is_soon_at_the_latest():
@@ -52,7 +52,7 @@ def test_the_next_look_is_when_a_process_is_probed_and_then_each_heartbeat():
 def test_after_a_restart_also_who_is_not_back_is_probed():
     job = job_with_limits()
     change(job, 2, reconnected=False)
-    job.phase = Phase.RETURNING
+    job.phase = JobPhase.RETURNING
     job.last_message_at.update({1: NOW + 50.0, 2: NOW - 0.5, 3: NOW + 50.0})
     assert hang_detection.next_tick(job) == NOW + 0.5
 
@@ -97,7 +97,7 @@ def test_the_next_look_is_when_a_stop_or_a_link_probe_is_over():
     assert hang_detection.next_tick(job) == NOW + 20.0
 
 
-@pytest.mark.parametrize("phase", [Phase.RUNNING, Phase.STOPPING, Phase.PREPARING])
+@pytest.mark.parametrize("phase", [JobPhase.RUNNING, JobPhase.STOPPING, JobPhase.PREPARING])
 def test_the_next_look_is_when_a_hang_is_half_over_and_when_it_is_over(phase):
     job = quiet(hang_least=40.0)
     job.phase, job.pending = phase, frozenset({1})
@@ -110,7 +110,7 @@ def test_the_next_look_is_when_a_hang_is_half_over_and_when_it_is_over(phase):
 
 def test_the_next_look_while_reports_are_awaited():
     job = quiet(hang_least=40.0, cut_short_seconds=20.0)
-    job.phase, job.abort, job.pending = Phase.PREPARING, True, frozenset({1})
+    job.phase, job.abort, job.pending = JobPhase.PREPARING, True, frozenset({1})
     beat(job, 1, at=NOW + 1000.0)
     job.asked_at = NOW - 10.0
     assert hang_detection.next_tick(job) == NOW + 30.0
@@ -120,7 +120,7 @@ def test_the_next_look_while_reports_are_awaited():
 
 def test_the_next_look_while_a_view_is_installed():
     job = quiet(install_seconds=70.0, cut_short_seconds=20.0)
-    job.phase = Phase.INSTALLING
+    job.phase = JobPhase.INSTALLING
     job.asked_at = NOW - 10.0
     assert hang_detection.next_tick(job) == NOW + 60.0
     change(job, 1, status=WorkerStatus.LEAVING, leave_reason="scaled")
@@ -134,11 +134,11 @@ def test_the_next_look_while_a_view_is_installed():
 
 def test_the_next_look_before_the_first_view_and_after_a_restart():
     job = quiet(start_seconds=70.0)
-    job.phase, job.started_at = Phase.STARTING, NOW - 10.0
+    job.phase, job.started_at = JobPhase.STARTING, NOW - 10.0
     assert hang_detection.next_tick(job) == NOW + 60.0
     job = quiet()
     job.settings = replace(job.settings, silence_least=10.0, heartbeat=100.0)
-    job.phase, job.asked_at = Phase.RETURNING, NOW - 10.0
+    job.phase, job.asked_at = JobPhase.RETURNING, NOW - 10.0
     assert hang_detection.next_tick(job) == NOW + 30.0
 
 
@@ -151,7 +151,7 @@ def test_what_lies_in_the_past_is_looked_at_again_a_heartbeat_later():
 
 def test_a_job_that_has_ended_is_not_looked_at():
     job = job_with_limits()
-    job.phase = Phase.ENDED
+    job.phase = JobPhase.ENDED
     assert hang_detection.next_tick(job) == inf
 
 

@@ -1,4 +1,4 @@
-"""State that only one member has (what compression owes) goes on with the run, or all go back, and say so."""
+"""State that only one member has (compression residuals) goes on with the run, or all go back, and say so."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_lost_member_takes_its_shards_debts_with_it_and_all_go_back():
     told = report(job, m2=((5, (2, 3)),), m3=((5, (4, 5)),))
     view = only(told, InstallView)
     assert (view.plan.restore, view.plan.source) == (True, -1)
-    assert "what compression owes shards 0, 1 is lost" in view.reason
+    assert "the compression residuals of shards 0, 1 are lost" in view.reason
 
 
 def test_before_the_first_step_no_shard_owes_anything():
@@ -72,7 +72,7 @@ def test_a_member_that_was_late_for_a_decided_step_moves_its_debts_on():
     job.tell(failure_at(1, 1, "a line is cut"))
     told = report(job, m1=((5, (0, 1)), (6, (0, 1))), m2=((6, (2, 3)),))
     plan = only(told, InstallView).plan
-    assert (plan.restore, plan.source, plan.stale_ranks) == (False, 1, (0,))
+    assert (plan.restore, plan.source, plan.stale_indexes) == (False, 1, (0,))
 
 
 def test_a_member_that_cannot_follow_sends_all_back():
@@ -83,7 +83,7 @@ def test_a_member_that_cannot_follow_sends_all_back():
     told = report(job, m1=((5, (0, 1)),), m2=((6, (2, 3)),))
     view = only(told, InstallView)
     assert view.plan.restore is True
-    assert "shards 0, 1 is lost" in view.reason
+    assert "shards 0, 1 are lost" in view.reason
 
 
 def test_who_leaves_hands_its_debts_over_first():
@@ -122,7 +122,7 @@ def test_the_one_that_leaves_has_decided_a_step_that_the_others_have_not():
     job.tell(failure_at(1, 1, "a line is cut"))
     told = report(job, m1=((5, (0, 1)), (6, (0, 1))), m2=((6, (2, 3)),))
     plan = only(told, InstallView).plan
-    assert (plan.restore, plan.members, plan.source, plan.stale_ranks) == (False, (1, 2), 1, (0,))
+    assert (plan.restore, plan.members, plan.source, plan.stale_indexes) == (False, (1, 2), 1, (0,))
 
 
 def test_a_joiner_brings_nothing_and_needs_nothing():

@@ -1,4 +1,4 @@
-"""Whatever is said to the machine, in whatever order: it never raises, and the laws hold."""
+"""Whatever is said to the machine, in whatever order: it never raises, and the invariants hold."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.elastic.machine.machine_driver import (
     vote_of,
 )
 
-from paceline.control.messages import Progress
+from paceline.control.field_types import Progress
 from paceline.elastic.machine import machine
 from paceline.elastic.machine.actions import FailureKind
 from paceline.elastic.machine.machine_events import (
@@ -31,7 +31,7 @@ from paceline.elastic.machine.machine_events import (
     Tick,
     WorkerLost,
 )
-from paceline.elastic.machine.state import Phase, WorkerStatus
+from paceline.elastic.machine.state import JobPhase, WorkerStatus
 
 PHASES = (
     "start",
@@ -71,12 +71,12 @@ def generation(rng: Random, job: Driven) -> int:
 def cooperative(rng: Random, job: Driven) -> Event:
     """What a job that makes headway would hear next."""
     state = job.state
-    if state.phase is Phase.PREPARING and state.pending:
+    if state.phase is JobPhase.PREPARING and state.pending:
         return report_of(rng.choice(sorted(state.pending)), state.generation, progress(rng), shards(rng))
-    if state.phase is Phase.INSTALLING and state.pending:
+    if state.phase is JobPhase.INSTALLING and state.pending:
         return installed_by(rng.choice(sorted(state.pending)), state.generation)
     for worker in state.workers.values():
-        if state.phase is Phase.RETURNING and not worker.reconnected:
+        if state.phase is JobPhase.RETURNING and not worker.reconnected:
             return hello_of(worker.number, worker.slot, worker.agent_id, state.generation, (1, 0, 0))
         if worker.status is WorkerStatus.STARTING:
             return hello_of(worker.number, worker.slot, worker.agent_id)

@@ -7,16 +7,20 @@ from dataclasses import replace
 from tests.elastic.machine.machine_driver import exception_of, only, vote_of
 from tests.elastic.machine.made_states import NOW, after, beat, change, job_with_limits, made
 
+from paceline.control.messages import ViewPlan
 from paceline.elastic.machine import hang_detection, liveness, machine, view_change
-from paceline.elastic.machine.actions import EndJob, ViewPlan
+from paceline.elastic.machine.actions import EndJob
 from paceline.elastic.machine.hash_votes import Dispute
 from paceline.elastic.machine.machine_events import ProcessProbed, Tick
-from paceline.elastic.machine.state import Phase, Worker, WorkerStatus
+from paceline.elastic.machine.state import JobPhase, Slot, Worker, WorkerStatus
 
 
 def test_the_most_shards_of_a_member():
-    assert ViewPlan(1, (1, 2, 3), (0, 1, 2), ((0,), (1, 2), (3,))).max_shards == 2
-    assert ViewPlan(1, (1,), (0,), ()).max_shards == 0
+    assert (
+        ViewPlan(generation=1, members=(1, 2, 3), slots=(0, 1, 2), shards=((0,), (1, 2), (3,))).max_shards
+        == 2
+    )
+    assert ViewPlan(generation=1, members=(1,), slots=(0,), shards=()).max_shards == 0
 
 
 def test_a_verdict_without_a_further_cause_ends_where_it_ends():
@@ -31,13 +35,28 @@ def test_a_verdict_without_a_further_cause_ends_where_it_ends():
 
 
 def test_members_that_did_not_come_back_are_named_in_the_reason():
-    job = made((0, 0), Phase.RETURNING)
+    job = made((0, 0), JobPhase.RETURNING)
     for member in (1, 2):
         change(job, member, reconnected=member == 1)
     job.committed, job.now = True, NOW + 10**6
     job.next_tick_at = job.now
     _, _, reason = machine.step(job, Tick(), job.now)
     assert "rank 1 did not come back" in reason
+
+
+def test_nothing_is_decided_after_the_job_ends_for_members_that_did_not_come_back():
+    """A worker that is not a member is silent long enough to be probed at the same moment."""
+    job = made((0, 0), JobPhase.RETURNING, min_workers=3, max_worker_failures=0)
+    change(job, 2, reconnected=False)
+    job.workers[3] = Worker(3, 2, 0, WorkerStatus.READY, NOW)
+    job.slots[2] = Slot(2, 0, worker=3)
+    job.next_member, job.committed = 4, True
+    late = NOW + 4 * job.settings.silence_least
+    job.last_message_at = {1: late, 2: late, 3: late - liveness.probe_limit(job)}
+    job.next_tick_at = late
+    ended, actions = after(job, Tick(), late)
+    assert ended.phase is JobPhase.ENDED
+    assert isinstance(actions[-1], EndJob)
 
 
 def test_a_member_that_runs_shows_that_the_others_are_not_stopped_together():
@@ -78,15 +97,28 @@ def test_contributions_are_kept_only_while_a_disputed_step_is_computed_again():
 
 
 def test_a_view_whose_source_is_one_of_two_that_leave_is_waited_for():
-    job = made((0, 0, 0), Phase.INSTALLING)
+    job = made((0, 0, 0), JobPhase.INSTALLING)
     job.asked_at = NOW - 9.0
     job.pending = frozenset({3})
     for member in (1, 2):
         change(job, member, status=WorkerStatus.LEAVING, leave_reason="preempted")
     assert view_change.too_slow_to_form(job) is not None
     assert job.view is not None
-    job.view = replace(job.view, source=0, stale_ranks=(2,))
+    job.view = replace(job.view, source=0, stale_indexes=(2,))
     assert view_change.too_slow_to_form(job) is None
+
+
+def test_a_tick_tells_of_dials_without_an_answer_only_when_the_time_for_answers_is_over():
+    job = made((0, 1))
+    job.next_tick_at = NOW
+    for asked, seconds, told in (
+        (frozenset(), 0.0, False),
+        (frozenset({(1, 2), (2, 1)}), job.settings.check_seconds - 0.1, False),
+        (frozenset({(1, 2), (2, 1)}), job.settings.check_seconds, True),
+    ):
+        job.pending_dials, job.dials_sent_at = asked, NOW - seconds
+        _, _, reason = machine.step(job, Tick(), NOW)
+        assert ("not all dials were answered" in reason) is told
 
 
 def test_a_tick_that_refuses_a_newcomer_also_ends_a_link_probe_without_answers():

@@ -76,6 +76,14 @@ def test_members_that_saw_a_difference_go_back_although_none_is_left_to_compare_
     assert (plan.restore, plan.restore_before) == (True, 8)
 
 
+def test_members_that_saw_a_difference_before_they_had_agreed_on_any_step_go_back_to_the_beginning():
+    job = Driven(3, 6).running()
+    job.beat_all(steps=1)
+    assert asked(differ(job, {3: "good"}, step=1, agreed=0)).abort
+    plan = only(report(job, dict.fromkeys((1, 2, 3), "same"), agreed=0, step=1), InstallView).plan
+    assert (plan.restore, plan.restore_before) == (True, 0)
+
+
 def test_a_member_that_is_told_to_stop_before_it_has_voted_is_judged_by_its_report():
     job = Driven(3, 6).running()
     job.beat_all(steps=12)

@@ -6,15 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.elastic.machine.machine_driver import finish_of, hello_of, some, started
+from tests.elastic.machine.machine_driver import finish_of, hello_of, installed_by, some, started
 from tests.elastic.machine.made_states import NOW, after, change, made
 
+from paceline.control.messages import ViewPlan
 from paceline.elastic.machine import machine
-from paceline.elastic.machine.actions import EndJob, KillWorker, ViewPlan
+from paceline.elastic.machine.actions import EndJob, KillWorker
 from paceline.elastic.machine.hash_votes import Dispute
-from paceline.elastic.machine.machine_events import SupervisorBegan, Tick, WorkerLost
+from paceline.elastic.machine.machine_events import ProcessProbed, SupervisorBegan, Tick, WorkerLost
 from paceline.elastic.machine.settings import MachineSettings
-from paceline.elastic.machine.state import JobState, Phase, Slot, Worker, WorkerStatus
+from paceline.elastic.machine.state import JobPhase, JobState, Slot, Worker, WorkerStatus
 
 
 def begun(event: SupervisorBegan, workers: int = 3, **settings: Any) -> tuple[JobState, list[Any]]:
@@ -74,7 +75,7 @@ def test_nothing_is_forgotten():
     assert (again.slots[3].agent_id, again.slots[4].given_up) == (1, True)
     assert set(again.agents) == {1}
     assert set(again.last_message_at.values()) == {NOW}
-    assert again.phase is Phase.RETURNING
+    assert again.phase is JobPhase.RETURNING
     assert again.next_tick_at == NOW + 1.0
     clocks = (again.started_at, again.asked_at, again.progressed_at, again.assigned_at, again.productive_at)
     assert clocks == (NOW,) * 5
@@ -148,20 +149,20 @@ def test_numbers_are_never_given_twice():
 
 
 def test_the_view_is_the_one_that_was_sent_or_that_of_the_members():
-    view = ViewPlan(3, (1, 2), (0, 1), ((0, 1, 2), (3, 4, 5)))
+    view = ViewPlan(generation=3, members=(1, 2), slots=(0, 1), shards=((0, 1, 2), (3, 4, 5)))
     members = {1: (0, 0), 2: (1, 0)}
     assert begun(SupervisorBegan(3, members, 3, view=view))[0].view == view
     unknown = begun(SupervisorBegan(3, {2: (0, 0), 1: (1, 0)}, 3))[0].view
-    assert unknown == ViewPlan(3, (2, 1), (0, 1), ())
+    assert unknown == ViewPlan(generation=3, members=(2, 1), slots=(0, 1), shards=())
     assert (unknown.source, unknown.restore, unknown.restore_before, unknown.disputed) == (-1, False, -1, -1)
     only_starting = SupervisorBegan(3, members, 3, starting=(1, 2), view=view)
     again, _ = begun(only_starting, workers=2)
     assert again.view is None
-    assert again.phase is Phase.STARTING
+    assert again.phase is JobPhase.STARTING
     assert again.next_tick_at == NOW + again.settings.start_seconds
 
 
-def test_nobody_to_stop_and_too_few_to_go_on_are_ends():
+def test_no_member_to_stop_and_too_few_to_go_on_are_ends():
     again, actions = begun(SupervisorBegan(3, {}, 3, stop_reason="enough"))
     (ended,) = some(actions, EndJob)
     assert (ended.ok, started(actions)) == (False, [])
@@ -172,20 +173,28 @@ def test_nobody_to_stop_and_too_few_to_go_on_are_ends():
     assert some(actions, EndJob)
     again, actions = begun(SupervisorBegan(3, {}, 3, slots=spent), min_workers=0)
     assert some(actions, EndJob)
-    assert again.phase is Phase.ENDED
+    assert again.phase is JobPhase.ENDED
+
+
+def test_a_new_job_distrusts_no_checkpoint():
+    job, _ = begun(SupervisorBegan(), workers=1)
+    job, _ = after(job, hello_of(1))
+    job, _ = after(job, installed_by(1, job.generation, (5, 0, 0)))
+    told = machine.snapshot(job)
+    assert (told.restore, told.restore_before, told.tainted_until) == (False, -1, -1)
 
 
 def test_a_job_begins_once():
     job = made((0, 0))
-    again, actions = after(replace_phase(job, Phase.STARTING), SupervisorBegan())
+    again, actions = after(replace_phase(job, JobPhase.STARTING), SupervisorBegan())
     assert actions == []
     assert again.generation == 3
 
 
-def replace_phase(job: JobState, phase: Phase) -> JobState:
+def replace_phase(job: JobState, phase: JobPhase) -> JobState:
     copy = job.copy()
     copy.phase = phase
-    if phase is Phase.STARTING:
+    if phase is JobPhase.STARTING:
         copy.view, copy.workers, copy.last_message_at = None, {}, {}
         copy.slots = {n: Slot(n, start_at=NOW + 50.0) for n in copy.slots}
         copy.next_tick_at = NOW + 50.0
@@ -205,10 +214,10 @@ def test_when_all_are_back_in_the_view_it_goes_on():
     job = returning()
     for member in (1, 2):
         job, actions = after(job, hello_of(member, member - 1, 0, 3, (5, 0, 0)))
-        assert job.phase is Phase.RETURNING
+        assert job.phase is JobPhase.RETURNING
         assert job.workers[member].reconnected
     job, actions = after(job, hello_of(3, 2, 0, 3, (5, 0, 0)), NOW + 0.5)
-    assert (job.phase, job.generation, actions) == (Phase.RUNNING, 3, [])
+    assert (job.phase, job.generation, actions) == (JobPhase.RUNNING, 3, [])
     assert job.last_message_at[3] == NOW + 0.5
 
 
@@ -218,7 +227,7 @@ def test_one_that_is_back_from_another_view_makes_all_meet(seen):
     job, _ = after(job, hello_of(1, 0, 0, seen, (5, 0, 0)))
     assert job.abort
     job, _ = after(job, hello_of(2, 1, 0, 3, (5, 0, 0)))
-    assert job.phase is Phase.PREPARING
+    assert job.phase is JobPhase.PREPARING
     assert job.generation == max(seen, 3) + 1
 
 
@@ -231,7 +240,7 @@ def test_one_that_is_back_from_another_view_makes_all_meet_also_when_a_starting_
     job, _ = after(job, hello_of(1, 0, 0, 2, (5, 0, 0)))
     job, _ = after(job, WorkerLost(3, "crash", "killed"))
     job, _ = after(job, hello_of(2, 1, 0, 3, (5, 0, 0)))
-    assert (job.phase, job.abort) == (Phase.PREPARING, True)
+    assert (job.phase, job.abort) == (JobPhase.PREPARING, True)
 
 
 def test_what_was_to_be_restored_is_restored_after_the_restart():
@@ -240,7 +249,7 @@ def test_what_was_to_be_restored_is_restored_after_the_restart():
     job, _ = begun(machine.snapshot(old), workers=2)
     job, _ = after(job, hello_of(1, 0, 0, 3))
     job, _ = after(job, hello_of(2, 1, 0, 3))
-    assert (job.phase, job.abort) == (Phase.PREPARING, True)
+    assert (job.phase, job.abort) == (JobPhase.PREPARING, True)
 
 
 def test_members_of_which_one_is_gone_meet_without_it():
@@ -249,7 +258,7 @@ def test_members_of_which_one_is_gone_meet_without_it():
     job, _ = begun(replace(machine.snapshot(old)), workers=3)
     for member in (1, 2):
         job, _ = after(job, hello_of(member, member - 1, 0, 3))
-    assert job.phase is Phase.PREPARING
+    assert job.phase is JobPhase.PREPARING
 
 
 def test_who_is_back_and_done_ends_the_job():
@@ -268,9 +277,20 @@ def test_who_does_not_come_back_in_time_is_killed():
     job.last_message_at[1] = NOW + late
     early, actions = after(job, Tick(), NOW + late - 0.1)
     assert not some(actions, KillWorker)
-    assert early.phase is Phase.RETURNING
+    assert early.phase is JobPhase.RETURNING
     job, actions = after(job, Tick(), NOW + late)
     assert [kill.member for kill in some(actions, KillWorker)] == [2]
-    assert job.phase is Phase.PREPARING
+    assert job.phase is JobPhase.PREPARING
     assert job.pending == frozenset({1})
     assert job.slots[1].failures == 1
+
+
+def test_who_cannot_come_back_because_its_interpreter_is_held_is_waited_for():
+    job = returning(0, 0)
+    job, _ = after(job, hello_of(1, 0, 0, 3))
+    late = NOW + 4 * job.settings.silence_least
+    job.last_message_at[1] = late
+    job.probes[2] = (late - 0.1, ProcessProbed(2, stopped=False))
+    job, actions, reason = machine.step(job, Tick(), late)
+    assert (job.phase, some(actions, KillWorker)) == (JobPhase.RETURNING, [])
+    assert "no member is past its limit; 1 member has not come back" in reason

@@ -7,6 +7,7 @@ from tests.elastic.machine.machine_driver import (
     Driven,
     asked,
     beat_of,
+    finish_of,
     hello_of,
     installed_by,
     leave_of,
@@ -18,7 +19,13 @@ from paceline.core.wording import counted, ranks
 from paceline.elastic.machine import machine
 from paceline.elastic.machine.actions import EndJob, RecordVerdict
 from paceline.elastic.machine.job_event_handlers import size_refusal
-from paceline.elastic.machine.machine_events import AgentJoined, ScaleRequested, Tick, WorkerLost
+from paceline.elastic.machine.machine_events import (
+    AgentJoined,
+    ProcessProbed,
+    ScaleRequested,
+    Tick,
+    WorkerLost,
+)
 from paceline.elastic.machine.state import WorkerStatus
 
 
@@ -84,6 +91,34 @@ def test_too_few_workers(least, lost, text):
     for member in range(1, lost + 1):
         actions = job.tell(WorkerLost(member, "crash", "killed"))
     assert only(actions, EndJob).reason.startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("stopped", "text"),
+    [
+        (None, "ranks 0 and 1 came to the end with the same weights"),
+        ("ctrl-c", "ranks 0 and 1 came to the end with the same weights, stopped: ctrl-c"),
+    ],
+)
+def test_the_end_of_a_run_and_what_stopped_it(stopped, text):
+    job = Driven(2, 4).running()
+    job.tell(finish_of(1, (9, 0, 0), "same", stopped))
+    assert only(job.tell(finish_of(2, (9, 0, 0), "same", stopped)), EndJob).reason == text
+
+
+@pytest.mark.parametrize(
+    ("found", "text"),
+    [
+        (ProcessProbed(2, stopped=True), "rank 1 sends no heartbeat: its process is stopped"),
+        (ProcessProbed(2, stopped=False, ran=0.1), "rank 1 sends no heartbeat, though its interpreter runs"),
+        (ProcessProbed(2, stopped=False), "rank 1 sends no heartbeat, but its process runs"),
+    ],
+)
+def test_what_is_found_out_about_a_process_that_does_not_beat(found, text):
+    job = Driven(3, 6).running()
+    job.beat_all()
+    job.tell(found, after=1.5)
+    assert job.reason.startswith(text)
 
 
 @pytest.mark.parametrize("waiting", [1, 2, 3])

@@ -9,7 +9,7 @@ from tests.elastic.machine.made_states import NOW, beat, change, job_with_limits
 
 from paceline.elastic.machine import liveness
 from paceline.elastic.machine.machine_events import ProcessProbed
-from paceline.elastic.machine.state import JobState, Phase, WorkerStatus
+from paceline.elastic.machine.state import JobPhase, JobState, WorkerStatus
 
 
 def test_the_limit_of_silence():
@@ -27,7 +27,7 @@ def test_whose_process_is_probed():
     change(job, 3, status=WorkerStatus.STARTING)
     change(job, 4, reconnected=False)
     assert liveness.to_probe(job) == (1,)
-    job.phase = Phase.RETURNING
+    job.phase = JobPhase.RETURNING
     assert liveness.to_probe(job) == (1, 4)
 
 

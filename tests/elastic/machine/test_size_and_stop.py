@@ -10,7 +10,8 @@ import pytest
 from tests.elastic.machine.machine_driver import sent, some, started
 from tests.elastic.machine.made_states import NOW, after, beat, change, made
 
-from paceline.control.messages import MAX_WORKERS, Dismissed, MemberReport, Prepare, Stop
+from paceline.control.field_types import MAX_WORKERS
+from paceline.control.messages import Dismissed, MemberReport, Prepare, Stop
 from paceline.elastic.machine import machine
 from paceline.elastic.machine.actions import EndJob, KillWorker, ProbeWorkers, RecordVerdict
 from paceline.elastic.machine.job_event_handlers import size_refusal
@@ -23,7 +24,7 @@ from paceline.elastic.machine.machine_events import (
     Tick,
     WorkerLost,
 )
-from paceline.elastic.machine.state import JobState, Phase, Slot, Worker, WorkerStatus
+from paceline.elastic.machine.state import JobPhase, JobState, Slot, Worker, WorkerStatus
 
 
 def running(*agents: int, **settings: Any) -> JobState:
@@ -61,7 +62,7 @@ def test_agents_that_are_not_needed():
         job, actions = after(running(), event)
         assert (actions, job.agents) == ([], {})
     stopping = running()
-    stopping.stop_reason, stopping.phase = "enough", Phase.STOPPING
+    stopping.stop_reason, stopping.phase = "enough", JobPhase.STOPPING
     job, actions = after(stopping, AgentJoined(1, 2, "host1"))
     assert (actions, job.agents) == ([], {})
     job, actions = after(running(), AgentJoined(1, 1, "host1"))
@@ -77,16 +78,16 @@ def test_with_an_agent_its_slots_and_workers_are_gone():
     assert (sorted(job.slots), sorted(job.workers), job.agents) == ([0, 8], [1], {})
     assert job.preemptions == 6
     assert started(actions) == []
-    assert job.phase is Phase.PREPARING
+    assert job.phase is JobPhase.PREPARING
     again, actions = after(job, AgentLost(1, "it left"))
     assert (actions, again.preemptions) == ([], 6)
 
 
-def test_a_host_that_never_joined_takes_nobody_with_it():
+def test_a_host_that_never_joined_takes_no_worker_with_it():
     for agent_id in (0, 2):
         job, actions = after(running(0, 0, 1), AgentLost(agent_id, "it left"))
         assert (sorted(job.workers), sorted(job.slots), job.preemptions) == ([1, 2, 3], [0, 1, 2], 0)
-        assert (job.agents, job.phase, actions) == ({1: "host1"}, Phase.RUNNING, [])
+        assert (job.agents, job.phase, actions) == ({1: "host1"}, JobPhase.RUNNING, [])
 
 
 # size
@@ -169,7 +170,7 @@ def test_of_a_smaller_job_the_highest_at_home_leave_first():
     assert [smaller.workers[member].leave_reason for member in (1, 2, 3)] == ["", "scaled", "scaled"]
     assert smaller.workers[3].status is WorkerStatus.LEAVING
     assert not smaller.slots[2].wanted
-    assert smaller.phase is Phase.PREPARING
+    assert smaller.phase is JobPhase.PREPARING
     for size, leave in ((3, {2}), (2, {1, 2}), (1, {1, 2, 4})):
         smaller, _ = after(running(0, 0, 1, 1, shards=8), ScaleRequested(size))
         assert {member for member, worker in smaller.workers.items() if worker.leave_reason} == leave
@@ -188,19 +189,19 @@ def test_fewer_workers_than_are_awaited_let_the_job_begin():
     job.workers[1] = replace(job.workers[1], status=WorkerStatus.READY)
     job.last_message_at[1] = NOW
     job, _ = after(job, ScaleRequested(1))
-    assert job.phase is Phase.INSTALLING
+    assert job.phase is JobPhase.INSTALLING
 
 
 def test_fewer_workers_while_reports_are_awaited():
     job = running(0, 0)
     add(job, 3, 2, WorkerStatus.READY)
-    job.phase, job.pending, job.generation = Phase.PREPARING, frozenset({3}), 4
+    job.phase, job.pending, job.generation = JobPhase.PREPARING, frozenset({3}), 4
     job.reports = {
         member: MemberReport(generation=4, progress=(5, 0, 0), held_shards=(), has_private_state=False)
         for member in (1, 2)
     }
     job, _ = after(job, ScaleRequested(2))
-    assert job.phase is Phase.INSTALLING
+    assert job.phase is JobPhase.INSTALLING
     assert job.view is not None
     assert job.view.members == (1, 2)
 
@@ -218,7 +219,7 @@ def test_a_stop_dismisses_who_is_in_no_view_and_tells_the_members():
     assert [one.member for one in sent(actions, Dismissed)] == [4]
     (stop,) = sent(actions, Stop)
     assert (stop.members, stop.reason) == ((1, 2), "enough")
-    assert (job.phase, job.stop_reason, job.stop_requested_at) == (Phase.STOPPING, "enough", NOW)
+    assert (job.phase, job.stop_reason, job.stop_requested_at) == (JobPhase.STOPPING, "enough", NOW)
     assert sorted(job.slots) == [0, 1, 4]
     again, actions = after(job, StopRequested("really"), NOW + 1.0)
     assert (actions, again.stop_reason, again.stop_requested_at) == ([], "enough", NOW)
@@ -250,7 +251,7 @@ def test_a_stop_of_a_job_that_has_not_begun_is_a_good_end():
     job, actions = after(job, StopRequested("enough"))
     (ended,) = some(actions, EndJob)
     assert (ended.ok, ended.stopped) == (True, "enough")
-    assert (job.phase, job.next_tick_at) == (Phase.ENDED, inf)
+    assert (job.phase, job.next_tick_at) == (JobPhase.ENDED, inf)
 
 
 # probes and ticks
@@ -283,7 +284,7 @@ def test_a_tick_before_its_time_looks_at_nothing():
     assert again.next_tick_at > NOW
 
 
-def test_a_stalled_supervisor_blames_nobody():
+def test_a_stalled_supervisor_blames_no_worker():
     job = running(0, 0)
     job.last_message_at = dict.fromkeys((1, 2), NOW - 100.0)
     job.next_tick_at = NOW
@@ -363,7 +364,7 @@ def test_the_silent_are_probed_and_slots_are_filled_when_it_is_time():
 
 def test_a_tick_that_finds_all_well_decides_nothing():
     job, actions = ticked(running(0, 0))
-    assert (actions, job.phase) == ([], Phase.RUNNING)
+    assert (actions, job.phase) == ([], JobPhase.RUNNING)
 
 
 def test_a_straggler_is_handed_over_and_the_assignment_has_its_time_again():
@@ -397,4 +398,4 @@ def test_shards_are_not_assigned_again_while_one_is_done():
 def test_a_worker_that_is_lost_and_not_known_changes_nothing():
     job = running(0, 0)
     again, actions = after(job, WorkerLost(9, "crash", "killed"))
-    assert (actions, again.phase) == ([], Phase.RUNNING)
+    assert (actions, again.phase) == ([], JobPhase.RUNNING)

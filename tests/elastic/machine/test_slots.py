@@ -12,7 +12,7 @@ from tests.elastic.machine.made_states import NOW, beat, change, fresh_actions, 
 from paceline.control.messages import Dismissed, MemberReport
 from paceline.elastic.machine import slots
 from paceline.elastic.machine.actions import Action, KillWorker, RecordFailure, RecordVerdict, StartWorker
-from paceline.elastic.machine.hang_detection import Culprit
+from paceline.elastic.machine.hang_detection import FaultFinding
 from paceline.elastic.machine.machine_events import ProcessProbed
 from paceline.elastic.machine.state import JobState, Slot, WorkerStatus
 
@@ -140,7 +140,7 @@ def test_a_verdict_is_recorded_before_the_kill_and_a_hang_is_counted():
     for kind, hangs in (("hung", 1), ("silent", 0), ("unreachable", 0)):
         job = job_of()
         out = fresh_actions(job)
-        slots.expel(job, Culprit(job.workers[2], kind, "data", "it does", "all wait"))  # type: ignore[arg-type]
+        slots.expel(job, FaultFinding(job.workers[2], kind, "data", "it does", "all wait"))  # type: ignore[arg-type]
         verdict = only(out, RecordVerdict)
         assert (verdict.member, verdict.slot, verdict.phase) == (2, 1, "data")
         assert (verdict.what, verdict.waiting) == ("it does", "all wait")

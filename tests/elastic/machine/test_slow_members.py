@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from tests.elastic.machine.made_states import NOW, beat, change, made
 
+from paceline.control.messages import ViewPlan
 from paceline.elastic.machine import stragglers
-from paceline.elastic.machine.actions import ViewPlan
 from paceline.elastic.machine.state import JobState, WorkerStatus
 
 
@@ -92,7 +92,7 @@ def test_an_assignment_that_is_best_or_not_known_stays():
 @pytest.mark.parametrize("policy", ["wait", "rebalance"])
 def test_blocks_are_made_again_where_held_shards_were_left(policy):
     job = measured(0.5, 0.5, stragglers=policy, shards=4)
-    job.view = ViewPlan(3, (1, 2), (0, 1), ((0, 3), (1, 2)))
+    job.view = ViewPlan(generation=3, members=(1, 2), slots=(0, 1), shards=((0, 3), (1, 2)))
     assert stragglers.better_assignment(job) is None
     job.is_contiguous = False
     assert "in blocks again" in (stragglers.better_assignment(job) or "")

@@ -23,7 +23,7 @@ from tests.elastic.machine.machine_driver import (
 from paceline.control.messages import Dismissed, Prepare, Stop
 from paceline.elastic.machine.actions import EndJob, InstallView, RecordFailure, RecordRepair, RecordVerdict
 from paceline.elastic.machine.machine_events import FromMember, StopRequested, WorkerLost
-from paceline.elastic.machine.state import Phase, WorkerStatus
+from paceline.elastic.machine.state import JobPhase, WorkerStatus
 
 
 def done(member: int, digest: str = "same", stopped: str | None = None, generation: int = 0) -> FromMember:
@@ -35,10 +35,10 @@ def test_the_first_view_comes_when_all_came():
     assert started(job.actions) == [0, 1, 2, 3]
     told = job.join_all()
     plan = only(told, InstallView).plan
-    assert (plan.generation, plan.restore, plan.source, plan.stale_ranks) == (1, True, -1, ())
+    assert (plan.generation, plan.restore, plan.source, plan.stale_indexes) == (1, True, -1, ())
     assert plan.shards == ((0, 1), (2, 3), (4, 5), (6, 7))
     job.install_all()
-    assert job.state.phase is Phase.RUNNING
+    assert job.state.phase is JobPhase.RUNNING
 
 
 def test_the_first_view_does_not_wait_for_ever():
@@ -60,7 +60,7 @@ def test_after_a_loss_the_furthest_hands_its_state_over_and_held_gradients_stay(
     job.tell(report_of(3, 2, (6, 0, 0), (4,)))
     plan = only(job.tell(report_of(4, 2, (6, 0, 0), (6, 7))), InstallView).plan
     assert (plan.members, plan.slots) == ((1, 3, 4), (0, 2, 3))
-    assert (plan.source, plan.stale_ranks, plan.restore) == (1, (0,), False)
+    assert (plan.source, plan.stale_indexes, plan.restore) == (1, (0,), False)
     # What member 1 holds is of an older step; what the others hold stays with them.
     assert 4 in plan.shards[1]
     assert set(plan.shards[2]) >= {6, 7}
@@ -85,7 +85,7 @@ def test_a_replacement_joins_at_a_boundary_and_gets_its_state_from_a_peer():
     assert (ask.abort, new in ask.members) == (False, True)
     plan = job.form_view((7, 0, 0))
     assert plan.members == (1, new, 3)
-    assert (plan.source, plan.stale_ranks) == (0, (1,))
+    assert (plan.source, plan.stale_indexes) == (0, (1,))
     assert plan.shards == ((0, 1), (2, 3), (4, 5))
 
 
@@ -128,12 +128,12 @@ def test_a_loss_while_installing_asks_again():
     assert (ask.members, ask.generation, ask.abort) == ((2, 4), 3, True)
 
 
-def test_with_nobody_left_the_next_ones_restore():
+def test_with_no_member_left_the_next_ones_restore():
     job = Driven(2, 4).running()
     job.beat_all()
     job.tell(WorkerLost(1, "crash", "killed"))
     job.tell(WorkerLost(2, "crash", "killed"))
-    assert job.state.phase is Phase.STARTING
+    assert job.state.phase is JobPhase.STARTING
     plan = only(job.join_all(), InstallView).plan
     assert (plan.restore, plan.members) == (True, (3, 4))
     assert plan.generation > 2
@@ -169,9 +169,9 @@ def test_the_last_member_hands_over_before_it_leaves():
     assert not sent(told, Prepare)
     job.tell(hello_of(2, 0))
     plan = job.form_view((4, 0, 0))
-    assert (plan.members, plan.source, plan.stale_ranks) == ((1, 2), 0, (1,))
-    # Everybody has the state now: it leaves with the next view, which is asked for at once.
-    assert job.state.phase is Phase.PREPARING
+    assert (plan.members, plan.source, plan.stale_indexes) == ((1, 2), 0, (1,))
+    # All members have the state now: it leaves with the next view, which is asked for at once.
+    assert job.state.phase is JobPhase.PREPARING
     plan = job.form_view((4, 0, 0))
     assert plan.members == (2,)
 
@@ -205,7 +205,7 @@ def test_who_is_done_still_helps_those_who_are_not():
     assert asked(job.actions).members == (1, 2)
     job.tell(report_of(1, 2, (9, 1, 0)))
     plan = only(job.tell(report_of(2, 2, (8, 1, 0))), InstallView).plan
-    assert (plan.source, plan.stale_ranks) == (0, (1,))
+    assert (plan.source, plan.stale_indexes) == (0, (1,))
     job.install_all()
     assert job.tell(done(1, generation=1)) == []
     job.tell(done(1, generation=2))
@@ -223,7 +223,7 @@ def test_at_the_very_end_a_joiner_is_not_waited_for():
     assert only(job.tell(done(1)), EndJob).ok
 
 
-def test_a_worker_nobody_expects_may_end():
+def test_a_worker_that_is_not_expected_may_end():
     job = Driven(2, 4).running()
     assert only_sent(job.tell(hello_of(77, 1, generation=1)), Dismissed).member == 77
 
@@ -263,7 +263,7 @@ def test_joiners_that_were_started_together_join_together():
     assert set(asked(told).members) == {3, 4, 5, 6}
 
 
-def test_standing_of_everybody_is_what_it_should_be():
+def test_standing_of_every_worker_is_what_it_should_be():
     job = Driven(2, 4).running()
     job.tell(leave_of(2, "SIGTERM"))
     assert {w.number: w.status for w in job.state.workers.values()} == {
@@ -273,7 +273,7 @@ def test_standing_of_everybody_is_what_it_should_be():
     }
 
 
-def test_a_collective_that_breaks_because_a_member_died_counts_against_nobody():
+def test_a_collective_that_breaks_because_a_member_died_counts_against_no_other():
     """The survivors tell of it before the death is known, three times in a row without a step."""
     job = Driven(3, 6, max_worker_failures=9).running()
     for _ in range(4):

@@ -13,17 +13,12 @@ from tests.elastic.machine.machine_driver import (
 )
 from tests.elastic.machine.made_states import NOW, after, change, fresh_actions, made
 
-from paceline.control.messages import Dismissed, MemberReport, Progress, Stop
+from paceline.control.field_types import Progress
+from paceline.control.messages import Dismissed, MemberReport, Stop, ViewPlan
 from paceline.elastic.machine import view_change
-from paceline.elastic.machine.actions import (
-    EndJob,
-    InstallView,
-    RecordRepair,
-    RequestDial,
-    ViewPlan,
-)
+from paceline.elastic.machine.actions import EndJob, InstallView, RecordRepair, RequestDial
 from paceline.elastic.machine.hash_votes import Dispute
-from paceline.elastic.machine.state import JobState, Phase, Slot, Worker, WorkerStatus
+from paceline.elastic.machine.state import JobPhase, JobState, Slot, Worker, WorkerStatus
 
 
 def report(progress: Progress | None = (5, 0, 0), held: tuple[int, ...] = (), **more: Any) -> MemberReport:
@@ -35,7 +30,7 @@ def preparing(
     *reports: MemberReport, abort: bool = True, agents: tuple[int, ...] = (), **settings: Any
 ) -> JobState:
     """All members have reported, in generation 4."""
-    job = made(agents or (0,) * len(reports), Phase.PREPARING, shards=2 * len(reports), **settings)
+    job = made(agents or (0,) * len(reports), JobPhase.PREPARING, shards=2 * len(reports), **settings)
     job.generation, job.abort, job.committed, job.reason = 4, abort, True, "a test"
     job.reports = dict(enumerate(reports, 1))
     job.next_tick_at = NOW + 50.0
@@ -57,17 +52,17 @@ def reason_of(job: JobState) -> str:
 def test_the_furthest_hands_its_state_to_those_behind():
     plan = decided(preparing(report((5, 0, 0)), report((6, 0, 0)), report((5, 1, 0)), report((6, 0, 0))))
     assert (plan.generation, plan.members, plan.slots) == (4, (1, 2, 3, 4), (0, 1, 2, 3))
-    assert (plan.source, plan.stale_ranks, plan.restore, plan.restore_before) == (1, (0, 2), False, -1)
+    assert (plan.source, plan.stale_indexes, plan.restore, plan.restore_before) == (1, (0, 2), False, -1)
     assert (plan.disputed, plan.ends) == (-1, "")
     plan = decided(preparing(report(), report()))
-    assert (plan.source, plan.stale_ranks) == (-1, ())
+    assert (plan.source, plan.stale_indexes) == (-1, ())
 
 
 def test_where_no_member_has_a_state_all_restore():
     job = preparing(report(None), report(None))
     job.restore_before, job.votes, job.lineage = 7, {(5, ""): {1: "a"}}, {2: 1}
     plan = decided(job)
-    assert (plan.restore, plan.source, plan.stale_ranks, plan.restore_before) == (True, -1, (), 7)
+    assert (plan.restore, plan.source, plan.stale_indexes, plan.restore_before) == (True, -1, (), 7)
     assert (job.votes, job.lineage) == ({}, {})
 
 
@@ -115,7 +110,7 @@ def test_who_leaves_and_has_the_only_state_hands_it_over_and_computes_nothing():
     job = preparing(report(), report(None))
     change(job, 1, status=WorkerStatus.LEAVING, leave_reason="preempted")
     plan = decided(job)
-    assert (plan.members, plan.source, plan.stale_ranks) == ((1, 2), 0, (1,))
+    assert (plan.members, plan.source, plan.stale_indexes) == ((1, 2), 0, (1,))
     assert plan.shards == ((), (0, 1, 2, 3))
     job = preparing(report(), report())
     for member in (1, 2):
@@ -124,7 +119,7 @@ def test_who_leaves_and_has_the_only_state_hands_it_over_and_computes_nothing():
     assert (plan.members, plan.shards) == ((1, 2), ((0, 1), (2, 3)))
 
 
-def test_who_leaves_and_has_nothing_is_not_needed_where_nobody_has():
+def test_a_leaving_member_without_state_is_not_needed_where_no_member_has_state():
     job = preparing(report(None), report(None))
     change(job, 1, status=WorkerStatus.LEAVING, leave_reason="preempted")
     assert decided(job).members == (2,)
@@ -170,7 +165,7 @@ def test_what_is_known_while_a_view_is_installed():
     job.base_progress, job.asked_at, job.assigned_at = (4, 0, 0), 0.0, 0.0
     job.votes = {(5, ""): {1: "a"}}
     plan = decided(job)
-    assert (job.phase, job.view) == (Phase.INSTALLING, plan)
+    assert (job.phase, job.view) == (JobPhase.INSTALLING, plan)
     assert vars(job)["base_progress"] is None
     assert (job.pending, job.reports) == (frozenset({1, 2}), {})
     assert (job.asked_at, job.assigned_at, job.votes) == (NOW, NOW, {(5, ""): {1: "a"}})
@@ -215,6 +210,17 @@ def test_a_job_that_has_too_few_workers_without_one_whose_report_differs_ends():
     assert decided(preparing(same, same, other, min_workers=2, max_worker_failures=0)).members == (1, 2)
 
 
+def test_a_job_that_has_too_few_workers_without_one_that_voted_otherwise_ends():
+    """The votes were cast before the view ended, and the reports say nothing about the states."""
+    for least, ends in ((3, True), (2, False)):
+        job = preparing(report(), report(), report(), min_workers=least, max_worker_failures=0)
+        job.votes = {(5, ""): {1: "a", 2: "a", 3: "b"}}
+        out = fresh_actions(job)
+        view_change.proceed(job, "all reported")
+        assert [end.failed for end in some(out, EndJob)] == ([3] if ends else [])
+        assert [view.plan.members for view in some(out, InstallView)] == ([] if ends else [(1, 2)])
+
+
 def test_a_job_that_fails_forms_its_last_view_or_ends():
     job = preparing(report(), report())
     job.stop_reason, job.fatal_failure = "it raised", (2, "it raised")
@@ -237,7 +243,7 @@ def lineage(*reports: MemberReport, known: dict[int, int] | None = None) -> dict
     return job.lineage
 
 
-def test_who_takes_a_state_that_nobody_confirms_is_one_vote_with_its_source():
+def test_who_takes_a_state_that_no_other_confirms_is_one_vote_with_its_source():
     here, behind = report((6, 0, 0), digest="a"), report((5, 0, 0))
     assert lineage(here, behind) == {2: 1}
     assert lineage(here, behind, behind) == {2: 1, 3: 1}
@@ -252,7 +258,7 @@ def test_who_takes_a_state_that_nobody_confirms_is_one_vote_with_its_source():
 
 
 def installing(*agents: int) -> JobState:
-    job = made(agents or (0, 0), Phase.INSTALLING, shards=4)
+    job = made(agents or (0, 0), JobPhase.INSTALLING, shards=4)
     job.committed = True
     job.pending = frozenset(job.workers)
     job.next_tick_at = NOW + 50.0
@@ -264,15 +270,23 @@ def test_when_all_have_installed_the_job_runs():
     job.max_progress, job.restore, job.abort, job.restore_before = (7, 0, 0), True, True, 3
     job.failed_at, job.lost_slots = NOW - 2.0, (5, 1, 5)
     job, actions = after(job, installed_by(1, 3, (6, 0, 0)), NOW + 1.0)
-    assert (job.phase, actions, job.base_progress) == (Phase.INSTALLING, [], (6, 0, 0))
+    assert (job.phase, actions, job.base_progress) == (JobPhase.INSTALLING, [], (6, 0, 0))
     assert (job.last_message_at[1], job.progressed_at) == (NOW + 1.0, NOW + 1.0)
     job, actions = after(job, installed_by(2, 3, (5, 0, 0)), NOW + 2.0)
-    assert job.phase is Phase.RUNNING
+    assert job.phase is JobPhase.RUNNING
     assert (job.base_progress, job.max_progress, job.restore, job.abort) == ((5, 0, 0), None, False, False)
     assert (job.progressed_at, job.productive_at, job.restore_before) == (NOW + 2.0, NOW + 2.0, -1)
     repair = only(actions, RecordRepair)
     assert (repair.generation, repair.seconds, repair.lost) == (3, 4.0, (1, 5))
     assert (job.failed_at, job.lost_slots) == (None, ())
+
+
+def test_a_repair_names_the_lost_slots_in_their_order():
+    job = installing(0)
+    # Not the order in which a set holds small numbers.
+    job.failed_at, job.lost_slots = NOW, (8, 1)
+    _, actions = after(job, installed_by(1, 3))
+    assert only(actions, RecordRepair).lost == (1, 8)
 
 
 def test_what_is_tainted_stays_so_in_the_next_view():
@@ -306,12 +320,12 @@ def test_a_stop_is_told_when_all_are_in_the_view():
     job = installing()
     job.stop_reason, job.pending = "enough", frozenset({2})
     job, actions = after(job, installed_by(2, 3))
-    assert job.phase is Phase.STOPPING
+    assert job.phase is JobPhase.STOPPING
     assert sent(actions, Stop)[0].members == (1, 2)
     job = installing()
     job.stop_reason, job.fatal_failure, job.pending = "it raised", (1, "it raised"), frozenset({2})
     job, actions = after(job, installed_by(2, 3))
-    assert (job.phase, sent(actions, Stop)) == (Phase.STOPPING, [])
+    assert (job.phase, sent(actions, Stop)) == (JobPhase.STOPPING, [])
 
 
 def test_who_is_ready_is_asked_to_dial_when_the_view_is_whole():

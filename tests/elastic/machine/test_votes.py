@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from paceline.control.messages import MemberReport, Progress
+from paceline.control.field_types import Progress
+from paceline.control.messages import MemberReport
 from paceline.elastic.machine import budgets, hash_votes, view_change
 from paceline.elastic.machine.hash_votes import judge, judged
 from paceline.elastic.machine.settings import MachineSettings
@@ -160,9 +161,9 @@ def test_private_state_of_one_without_state_does_not_count():
 
 
 def test_what_is_missing_in_words():
-    assert view_change.name_debt([3]).endswith("shard 3")
-    assert view_change.name_debt([0, 1, 2, 3, 4, 5]).endswith("shards 0, 1, 2, 3, 4, 5")
-    assert view_change.name_debt(range(7)).endswith("shards 0, 1, 2, 3, 4, 5 and others")
+    assert view_change.name_residuals([3]) == "the compression residual of shard 3 is lost"
+    assert view_change.name_residuals(range(6)).endswith("residuals of shards 0, 1, 2, 3, 4, 5 are lost")
+    assert view_change.name_residuals(range(7)).endswith("shards 0, 1, 2, 3, 4, 5 and others are lost")
 
 
 # budgets

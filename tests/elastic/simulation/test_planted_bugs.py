@@ -1,5 +1,5 @@
 """The simulation has teeth: a machine that is broken on purpose is found out, by what it does to the run and
-not by its own laws, which are left unchecked here."""
+not by its own invariants, which are left unchecked here."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from paceline.control import member_machine
+from paceline.control.messages import ViewPlan
 from paceline.elastic.machine import (
     admission,
     hang_detection,
@@ -18,14 +19,15 @@ from paceline.elastic.machine import (
     slots,
     view_change,
 )
-from paceline.elastic.machine.actions import InstallView, ViewPlan
-from paceline.elastic.machine.state import Phase
+from paceline.elastic.machine.actions import InstallView
+from paceline.elastic.machine.state import JobPhase
 from paceline.elastic.simulation.campaign import run
 
 
-def first_violation(schedules: int, check_laws: bool = False, wanted: str = "") -> str:
-    """The first violation (that contains `wanted`) of these schedules; empty: there is none."""
-    for seed in range(schedules):
+def first_violation(schedules: int, check_laws: bool = False, wanted: str = "", first: int = 0) -> str:
+    """The first violation (that contains `wanted`) of these schedules; empty: there is none. `first` is the
+    seed to begin with: where few schedules have what it takes, near one that has."""
+    for seed in range(first, first + schedules):
         outcome = run(seed, 8, check_laws=check_laws)
         if outcome.violations and wanted in outcome.violations[0]:
             again = run(seed, 8, check_laws=check_laws)
@@ -80,29 +82,29 @@ def changed_view(monkeypatch: pytest.MonkeyPatch, change: Callable[[ViewPlan], V
 
 
 def test_a_joiner_that_begins_with_nothing(monkeypatch):
-    changed_view(monkeypatch, lambda plan: replace(plan, source=-1, stale_ranks=()))
+    changed_view(monkeypatch, lambda plan: replace(plan, source=-1, stale_indexes=()))
     assert "begins with no state" in first_violation(40)
 
 
-def test_state_that_comes_from_somebody_behind(monkeypatch):
+def test_state_that_comes_from_a_member_behind(monkeypatch):
     def swapped(plan: ViewPlan) -> ViewPlan:
-        if not plan.stale_ranks:
+        if not plan.stale_indexes:
             return plan
-        others = tuple(rank for rank in range(len(plan.members)) if rank != plan.stale_ranks[0])
-        return replace(plan, source=plan.stale_ranks[0], stale_ranks=others)
+        others = tuple(rank for rank in range(len(plan.members)) if rank != plan.stale_indexes[0])
+        return replace(plan, source=plan.stale_indexes[0], stale_indexes=others)
 
     changed_view(monkeypatch, swapped)
     assert first_violation(40) != ""
 
 
 def test_generations_that_are_not_counted(monkeypatch):
-    """Nobody is fenced: messages and collectives of the old view are taken for those of the new one."""
+    """No member is fenced: messages and collectives of the old view are taken for those of the new one."""
     counts = view_change.begin
 
     def forgets(job: Any, abort: bool, why: str) -> str:
         generation = job.generation
         reason = counts(job, abort, why)
-        if job.phase is Phase.PREPARING:
+        if job.phase is JobPhase.PREPARING:
             job.generation = generation
             asked = job.actions[-1]
             job.actions[-1] = replace(asked, message=replace(asked.message, generation=generation))
@@ -129,7 +131,7 @@ def test_hangs_that_are_not_seen(monkeypatch):
 
 def test_silence_that_is_not_seen(monkeypatch):
     monkeypatch.setattr(hang_detection, "find_silent", lambda job: [])
-    assert first_violation(600, wanted="has not noticed")
+    assert first_violation(600, wanted="has not noticed", first=600)
 
 
 def test_members_that_never_give_up_a_supervisor(monkeypatch):
@@ -153,7 +155,7 @@ def test_time_that_the_machine_was_suspended_for_is_blamed_on_workers(monkeypatc
     assert "blamed without a fault" in first_violation(200)
 
 
-def test_a_slot_that_nobody_fills_again(monkeypatch):
+def test_a_slot_that_no_worker_fills_again(monkeypatch):
     monkeypatch.setattr(slots, "start_due", lambda job: [])
     assert "waits for a worker" in first_violation(40)
 

@@ -98,7 +98,7 @@ class Parts:
         self.loop = Loop(self.clock, selectors.DefaultSelector())
         self._peers: list[Peer] = []
         self._sockets: list[socket.socket] = []
-        self._processes: list[WorkerProcess] = []
+        self.processes: list[WorkerProcess] = []
 
     def connect(
         self, owner: ConnectionOwner, host: str = "127.0.0.1", **more: Any
@@ -116,7 +116,7 @@ class Parts:
         ours, theirs = fd_messages.pair()
         process = WorkerProcess(ours)
         self._sockets.append(theirs)
-        self._processes.append(process)
+        self.processes.append(process)
         if pid:
             process.set_pid(pid)
         return process, theirs
@@ -135,7 +135,7 @@ class Parts:
     def close(self) -> None:
         for peer in self._peers:
             peer.channel.close()
-        for process in self._processes:
+        for process in self.processes:
             process.close()
         for sock in self._sockets:
             sock.close()
@@ -195,8 +195,8 @@ class Shell(Parts):
             self.records,
             self.agents,
             self.parent,
-            self.journal,
-            self.verdicts,
+            self.journal.flush,
+            self.verdicts.report_open,
             self._import_spool,
         )
         self.views = ViewMessages(backup=False)

@@ -7,7 +7,7 @@ import os
 import pytest
 from tests.elastic.supervisor.shell_parts import Shell, receipt, step, written
 
-from paceline.control.messages import AgentNotice, DialRequest, Dismissed, Prepare, Stop, View
+from paceline.control.messages import AgentNotice, DialRequest, Dismissed, Prepare, Stop, View, ViewPlan
 from paceline.core.events import Repaired, StepsReceived, ViewChanged, WorkerFailed
 from paceline.elastic.machine.actions import (
     EndJob,
@@ -20,14 +20,15 @@ from paceline.elastic.machine.actions import (
     RequestDial,
     Send,
     StartWorker,
-    ViewPlan,
     dismiss,
 )
 from paceline.elastic.machine.machine_events import AgentLost
 from paceline.elastic.supervisor.action_executor import DISMISSED_SECONDS
 from paceline.elastic.supervisor.process_probe import MAX_STACK_SECONDS, PROBE_POLL_SECONDS
 
-PLAN = ViewPlan(generation=3, members=(7, 8), slots=(0, 1), shards=((0, 1), (2,)), source=0, stale_ranks=(1,))
+PLAN = ViewPlan(
+    generation=3, members=(7, 8), slots=(0, 1), shards=((0, 1), (2,)), source=0, stale_indexes=(1,)
+)
 
 
 def test_a_view_goes_to_all_members_and_to_the_journal(shell: Shell):
@@ -43,7 +44,7 @@ def test_a_view_goes_to_all_members_and_to_the_journal(shell: Shell):
     assert isinstance(view, View)
     assert peers[1].received() == [view]
     assert (view.generation, view.slots, view.shards, view.source) == (3, (0, 1), ((0, 1), (2,)), 0)
-    assert (view.stale_ranks, view.journaled, view.segment) == ((1,), 1, ())
+    assert (view.stale_indexes, view.journaled, view.segment) == ((1,), 1, ())
     assert shell.records.live[7].view == view
     (changed,) = written(shell.journal_file, ViewChanged)
     assert (changed.generation, changed.members, changed.behind) == (3, [0, 1], [1])
@@ -112,7 +113,12 @@ def test_what_was_sent_last_is_kept_for_a_reconnect(shell: Shell):
 
 
 def test_a_worker_that_the_machine_has_forgotten_can_be_dismissed(shell: Shell):
+    record = shell.start(7, 0)
+    peer = shell.join(7, 0)
+    peer.received()
     shell.executor.execute(dismiss(99, "not needed"), set())
+    assert peer.received() == []
+    assert shell.records.live == {7: record}
 
 
 def test_peers_dial_each_other_in_both_directions(shell: Shell):

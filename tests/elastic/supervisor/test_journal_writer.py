@@ -45,7 +45,7 @@ def writer(path, clock, flushed):
     made.close()
 
 
-def test_a_step_is_written_once_whoever_tells_it(writer, path):
+def test_a_step_is_written_once_whichever_member_tells_it(writer, path):
     writer.add_lines([step(1), step(2)])
     writer.add_lines([step(1), step(2), step(3)])
     assert [event.step for event in written(path, StepCommitted)] == [1, 2, 3]
@@ -166,7 +166,8 @@ def ended(number: int, reason: str = "finished") -> str:
 
 
 def test_the_end_of_the_run_comes_after_the_last_receipts(writer, path, flushed):
-    """Whoever is killed in between must not leave a run that has ended, and receipts that never come."""
+    """A supervisor that is killed in between must not leave a run that has ended, and receipts that never
+    come."""
     writer.add_lines([step(1), ended(1)], 11)
     assert not writer.has_written_all_of(11)  # so that the member keeps it, for the next supervisor
     writer.add_receipt(0, 11, receipt(1, 1))

@@ -19,10 +19,10 @@ from paceline.control.messages import (
     ShardComputed,
     Stop,
     View,
+    ViewPlan,
     WorkerException,
 )
 from paceline.core.events import Note, StepCommitted, WorkerStarted
-from paceline.elastic.machine.actions import ViewPlan
 from paceline.elastic.machine.machine_events import AgentLost, FromMember
 from paceline.elastic.supervisor.control_port import HELLO_SECONDS
 from paceline.elastic.supervisor.member_handler import JoinTerms

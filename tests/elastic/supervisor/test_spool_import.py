@@ -1,4 +1,4 @@
-"""What workers left when nobody heard them: taken into the journal once, and only by its own run."""
+"""What workers left when no supervisor heard them: taken into the journal once, and only by its own run."""
 
 from __future__ import annotations
 

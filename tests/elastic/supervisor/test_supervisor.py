@@ -226,7 +226,7 @@ def test_a_member_that_dies_while_no_supervisor_is_there_is_replaced(tmp_path):
 
 
 def test_a_member_whose_end_only_the_dead_supervisor_heard_is_replaced(tmp_path):
-    """It had already told the caller to forget the worker, and nobody else."""
+    """It had already told the caller to forget the worker, and no other process."""
     with running(tmp_path, steps=300) as run:
         run.until_step(20)
         victim = run.pids()[1]
@@ -306,7 +306,7 @@ def test_a_supervisor_that_dies_again_and_again_ends_the_job(tmp_path):
             assert all_gone(watched, 10.0)
 
 
-def test_a_supervisor_that_is_suspended_blames_nobody(tmp_path):
+def test_a_supervisor_that_is_suspended_blames_no_worker(tmp_path):
     with running(tmp_path, steps=500) as run:
         run.until_step(20)
         steps = int((tmp_path / "count").read_text())

@@ -1,4 +1,4 @@
-"""Strangers at the control port of a job that trains: nobody is let in, nothing crashes, training goes on."""
+"""Strangers at the control port of a job that trains: none is let in, nothing crashes, training goes on."""
 
 from __future__ import annotations
 
@@ -156,10 +156,10 @@ def test_slow_and_silent_strangers_are_dropped(job):
         assert time.monotonic() - begun < HANDSHAKE_SECONDS + 2.0
 
 
-def test_a_thousand_connections_hurt_nobody(job):
+def test_a_thousand_connections_hurt_no_member(job):
     with contextlib.ExitStack() as stack:
         socks = [stack.enter_context(knock(job)) for _ in range(1000)]
-        # In the middle of it, whoever has the secret is heard.
+        # In the middle of it, a peer that has the secret is heard.
         assert tool_client.ask(job.folder, ToolRequest(what="status")).facts["phase"] == "running"
         assert all(is_closed(sock) for sock in socks)
     facts = tool_client.ask(job.folder, ToolRequest(what="status")).facts

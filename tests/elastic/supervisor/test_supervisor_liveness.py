@@ -60,7 +60,7 @@ def test_one_that_hangs_with_the_lock_held_is_named_with_phase_and_line(tmp_path
         assert drop(run.finish()).ok
     (verdict,) = run.of(Verdict)
     assert (verdict.rank, verdict.phase) == (0, "data")
-    assert "something holds the interpreter's lock" in verdict.text
+    assert "a call holds the interpreter's lock" in verdict.text
     assert "_grip_here" in verdict.line
     assert run.of(WorkerFailed)[0].cause == "hung"
     assert run.steps == list(range(1, 61))

@@ -232,7 +232,7 @@ def test_a_worker_that_says_nothing_is_replaced(job: Driven, killed):
     assert isinstance(failure, WorkerFailed)
     assert (failure.rank, failure.cause) == (0, "silent")
     job.until(lambda: killed)
-    assert {*killed} == {job._processes[0]}
+    assert {*killed} == {job.processes[0]}
     assert [order.first_rank for order, _ in job.started] == [0, 1, 0]
     assert not any(event.stalled for event in job.told if isinstance(event, Tick))
 
@@ -261,7 +261,7 @@ def test_a_stop_while_workers_start_ends_the_job_at_once(job: Driven, killed):
     parent_messages.send(job.parent_end, "stop", reason="Ctrl-C")
     assert job.supervisor.turn()
     assert StopRequested("Ctrl-C") in job.told
-    assert {*killed} == {*job._processes}  # they have nothing to save
+    assert {*killed} == {*job.processes}  # they have nothing to save
     for _, sock in job.started:
         ended(sock, -9)
     job.finish()
@@ -286,7 +286,7 @@ def test_the_shutdown_kills_workers_that_do_not_end_and_waits_no_longer_for_them
         assert job.supervisor.turn()
     assert job.clock.now() == pytest.approx(kill_at)
     job.finish()
-    assert {*killed} == {*job._processes}
+    assert {*killed} == {*job.processes}
     assert len(job.told) == told  # the machine decides nothing any more
     assert job.to_parent()[-1] == "ended"
     assert job.outcome is not None
@@ -297,7 +297,7 @@ def test_a_kill_by_the_parent_saves_nothing_and_waits_for_no_deadline_of_the_mac
     job.in_view()
     parent_messages.send(job.parent_end, "kill", reason="killed by the caller")
     assert job.supervisor.turn()
-    assert {*killed} == {*job._processes}
+    assert {*killed} == {*job.processes}
     job.finish()  # although not even SIGKILL ends them
     (failed,) = job.events_of(RunFailed)
     assert isinstance(failed, RunFailed)

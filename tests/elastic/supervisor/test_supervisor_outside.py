@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from tests.elastic.outside_programs import JOIN, script
 from tests.elastic.supervised_jobs import drop, running
-from tests.engines.local.processes import all_gone, eventually, watch
+from tests.engines.local.processes import all_gone, watch
+from tests.waiting import wait_for
 
 from paceline.control import supervisor_address
 from paceline.control.messages import ToolRequest
@@ -49,7 +50,7 @@ def test_tools_find_the_job_by_its_folder(tmp_path):
 
 
 def test_a_folder_without_a_job_is_a_clear_mistake(tmp_path):
-    with pytest.raises(UsageError, match="no supervisor is at work"):
+    with pytest.raises(UsageError, match="no supervisor runs there"):
         tool_client.ask(tmp_path, ToolRequest(what="status"))
 
 
@@ -122,7 +123,7 @@ def test_a_kill_for_memory_on_another_machine_is_named(tmp_path):
             name = f"paceline-oom-{run.of(WorkerFailed)[0].pid}"
             present = memory_cgroup.cgroup_of(os.getpid())
             assert present is not None
-            assert eventually(lambda: not (present.path / name).exists())
+            wait_for(lambda: not (present.path / name).exists(), "the cgroup is still there", seconds=5)
             run.supervised.stop("seen")
             assert drop(run.finish()).ok
             assert agent.wait(20) == 0
@@ -205,8 +206,12 @@ def test_when_caller_and_supervisor_die_members_lose_patience_and_leave(tmp_path
             os.kill(caller.pid, signal.SIGSTOP)
             os.kill(supervisor, signal.SIGKILL)
             caller.kill()
-            # They train on without anybody, and then go.
-            assert eventually(lambda: int((tmp_path / "count").read_text()) > before + 10)
+            # They train on without a supervisor and a caller, and then leave.
+            wait_for(
+                lambda: int((tmp_path / "count").read_text()) > before + 10,
+                "the members do not train on",
+                seconds=5,
+            )
             assert all_gone(watched, 20.0)
     assert sorted((tmp_path / "left").read_text().split()) == ["76"] * len(members)
 

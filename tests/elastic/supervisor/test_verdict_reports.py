@@ -76,7 +76,7 @@ def test_a_stack_that_does_not_come_is_waited_for_so_long_and_the_kill_after_it(
     assert verdicts.due == float("inf")
     (verdict,) = written(tmp_path / "journal.jsonl", Verdict)
     assert (verdict.rank, verdict.line, verdict.waiting) == (2, "", "rank 0 waits")
-    assert "its Python line is not known; 3.4 s ago it said: forward for 0.5 s" in verdict.text
+    assert "its Python line is not known; last heartbeat 3.4 s ago: forward for 0.5 s" in verdict.text
     assert verdict.text == verdicts.last_text == capfd.readouterr().err.rstrip("\n")
 
 

@@ -154,7 +154,7 @@ def test_a_worker_that_is_dropped_comes_back_ever_more_slowly():
             return Heartbeat(phase="wait", seconds=0.0)
 
         def receive(self, message: ControlMessage) -> None:
-            raise AssertionError(f"nobody said {message}")
+            raise AssertionError(f"{message} was not sent")
 
         def supervisor_away(self) -> None:
             pass

@@ -6,7 +6,7 @@ import contextlib
 import os
 import select
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 
 @contextlib.contextmanager
@@ -35,11 +35,3 @@ def all_gone(descriptors: Sequence[int], seconds: float) -> bool:
             poll.unregister(descriptor)
         left -= len(ended)
     return left == 0
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
-    """Whether the condition became true within `seconds`."""
-    limit = time.monotonic() + seconds
-    while not (met := condition()) and time.monotonic() < limit:
-        time.sleep(0.005)
-    return met

@@ -340,7 +340,7 @@ def test_a_timeout_names_the_ranks_and_where_they_are():
             time.sleep(FOREVER)
 
     started = time.monotonic()
-    with pytest.raises(CommTimeoutError, match=r"rank 1 of 2 did not finish within 1 seconds") as caught:
+    with pytest.raises(CommTimeoutError, match=r"rank 1 of 2 did not finish within 1 s") as caught:
         launch(hang_on_one, workers=2, timeout=1)
     assert caught.value.waiting_for == (1,)
     assert "in hang_on_one" in str(caught.value)

@@ -1,4 +1,4 @@
-"""The server and its ranks over time: nobody is left behind, nothing piles up."""
+"""The server and its ranks over time: no process is left behind, nothing piles up."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 from tests.engines.local.plain_entry import launch, pid_of, rank_of
-from tests.engines.local.processes import all_gone, eventually, watch
+from tests.engines.local.processes import all_gone, watch
+from tests.waiting import wait_for
 
 from paceline.core.errors import PeerLostError, RankFailedError
 from paceline.engines.local import fork_server_client, shutdown
@@ -43,30 +44,35 @@ def test_shutdown_ends_the_server_and_the_next_launch_starts_another():
     assert fork_server_client.fork_server().pid != first
 
 
+def wait_until_idle(fork_server: int) -> None:
+    """The server closes a group's socket just after it has said that the group is done."""
+    wait_for(
+        lambda: _open_files(fork_server) == IDLE_FILES, "the fork server keeps files of a group", seconds=5
+    )
+
+
 def test_thirty_quick_launches_leave_nothing():
     launch(rank_of)
     fork_server = fork_server_client.fork_server().pid
-    # The server closes a group's socket just after it has said that the group is done.
-    assert eventually(lambda: _open_files(fork_server) == IDLE_FILES)
+    wait_until_idle(fork_server)
     before = leaks.snapshot()
     for _ in range(30):
         assert launch(rank_of, workers=3) == [0, 1, 2]
     assert leaks.since(before) == []
-    assert eventually(lambda: _open_files(fork_server) == IDLE_FILES)
+    wait_until_idle(fork_server)
     assert fork_server_client.fork_server().pid == fork_server
 
 
 def test_failures_and_timeouts_leave_nothing():
     launch(rank_of)
     fork_server = fork_server_client.fork_server().pid
-    # The server closes a group's socket just after it has said that the group is done.
-    assert eventually(lambda: _open_files(fork_server) == IDLE_FILES)
+    wait_until_idle(fork_server)
     before = leaks.snapshot()
     for kind in ("raise", "die") * 4:
         with contextlib.suppress(RankFailedError, PeerLostError):
             launch(_end_badly, kind, workers=2, grace=0.02)
     assert leaks.since(before) == []
-    assert eventually(lambda: _open_files(fork_server) == IDLE_FILES)
+    wait_until_idle(fork_server)
 
 
 def _end_badly(task: RankTask, kind: str) -> None:
@@ -243,7 +249,7 @@ def _nested(task: RankTask) -> list[Any]:
     return launch(rank_of, workers=2)
 
 
-def test_a_second_interrupt_waits_until_nobody_is_left(monkeypatch):
+def test_a_second_interrupt_waits_until_no_rank_is_left(monkeypatch):
     """Ctrl-C while the first one is still being dealt with: the ranks are gone before it takes effect."""
     from paceline.engines.local.launch import RankGroup
 

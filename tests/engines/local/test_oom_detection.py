@@ -138,7 +138,7 @@ def test_an_old_kill_does_not_explain_a_new_death(group, monkeypatch):
     assert watch.verdict(other.pid) is None
 
 
-def test_a_kill_is_not_missed_because_somebody_looked_in_between(group, monkeypatch):
+def test_a_kill_is_not_missed_because_of_a_look_in_between(group, monkeypatch):
     monkeypatch.setattr(oom_detection, "_LOG", "/nowhere")
     now = [0.0]
     watch = OomWatch(clock=lambda: now[0])
@@ -154,7 +154,7 @@ def test_a_kill_is_not_missed_because_somebody_looked_in_between(group, monkeypa
     assert watch.verdict(other.pid) is None
 
 
-def test_processes_that_nobody_knows_are_no_trouble():
+def test_unknown_processes_are_no_trouble():
     watch = OomWatch()
     watch.note(2**22 - 1)
     watch.forget(2**22 - 1)

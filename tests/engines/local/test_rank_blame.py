@@ -78,7 +78,7 @@ def test_equal_failures_are_told_once():
     error = root_cause([raised(rank, rank, ValueError("same")) for rank in range(4)])
     assert isinstance(error, RankFailedError)
     assert error.rank == 0
-    assert error.__notes__ == ["ranks 1, 2, 3 ended the same way"]
+    assert error.__notes__ == ["ranks 1, 2 and 3 ended the same way"]
 
 
 @pytest.mark.parametrize(

@@ -45,4 +45,4 @@ def test_no_dump_no_frames():
 
 def test_ranks_at_the_same_place_share_an_entry():
     text = stack_display.describe_stacks({2: ["a.py:1 in f"], 0: ["a.py:1 in f"], 1: []})
-    assert text == "  ranks 0, 2: a.py:1 in f\n  rank 1: no Python code was running"
+    assert text == "  ranks 0 and 2: a.py:1 in f\n  rank 1: no Python code was running"

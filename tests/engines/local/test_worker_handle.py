@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.engines.local.plain_entry import ENTRY
-from tests.engines.local.processes import all_gone, eventually, watch
+from tests.engines.local.processes import all_gone, watch
+from tests.waiting import wait_for
 
 from paceline.engines.local import fork_server_client, memfd_pickle, rank_call
 from paceline.engines.local.engine_messages import LaunchOrder
@@ -87,7 +88,7 @@ def test_a_rank_that_outlives_its_server_goes_on_and_takes_its_processes_along(t
             assert all_gone(gone, 10.0)
             assert is_waiting(worker)
             worker.kill()
-            assert eventually(lambda: worker.has_ended)
+            wait_for(lambda: worker.has_ended, "the killed worker has not ended", seconds=5)
             worker.kill_orphans()
             assert all_gone(watched, 10.0)
 
@@ -101,14 +102,19 @@ def test_a_rank_that_does_not_outlive_its_server_ends_with_it():
 
 
 def is_waiting(worker: WorkerProcess) -> bool:
-    """Whether its stack says that it came to where a signal does not kill it."""
+    """Whether its stack says that it came to where a signal does not kill it; TimeoutError where it does not
+    come there."""
 
     def asked() -> bool:
         worker.request_stack()
-        answered = eventually(lambda: worker.stack_size() > 0, 0.5)
-        return answered and any("_now_waiting" in frame for frame in worker.frames())
+        with contextlib.suppress(TimeoutError):  # asked again
+            wait_for(lambda: worker.stack_size() > 0, seconds=0.5)
+        return worker.stack_size() > 0 and any("_now_waiting" in frame for frame in worker.frames())
 
-    return hear(worker, lambda: len(worker.descriptors()) == 2) and eventually(asked, 30.0)
+    if not hear(worker, lambda: len(worker.descriptors()) == 2):
+        return False
+    wait_for(asked, "the worker does not come to where it waits", seconds=30)
+    return True
 
 
 def fail(task: RankTask) -> None:
@@ -155,7 +161,7 @@ def test_a_worker_can_be_adopted_with_what_was_kept():
         worker.done = True
 
 
-def test_a_worker_can_be_adopted_before_anybody_heard_its_pid():
+def test_a_worker_can_be_adopted_before_its_pid_is_known():
     with started(wait_for_a_signal) as worker:
         heir = WorkerProcess.adopt(0, [os.dup(file) for file in worker.descriptors()])
         assert heir.pid == 0

@@ -115,7 +115,7 @@ def every_position(samples: int, epochs: int) -> dict[tuple[int, int], int]:
 
 class Ticks:
     """How long the event loop was held up, at most, less the time that this process had to wait for a
-    processor: on a busy machine that is nobody's doing."""
+    processor: on a busy machine that is not the loop's doing."""
 
     def __init__(self, interval: float) -> None:
         self.longest = 0.0

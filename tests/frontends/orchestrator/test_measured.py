@@ -56,23 +56,23 @@ def test_the_slow_worker_is_the_one_with_the_low_speed(tmp_path, exact):
     asyncio.run(main())
 
 
-def test_heartbeats_go_on_while_nobody_finishes_a_step_and_with_another_supervisor(tmp_path):
+def test_heartbeats_go_on_while_no_worker_finishes_a_step_and_with_another_supervisor(tmp_path):
     async def main() -> None:
         async with DistributedTrainingOrchestrator(2) as orchestrator:
             gate = Gate(tmp_path / "gate")
             task = asyncio.create_task(train(orchestrator, small(tmp_path / "run"), model=gate))
 
-            async def everybody_is_heard() -> None:
+            async def all_workers_are_heard() -> None:
                 since = time.time()
                 await until(lambda: all(node.last_heartbeat > since for node in orchestrator.workers))
                 assert max(node.last_heartbeat for node in orchestrator.workers) <= time.time()
 
             await until(lambda: gate.reached() and all(node.speed > 0.0 for node in orchestrator.workers))
-            await everybody_is_heard()
+            await all_workers_are_heard()
             first = supervisor_address.read(tmp_path / "run")
             os.kill(first.pid, signal.SIGKILL)
             await until(lambda: supervisor_address.read(tmp_path / "run").attempt > first.attempt)
-            await everybody_is_heard()
+            await all_workers_are_heard()
             gate.open()
             assert (await task)["epochs_completed"] == 2
 

@@ -90,13 +90,13 @@ def test_workers_and_shards_through_a_failure_and_a_replacement():
 def test_measured_workers_have_a_speed_and_a_heartbeat_of_their_own():
     tracker = RunTracker(2, 4, 100, measured=True)
     tracker.take(view(1, {0: (10, [0, 1]), 1: (11, [2, 3])}, when=2.0))
-    # No step yet: nobody knows how many samples a shard has.
+    # No step yet: it is not known how many samples a shard has.
     tracker.measure(NOW, [said(0, 10, 2.5, 0.1)])
     tracker.take(step(1, 3.0, samples=8))
     assert [(node.last_heartbeat, node.speed) for node in tracker.nodes()] == [(2.5, 0.0), (2.0, 0.0)]
     tracker.measure(NOW, [said(0, 10, 4.0, 0.1), said(1, 11, 3.5, 1.0)])
     assert [(node.last_heartbeat, node.speed) for node in tracker.nodes()] == [(4.0, 20.0), (3.5, 2.0)]
-    # A beat without a measurement, an older one, and somebody unknown.
+    # A beat without a measurement, an older one, and one of an unknown worker.
     tracker.measure(
         NOW,
         [
@@ -241,7 +241,7 @@ def test_data_that_is_made_while_it_is_read_has_none():
             return 4
 
         def __getitem__(self, number: int) -> float:
-            raise AssertionError("nobody reads it for a checksum")
+            raise AssertionError("it is not read for a checksum")
 
     source = as_source(Made())
     assert checksum(source, range(4)) is None

@@ -62,5 +62,5 @@ def test_a_small_model_learns_it():
 
 
 def test_more_samples_than_memory_is_a_clear_error():
-    with pytest.raises(ConfigError, match="do not fit into memory"):
+    with pytest.raises(ConfigError, match="there is no memory for"):
         make_task(64, 10**15, seed=0)

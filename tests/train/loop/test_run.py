@@ -83,7 +83,7 @@ def test_groups_that_are_added_in_a_run() -> None:
 
 @pytest.mark.parametrize("as_tensor", [False, True])
 @pytest.mark.parametrize("when", ["a scheduler after a step", "a modifier"])
-def test_learning_rates_that_somebody_else_changes(as_tensor: bool, when: str) -> None:
+def test_learning_rates_that_other_code_changes(as_tensor: bool, when: str) -> None:
     made: list[torch.optim.Optimizer] = []
 
     def optimizer(parameters: Any) -> torch.optim.Optimizer:
@@ -160,7 +160,7 @@ class Growing(nn.Module):
 
 @pytest.mark.parametrize("shards", [1, 6])
 def test_a_buffer_that_grows(shards: int) -> None:
-    with pytest.raises(UsageError, match=r"the buffer cache \(had 1 elements, has 2\) changed its size"):
+    with pytest.raises(UsageError, match=r"the buffer cache \(had 1 element, has 2\) changed its size"):
         train(job(Growing(), DATA, epochs=1, shards=shards))
 
 

@@ -34,7 +34,7 @@ def text(folder: Path, rank: int) -> str:
 def test_lines_without_a_handler_reach_the_terminal_from_the_first_rank(tmp_path, capsys, rank):
     with bare():
         worker = WorkerLog(tmp_path, rank, 2)
-        logging.getLogger("somebody").warning("look")
+        logging.getLogger("user_code").warning("look")
         logging.getLogger("paceline.somewhere").info("a detail")
         worker.close()
     assert capsys.readouterr().err == ("look\n" if rank == 0 else "")
@@ -81,7 +81,7 @@ def test_ranks_that_are_threads_keep_apart(tmp_path):
     def rank_main(rank: int) -> None:
         with log.at(rank=rank):
             logs.append(WorkerLog(tmp_path, rank, 3))
-            logging.getLogger("somebody").warning("of rank %d", rank)
+            logging.getLogger("user_code").warning("of rank %d", rank)
 
     for rank in range(3):
         thread = threading.Thread(target=rank_main, args=(rank,))
@@ -99,6 +99,6 @@ def test_ranks_that_are_threads_keep_apart(tmp_path):
 def test_a_folder_that_cannot_be_written_is_said(tmp_path, caplog):
     (tmp_path / "logs").write_text("a file in its place")
     worker = WorkerLog(tmp_path / "logs", 0, 1)
-    worker.say(logging.ERROR, "to nobody")
+    worker.say(logging.ERROR, "to no file")
     worker.close()
     assert "rank 0 keeps no log" in caplog.text

@@ -40,12 +40,12 @@ def test_whose_data_is_damaged_is_accused():
     assert collective_failed(VIEW, CorruptDataError("damaged")).accused == ()
 
 
-def test_other_errors_name_nobody():
+def test_other_errors_name_no_member():
     for error in (GroupInterruptedError("told to"), RendezvousError(""), TimeoutError()):
         told = collective_failed(VIEW, error)
         assert (told.accused, told.unreachable) == ((), ())
     assert collective_failed(VIEW, TimeoutError()).reason == "TimeoutError"
 
 
-def test_a_rank_that_the_view_does_not_have_is_nobody():
+def test_a_rank_that_the_view_does_not_have_is_no_member():
     assert collective_failed(VIEW, PeerLostError("gone", rank=5)).unreachable == ()

@@ -178,7 +178,7 @@ def test_slow_begins_once_and_ends_with_the_life():
     assert third.slow(1.0) == 0.0
 
 
-def test_a_fault_waits_for_its_next_chance_while_nobody_knows_of_it():
+def test_a_fault_waits_for_its_next_chance_while_no_supervisor_knows_of_it():
     heard, told = [False], []
 
     def announce(event: FaultInjected, before: int, *, once: bool) -> bool:

@@ -52,7 +52,7 @@ def run_of_two() -> Any:
 def test_a_worker_that_failed_and_lost_its_supervisor_leaves_its_messages_behind(ending, spools):
     run = run_of_two()
     membership: Any = EndingMembership(run, ending)
-    member_training._failed(membership, run, ValueError("no"))
+    member_training.handle_failure(membership, run, ValueError("no"))
     assert membership.calls == ["failed in forward, holds=True", "finish abc", *spools]
 
 
@@ -64,7 +64,7 @@ def test_a_worker_that_failed_and_was_orphaned_before_the_view_saves_alone(monke
 
     monkeypatch.setattr(member_training, "save_alone", saved.append)
     membership: Any = EndingMembership(run, "dismissed", joins)
-    member_training._failed(membership, run, ValueError("no"))
+    member_training.handle_failure(membership, run, ValueError("no"))
     assert saved == [run]
     assert membership.calls[-1] == "spool"
 
@@ -76,7 +76,7 @@ def test_a_worker_that_failed_and_is_let_go_only_ends():
         raise ReleasedError("not needed")
 
     membership: Any = EndingMembership(run, "dismissed", joins)
-    member_training._failed(membership, run, ValueError("no"))
+    member_training.handle_failure(membership, run, ValueError("no"))
     assert membership.calls == ["failed in forward, holds=True"]
 
 
@@ -96,7 +96,7 @@ def test_a_worker_that_is_alone_saves_before_it_reports(tmp_path):
             failed(*args, **named)
 
         one.membership.failed = report  # type: ignore[method-assign]
-        member_training._failed(one.membership, one.run, ValueError("no"))
+        member_training.handle_failure(one.membership, one.run, ValueError("no"))
         assert versions_at_report == [one.run.state.position.step]
         (told,) = one.sent(WorkerException)
         assert not told.holds

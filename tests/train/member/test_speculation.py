@@ -17,7 +17,7 @@ VIEW = 3
 
 
 def nothing() -> None:
-    """Nobody interrupts."""
+    """Not interrupted."""
 
 
 @contextmanager
@@ -36,7 +36,7 @@ def test_all_done_ends_the_wait():
         assert claims.wait_for_spare(5, team, 60.0, nothing) is None
 
 
-def test_a_shard_that_nobody_did_is_taken_over_after_a_moment():
+def test_a_shard_that_no_member_did_is_taken_over_after_a_moment():
     claims = ShardClaims()
     claims.add(VIEW, 5, 0)
     claims.add(VIEW, 5, 3)

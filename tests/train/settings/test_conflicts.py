@@ -58,7 +58,7 @@ REFUSED = [
     (
         {"dynamic_batch": DynamicBatch(3, 64), "shards": 4},
         100,
-        "dynamic_batch.min=3 over shards=4: a shard holds 0 or 1 samples",
+        "dynamic_batch.min=3 over shards=4: a shard holds 0 or 1 sample, and",
     ),
     ({"dynamic_batch": DynamicBatch(200, 400), "shards": 4}, 100, "min=200 and 100 samples"),
     (

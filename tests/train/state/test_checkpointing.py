@@ -1,4 +1,4 @@
-"""The ends of saving: metrics that nobody gives, a last save that fails, a storage that does not answer."""
+"""The ends of saving: metrics that are not given, a last save that fails, a storage that does not answer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_metric_that_no_evaluation_gives_is_refused(tmp_path):
 
 
 class BreaksThenStops(small_run.Signals):
-    """A file takes the place of the folder of checkpoints, and then somebody asks the run to stop."""
+    """A file takes the place of the folder of checkpoints, and then the run is asked to stop."""
 
     def send(self) -> None:
         shutil.rmtree(self.folder / "checkpoints")

@@ -6,35 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.train.state.savers import SHARED, saver_of
 
 from paceline.checkpoint.store import CheckpointStore
 from paceline.comm.context import DistributedContext
 from paceline.core import events
 from paceline.data.batch_plan import DataPosition
 from paceline.testing.thread_transport import run_ranks
-from paceline.train.settings.train_config import CheckpointConfig
 from paceline.train.state import resume
-from paceline.train.state.checkpointing import Checkpointer, RunContents
-from paceline.train.team import Team
-
-SHARED = {f"model/{name}": torch.full((size,), float(size)) for name, size in (("a", 5), ("b", 3), ("c", 8))}
-
-
-def saver_of(
-    context: DistributedContext, place: Path, told: list[events.Event], *, writes: bool
-) -> Checkpointer:
-    saver = Checkpointer(
-        CheckpointConfig(),
-        CheckpointStore(place),
-        Team(context, 4),
-        run="mark",
-        patience=10.0,
-        tell=told.append,
-        on_saved=lambda saved: None,
-        writes=writes,
-    )
-    saver.rebind()
-    return saver
+from paceline.train.state.checkpointing import RunContents
 
 
 def save(context: DistributedContext, place: Path, seeing: tuple[int, ...]) -> list[events.Event]:
@@ -67,7 +47,7 @@ def test_who_sees_the_place_writes_all(seeing, tmp_path):
     assert found["residual/3"].tolist() == [3.0, 3.0]
 
 
-def test_where_nobody_sees_it_the_version_fails_and_training_goes_on(tmp_path):
+def test_where_no_rank_sees_it_the_version_fails_and_training_goes_on(tmp_path):
     told = run_ranks(4, save, tmp_path, ())
     assert [[type(event) for event in one] for one in told] == [[events.CheckpointFailed], [], [], []]
     (failed,) = told[0]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.train.member.small_member import alone_in, member
 from tests.train.running import mlp, settings
-from tests.train.state.test_partial_writers import SHARED, saver_of
+from tests.train.state.savers import SHARED, saver_of
 
 from paceline.comm.context import DistributedContext
 from paceline.core import events

@@ -1,4 +1,4 @@
-"""What a checkpoint holds for the journal: all that nobody is known to have written."""
+"""What a checkpoint holds for the journal: all that no process is known to have written."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_only_what_is_newer_than_the_last_word_of_the_journal(clock):
     assert held(made) == [4, 5, 6]  # what was told in the last two seconds may be on its way
 
 
-def test_it_goes_from_checkpoint_to_checkpoint_until_somebody_has_heard_it(clock):
+def test_it_goes_from_checkpoint_to_checkpoint_until_it_is_acknowledged(clock):
     first = recorder(clock)
     take(first, clock, 25, 26)
     told: list[events.Event] = []

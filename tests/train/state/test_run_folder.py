@@ -52,7 +52,7 @@ def test_the_latest_is_by_time_then_by_copy_and_only_of_that_name(tmp_path):
     (tmp_path / "20990101-000000-train").mkdir()  # its creator died before it wrote the settings
     (tmp_path / "notes.txt").write_text("")
     assert find_latest("train", root=tmp_path) == newest
-    assert find_latest("nobody", root=tmp_path) is None
+    assert find_latest("no-such-name", root=tmp_path) is None
 
 
 def test_a_given_folder_is_made_once_and_never_overwritten(tmp_path):

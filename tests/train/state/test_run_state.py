@@ -22,7 +22,7 @@ from paceline.core.errors import ConfigError, PlatformError, UsageError
 from paceline.core.events import StepCommitted
 from paceline.core.journal import read
 from paceline.testing.thread_transport import run_ranks
-from paceline.train import machine_fingerprint
+from paceline.train import host_fingerprint
 from paceline.train.callbacks import Observer, RunInfo
 from paceline.train.loop import process_setup
 from paceline.train.loop.run_builder import RunBuilder
@@ -282,42 +282,42 @@ def test_a_rank_that_lacks_the_state_gets_all_of_it(model: Callable[[], nn.Modul
 
 
 def test_fingerprints_that_differ_are_named() -> None:
-    here = machine_fingerprint.fingerprint(torch.device("cpu"), 2)
+    here = host_fingerprint.fingerprint(torch.device("cpu"), 2)
     assert here["threads"] == "2"
-    machine_fingerprint.check(here, dict(here), "rank 1")
+    host_fingerprint.check(here, dict(here), "rank 1")
     other = {**here, "threads": "3", "instructions": "NONE"}
     with pytest.raises(
         PlatformError, match=r"rank 1 would not .*instructions was .*, is NONE; threads was 2, is 3"
     ):
-        machine_fingerprint.check(here, other, "rank 1")
+        host_fingerprint.check(here, other, "rank 1")
 
 
 def test_a_run_of_other_threads_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first_part(tmp_path)
-    real = machine_fingerprint.fingerprint
+    real = host_fingerprint.fingerprint
 
     def foreign(device: torch.device, threads: int) -> dict[str, str]:
         return {**real(device, threads), "instructions": "FOREIGN"}
 
-    monkeypatch.setattr(machine_fingerprint, "fingerprint", foreign)
+    monkeypatch.setattr(host_fingerprint, "fingerprint", foreign)
     with pytest.raises(
         PlatformError, match=r"would not compute the same bits as the run so far: instructions"
     ):
         second_part(tmp_path)
     fast: dict[str, Any] = {"mode": "fast", "workers": 1, "shards": 1}
     train(job(mlp(), DATA, max_steps=2, run_dir=tmp_path / "fast", **fast))
-    monkeypatch.setattr(machine_fingerprint, "fingerprint", real)
+    monkeypatch.setattr(host_fingerprint, "fingerprint", real)
     resumed = train(job(mlp(), DATA, max_steps=3, run_dir=tmp_path / "fast", resume="auto", **fast))
     assert resumed.history.steps[-1].step == 3
 
 
 def test_ranks_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = machine_fingerprint.fingerprint
+    real = host_fingerprint.fingerprint
 
     def by_rank(device: torch.device, threads: int) -> dict[str, str]:
         return {**real(device, threads), "instructions": threading.current_thread().name}
 
-    monkeypatch.setattr(machine_fingerprint, "fingerprint", by_rank)
+    monkeypatch.setattr(host_fingerprint, "fingerprint", by_rank)
     with pytest.raises(PlatformError, match=r"rank 1 would not .* instructions was rank-0, is rank-1"):
         train(job(mlp(), DATA, max_steps=1), 2)
 

@@ -141,7 +141,7 @@ class ArmedOnce:
 
 
 @pytest.mark.parametrize("call", [3, 9, 14])
-def test_where_somebody_looks_after_it_the_death_of_the_writer_leaves_no_trace(tmp_path, call):
+def test_with_a_supervisor_the_death_of_the_writer_leaves_no_trace(tmp_path, call):
     quiet = fit(settings(tmp_path / "quiet", 1, epochs=2)).state_hash
     folder = tmp_path / "run"
     armed = ArmedOnce(CrashPoint(call, "after"), tmp_path / "armed")

@@ -62,7 +62,7 @@ def test_frozen_and_unused_parameters_keep_their_values(
 
 
 def test_a_parameter_that_few_shards_use() -> None:
-    """Where one shard uses it, all workers see its gradient; where none does, nobody touches it."""
+    """Where one shard uses it, all workers see its gradient; where none does, no worker touches it."""
     assert len(set(hashes(job(seeded(Partly), DATA, optimizer=adamw, epochs=2)))) == 1
 
 

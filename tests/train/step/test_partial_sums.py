@@ -188,7 +188,7 @@ def test_fold_partials_refuses_what_does_not_fit() -> None:
     run_ranks(2, one)
 
 
-def test_fold_partials_refuses_shards_that_nobody_holds() -> None:
+def test_fold_partials_refuses_shards_that_no_rank_holds() -> None:
     def one(context: DistributedContext) -> None:
         ownership = ShardOwnership(3, ((0,), (1,)))
         with pytest.raises(UsageError, match=r"no rank holds \[2\]"):

@@ -94,7 +94,7 @@ def test_ranks_whose_mean_is_one_of_them_are_not_equal():
     ("digests", "odd", "words"),
     [
         (["b", "a", "a"], [0], "rank 0 has other weights"),
-        (["a", "b", "a", "c", "a"], [1, 3], "ranks 1, 3 have other weights"),
+        (["a", "b", "a", "c", "a"], [1, 3], "ranks 1 and 3 have other weights"),
         (["a", "b"], None, "2 different states, and no majority"),
         (["a", "b", "c"], None, "3 different states"),
     ],
@@ -118,11 +118,11 @@ def test_what_is_gathered_as_on_a_device_has_the_same_hash():
     for step in range(4):
         assert plain.of(step) == gathered.of(step)
     last = plain.parts - 1  # the part with the second layer
-    before, asked = plain.of(last), gathered.look(last)
+    before, asked = plain.of(last), gathered.start_hash(last)
     flip(net[1].weight, 5, 3)  # type: ignore[arg-type]
     assert asked.value == before
     assert gathered.of(last) == plain.of(last) != before
-    looks = [gathered.look(step) for step in range(5)]  # more than there are places
+    looks = [gathered.start_hash(step) for step in range(5)]  # more than there are places
     assert [look.value for look in looks] == [plain.of(step) for step in range(5)]
     net[1].weight.data = torch.zeros(3, 700)
     assert gathered.of(last) == plain.of(last)

@@ -33,7 +33,7 @@ def test_the_hash_is_that_of_the_same_bytes_on_the_host():
         assert sample.of(step) == here.of(step)
     with torch.no_grad():
         there[1].bias.add_(1.0)  # type: ignore[operator]
-    asked = sample.look(0)
+    asked = sample.start_hash(0)
     with torch.no_grad():
         there[1].bias.add_(1.0)  # type: ignore[operator]
     assert asked.value not in (here.of(0), sample.of(0))

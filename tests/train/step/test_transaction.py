@@ -137,7 +137,7 @@ def test_a_shard_that_could_not_be_deposited_is_not_held() -> None:
         module = seeded(Model)
         transaction = StepTransaction(Team(context, SHARDS), module, config, torch.device("cpu"))
         transaction.open(0, 0, COUNTS)
-        context.interrupt("somebody was lost")
+        context.interrupt("a member was lost")
         with pytest.raises(GroupInterruptedError):
             compute(transaction, module, transaction.missing[0])
         return transaction.held
@@ -260,9 +260,7 @@ def test_a_sum_that_lacks_samples_is_not_applied(ranks: int) -> None:
                 transaction.finish_shard(shard)
             else:
                 compute(transaction, module, shard)
-        with pytest.raises(
-            InternalError, match="has 12 samples, and in the sum of all shards are 9"
-        ) as found:
+        with pytest.raises(InternalError, match="has 12 samples, and the sum of all shards holds 9") as found:
             transaction.reduce()
         transaction.abandon()
         transaction.open(0, 0, COUNTS)

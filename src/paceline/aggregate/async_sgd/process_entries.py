@@ -94,7 +94,7 @@ def _run_entry(task: RankTask, do: Callable[[AsyncTraining, socket.socket], Any]
     training: AsyncTraining = packed.args[0]
     assert training.job.process is not None
     try:
-        training.job.process.settle()
+        training.job.process.apply()
         with socket.socket(fileno=task.descriptors[0]) as sock:
             result = do(training, sock)
         return rank_call.pack_result(result, packed, task.rank, payload_pickling.reducers())
@@ -125,12 +125,14 @@ def _serve(training: AsyncTraining, control: socket.socket, options: ServerOptio
             keep_last=config.checkpoint.keep_last,
         )
         stack.callback(checkpointer.close)
-        found = store.newest_good() if options.resume else None
-        if found is not None:
-            _load(job, found, module, made, ledger)
-            checkpointer.resume_from(found.version, found.manifest.info.step, found.manifest.info.run)
+        checkpoint = store.newest_good() if options.resume else None
+        if checkpoint is not None:
+            _load(job, checkpoint, module, made, ledger)
+            checkpointer.resume_from(
+                checkpoint.version, checkpoint.manifest.info.step, checkpoint.manifest.info.run
+            )
         emit(events.SupervisorStarted(time=time.time(), pid=os.getpid(), attempt=options.attempt, address=""))
-        emit(_opening_event(job, found, ledger))
+        emit(_opening_event(job, checkpoint, ledger))
         earlier = earlier_steps(folder.journal_file, ledger.version) if ledger.version else ()
         server = GradientServer(
             module,

@@ -13,18 +13,23 @@ What it asks: a window where there is one, else messages between any two ranks.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from functools import cache, lru_cache
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from paceline.comm.algorithms import ReduceRequest
 from paceline.comm.algorithms.shm.all_reduce import reduce_in_window
-from paceline.comm.algorithms.shm.checksums import ChecksumRequest, MessageChecksums
+from paceline.comm.algorithms.shm.checksums import ChecksumRequest, corrupt, digest
 from paceline.comm.algorithms.shm.task import ReductionTask, mark_untouched
+from paceline.comm.call_status import CollectiveCall
 from paceline.comm.cost import LinkCosts, Situation
 from paceline.comm.ops import ReduceOp, accumulator_dtype
 from paceline.comm.reduction_order import Node, Recipe, cut, fold_over, tree_fold
-from paceline.comm.transport.base import Messages, peers_of
+from paceline.comm.transport.base import Messages, Transport, peers_of
 from paceline.core.errors import PacelineError
 
 
@@ -94,6 +99,45 @@ def _exchange(
         task.transport.exchange(task.call, sends, receives, task.deadline)
     else:
         checksums.exchange(task.transport, task.call, receives, task.deadline)
+
+
+class MessageChecksums:
+    """One rank's checksums in one exchange of messages: those for a peer travel ahead of its messages. `own`
+    is what this rank does not send but uses itself."""
+
+    def __init__(self, request: ChecksumRequest, sends: Messages, own: Sequence[Tensor] = ()) -> None:
+        self._sends, self._own = sends, own
+        self._values = self._digests()
+        request.taken()
+
+    def intact(self) -> bool:
+        """Return whether this rank's data still matches its checksums."""
+        return self._digests() == self._values
+
+    def exchange(
+        self, transport: Transport, call: CollectiveCall, receives: Messages, deadline: float
+    ) -> None:
+        outgoing: dict[int, list[int]] = {}
+        for (peer, _), value in zip(self._sends, self._values, strict=False):
+            outgoing.setdefault(peer, []).append(value)
+        announced = {
+            peer: torch.empty(count, dtype=torch.int64, device="cpu")
+            for peer, count in Counter(peer for peer, _ in receives).items()
+        }
+        checksums = [
+            (peer, torch.from_numpy(np.array(values, dtype=np.uint64).view(np.int64)))
+            for peer, values in outgoing.items()
+        ]
+        transport.exchange(call, [*checksums, *self._sends], [*announced.items(), *receives], deadline)
+        due = {peer: iter(values.numpy().view(np.uint64).tolist()) for peer, values in announced.items()}
+        for peer, tensor in receives:
+            if digest([tensor]) != next(due[peer]):
+                raise corrupt(transport, peer, call.text)
+        if digest(self._own) != self._values[-1]:
+            raise corrupt(transport, transport.rank, call.text)
+
+    def _digests(self) -> list[int]:
+        return [*(digest([tensor]) for _, tensor in self._sends), digest(self._own)]
 
 
 def cost(situation: Situation, links: LinkCosts) -> float:

@@ -77,7 +77,7 @@ def _sliced(request: ReduceRequest) -> None:
         mine = steps.accumulator[start:stop]
         inputs = [*arrived[:rank], mine.clone(), *arrived[rank:]]
         run_blocks(left_fold(size), kernel_of(request.op), inputs, mine)
-        steps.seal(slices[rank])
+        steps.finish_segment(slices[rank])
         steps.share([(peer, [slices[rank]]) for peer in peers], [(peer, [slices[peer]]) for peer in peers])
 
 

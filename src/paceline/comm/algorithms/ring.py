@@ -48,7 +48,7 @@ def run(request: ReduceRequest) -> None:
             steps.reduce(
                 [(right, segments[(rank - step) % size])], [(left, segments[(rank - step - 1) % size])]
             )
-        steps.seal(segments[(rank + 1) % size])
+        steps.finish_segment(segments[(rank + 1) % size])
         for step in range(size - 1):
             steps.share(
                 [(right, [segments[(rank + 1 - step) % size]])], [(left, [segments[(rank - step) % size]])]
@@ -68,14 +68,14 @@ def _overlapped(
         for part in parts:
             if step > 0:
                 pipeline.finish(request.deadline)
-                steps.arrived(segments[(rank - step) % size][part], rooms[part], sealed=step >= size)
+                steps.arrived(segments[(rank - step) % size][part], rooms[part], finished=step >= size)
                 if step == size - 1:
-                    steps.seal(segments[(rank + 1) % size][part])
+                    steps.finish_segment(segments[(rank + 1) % size][part])
             if step < last:
-                sealed = step >= size - 1
+                finished = step >= size - 1
                 out, into = segments[(rank - step) % size][part], segments[(rank - step - 1) % size][part]
-                rooms[part] = steps.incoming(into, sealed=sealed, used=rooms[part])
-                message = steps.outgoing(out, sealed=sealed)
+                rooms[part] = steps.incoming(into, finished=finished, used=rooms[part])
+                message = steps.outgoing(out, finished=finished)
                 pipeline.start(request.call, [(right, message)], [(left, rooms[part])])
         request.transport.traffic.rounds += step > 0
 

@@ -1,10 +1,10 @@
 """The moves that message-passing algorithms are made of, with or without compression.
 
 A flat accumulator is cut into segments. `reduce` sends segments of the accumulator and folds what arrives;
-when a segment is complete on its owner, `seal` finishes it (average, rounding, encoding); `share` passes
-sealed segments on. With compression every rank encodes each position at most once before it is sealed, so
-the error-feedback residual of a position belongs to one rank and one moment. Sealed segments are forwarded
-as the bytes their owner made: all ranks end with the same bits.
+when a segment is complete on its owner, `finish_segment` finishes it (average, rounding, encoding), and
+`share` passes it on. With compression every rank encodes each position at most once before it is finished,
+so the error-feedback residual of a position belongs to one rank and one moment. Finished segments are
+forwarded as the bytes that their owner made: all ranks end with the same bits.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class MessageSteps:
         self._transfer = (
             None if request.compression is None else request.compression.open(self.accumulator, request.name)
         )
-        self._sealed: dict[Segment, Tensor] = {}
+        self._finished: dict[Segment, Tensor] = {}
 
     def __enter__(self) -> MessageSteps:
         return self
@@ -62,36 +62,36 @@ class MessageSteps:
             for (_, segment), (_, arrived) in zip(receives, incoming, strict=True)
         ]
 
-    def outgoing(self, segment: Segment, *, sealed: bool) -> Tensor:
-        """Return what travels of a segment: this rank's partial sum of it, or its sealed form."""
-        if not sealed:
+    def outgoing(self, segment: Segment, *, finished: bool) -> Tensor:
+        """Return what travels of a segment: this rank's partial sum of it, or its finished form."""
+        if not finished:
             return self._packed(segment)
-        return self._span([segment]) if self._transfer is None else self._sealed[segment]
+        return self._span([segment]) if self._transfer is None else self._finished[segment]
 
-    def incoming(self, segment: Segment, *, sealed: bool, used: Tensor) -> Tensor:
+    def incoming(self, segment: Segment, *, finished: bool, used: Tensor) -> Tensor:
         """Return where a peer's message of a segment goes: memory that was used before where it fits."""
-        if sealed and self._transfer is None:
+        if finished and self._transfer is None:
             return self._span([segment])
         room = self._room_for(segment)
-        fits = not sealed and used.numel() == room[0] and used.dtype == room[1]
+        fits = not finished and used.numel() == room[0] and used.dtype == room[1]
         return used if fits else self._room(segment)
 
-    def arrived(self, segment: Segment, message: Tensor, *, sealed: bool) -> None:
-        """Take up a peer's message of a segment: fold a partial sum, or keep what is sealed."""
-        if not sealed:
+    def arrived(self, segment: Segment, message: Tensor, *, finished: bool) -> None:
+        """Take up a peer's message of a segment: fold a partial sum, or keep what is finished."""
+        if not finished:
             self._fold(segment, self._unpacked(message, segment))
         elif self._transfer is not None:
-            self._keep_sealed(segment, message)
+            self._keep_finished(segment, message)
 
     def _fold(self, segment: Segment, values: Tensor) -> None:
         mine = self.accumulator[slice(*segment)]
         self._kernel(mine, values, out=mine)
 
-    def seal(self, segment: Segment) -> None:
+    def finish_segment(self, segment: Segment) -> None:
         """Make this rank's complete segment final, and what the others will get."""
         if self._transfer is not None:
             # The residual is in the unit of the sum: encode first, divide what was decoded.
-            self._keep_sealed(segment, self._transfer.encode(*segment))
+            self._keep_finished(segment, self._transfer.encode(*segment))
         else:
             self._finish(segment)
 
@@ -100,14 +100,14 @@ class MessageSteps:
         sends: Sequence[tuple[int, Sequence[Segment]]],
         receives: Sequence[tuple[int, Sequence[Segment]]],
     ) -> None:
-        """Exchange sealed segments in one round; each message holds neighbouring segments."""
+        """Exchange finished segments in one round; each message holds neighbouring segments."""
         if self._transfer is None:
             outgoing = [(peer, self._span(segments)) for peer, segments in sends]
             incoming = [(peer, self._span(segments)) for peer, segments in receives]
             self._exchange(outgoing, incoming)
             return
         outgoing = [
-            (peer, torch.cat([self._sealed[segment] for segment in segments])) for peer, segments in sends
+            (peer, torch.cat([self._finished[segment] for segment in segments])) for peer, segments in sends
         ]
         sizes = [
             [self._transfer.encoded_bytes(stop - start) for start, stop in segments]
@@ -120,12 +120,12 @@ class MessageSteps:
         self._exchange(outgoing, incoming)
         for (_, segments), (_, arrived), lengths in zip(receives, incoming, sizes, strict=True):
             for segment, encoded in zip(segments, torch.split(arrived, lengths), strict=True):
-                self._keep_sealed(segment, encoded)
+                self._keep_finished(segment, encoded)
 
-    def _keep_sealed(self, segment: Segment, encoded: Tensor) -> None:
+    def _keep_finished(self, segment: Segment, encoded: Tensor) -> None:
         """Keep what the owner of a segment made of it, to pass it on; decode it into the result."""
         assert self._transfer is not None
-        self._sealed[segment] = encoded
+        self._finished[segment] = encoded
         self._transfer.decode(encoded, self.accumulator[slice(*segment)])
         self._finish(segment)
 

@@ -35,7 +35,7 @@ def run(request: ReduceRequest) -> None:
         if surplus is not None:
             steps.reduce([], [(surplus, everything)])
         _halve(steps, rank, segments)
-        steps.seal(segments[rank])
+        steps.finish_segment(segments[rank])
         _double(steps, rank, segments)
         if surplus is not None:
             steps.share([(surplus, segments)], [])

@@ -11,6 +11,7 @@ from paceline.comm.compression import PowerSGD
 from paceline.comm.compression.error_feedback import Compression
 from paceline.core.errors import UsageError
 from paceline.core.shm_segment_layout import check_world_size
+from paceline.core.wording import counted
 
 
 def check_world(world_size: int | None, rank: int | None) -> None:
@@ -25,9 +26,8 @@ def check_rank(name: str, rank: object, world_size: int | None) -> None:
     beyond = world_size is not None and isinstance(rank, int) and rank >= world_size
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0 or beyond:
         allowed = f"from 0 to {world_size - 1}" if world_size is not None else "from 0"
-        raise UsageError(
-            f"{name}={rank!r} in a group of {world_size} ranks", remedy=f"{name} is a whole number {allowed}"
-        )
+        group = f" in a group of {counted(world_size, 'rank')}" if world_size is not None else ""
+        raise UsageError(f"{name}={rank!r}{group}", remedy=f"{name} is a whole number {allowed}")
 
 
 def check_timeout(timeout: object) -> None:
@@ -39,7 +39,7 @@ def host_groups(hosts: Sequence[Sequence[int]] | None, world_size: int) -> tuple
     """Return ranks by host as the caller gives them; every rank exactly once."""
     if hosts is None:
         return ()
-    given = f"hosts={hosts!r} for {world_size} ranks"
+    given = f"hosts={hosts!r} for {counted(world_size, 'rank')}"
     remedy = "pass lists of ranks, one per host, that name every rank exactly once"
     try:
         groups = tuple(tuple(group) for group in hosts if len(group))

@@ -18,6 +18,7 @@ from paceline.comm.collectives.arguments import check_rank
 from paceline.comm.collectives.message_encoding import EncodedMessage, encode_message
 from paceline.comm.transport.base import Transport, labels_of, message_barrier, peers_of
 from paceline.core.errors import UsageError
+from paceline.core.wording import counted
 
 
 def barrier(transport: Transport) -> PlannedCall[None]:
@@ -117,7 +118,7 @@ def chunks_of(data: Any, world_size: int, what: str) -> list[Any]:
     if isinstance(data, list | tuple):
         if len(data) != world_size:
             raise UsageError(
-                f"{what}: a list of {len(data)} chunks for {world_size} ranks",
+                f"{what}: a list of {counted(len(data), 'chunk')} for {counted(world_size, 'rank')}",
                 remedy="pass one chunk per rank",
             )
         return list(data)

@@ -86,7 +86,7 @@ def _typed(body: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
 
 def raw_bytes(tensor: Tensor, on_device: bool = False) -> Tensor:
     """Return the tensor's values as flat uint8, on the CPU unless `on_device`; a view where it can be one."""
-    return to_flat(tensor, on_device).resolve_conj().resolve_neg().view(torch.uint8)
+    return to_flat(tensor, on_device).view(torch.uint8)
 
 
 def _joined(plain: object) -> bytes:

@@ -24,6 +24,7 @@ from paceline.comm.collectives.reduction_input import (
     check_dense,
     describe,
     flatten,
+    holds_values,
     open_input,
 )
 from paceline.comm.compression import PowerSGD
@@ -247,11 +248,13 @@ def result_memory(given: ReductionInput, out: Any, what: str) -> tuple[Tensor, C
             )
     # One flat tensor where the reduction works: the algorithm writes straight into it, and with out=data,
     # whose flat form is the same memory, reduces in place.
-    if len(targets) == 1 and targets[0].is_contiguous() and targets[0].device == given.flat.device:
-        return flatten(targets[0].detach()), lambda _: out
+    first = targets[0]
+    in_order = len(targets) == 1 and first.is_contiguous() and holds_values(first)
+    if in_order and first.device == given.flat.device:
+        return flatten(first.detach()), lambda _: out
 
-    # Anything else (several tensors, strides, another device) gets the result after the collective, from
-    # memory beside it.
+    # Anything else (several tensors, strides, lazily conjugated or negated views, another device) gets the
+    # result after the collective, from memory beside it.
     @torch.no_grad()
     def scatter(flat: Tensor) -> Any:
         parts = torch.split(flat, [target.numel() for target in targets])

@@ -55,9 +55,20 @@ def describe(tensor: Tensor) -> str:
 
 
 def to_flat(tensor: Tensor, on_device: bool = False) -> Tensor:
-    """Return the values in logical order, 1-D and contiguous, on the CPU unless `on_device`."""
+    """Return the values in logical order, 1-D and contiguous, on the CPU unless `on_device`.
+
+    Peers read the memory itself, without torch: a lazily conjugated or negated view, whose memory holds
+    something else than its values, is resolved into new memory.
+    """
     values = tensor.detach()
+    if not holds_values(values):
+        values = values.resolve_conj().resolve_neg()
     return flatten((values if on_device else values.to("cpu")).contiguous())
+
+
+def holds_values(tensor: Tensor) -> bool:
+    """Return whether the memory holds the values, and not their conjugates or negatives (lazy views)."""
+    return not (tensor.is_neg() or tensor.is_conj())
 
 
 def flatten(tensor: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from paceline.comm.ops import ReduceOp, check_op, dtype_name, kernel_of
 from paceline.comm.reduction_order import Node, Recipe, covering_nodes, fold_shards
 from paceline.comm.transport.base import Transport, labels_of, peers_of
 from paceline.core.errors import UsageError
+from paceline.core.wording import counted
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,8 @@ def plan_canonical_sum(
 
     def work(call: CollectiveCall, deadline: float) -> Tensor:
         ownership, dtype, shape = _exchange_ownership(transport, call, held, shards, deadline)
-        recipe = ownership.recipe_of(op, labels_of(transport))
+        ownership.check(transport)
+        recipe = canonical.recipe_for(ownership.nodes, shards, op)
         partials = fold_shards(held.flats, ownership.nodes[transport.rank], kernel_of(op), shards)
         total = torch.empty(shape.numel(), dtype=dtype, device="cpu")
         canonical.combine(ReductionTask(transport, call, recipe, partials, total, deadline))
@@ -88,7 +91,7 @@ def plan_canonical_sum(
 
 @dataclass(frozen=True)
 class ShardOwnership:
-    """Which shards each rank holds, by rank; together every shard once."""
+    """Which shards each rank holds, by its index in the group; together every shard once."""
 
     shards: int
     blocks: tuple[tuple[int, ...], ...]
@@ -99,29 +102,53 @@ class ShardOwnership:
         return tuple(tuple(covering_nodes(block, self.shards)) for block in self.blocks)
 
     @cached_property
-    def text(self) -> str:
-        return f"shards={self.shards}, by rank {[list(block) for block in self.blocks]}"
+    def _texts(self) -> WeakKeyDictionary[Transport, str]:
+        return WeakKeyDictionary()
+
+    def text_in(self, transport: Transport) -> str:
+        """Return who holds what, for the text of a call; ranks by their labels."""
+        # Made once for a group: every step needs it, and to find the labels costs more than all else here.
+        text = self._texts.get(transport)
+        if text is None:
+            labels = labels_of(transport)
+            if len(labels) != len(self.blocks):
+                held = counted(len(self.blocks), "rank")
+                raise UsageError(
+                    f"fold_partials: the shards are divided among {held}, and the group has {len(labels)}",
+                    remedy="give one block of shards for each rank, an empty one too",
+                )
+            by_rank = dict(zip(labels, map(list, self.blocks), strict=True))
+            text = self._texts[transport] = f"shards={self.shards}, by rank {by_rank}"
+        return text
 
     @cached_property
     def recipe(self) -> Recipe:
-        """How the partials become the sum; raises what is wrong with the ownership."""
-        return self.recipe_of(ReduceOp.SUM, range(len(self.blocks)))
+        """How the partials become the sum, where `check` finds nothing wrong."""
+        return canonical.recipe_for(self.nodes, self.shards, ReduceOp.SUM)
 
-    def recipe_of(self, op: ReduceOp, labels: Sequence[int]) -> Recipe:
+    @cached_property
+    def _wrong(self) -> tuple[list[int], dict[int, list[int]]]:
+        """The shards that no rank holds, and those that several hold, with the indexes of these."""
         owners: dict[int, list[int]] = {}
-        for rank, block in enumerate(self.blocks):
+        for index, block in enumerate(self.blocks):
             for shard in block:
-                owners.setdefault(shard, []).append(labels[rank])
+                owners.setdefault(shard, []).append(index)
         missing = [shard for shard in range(self.shards) if shard not in owners]
-        double = {shard: ranks for shard, ranks in owners.items() if len(ranks) > 1}
-        if missing or double:
-            parts = [f"no rank holds {missing}"] if missing else []
-            parts += [f"shard {shard} is held by ranks {ranks}" for shard, ranks in double.items()]
-            raise UsageError(
-                f"canonical_sum over {self.shards} shards: {'; '.join(parts)}",
-                remedy="each shard is held by exactly one rank",
-            )
-        return canonical.recipe_for(self.nodes, self.shards, op)
+        return missing, {shard: indexes for shard, indexes in owners.items() if len(indexes) > 1}
+
+    def check(self, transport: Transport) -> None:
+        """Raise UsageError where not every shard is held once; ranks by their labels."""
+        missing, double = self._wrong
+        if not missing and not double:
+            return
+        labels = labels_of(transport)
+        parts = [f"no rank holds {missing}"] if missing else []
+        for shard, indexes in double.items():
+            parts.append(f"shard {shard} is held by ranks {[labels[index] for index in indexes]}")
+        raise UsageError(
+            f"canonical_sum over {self.shards} shards: {'; '.join(parts)}",
+            remedy="each shard is held by exactly one rank",
+        )
 
 
 def plan_fold_partials(
@@ -143,11 +170,12 @@ def plan_fold_partials(
                 f"{[describe(partial) for partial in partials]} where {expected} of {describe(out)} are due",
                 remedy="fold this rank's shards into one tensor per node of ownership.nodes[rank]",
             )
+        ownership.check(transport)
         recipe = ownership.recipe
         canonical.combine(ReductionTask(transport, call, recipe, partials, out, deadline, checksum))
 
     checked = "" if checksum is None else ", checksum"
-    text = f"fold_partials({ownership.text}, {out.dtype}[{out.numel()}]{checked})"
+    text = f"fold_partials({ownership.text_in(transport)}, {out.dtype}[{out.numel()}]{checked})"
     return PlannedCall("fold_partials", text, work, "canonical")
 
 

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import InternalError, UsageError
+from paceline.core.wording import counted
 
 # Elements per step of a codec's loop on a CPU: temporaries of 1 MiB stay in the cache.
 CHUNK = 1 << 18
@@ -88,7 +89,8 @@ class EncodedTransfer:
             raise InternalError("a compressed transfer was used after it had ended")
         if not 0 <= start <= stop <= self._flat.numel():
             raise InternalError(
-                f"a transfer of {self._flat.numel()} elements was asked for the segment [{start}, {stop})"
+                f"a transfer of {counted(self._flat.numel(), 'element')} was asked for the segment "
+                f"[{start}, {stop})"
             )
         values = self._flat[start:stop]
         encoded = self._codec.encode(_as_float32(values))
@@ -105,7 +107,8 @@ class EncodedTransfer:
         expected = self._codec.encoded_bytes(out.numel())
         if encoded.numel() != expected:
             raise InternalError(
-                f"{self._codec.name} has {expected} bytes for {out.numel()} elements, not {encoded.numel()}"
+                f"{self._codec.name} has {counted(expected, 'byte')} for {counted(out.numel(), 'element')}, "
+                f"not {encoded.numel()}"
             )
         if out.dtype == torch.float32:
             self._codec.decode(encoded, out)
@@ -168,12 +171,12 @@ class Compression:
             )
 
     def open(self, flat: Tensor, name: str) -> EncodedTransfer:
-        """Add what is still owed under `name` to `flat`, in place, and begin a call."""
+        """Add the residual of `name` to `flat`, in place, and begin a call."""
         flat = flat.detach()
         if flat.dim() != 1 or flat.dtype not in (torch.float32, torch.float64):
             raise UsageError(
-                f"compression {self.name} was given {name!r} with {flat.dim()} dimensions of {flat.dtype}; "
-                "it takes flat float32 or float64 tensors",
+                f"compression {self.name} was given {name!r} with {counted(flat.dim(), 'dimension')} of "
+                f"{flat.dtype}; it takes flat float32 or float64 tensors",
                 remedy="compress floating-point gradients only, and reduce integers without compression",
             )
         self.check(flat.numel(), flat.dtype, name)
@@ -205,7 +208,7 @@ class Compression:
 
     @property
     def residuals(self) -> Mapping[str, Tensor]:
-        """What is still owed, by name: the tensors themselves, to be read before the next call."""
+        """The residuals by name: the tensors themselves, to be read before the next call."""
         self._refuse_while_open("read")
         return MappingProxyType(self._residuals)
 

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from paceline.comm.compression.error_feedback import check_saved_name, text_to_tensor
 from paceline.core.errors import DisagreementError, UsageError
+from paceline.core.wording import counted
 
 Average = Callable[[Tensor], Tensor]
 
@@ -237,7 +238,7 @@ def _average_together(parts: Sequence[Tensor], average: Average) -> list[Tensor]
     averaged = average(torch.cat([part.reshape(-1) for part in parts]))
     if averaged.numel() != total:
         raise UsageError(
-            f"PowerSGD's `average` was given {total} elements and returned {averaged.numel()}",
+            f"PowerSGD's `average` was given {counted(total, 'element')} and returned {averaged.numel()}",
             remedy="return the element-wise average over all ranks, in the same shape",
         )
     pieces = torch.split(averaged.reshape(-1), [part.numel() for part in parts])

@@ -7,11 +7,11 @@ name server answers), and a server that ends is an ordinary error for its client
 in their logs. Keys are text, values are bytes. A client that waits for keys is answered when they come:
 no client polls.
 
-Both ends prove that they know the secret before anything else is said (core.handshake: bytes of a fixed
+Both ends prove that they know the secret before any request is sent (core.handshake: bytes of a fixed
 size, few strangers, 3 seconds each), and every frame afterwards carries a tag of the session. Where there
 is no secret the same is done with an empty one: it keeps strangers apart that do not speak the protocol,
-and no others. What a proven client says is JSON of limited size and checked form; whatever goes wrong with
-one client ends that client's connection and nothing else.
+and no others. What an authenticated client sends is JSON of limited size and checked form; whatever goes
+wrong with one client ends that client's connection and nothing else.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from paceline.comm.transport.tcp.framed_socket import FramedSocket, Kind
 from paceline.core.authenticated_listener import AuthenticatedListener, AuthenticatedSocket
 from paceline.core.errors import WireError
 from paceline.core.handshake import STORE, Connector
+from paceline.core.wording import counted
 
 _log = logging.getLogger("paceline.comm")
 
@@ -50,10 +51,11 @@ _MAX_OUTBOX = 64 << 20
 
 @dataclass(slots=True)
 class _StoreConnection:
-    """One proven connection of the server, and for which keys it waits."""
+    """An authenticated connection of the server. `request` is the number of its latest request, `awaited` the
+    keys that the client waits for, and those that end the wait as well."""
 
     link: FramedSocket
-    question: int = -1
+    request: int = -1
     awaited: tuple[list[str], list[str]] | None = None
 
 
@@ -64,12 +66,12 @@ class StoreServer:
         self._listener = listener
         self._values: dict[str, bytes] = {}
         self._stored = 0
-        self._guests: dict[socket.socket, _StoreConnection] = {}
+        self._clients: dict[socket.socket, _StoreConnection] = {}
         self._selector = selectors.DefaultSelector()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
         self._stopped = False
         self._selector.register(self._wake, selectors.EVENT_READ, lambda mask, now: None)
-        self._entrance = AuthenticatedListener(listener, STORE, secret, self._selector, self._let_in)
+        self._authenticator = AuthenticatedListener(listener, STORE, secret, self._selector, self._accept)
         self._thread: threading.Thread | None = threading.Thread(
             target=self._run, name="paceline-store", daemon=True
         )
@@ -83,121 +85,123 @@ class StoreServer:
         os.eventfd_write(self._wake, 1)
         self._thread.join()
         self._thread = None
-        self._entrance.close()
-        for guest in self._guests.values():
-            guest.link.close()
+        self._authenticator.close()
+        for client in self._clients.values():
+            client.link.close()
         self._listener.close()
         self._selector.close()
         os.close(self._wake)
 
     def _run(self) -> None:
         while not self._stopped:
-            due = self._entrance.due
+            due = self._authenticator.due
             wait = None if due == math.inf else max(due - time.monotonic(), 0.0)
             ready = self._selector.select(wait)
             now = time.monotonic()
             for key, mask in ready:
                 key.data(mask, now)
-            self._entrance.tick(now)
+            self._authenticator.tick(now)
 
-    def _let_in(self, context: bytes, proven: AuthenticatedSocket) -> None:
-        guest = _StoreConnection(FramedSocket(proven, max_message=_MAX_BYTES))
-        self._guests[proven.sock] = guest
-        self._selector.register(proven.sock, selectors.EVENT_READ, partial(self._serve, guest))
+    def _accept(self, context: bytes, proven: AuthenticatedSocket) -> None:
+        client = _StoreConnection(FramedSocket(proven, max_message=_MAX_BYTES))
+        self._clients[proven.sock] = client
+        self._selector.register(proven.sock, selectors.EVENT_READ, partial(self._serve, client))
 
-    def _serve(self, guest: _StoreConnection, mask: int, now: float) -> None:
+    def _serve(self, client: _StoreConnection, mask: int, now: float) -> None:
         changed = False
         try:
-            guest.link.flush()
-            frames, ended = guest.link.read()
+            client.link.flush()
+            frames, ended = client.link.read()
             for frame in frames:
                 if frame.kind is not Kind.MESSAGE:
                     raise ValueError(f"a {frame.kind.name} frame")
-                changed |= self._hear(guest, json.loads(frame.body))
-            if guest.link.put_bytes - guest.link.sent_bytes > _MAX_OUTBOX:
+                changed |= self._handle(client, json.loads(frame.body))
+            if client.link.put_bytes - client.link.sent_bytes > _MAX_OUTBOX:
                 raise ValueError("it asks and does not read the answers")
         except Exception as error:
             # Of whatever kind: this client is not believed any longer, the others are served on.
             _log.warning("a client of the store was dropped: %s: %.200s", type(error).__name__, error)
             ended = True
         if ended:
-            self._selector.unregister(guest.link.sock)
-            del self._guests[guest.link.sock]
-            guest.link.close()
+            self._selector.unregister(client.link.sock)
+            del self._clients[client.link.sock]
+            client.link.close()
         else:
-            self._want(guest)
+            self._update_events(client)
         if changed:
-            for waiting in self._guests.values():
-                if waiting.awaited is not None and self._answer_one(waiting):
-                    self._want(waiting)
+            for waiting in self._clients.values():
+                if waiting.awaited is not None and self._answer_if_present(waiting):
+                    self._update_events(waiting)
 
-    def _want(self, guest: _StoreConnection) -> None:
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if guest.link.waiting else 0)
-        self._selector.modify(guest.link.sock, wanted, partial(self._serve, guest))
+    def _update_events(self, client: _StoreConnection) -> None:
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.link.waiting else 0)
+        self._selector.modify(client.link.sock, wanted, partial(self._serve, client))
 
-    def _hear(self, guest: _StoreConnection, said: Any) -> bool:
-        """Answer a question, at once or later; True if it changed a value."""
-        match said:
+    def _handle(self, client: _StoreConnection, request: Any) -> bool:
+        """Answer a request, at once or, for `await`, once the keys are there. Return whether a value
+        changed."""
+        match request:
             case [int(number), [str(operation), *arguments]]:
-                guest.question, guest.awaited = number, None
+                client.request, client.awaited = number, None
             case _:
-                raise ValueError("not a question")
+                raise ValueError("not a request")
         match operation, arguments:
             case "await", [list(keys), list(instead)]:
-                guest.awaited = (_keys(keys), _keys(instead))
-                self._answer_one(guest)
+                client.awaited = (_checked_keys(keys), _checked_keys(instead))
+                self._answer_if_present(client)
                 return False
             case "set", [str(key), str(value)]:
-                self._keep(key, base64.b64decode(value, validate=True))
-                _reply(guest, None)
+                self._store(key, base64.b64decode(value, validate=True))
+                _reply(client, None)
                 return True
             case "add", [str(key), int(amount)]:
                 total = int(self._values.get(key, b"0")) + amount
-                self._keep(key, b"%d" % total)
-                _reply(guest, total)
+                self._store(key, b"%d" % total)
+                _reply(client, total)
                 return True
             case "get", [list(keys)]:
-                values = [self._values.get(key) for key in _keys(keys)]
+                values = [self._values.get(key) for key in _checked_keys(keys)]
                 if sum(len(value) for value in values if value is not None) > _MAX_ANSWER:
                     # The same large value a thousand times, say.
-                    raise ValueError(f"the answer to a question for {len(values)} keys would be too long")
-                _reply(guest, [None if value is None else _plain(value) for value in values])
+                    raise ValueError(f"the answer for {counted(len(values), 'key')} would be too long")
+                _reply(client, [None if value is None else _to_base64(value) for value in values])
                 return False
             case "has", [list(keys)]:
-                _reply(guest, all(key in self._values for key in _keys(keys)))
+                _reply(client, all(key in self._values for key in _checked_keys(keys)))
                 return False
-        raise ValueError("not a question")
+        raise ValueError("not a request")
 
-    def _keep(self, key: str, value: bytes) -> None:
+    def _store(self, key: str, value: bytes) -> None:
         if len(key) > _MAX_KEY or len(value) > _MAX_VALUE:
-            raise ValueError(f"a key of {len(key)} characters with a value of {len(value)} bytes")
+            size = counted(len(value), "byte")
+            raise ValueError(f"a key of {counted(len(key), 'character')} with a value of {size}")
         stored = self._stored + len(value) - len(self._values.get(key, b""))
         if stored > _MAX_STORED or (key not in self._values and len(self._values) >= _MAX_KEYS):
             raise ValueError("the store is full")
         self._values[key], self._stored = value, stored
 
-    def _answer_one(self, guest: _StoreConnection) -> bool:
-        assert guest.awaited is not None
-        keys, instead = guest.awaited
+    def _answer_if_present(self, client: _StoreConnection) -> bool:
+        assert client.awaited is not None
+        keys, instead = client.awaited
         there = all(key in self._values for key in keys)
         if not there and not any(key in self._values for key in instead):
             return False
-        guest.awaited = None
-        _reply(guest, there)
+        client.awaited = None
+        _reply(client, there)
         return True
 
 
-def _reply(guest: _StoreConnection, answer: Any) -> None:
-    guest.link.put(Kind.MESSAGE, [memoryview(json.dumps([guest.question, answer]).encode())])
+def _reply(client: _StoreConnection, answer: Any) -> None:
+    client.link.put(Kind.MESSAGE, [memoryview(json.dumps([client.request, answer]).encode())])
 
 
-def _keys(said: list[Any]) -> list[str]:
-    if len(said) > _MAX_KEYS or not all(isinstance(key, str) for key in said):
-        raise ValueError(f"{len(said)} keys, or some that are no text")
-    return said
+def _checked_keys(keys: list[Any]) -> list[str]:
+    if len(keys) > _MAX_KEYS or not all(isinstance(key, str) for key in keys):
+        raise ValueError(f"{counted(len(keys), 'key')}, or some that are no text")
+    return keys
 
 
-def _plain(value: bytes) -> str:
+def _to_base64(value: bytes) -> str:
     return base64.b64encode(value).decode()
 
 
@@ -211,7 +215,7 @@ class StoreClient:
         self._timeout = timeout
         self._look = look
         self._lock = threading.Lock()
-        self._questions = 0
+        self._requests = 0
         deadline = time.monotonic() + timeout
         sock = dial(host, port, deadline, look or no_check)
         try:
@@ -228,7 +232,7 @@ class StoreClient:
             raise
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._ask(["set", key, _plain(value.encode() if isinstance(value, str) else value)])
+        self._ask(["set", key, _to_base64(value.encode() if isinstance(value, str) else value)])
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all the keys are there."""
@@ -239,7 +243,7 @@ class StoreClient:
         try:
             return bool(self._ask(["await", list(keys), list(instead)], seconds))
         except TimeoutError:
-            return False  # the next question makes the server forget this one
+            return False  # the next request makes the server forget this one
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes | None]:
         values = cast("list[str | None]", self._ask(["get", list(keys)]))
@@ -254,16 +258,16 @@ class StoreClient:
     def close(self) -> None:
         self._link.close()
 
-    def _ask(self, question: list[Any], seconds: float | None = None) -> Any:
+    def _ask(self, request: list[Any], seconds: float | None = None) -> Any:
         with self._lock:
-            self._questions += 1
-            self._link.put(Kind.MESSAGE, [memoryview(json.dumps([self._questions, question]).encode())])
+            self._requests += 1
+            self._link.put(Kind.MESSAGE, [memoryview(json.dumps([self._requests, request]).encode())])
             end = time.monotonic() + (self._timeout if seconds is None else seconds)
             while True:
                 frames, ended = self._link.read()
                 for frame in frames:
                     number, answer = json.loads(frame.body)
-                    if number == self._questions:  # else of a question that was given up
+                    if number == self._requests:  # else of a request that was given up
                         return answer
                 if ended:
                     raise ConnectionResetError("the store has closed")

@@ -21,7 +21,6 @@ from typing import Any, Self, TypeVar
 
 from torch.distributed import DistError, Store, TCPStore  # type: ignore[attr-defined]
 
-from paceline.comm.call_status import ranks_text
 from paceline.comm.rendezvous.environment import SECRET_VARIABLE, Address
 from paceline.comm.rendezvous.key_value_store import StoreClient, StoreServer
 from paceline.comm.transport.shm.process_facts import start_time
@@ -35,6 +34,7 @@ from paceline.core.listen_address import (
     local_address,
     resolves_to_loopback,
 )
+from paceline.core.wording import counted, ranks
 
 T = TypeVar("T")
 
@@ -118,7 +118,7 @@ def connect_to_agent(rank: int, address: Address, deadline: float) -> Store:
 
 
 def _patiently(rank: int, address: Address, deadline: float, attempt: Callable[[], T], first: int = 0) -> T:
-    patience = Deadline(deadline)
+    limit = Deadline(deadline)
     while True:
         try:
             return attempt()
@@ -140,7 +140,7 @@ def _patiently(rank: int, address: Address, deadline: float, attempt: Callable[[
             ) from error
         except (WireError, DistError):
             reason = "what listens there is not a rendezvous, or its secret is another"
-        patience.pause(partial(str, f"rank {rank} waits for rank {first} at {address}: {reason}"))
+        limit.pause(partial(str, f"rank {rank} waits for rank {first} at {address}: {reason}"))
 
 
 class RendezvousRound:
@@ -208,35 +208,37 @@ class RendezvousRound:
                 remedy="give every process a rank of its own",
             )
         self._host = hello.get("host")
-        self.tell("hello", {**hello, "world_size": self.world_size})
+        self.publish("hello", {**hello, "world_size": self.world_size})
         # Rank 0 first: ranks that expect another number of ranks would wait for hellos that never come, or
         # leave some out.
-        first = self.hear("hello", 0)
+        first = self.read("hello", 0)
         if first["world_size"] != self.world_size:
             raise RendezvousError(
-                f"rank {self.labels[self.rank]} expects {self.world_size} ranks, "
+                f"rank {self.labels[self.rank]} expects {counted(self.world_size, 'rank')}, "
                 f"rank {self.labels[0]} expects {first['world_size']}",
                 remedy="start all ranks with the same world_size",
             )
         return self.gather("hello")
 
-    def tell(self, topic: str, content: Mapping[str, Any]) -> None:
+    def publish(self, topic: str, content: Mapping[str, Any]) -> None:
+        """Set this rank's content for `topic`."""
         self._ask(lambda: self._store.set(self._key(f"{topic}/{self.rank}"), json.dumps(content)))
 
-    def hear(self, topic: str, rank: int) -> dict[str, Any]:
-        return self._heard(topic, [rank])[rank]
+    def read(self, topic: str, rank: int) -> dict[str, Any]:
+        """Wait for what a rank publishes about `topic`, and return it."""
+        return self._read_all(topic, [rank])[rank]
 
     def gather(self, topic: str) -> dict[int, dict[str, Any]]:
         """Return what every rank published about `topic`."""
-        return self._heard(topic, list(range(self.world_size)))
+        return self._read_all(topic, list(range(self.world_size)))
 
-    def look(self) -> None:
-        """Raise if a rank has given up; asks the store now and then, however often it is called."""
+    def raise_if_failed(self) -> None:
+        """Raise if a rank has given up; asks the store at most once in `_ASK_SECONDS`."""
         self.cancel()
         if time.monotonic() - self._asked >= _ASK_SECONDS:
-            self._look_now()
+            self._raise_published_failure()
 
-    def _look_now(self) -> None:
+    def _raise_published_failure(self) -> None:
         self._asked = time.monotonic()
         if self._has(_BAD):
             news = json.loads(self._ask(lambda: self._store.get(self._key(_BAD))))
@@ -244,7 +246,7 @@ class RendezvousRound:
 
     def finish(self, leave: Callable[[], None]) -> None:
         """Return when every rank is ready; rank 0 then ends the round with `leave`."""
-        self.tell("done", {})
+        self.publish("done", {})
         if self.rank == 0:
             # Two phases, because the store ends with rank 0: rank 0 closes it only when no rank has anything
             # left to ask. FINISHED releases the ranks that wait before the store is gone.
@@ -252,41 +254,42 @@ class RendezvousRound:
             self._ask(lambda: self._store.set(self._key(_FINISHED), "1"))
             leave()
             return
-        patience, mine = Deadline(self.deadline), self.labels[self.rank]
+        limit, mine = Deadline(self.deadline), self.labels[self.rank]
         what = f"rank {mine} waits for rank {self.labels[0]} to complete the group"
         try:
             while not self._wait([self._key(_FINISHED)]):
-                self._look_now()
-                self._rest(patience, partial(str, what))
+                self._raise_published_failure()
+                self._rest(limit, partial(str, what))
         except StoreGoneError as error:
             # Rank 0 closes it when all are ready. If it died instead, the transport will say so.
             _log.debug("rank %d: the store closed early: %s", mine, error)
 
-    def _heard(self, topic: str, ranks: list[int]) -> dict[int, dict[str, Any]]:
-        keys = [self._key(f"{topic}/{rank}") for rank in ranks]
-        patience = Deadline(self.deadline)
+    def _read_all(self, topic: str, senders: list[int]) -> dict[int, dict[str, Any]]:
+        keys = [self._key(f"{topic}/{rank}") for rank in senders]
+        limit = Deadline(self.deadline)
         while not self._wait(keys):
-            self._look_now()
+            self._raise_published_failure()
             self._check_neighbours()
-            self._rest(patience, lambda: self._waiting_text(topic, ranks))
+            self._rest(limit, lambda: self._waiting_text(topic, senders))
         values = self._ask(lambda: self._store.multi_get(keys))
-        return {rank: json.loads(value) for rank, value in zip(ranks, values, strict=True)}
+        return {rank: json.loads(value) for rank, value in zip(senders, values, strict=True)}
 
     def _wait(self, keys: list[str]) -> bool:
         """Return whether the keys are there; wait a while for them where the store can."""
         store = self._store
         if not isinstance(store, StoreClient):
             return bool(self._ask(lambda: store.check(keys)))
-        # A failure that a rank publishes ends the wait as well: `_look_now` then raises its reason. Not
-        # longer than a moment, because a neighbour that was killed publishes nothing (`_check_neighbours`).
+        # A failure that a rank publishes ends the wait as well: `_raise_published_failure` then raises its
+        # reason. Not longer than a moment, because a neighbour that was killed publishes nothing
+        # (`_check_neighbours`).
         left = min(self.deadline - time.monotonic(), _LOOK_AROUND_SECONDS)
         return bool(self._ask(lambda: store.await_keys(keys, max(left, 0.001), [self._key(_BAD)])))
 
-    def _rest(self, patience: Deadline, what: Callable[[], str]) -> None:
+    def _rest(self, limit: Deadline, what: Callable[[], str]) -> None:
         if isinstance(self._store, StoreClient):
-            patience.check(what)  # the wait itself was the pause
+            limit.check(what)  # the wait itself was the pause
         else:
-            patience.pause(what)
+            limit.pause(what)
 
     def _check_neighbours(self) -> None:
         """Raise if a rank of this host that had come has ended since: it will not come again."""
@@ -307,9 +310,9 @@ class RendezvousRound:
                     remedy=f"see why rank {label} ended, then start all ranks again",
                 )
 
-    def _waiting_text(self, topic: str, ranks: list[int]) -> str:
-        missing = [rank for rank in ranks if not self._has(f"{topic}/{rank}")] or ranks
-        whom = ranks_text(self.labels[rank] for rank in missing)
+    def _waiting_text(self, topic: str, senders: list[int]) -> str:
+        missing = [rank for rank in senders if not self._has(f"{topic}/{rank}")] or senders
+        whom = ranks((self.labels[rank] for rank in missing), all_named=True)
         return f"rank {self.labels[self.rank]} waits for {whom} at {self.where}"
 
     def _has(self, key: str) -> bool:
@@ -317,7 +320,7 @@ class RendezvousRound:
 
     def _holder(self) -> str:
         try:
-            hello = self.hear("hello", self.rank)
+            hello = self.read("hello", self.rank)
         except (RendezvousError, StoreGoneError):
             return "by a process that has not said who it is"
         return f"by process {hello.get('pid')} on {hello.get('hostname')}"

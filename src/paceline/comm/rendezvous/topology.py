@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
-from paceline.comm.call_status import ranks_text
 from paceline.comm.rendezvous.environment import LOCAL_HOST, SECRET_VARIABLE
 from paceline.comm.rendezvous.round import RendezvousRound
 from paceline.comm.transport.base import Topology, Transport
@@ -35,6 +34,7 @@ from paceline.core.errors import GroupInterruptedError, PacelineError, Rendezvou
 from paceline.core.listen_address import ANY_PORT, INTERFACE_VARIABLE, ListenAddress
 from paceline.core.mac_algorithms import Mac, offered
 from paceline.core.shm_segment_layout import create_segment
+from paceline.core.wording import ranks
 
 _log = logging.getLogger("paceline.comm")
 
@@ -71,7 +71,7 @@ def check_alike(hellos: Mapping[int, Mapping[str, Any]], labels: Sequence[int]) 
     without = [labels[rank] for rank, hello in sorted(hellos.items()) if not hello["keyed"]]
     if without and len(without) < len(hellos):
         raise RendezvousError(
-            f"{ranks_text(without)} came without a secret, the others have one",
+            f"{ranks(without, all_named=True)} came without a secret, the others have one",
             remedy=f"set {SECRET_VARIABLE} on all ranks, or on none",
         )
     for what in ("version", "backend"):
@@ -102,7 +102,7 @@ def wire(group: GroupDescription, listener: socket.socket | None) -> Transport:
             wide = _connect(group, listener)
         else:
             with _listener_for(group) as listener:
-                group.rendezvous.tell("port", {"port": listener.getsockname()[1]})
+                group.rendezvous.publish("port", {"port": listener.getsockname()[1]})
                 wide = _connect(group, listener)
     except BaseException as error:
         if local is not None:
@@ -123,9 +123,11 @@ def _share(group: GroupDescription) -> ShmTransport | None:
             if rank == mates[0]:
                 segment = create_segment(len(mates))
                 status = os.fstat(segment)
-                rendezvous.tell("segment", {"fd": segment, "inode": status.st_ino, "device": status.st_dev})
+                rendezvous.publish(
+                    "segment", {"fd": segment, "inode": status.st_ino, "device": status.st_dev}
+                )
             else:
-                published = rendezvous.hear("segment", mates[0])
+                published = rendezvous.read("segment", mates[0])
                 segment = open_segment(published, int(group.hellos[mates[0]]["pid"]))
             labels = [rendezvous.labels[mate] for mate in mates]
             local = ShmTransport(segment, mates.index(rank), len(mates), labels=labels)
@@ -134,8 +136,8 @@ def _share(group: GroupDescription) -> ShmTransport | None:
                 raise
             problem = f"{type(error).__name__}: {error}"
             if rank == mates[0] and segment < 0:
-                rendezvous.tell("segment", {"fd": -1, "problem": problem})
-        rendezvous.tell("shared", {"problem": problem})
+                rendezvous.publish("segment", {"fd": -1, "problem": problem})
+        rendezvous.publish("shared", {"problem": problem})
         problems = {
             peer: reply["problem"] for peer, reply in rendezvous.gather("shared").items() if reply["problem"]
         }
@@ -192,7 +194,7 @@ def _endpoint(group: GroupDescription, rank: int) -> tuple[str, int]:
     host, port = group.hellos[rank]["endpoint"]
     if host:
         return str(host), int(port)
-    port = int(group.rendezvous.hear("port", rank)["port"])
+    port = int(group.rendezvous.read("port", rank)["port"])
     return (LOCAL_HOST if group.topology.hosts == 1 else group.master), port
 
 
@@ -204,7 +206,14 @@ def _connect(group: GroupDescription, listener: socket.socket) -> NetworkTranspo
     # Of the peers what they published, which the handshake checks; of this rank what it really offers.
     macs = {peer: Mac(hello["macs"]) for peer, hello in hellos.items()} | {rank: offered()}
     connected = connect_all(
-        rank, listener, endpoints, group.secret, rendezvous.deadline, rendezvous.look, macs, rendezvous.labels
+        rank,
+        listener,
+        endpoints,
+        group.secret,
+        rendezvous.deadline,
+        rendezvous.raise_if_failed,
+        macs,
+        rendezvous.labels,
     )
     # The address under which this rank talks to other hosts, if there are any.
     mine = topology.host_of[rank]
@@ -257,7 +266,7 @@ def _lasting_store(group: GroupDescription) -> Store:
             timeout=limit,
             master_listen_fd=listener.detach(),
         )
-        rendezvous.tell("nccl", {"port": port})
+        rendezvous.publish("nccl", {"port": port})
         return store
-    port = int(rendezvous.hear("nccl", 0)["port"])
+    port = int(rendezvous.read("nccl", 0)["port"])
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)

@@ -32,6 +32,7 @@ from paceline.comm.transport.base import Transport
 from paceline.comm.transport.shm.transport import ShmTransport
 from paceline.core.errors import GroupInterruptedError, RendezvousError, UsageError
 from paceline.core.listen_address import ALL_ADDRESSES, ListenAddress, local_address
+from paceline.core.wording import counted
 
 FORMING_SECONDS = 30.0
 _AGAIN_SECONDS = 0.01
@@ -80,7 +81,8 @@ def open_view(
     of this view are at the same address, on a port of the range `ports`."""
     rank, members = view.rank, view.members
     if not 0 <= rank < len(members):
-        raise UsageError(f"view index {rank} in a view of {len(members)} members", remedy="pass every member")
+        size = counted(len(members), "member")
+        raise UsageError(f"view index {rank} in a view of {size}", remedy="pass every member")
     if view.segment:
         return _in_segment(view), links
     if len(members) == 1:
@@ -95,7 +97,7 @@ def open_view(
         listening=ListenAddress(ports, "" if own in ALL_ADDRESSES else own),
     )
     forming = _Forming(view, hello, time.monotonic() + forming_seconds, cancelled)
-    return forming.serve(listener) if rank == 0 else forming.visit()
+    return forming.serve(listener) if rank == 0 else forming.join()
 
 
 def _in_segment(view: ViewGroup) -> ShmTransport:
@@ -135,7 +137,8 @@ class _Forming:
             rendezvous = self._round(stack.enter_context(closing(self._client(local_address(listener)))))
             return connect_ranks(rendezvous, self.view.members[0].endpoint[0], self.hello, server.close)
 
-    def visit(self) -> tuple[Transport, LinkCosts]:
+    def join(self) -> tuple[Transport, LinkCosts]:
+        """Join the round that the first rank serves. Try again after the end of an earlier view's round."""
         endpoint = self.view.members[0].endpoint
         while True:
             # The first rank may not have begun to serve: its listener takes the connection, the answer comes

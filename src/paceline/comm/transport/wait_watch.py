@@ -12,8 +12,9 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from paceline.comm.call_status import PeerState, RankState, Status, disagreement, judge, ranks_text, timed_out
+from paceline.comm.call_status import PeerState, RankState, Status, disagreement, judge, timed_out
 from paceline.core.errors import DisagreementError, PacelineError
+from paceline.core.wording import ranks
 
 _log = logging.getLogger("paceline.comm")
 
@@ -112,7 +113,7 @@ class Watch:
             # Of the ranks that are waited for, those without a status are the late ones: the others have
             # posted that they wait themselves.
             absent = [rank for rank in self._status.waits_for if peers[rank].status is None]
-            whom = ranks_text(absent or self._status.waits_for)
+            whom = ranks(absent or self._status.waits_for, all_named=True)
             _log.warning("rank %d waits for %s in %s", self._me, whom, self._status)
         return True
 

@@ -85,7 +85,7 @@ class ShardManifest:
             raise ManifestDamaged(f"it does not list its shards ({type(error).__name__}: {error})") from error
         if manifest.samples != plain.get("samples"):
             raise ManifestDamaged(
-                f"it says {plain.get('samples')} samples and its shards have {manifest.samples}"
+                f"it says samples={plain.get('samples')!r}, and its shards have {manifest.samples}"
             )
         return manifest
 

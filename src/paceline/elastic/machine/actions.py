@@ -1,4 +1,4 @@
-"""What the machine decides: the view to install, and the actions for the shell, all frozen values.
+"""What the machine decides: actions for the shell, all frozen values.
 
 The shell carries actions out in their order: `supervisor/action_executor.py` with real processes,
 `simulation/simulated_supervisor.py` in virtual time.
@@ -6,11 +6,10 @@ The shell carries actions out in their order: `supervisor/action_executor.py` wi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from functools import cached_property
-from typing import Any, Literal, TypeAlias
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
-from paceline.control.messages import ControlMessage, Dismissed, View
+from paceline.control.messages import ControlMessage, Dismissed, ViewPlan
 from paceline.elastic.machine.settings import LOCAL_AGENT
 
 FailureKind = Literal[
@@ -33,36 +32,6 @@ kernel for memory; preempted: asked to leave (SIGTERM) or its host left: another
 because no supervisor was there: no budget; restart: starts again because another member was lost with state
 that no other has, and there is no checkpoint to go back to: no budget; unreachable: it and a peer could not
 connect, or the link between them does not carry data."""
-
-
-@dataclass(frozen=True)
-class ViewPlan:
-    """A view as the machine decides it: parallel tuples by view index; see messages.View.
-
-    `restore_before` >= 0: checkpoints of later steps hold wrong weights; members that restore remove them, so
-    that no later restart takes one. `ends`: why this is the last view, whose members take no step, save and
-    end.
-    """
-
-    generation: int
-    members: tuple[int, ...]
-    slots: tuple[int, ...]
-    shards: tuple[tuple[int, ...], ...]
-    source: int = -1
-    stale_ranks: tuple[int, ...] = ()
-    restore: bool = False
-    restore_before: int = -1
-    disputed: int = -1
-    ends: str = ""
-
-    def message(self, **processes: Any) -> View:
-        """Return the message to the members: the plan, with their `processes`, hosts and endpoints."""
-        return View(**{field.name: getattr(self, field.name) for field in fields(self)}, **processes)
-
-    @cached_property
-    def max_shards(self) -> int:
-        """Most shards of one member; 0 where the assignment is not known."""
-        return max(map(len, self.shards), default=0)
 
 
 @dataclass(frozen=True)
@@ -149,7 +118,7 @@ class RecordRepair:
 @dataclass(frozen=True)
 class RecordVerdict:
     """Terminal and journal. The shell adds host, pid and the Python line of `member`, before it carries out
-    the KillWorker that follows. `sure`: as in RecordFailure."""
+    the KillWorker that follows. `sure`: as in RecordFailure; `kind`: of that failure, None without one."""
 
     member: int
     slot: int
@@ -158,6 +127,7 @@ class RecordVerdict:
     waiting: str  # which ranks wait for it
     done: str  # what was done about it
     sure: bool = False
+    kind: FailureKind | None = None
 
 
 @dataclass(frozen=True)

@@ -13,22 +13,22 @@ from pathlib import Path
 
 from paceline.elastic.machine import machine
 from paceline.elastic.machine.settings import MachineSettings
-from paceline.elastic.machine.state import Phase
+from paceline.elastic.machine.state import JobPhase
 
 _PART = re.compile(r"(<!-- begin (\w+) -->\n).*?(<!-- end \2 -->)", re.DOTALL)
 
 
 def states() -> str:
     """Return a Mermaid state diagram: every transition between phases, with the events that lead there."""
-    ways: dict[tuple[Phase, Phase], list[str]] = {}
+    ways: dict[tuple[JobPhase, JobPhase], list[str]] = {}
     for row in machine.TABLE:
         for phase, leads in row.leads.items():
-            for to in Phase:
+            for to in JobPhase:
                 if to in leads and to is not phase:
                     ways.setdefault((phase, to), []).append(row.event.__name__)
     lines = ["stateDiagram-v2", "    [*] --> starting"]
-    for before in Phase:
-        for after in Phase:
+    for before in JobPhase:
+        for after in JobPhase:
             if (before, after) in ways:
                 events = ", ".join(ways[before, after])
                 lines.append(f"    {before.value} --> {after.value} : {events}")
@@ -39,18 +39,18 @@ def states() -> str:
 def main_way() -> str:
     """Return the path of a job with a single failure, as far as the table allows it."""
     way = (
-        (Phase.STARTING, "MemberHello", Phase.INSTALLING, "all workers came"),
-        (Phase.INSTALLING, "ViewInstalled", Phase.RUNNING, "all are in the view"),
-        (Phase.RUNNING, "WorkerLost", Phase.PREPARING, "a member failed, joins, leaves, is slow"),
-        (Phase.PREPARING, "MemberReport", Phase.INSTALLING, "all reported, a new view"),
-        (Phase.INSTALLING, "WorkerLost", Phase.PREPARING, "another one failed"),
-        (Phase.PREPARING, "WorkerLost", Phase.STARTING, "no member is left, restore"),
-        (Phase.RUNNING, "StopRequested", Phase.STOPPING, "a stop is requested"),
-        (Phase.RUNNING, "MemberFinished", Phase.ENDED, "all are done"),
-        (Phase.STOPPING, "MemberFinished", Phase.ENDED, "all have saved"),
-        (Phase.STARTING, "SupervisorBegan", Phase.RETURNING, "the supervisor began again"),
-        (Phase.RETURNING, "MemberHello", Phase.RUNNING, "all members came back"),
-        (Phase.RETURNING, "Tick", Phase.PREPARING, "some did not"),
+        (JobPhase.STARTING, "MemberHello", JobPhase.INSTALLING, "all workers came"),
+        (JobPhase.INSTALLING, "ViewInstalled", JobPhase.RUNNING, "all are in the view"),
+        (JobPhase.RUNNING, "WorkerLost", JobPhase.PREPARING, "a member failed, joins, leaves, is slow"),
+        (JobPhase.PREPARING, "MemberReport", JobPhase.INSTALLING, "all reported, a new view"),
+        (JobPhase.INSTALLING, "WorkerLost", JobPhase.PREPARING, "another one failed"),
+        (JobPhase.PREPARING, "WorkerLost", JobPhase.STARTING, "no member is left, restore"),
+        (JobPhase.RUNNING, "StopRequested", JobPhase.STOPPING, "a stop is requested"),
+        (JobPhase.RUNNING, "MemberFinished", JobPhase.ENDED, "all are done"),
+        (JobPhase.STOPPING, "MemberFinished", JobPhase.ENDED, "all have saved"),
+        (JobPhase.STARTING, "SupervisorBegan", JobPhase.RETURNING, "the supervisor began again"),
+        (JobPhase.RETURNING, "MemberHello", JobPhase.RUNNING, "all members came back"),
+        (JobPhase.RETURNING, "Tick", JobPhase.PREPARING, "some did not"),
     )
     leads = {(row.event.__name__, phase): to for row in machine.TABLE for phase, to in row.leads.items()}
     lines = ["stateDiagram-v2", "    direction LR", "    [*] --> starting"]
@@ -64,7 +64,7 @@ def main_way() -> str:
 
 def table() -> str:
     """Return every event and where it can lead, by phase; a dot: it changes nothing there."""
-    phases = [phase for phase in Phase if phase is not Phase.ENDED]
+    phases = [phase for phase in JobPhase if phase is not JobPhase.ENDED]
     lines = [
         "| event | says | " + " | ".join(phase.value for phase in phases) + " |",
         "|---" * (len(phases) + 2) + "|",
@@ -73,17 +73,17 @@ def table() -> str:
         cells = []
         for phase in phases:
             leads = row.leads.get(phase)
-            others = [to.value for to in Phase if leads is not None and to in leads and to is not phase]
+            others = [to.value for to in JobPhase if leads is not None and to in leads and to is not phase]
             cells.append("." if leads is None else ", ".join(others) or "stays")
         lines.append(f"| `{row.event.__name__}` | {row.says} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
-def laws() -> str:
-    """Return the laws, as they stand at the top of machine.py."""
+def invariants() -> str:
+    """Return the invariants, as they stand at the top of machine.py."""
     text = machine.__doc__ or ""
     found = re.findall(r"^ ?(\d+)\. (.*?)(?=^ ?\d+\. |^$)", text, re.DOTALL | re.MULTILINE)
-    return "".join(f"{number}. {' '.join(law.split())}\n" for number, law in found)
+    return "".join(f"{number}. {' '.join(invariant.split())}\n" for number, invariant in found)
 
 
 def settings() -> str:
@@ -99,7 +99,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "states": states,
     "main_way": main_way,
     "table": table,
-    "laws": laws,
+    "invariants": invariants,
     "settings": settings,
 }
 

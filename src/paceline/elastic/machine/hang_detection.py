@@ -16,7 +16,7 @@ from typing import Literal, final
 from paceline.core.wording import ranks
 from paceline.elastic.machine.link_faults import broken_link
 from paceline.elastic.machine.liveness import interpreter_is_held, probe_limit, silence_limit
-from paceline.elastic.machine.state import JobState, Phase, Worker, WorkerStatus, in_view
+from paceline.elastic.machine.state import JobPhase, JobState, Worker, WorkerStatus, in_view
 
 SLOW_PHASES = frozenset({"start", "checkpoint", "evaluation"})
 _passive = frozenset({"wait", "collective"})
@@ -27,8 +27,8 @@ _all_busy = 4.0  # times the limit, where all are busy and none waits: slow is l
 
 @final
 @dataclass(frozen=True)
-class Culprit:
-    """A culprit: what it did, for people, and what the others wait for."""
+class FaultFinding:
+    """A worker found at fault: kind, phase, a sentence about it, and which ranks wait for it."""
 
     worker: Worker
     kind: Literal["silent", "hung", "unreachable"]
@@ -114,7 +114,7 @@ def phase_of(job: JobState, worker: Worker) -> str:
     return beat.phase if beat is not None else "start"
 
 
-def find_silent(job: JobState) -> list[Culprit]:
+def find_silent(job: JobState) -> list[FaultFinding]:
     """Return workers that should send heartbeats and do not, and those that never sent a hello."""
     limit = silence_limit(job)
     found = []
@@ -122,7 +122,7 @@ def find_silent(job: JobState) -> list[Culprit]:
         if worker.status is WorkerStatus.STARTING:
             if job.now - worker.since >= job.settings.start_seconds:
                 what = f"rank {worker.slot} has not connected within {job.settings.start_seconds:g} s"
-                found.append(Culprit(worker, "silent", "start", what, "no other rank waits for it"))
+                found.append(FaultFinding(worker, "silent", "start", what, "no other rank waits for it"))
         elif worker.reconnected and job.now >= job.last_message_at[worker.number] + limit:
             quiet = job.now - job.last_message_at[worker.number]
             if interpreter_is_held(job, worker.number):
@@ -131,23 +131,23 @@ def find_silent(job: JobState) -> list[Culprit]:
                 continue
             what = f"rank {worker.slot} has sent no heartbeat for {quiet:.1f} s"
             waiting = _waiting_ranks(job, worker.number)
-            found.append(Culprit(worker, "silent", phase_of(job, worker), what, waiting))
+            found.append(FaultFinding(worker, "silent", phase_of(job, worker), what, waiting))
     return found
 
 
-def find_overdue(job: JobState) -> list[Culprit]:
+def find_overdue(job: JobState) -> list[FaultFinding]:
     """Return the members that block the others, by what the job waits for. A member that is stopped together
     with all others of its host blocks them and is not at fault; neither is a member that waits for it."""
     if job.stopped_together:
         return []
     match job.phase:
-        case Phase.RUNNING | Phase.STOPPING:
+        case JobPhase.RUNNING | JobPhase.STOPPING:
             return _find_hung(job)
-        case Phase.PREPARING if job.abort:
+        case JobPhase.PREPARING if job.abort:
             return _late_reports(job)
-        case Phase.PREPARING:
+        case JobPhase.PREPARING:
             return _find_hung(job) or _late_reports(job)
-        case Phase.INSTALLING:
+        case JobPhase.INSTALLING:
             # Where one was held up, all were: the last ones have a moment to follow it.
             late = job.now - job.asked_at >= install_limit(
                 job
@@ -159,7 +159,7 @@ def find_overdue(job: JobState) -> list[Culprit]:
     return []
 
 
-def _late_reports(job: JobState) -> list[Culprit]:
+def _late_reports(job: JobState) -> list[FaultFinding]:
     """Return the members that did not report in time."""
     found = []
     awaited = {} if job.abort else waiting_for(job)
@@ -187,7 +187,7 @@ def _late_reports(job: JobState) -> list[Culprit]:
     return found
 
 
-def _find_hung(job: JobState) -> list[Culprit]:
+def _find_hung(job: JobState) -> list[FaultFinding]:
     """Return the members that keep the others from progress. All of them stand still when one does, so being
     late is no evidence: only which members they wait for, and which of them waits for none, tells."""
     still = job.now - job.progressed_at
@@ -197,7 +197,7 @@ def _find_hung(job: JobState) -> list[Culprit]:
         worker
         for worker in in_view(job)
         if worker.status is not WorkerStatus.DONE
-        and (job.phase is not Phase.PREPARING or worker.number in job.pending)
+        and (job.phase is not JobPhase.PREPARING or worker.number in job.pending)
     ]
     lasted = {worker.number: _phase_seconds(job, worker.number) for worker in members}
     # The smaller of both: a long phase is no hang while the others commit, and a member that has just
@@ -268,16 +268,16 @@ def _phase_seconds(job: JobState, number: int) -> float:
     return beat.seconds + job.now - job.last_message_at[number] if beat is not None else 0.0
 
 
-def _finding(job: JobState, worker: Worker, says: str, because: str = "") -> Culprit:
+def _finding(job: JobState, worker: Worker, says: str, because: str = "") -> FaultFinding:
     phase = phase_of(job, worker)
     lasted = _phase_seconds(job, worker.number)
     takes = f"; a step takes {job.step_seconds:.3g} s" if job.step_seconds > 0 else ""
     if interpreter_is_held(job, worker.number):
-        takes += "; it does not beat though its process runs: something holds the interpreter's lock"
+        takes += "; it sends no heartbeat although its process runs: a call holds the interpreter's lock"
     what = f"rank {worker.slot} {says}: it has been in {phase} for {lasted:.1f} s{takes}"
     if because:
         what += f"; {because}"
-    return Culprit(worker, "hung", phase, what, _waiting_ranks(job, worker.number))
+    return FaultFinding(worker, "hung", phase, what, _waiting_ranks(job, worker.number))
 
 
 def _waiting_ranks(job: JobState, number: int) -> str:
@@ -288,7 +288,7 @@ def _waiting_ranks(job: JobState, number: int) -> str:
 def next_tick(job: JobState) -> float:
     """Return when time alone can change something. Early is harmless: the tick finds nothing and asks
     again."""
-    if job.phase is Phase.ENDED:
+    if job.phase is JobPhase.ENDED:
         return inf
     settings = job.settings
     times = [job.now + max(settings.silence_least, settings.heartbeat), job.gather_until]
@@ -296,14 +296,15 @@ def next_tick(job: JobState) -> float:
     for worker in job.workers.values():
         if worker.status is WorkerStatus.STARTING:
             times.append(worker.since + settings.start_seconds)
-        elif worker.reconnected or job.phase is Phase.RETURNING:
+        elif worker.reconnected or job.phase is JobPhase.RETURNING:
             if worker.status is WorkerStatus.READY and worker.dialing:
                 times.append(worker.dialed_at + settings.dial_seconds)
-            heard = job.last_message_at[worker.number]
+            last_at = job.last_message_at[worker.number]
             # Silence is looked into once in a heartbeat until it is judged.
-            times.append(
-                heard + probe if job.now < heard + probe else min(job.now + settings.heartbeat, heard + limit)
-            )
+            if job.now < last_at + probe:
+                times.append(last_at + probe)
+            else:
+                times.append(min(job.now + settings.heartbeat, last_at + limit))
     if job.stop_reason is not None:
         # No slot gets another worker then.
         times.append(job.stop_requested_at + settings.stop_seconds)
@@ -312,19 +313,19 @@ def next_tick(job: JobState) -> float:
     if job.pending_dials:
         times.append(job.dials_sent_at + settings.check_seconds)
     match job.phase:
-        case Phase.PREPARING if job.saves_alone:
+        case JobPhase.PREPARING if job.saves_alone:
             times.append(job.asked_at + save_alone_limit(job))
-        case Phase.PREPARING if job.abort:
+        case JobPhase.PREPARING if job.abort:
             times += [job.asked_at + abort_limit(job, job.workers[number]) for number in job.pending]
-        case Phase.RUNNING | Phase.STOPPING | Phase.PREPARING:
+        case JobPhase.RUNNING | JobPhase.STOPPING | JobPhase.PREPARING:
             times += [job.progressed_at + hang_limit(job) / 2, job.progressed_at + hang_limit(job)]
-        case Phase.INSTALLING:
+        case JobPhase.INSTALLING:
             times.append(job.asked_at + install_limit(job))
             if job.stop_reason is not None or any(w.leave_reason == "preempted" for w in in_view(job)):
                 times.append(forming_since(job) + settings.cut_short_seconds)
-        case Phase.RETURNING:
+        case JobPhase.RETURNING:
             times.append(reconnect_deadline(job))
-        case Phase.STARTING:
+        case JobPhase.STARTING:
             times.append(job.started_at + settings.start_seconds)
     # What lay in the past and could not be helped is looked at again a heartbeat later.
     soon = job.now + _least_gap

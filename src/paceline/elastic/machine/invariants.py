@@ -1,4 +1,4 @@
-"""Check the laws of machine.py on a state, or on a step from one state to the next.
+"""Check the invariants of machine.py on a state, or on a step from one state to the next.
 
 For tests and for the simulation, which check after every event. Must not be needed for a decision.
 """
@@ -11,25 +11,18 @@ from math import inf
 from operator import is_not
 from typing import TypeVar
 
-from paceline.elastic.machine.actions import (
-    Action,
-    EndJob,
-    InstallView,
-    ProbeWorkers,
-    Send,
-    StartWorker,
-    ViewPlan,
-)
+from paceline.control.messages import ViewPlan
+from paceline.elastic.machine.actions import Action, EndJob, InstallView, ProbeWorkers, Send, StartWorker
 from paceline.elastic.machine.admission import have_met
-from paceline.elastic.machine.state import IN_VIEW, JobState, Phase, WorkerStatus, in_view
+from paceline.elastic.machine.state import IN_VIEW, JobPhase, JobState, WorkerStatus, in_view
 
 T = TypeVar("T")
 
-_WHOLE = (Phase.INSTALLING, Phase.RUNNING, Phase.STOPPING)
+_WHOLE = (JobPhase.INSTALLING, JobPhase.RUNNING, JobPhase.STOPPING)
 
 
 def validate(state: JobState) -> list[str]:
-    """Return the broken laws, each as a sentence; empty: none is."""
+    """Return the broken invariants, each as a sentence; empty: none is."""
     wrong: list[str] = []
     _check_view(state, wrong)
     if state.view is not None:
@@ -60,8 +53,8 @@ def validate_change(before: JobState, after: JobState) -> list[str]:
     if before.view is not after.view and after.view is not None:
         wrong += wrong_plan(after.view, after.settings.shards)
     if workers or len(after.last_message_at) < len(before.last_message_at):
-        unheard = before.last_message_at.keys() - after.last_message_at.keys()
-        _check_workers(after, {*workers, *unheard}, wrong)
+        dropped = before.last_message_at.keys() - after.last_message_at.keys()
+        _check_workers(after, {*workers, *dropped}, wrong)
     if workers or slots:
         left = {before.workers[number].slot for number in workers if number in before.workers}
         _check_slots(after, {*slots, *left}, wrong)
@@ -88,16 +81,16 @@ def _is_in_view(state: JobState, number: int) -> bool:
 
 
 def validate_step(before: JobState, after: JobState, actions: tuple[Action, ...], reason: str) -> list[str]:
-    """Return the laws that one step has broken."""
+    """Return the invariants that one step has broken."""
     wrong = []
     if not reason.strip():
-        wrong.append("law 9: a decision has no reason")
+        wrong.append("invariant 9: a decision has no reason")
     if after.generation < before.generation:
-        wrong.append(f"law 3: the generation went from {before.generation} to {after.generation}")
+        wrong.append(f"invariant 3: the generation went from {before.generation} to {after.generation}")
     if after.next_member < before.next_member:
-        wrong.append("law 2: a member's number could be given twice")
-    if before.phase is Phase.ENDED and (after is not before or actions):
-        wrong.append("law 8: something was decided after the end")
+        wrong.append("invariant 2: a member's number could be given twice")
+    if before.phase is JobPhase.ENDED and (after is not before or actions):
+        wrong.append("invariant 8: something was decided after the end")
     if actions or after.phase is not before.phase:
         _check_actions(before, after, actions, wrong)
     return wrong
@@ -107,29 +100,29 @@ def _check_actions(before: JobState, after: JobState, actions: tuple[Action, ...
     views = [action for action in actions if isinstance(action, InstallView)]
     if views and not all(
         view.plan.generation > before.generation
-        or (before.phase is Phase.PREPARING and view.plan.generation == before.generation)
+        or (before.phase is JobPhase.PREPARING and view.plan.generation == before.generation)
         for view in views
     ):
-        wrong.append("law 3: a view was sent for a generation that was over")
+        wrong.append("invariant 3: a view was sent for a generation that was over")
     for view in views:
         wrong += _unmet(before, after, view.plan)
     if sum(isinstance(action, EndJob) for action in actions) != (after.phase is not before.phase) * (
-        after.phase is Phase.ENDED
+        after.phase is JobPhase.ENDED
     ):
-        wrong.append("law 8: EndJob is the step to ENDED, and nothing else is")
+        wrong.append("invariant 8: EndJob is the step to ENDED, and nothing else is")
     if any(isinstance(action, EndJob) for action in actions[:-1]):
-        wrong.append("law 8: something was decided after the end, in the step that ended the job")
+        wrong.append("invariant 8: something was decided after the end, in the step that ended the job")
     if before.stop_reason is not None and any(isinstance(action, StartWorker) for action in actions):
-        wrong.append("law 8: a worker is started while the job stops")
+        wrong.append("invariant 8: a worker is started while the job stops")
     if any(isinstance(action, Send | ProbeWorkers) and not action.members for action in actions):
-        wrong.append("law 9: a message or a probe is for no member")
+        wrong.append("invariant 9: a message or a probe is for no member")
 
 
 def _unmet(before: JobState, after: JobState, plan: ViewPlan) -> list[str]:
     """Return pairs of a new view that have not met, of which one was in no view before."""
     known = [after.workers[number] for number in plan.members if number in after.workers]
     return [
-        f"law 10: members {new.number} and {other.number} are in a view and have not met"
+        f"invariant 10: members {new.number} and {other.number} are in a view and have not met"
         for new in known
         if not _is_in_view(before, new.number)
         for other in known
@@ -140,45 +133,45 @@ def _unmet(before: JobState, after: JobState, plan: ViewPlan) -> list[str]:
 def _check_view(state: JobState, wrong: list[str]) -> None:
     view = state.view
     if view is None:
-        if state.phase in _WHOLE or state.phase is Phase.PREPARING:
-            wrong.append(f"law 1: {state.phase.value} without a view")
+        if state.phase in _WHOLE or state.phase is JobPhase.PREPARING:
+            wrong.append(f"invariant 1: {state.phase.value} without a view")
         if in_view(state):
-            wrong.append("law 1: a member of no view")
+            wrong.append("invariant 1: a member of no view")
         return
-    if state.phase is Phase.STARTING:
-        wrong.append("law 1: a view while no member is left of it")
+    if state.phase is JobPhase.STARTING:
+        wrong.append("invariant 1: a view while no member is left of it")
     if view.generation > state.generation:
-        wrong.append(f"law 3: the view is of generation {view.generation}, the job of {state.generation}")
+        wrong.append(f"invariant 3: a view of generation {view.generation} in a job of {state.generation}")
     here = {worker.number for worker in in_view(state)}
     if state.phase in _WHOLE and here != set(view.members):
-        wrong.append(f"law 1: in the view are {sorted(view.members)}, members are {sorted(here)}")
+        wrong.append(f"invariant 1: in the view are {sorted(view.members)}, members are {sorted(here)}")
     if state.phase in _WHOLE and view.generation != state.generation:
-        wrong.append(f"law 3: generation {state.generation} runs in the view of {view.generation}")
+        wrong.append(f"invariant 3: generation {state.generation} runs in the view of {view.generation}")
 
 
 def wrong_plan(view: ViewPlan, shards: int) -> list[str]:
-    """Return the laws that a view breaks by itself."""
+    """Return the invariants that a view breaks by itself."""
     wrong = []
     size = len(view.members)
     if size == 0 or len(set(view.members)) != size or len(view.slots) != size:
-        wrong.append(f"law 1: members {view.members} with slots {view.slots}")
+        wrong.append(f"invariant 1: members {view.members} with slots {view.slots}")
     if list(view.slots) != sorted(view.slots):
-        wrong.append(f"law 1: ranks do not follow the slots: {view.slots}")
+        wrong.append(f"invariant 1: ranks do not follow the slots: {view.slots}")
     # After a supervisor's restart the assignment may not be known: then it is empty, and stays the old one.
     if view.shards:
         assigned = sorted(shard for mine in view.shards for shard in mine)
         if len(view.shards) != size or assigned != list(range(shards)):
-            wrong.append(f"law 4: {shards} shards are assigned as {view.shards}")
-    behind = set(view.stale_ranks)
+            wrong.append(f"invariant 4: {shards} shards are assigned as {view.shards}")
+    behind = set(view.stale_indexes)
     if (view.source >= 0) != bool(behind) or view.source in behind or not behind <= set(range(size)):
-        wrong.append(f"law 5: the source is {view.source}, behind are {view.stale_ranks}")
+        wrong.append(f"invariant 5: the source is {view.source}, behind are {view.stale_indexes}")
     if view.restore and view.source >= 0:
-        wrong.append("law 5: a view that restores has a source")
+        wrong.append("invariant 5: a view that restores has a source")
     return wrong
 
 
 def _check_workers(state: JobState, numbers: Collection[int], wrong: list[str]) -> None:
-    """Check the laws of these workers; workers that are gone have none."""
+    """Check the invariants of these workers; workers that are gone have none."""
     found = [state.workers[number] for number in numbers if number in state.workers]
     if not found:
         return
@@ -190,62 +183,62 @@ def _check_workers(state: JobState, numbers: Collection[int], wrong: list[str]) 
     for worker in found:
         number = worker.number
         if number >= state.next_member:
-            wrong.append(f"law 2: member {number} was not numbered by the machine")
+            wrong.append(f"invariant 2: member {number} was not numbered by the machine")
         if worker.status is not WorkerStatus.STARTING and number not in state.last_message_at:
-            wrong.append(f"law 7: no one listens to member {number}")
+            wrong.append(f"invariant 7: no last message of member {number} is noted")
         if worker.leave_reason and worker.status is WorkerStatus.MEMBER:
-            wrong.append(f"law 2: member {number} is to leave and does not know")
+            wrong.append(f"invariant 2: member {number} is to leave and does not know")
         if not worker.leave_reason and holders[worker.slot] != [number]:
-            wrong.append(f"law 2: slot {worker.slot} has members {holders[worker.slot]}")
+            wrong.append(f"invariant 2: slot {worker.slot} has members {holders[worker.slot]}")
 
 
 def _check_slots(state: JobState, numbers: Iterable[int], wrong: list[str]) -> None:
-    """Check the laws of these slots; slots that are gone have none."""
+    """Check the invariants of these slots; slots that are gone have none."""
     for number in numbers:
         slot = state.slots.get(number)
         if slot is None:
             continue
         if slot.worker is not None and slot.worker not in state.workers:
-            wrong.append(f"law 2: slot {number} has member {slot.worker}, who is gone")
+            wrong.append(f"invariant 2: slot {number} has member {slot.worker}, which is gone")
         waits = slot.worker is None and slot.start_at is None
-        if slot.usable and waits and state.stop_reason is None and state.phase is not Phase.ENDED:
-            wrong.append(f"law 6: slot {number} is forgotten")
+        if slot.usable and waits and state.stop_reason is None and state.phase is not JobPhase.ENDED:
+            wrong.append(f"invariant 6: slot {number} is forgotten")
         if slot.failures > state.settings.max_worker_failures and not slot.given_up:
-            wrong.append(f"law 6: slot {number} failed {slot.failures} times and goes on")
+            wrong.append(f"invariant 6: slot {number} failed {slot.failures} times and goes on")
         if slot.given_up and slot.worker is not None:
-            wrong.append(f"law 6: slot {number} is given up and has a worker")
+            wrong.append(f"invariant 6: slot {number} is given up and has a worker")
 
 
 def _check_waiting(state: JobState, wrong: list[str]) -> None:
-    waits = state.phase in (Phase.PREPARING, Phase.INSTALLING)
-    dials = state.phase is Phase.PREPARING and bool(state.pending_dials)
+    waits = state.phase in (JobPhase.PREPARING, JobPhase.INSTALLING)
+    dials = state.phase is JobPhase.PREPARING and bool(state.pending_dials)
     if waits != bool(state.pending) and not dials:
-        wrong.append(f"law 7: {state.phase.value} waits for {sorted(state.pending)}")
-    strangers = state.pending.difference(state.workers)
-    if strangers:
-        wrong.append(f"law 7: waits for {sorted(strangers)}, who are gone")
+        wrong.append(f"invariant 7: {state.phase.value} waits for {sorted(state.pending)}")
+    lost = state.pending.difference(state.workers)
+    if lost:
+        wrong.append(f"invariant 7: waits for {sorted(lost)}, which are gone")
     if state.reports.keys() - state.workers.keys() or state.reports.keys() & state.pending:
-        wrong.append("law 7: a report of a member that is gone or has not reported")
-    if state.phase is Phase.PREPARING:
+        wrong.append("invariant 7: a report of a member that is gone or has not reported")
+    if state.phase is JobPhase.PREPARING:
         silent = state.workers.keys() - state.pending - state.reports.keys()
         missing = sorted(number for number in silent if _is_in_view(state, number))
         if missing:
-            wrong.append(f"law 7: members {missing} were not asked")
+            wrong.append(f"invariant 7: members {missing} were not asked")
 
 
 def _check_end(state: JobState, wrong: list[str]) -> None:
-    over = state.phase is Phase.ENDED
-    if state.phase is Phase.RUNNING and state.stop_reason is not None:
-        wrong.append("law 8: the job is to stop, and its members were not asked to")
+    over = state.phase is JobPhase.ENDED
+    if state.phase is JobPhase.RUNNING and state.stop_reason is not None:
+        wrong.append("invariant 8: the job is to stop, and its members were not asked to")
     if over != (state.ended is not None):
-        wrong.append("law 8: the end is not noted")
+        wrong.append("invariant 8: the end is not noted")
     if over == (state.next_tick_at < inf) and (state.workers or state.slots):
-        wrong.append(f"law 7: {state.phase.value} and the next look is at {state.next_tick_at}")
+        wrong.append(f"invariant 7: {state.phase.value} and the next look is at {state.next_tick_at}")
 
 
 def _check_back(state: JobState, numbers: Iterable[int], wrong: list[str]) -> None:
     """Check that no worker is relied on that did not reconnect after a restart."""
-    if state.phase in (Phase.RETURNING, Phase.ENDED):
+    if state.phase in (JobPhase.RETURNING, JobPhase.ENDED):
         return
     if any(_is_in_view(state, number) and not state.workers[number].reconnected for number in numbers):
-        wrong.append("law 7: a member that did not come back is counted on")
+        wrong.append("invariant 7: a member that did not come back is counted on")

@@ -10,8 +10,8 @@ from paceline.elastic.machine.actions import EndJob, KillWorker, RecordVerdict, 
 from paceline.elastic.machine.hang_detection import phase_of
 from paceline.elastic.machine.slots import forget
 from paceline.elastic.machine.state import (
+    JobPhase,
     JobState,
-    Phase,
     Worker,
     WorkerStatus,
     in_view,
@@ -27,7 +27,7 @@ def end(job: JobState, ok: bool, reason: str, failed: int | None = None, stopped
     the reason: what happened while it saved changes nothing."""
     if job.fatal_failure is not None:
         ok, failed, stopped, reason = False, job.fatal_failure[0], None, job.fatal_failure[1]
-    job.phase = Phase.ENDED
+    job.phase = JobPhase.ENDED
     job.pending = frozenset()
     job.next_tick_at = inf
     job.ended = EndJob(ok, reason, failed, stopped)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from paceline.control.messages import MAX_WORKERS
+from paceline.control.field_types import MAX_WORKERS
+from paceline.control.messages import ViewPlan
 from paceline.core.wording import counted, ranks
 from paceline.elastic.machine import (
     admission,
@@ -22,12 +23,12 @@ from paceline.elastic.machine import (
     stragglers,
     view_change,
 )
-from paceline.elastic.machine.actions import KillWorker, ProbeWorkers, RecordVerdict, ViewPlan, dismiss
+from paceline.elastic.machine.actions import KillWorker, ProbeWorkers, RecordVerdict, dismiss
 from paceline.elastic.machine.settings import LOCAL_AGENT
 from paceline.elastic.machine.state import (
     IN_VIEW,
+    JobPhase,
     JobState,
-    Phase,
     Slot,
     Worker,
     WorkerStatus,
@@ -69,7 +70,7 @@ def on_began(job: JobState, event: events.SupervisorBegan) -> str:
             return job_end.end(job, ok=False, reason="too few workers are left: their budgets are spent")
         job.tick_by(job.now + job.settings.start_seconds)
         return view_change.try_start(job, f"{counted(len(job.actions), 'worker', 'is', 'are')} started")
-    job.phase = Phase.RETURNING
+    job.phase = JobPhase.RETURNING
     # The processes of those that do not come are probed several times before that is judged.
     job.tick_by(job.now + liveness.probe_limit(job))
     return f"{counted(len(in_view(job)), 'member', 'is', 'are')} expected back in generation {job.generation}"
@@ -104,7 +105,10 @@ def _restore_workers(job: JobState, event: events.SupervisorBegan) -> None:
     elif members:
         # The assignment is not known; it stays what the members know until the next view.
         job.view = ViewPlan(
-            event.generation, tuple(w.number for w in members), tuple(w.slot for w in members), ()
+            generation=event.generation,
+            members=tuple(worker.number for worker in members),
+            slots=tuple(worker.slot for worker in members),
+            shards=(),
         )
 
 
@@ -205,7 +209,7 @@ def _shrink(job: JobState, gone: list[Slot]) -> str:
         job.actions.append(KillWorker(worker.number, reason) if starting else dismiss(worker.number, reason))
         slots.forget(job, worker)
     said = f"{reason}: {ranks([slot.number for slot in gone], 'leaves', 'leave')}"
-    if job.phase is Phase.PREPARING:
+    if job.phase is JobPhase.PREPARING:
         return view_change.proceed(job, said)
     return view_change.try_change(job, said)
 
@@ -228,10 +232,10 @@ def on_stop(job: JobState, event: events.StopRequested) -> str:
     job_end.dismiss_idle(job, reason)
     if not in_view(job):
         return job_end.end(job, ok=True, reason=f"{reason}; no worker had begun", stopped=event.reason)
-    if job.phase is Phase.RUNNING:
+    if job.phase is JobPhase.RUNNING:
         view_change.request_stop(job)
         return reason
-    if job.phase is Phase.PREPARING:
+    if job.phase is JobPhase.PREPARING:
         return view_change.proceed(job, reason)
     return f"{reason}, as soon as the view is whole"
 
@@ -240,16 +244,16 @@ def on_probed(job: JobState, event: events.ProcessProbed) -> str:
     """Note what the host of a silent worker found out about its process."""
     worker = job.workers.get(event.member)
     if worker is None or worker.status is WorkerStatus.STARTING:
-        return f"member {event.member} was looked at, and is not expected to beat"
+        return f"member {event.member} was probed, and no heartbeat is expected of it"
     job.probes[event.member] = (job.now, event)
     woken = liveness.update_stopped_together(job)
     if event.stopped:
-        said = f"rank {worker.slot} does not beat: its process is stopped"
+        said = f"rank {worker.slot} sends no heartbeat: its process is stopped"
         return f"{said}; {woken}" if woken else said
     if not liveness.interpreter_is_held(job, event.member):
-        return f"rank {worker.slot} does not beat, though it goes on: its connection is cut"
+        return f"rank {worker.slot} sends no heartbeat, though its interpreter runs: its connection is cut"
     liveness.apply_probed_phase(job, event)
-    return f"rank {worker.slot} does not beat, but its process runs: its interpreter is held"
+    return f"rank {worker.slot} sends no heartbeat, but its process runs: its interpreter is held"
 
 
 def on_tick(job: JobState, event: events.Tick) -> str:
@@ -264,48 +268,20 @@ def on_tick(job: JobState, event: events.Tick) -> str:
 
 
 def _check_deadlines(job: JobState) -> list[str]:
+    """Apply everything that time alone decides, in the order in which one explains another."""
     if job.stop_reason is not None and job.now - job.stop_requested_at >= job.settings.stop_seconds:
         late = [worker for worker in in_view(job) if worker.status is not WorkerStatus.DONE]
         what = f"{rank_names(late)} did not stop within {job.settings.stop_seconds:g} s"
         return [job_end.end_with_verdict(job, late[0], what)]
     # Times first: all limits below follow the measured steps.
-    view = job.view.members if job.view is not None else ()
-    heartbeats = [job.heartbeats[number] for number in view if number in job.heartbeats]
-    job.step_seconds = shard_assignment.median(
-        [beat.step_seconds for beat in heartbeats if beat.step_seconds > 0]
-    )
-    shard = shard_assignment.median([beat.shard_seconds for beat in heartbeats if beat.shard_seconds > 0])
-    if shard > 0 and not 0.8 < job.shard_seconds / shard < 1.25:
-        job.shard_seconds = shard  # it is remembered on disk, so it does not follow every breath
-    if (
-        job.tainted_until >= 0
-        and not job.restore
-        and job.max_progress
-        and job.max_progress[0] > job.tainted_until
-    ):
-        # The restore, which removes wrong checkpoints, was carried out, and the run is past their steps.
-        job.tainted_until = job.restore_before = -1
+    _measure(job)
+    _forgive_taint(job)
     # Before silence is judged: members that are stopped together are exempt, and get their time back.
     woken = liveness.update_stopped_together(job)
     reasons = [woken] if woken else []
-    # Silence explains a hang, and not the other way round: members wait for the silent one, and whom to blame
-    # among them is only asked where all of them beat.
-    found = hang_detection.find_silent(job) or hang_detection.find_overdue(job)
-    for finding in found:
-        slots.expel(job, finding)
-    if found:
-        what = "; ".join(finding.what for finding in found)
-        reasons.append(view_change.on_loss(job, [finding.worker for finding in found], what))
-        if job.phase is Phase.ENDED:
-            return reasons
-    strangers = admission.overdue(job)
-    for worker, why in strangers:
-        admission.refuse(job, worker, why)
-    if strangers:
-        # Once for all of them: the view that follows has none of those that are still to be refused.
-        what = "; ".join(why for _, why in strangers)
-        reasons.append(view_change.on_loss(job, [worker for worker, _ in strangers], what))
-        if job.phase is Phase.ENDED:
+    for remove in (_expel_hung, _refuse_overdue):
+        reasons += remove(job)
+        if job.phase is JobPhase.ENDED:
             return reasons
     # After the losses: what a dial says of a member that has just gone does not count.
     if job.pending_dials and not link_probes.is_open(job):
@@ -314,9 +290,9 @@ def _check_deadlines(job: JobState) -> list[str]:
         reasons.append("members that wait for each other dial each other")
     if (hurry := view_change.too_slow_to_form(job)) is not None:
         reasons.append(view_change.cut_short(job, hurry))
-    if job.phase is Phase.RETURNING and job.now >= hang_detection.reconnect_deadline(job):
+    if job.phase is JobPhase.RETURNING and job.now >= hang_detection.reconnect_deadline(job):
         reasons.append(_give_up_missing(job))
-    if job.phase is Phase.ENDED:
+    if job.phase is JobPhase.ENDED:
         return reasons
     # Last: whom to probe, start, dial and admit depends on who is left.
     quiet = liveness.to_probe(job)
@@ -327,11 +303,56 @@ def _check_deadlines(job: JobState) -> list[str]:
     if started:
         reasons.append(f"{ranks(started, 'is', 'are')} started again")
     admission.dial(job)
-    if job.phase is Phase.STARTING:
+    if job.phase is JobPhase.STARTING:
         reasons.append(view_change.try_start(job, "workers are awaited"))
-    if job.phase is Phase.RUNNING:
+    if job.phase is JobPhase.RUNNING:
         reasons += _improve(job)
     return reasons
+
+
+def _measure(job: JobState) -> None:
+    """Take the typical times of a step and of a shard from the heartbeats of the view."""
+    view = job.view.members if job.view is not None else ()
+    heartbeats = [job.heartbeats[number] for number in view if number in job.heartbeats]
+    job.step_seconds = shard_assignment.median(
+        [beat.step_seconds for beat in heartbeats if beat.step_seconds > 0]
+    )
+    shard = shard_assignment.median([beat.shard_seconds for beat in heartbeats if beat.shard_seconds > 0])
+    if shard > 0 and not 0.8 < job.shard_seconds / shard < 1.25:
+        job.shard_seconds = shard  # part of the snapshot on disk, so small changes are ignored
+
+
+def _forgive_taint(job: JobState) -> None:
+    """Trust checkpoints again once the restore, which removes the wrong ones, was carried out and the run is
+    past their steps."""
+    if (
+        job.tainted_until >= 0
+        and not job.restore
+        and job.max_progress
+        and job.max_progress[0] > job.tainted_until
+    ):
+        job.tainted_until = job.restore_before = -1
+
+
+def _expel_hung(job: JobState) -> list[str]:
+    """Expel the members that are silent or overdue, and continue without them."""
+    # Silence explains a hang, and not the other way round: members wait for the silent one, and which of them
+    # is at fault is only asked where all send heartbeats.
+    found = hang_detection.find_silent(job) or hang_detection.find_overdue(job)
+    for finding in found:
+        slots.expel(job, finding)
+    what = "; ".join(finding.what for finding in found)
+    return [view_change.on_loss(job, [finding.worker for finding in found], what)] if found else []
+
+
+def _refuse_overdue(job: JobState) -> list[str]:
+    """Refuse the workers that were not reached in time, and continue without them."""
+    overdue = admission.overdue(job)
+    for worker, why in overdue:
+        admission.refuse(job, worker, why)
+    # One loss for all of them: the view that follows has none of those that are still to be refused.
+    what = "; ".join(why for _, why in overdue)
+    return [view_change.on_loss(job, [worker for worker, _ in overdue], what)] if overdue else []
 
 
 def _improve(job: JobState) -> list[str]:
@@ -347,9 +368,9 @@ def _improve(job: JobState) -> list[str]:
         slots.hand_over_slot(job, slow, "straggler")
         job.workers[slow.number] = replace(job.workers[slow.number], status=WorkerStatus.LEAVING)
         job.assigned_at = job.now
-    wish = view_change.admit_and_release(job)
-    if wish:
-        return [wish]
+    change = view_change.admit_and_release(job)
+    if change:
+        return [change]
     if any(worker.status is WorkerStatus.DONE for worker in in_view(job)):
         return []
     better = stragglers.better_assignment(job)
@@ -366,7 +387,7 @@ def _give_up_missing(job: JobState) -> str:
     for worker in missing:
         slots.lose(job, worker, "silent", what, kill=what)
     if not missing:
-        return view_change.resume_after_restart(job, "all members are back")
+        return view_change.resume_after_restart(job, "no member is past its limit")
     why = f"{rank_names(missing)} did not come back after the supervisor's restart"
     return view_change.on_loss(job, missing, why)
 

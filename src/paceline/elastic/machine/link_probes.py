@@ -20,11 +20,11 @@ from itertools import combinations
 
 from paceline.control.messages import DialResult
 from paceline.elastic.machine.actions import RequestDial
-from paceline.elastic.machine.hang_detection import Culprit, hang_limit, phase_of, waiting_for
+from paceline.elastic.machine.hang_detection import FaultFinding, hang_limit, phase_of, waiting_for
 from paceline.elastic.machine.link_faults import broken_link
 from paceline.elastic.machine.liveness import interpreter_is_held
 from paceline.elastic.machine.slots import expel
-from paceline.elastic.machine.state import IN_VIEW, JobState, Phase, Worker, in_view
+from paceline.elastic.machine.state import IN_VIEW, JobPhase, JobState, Worker, in_view
 
 _ALL_PAIRS = 32  # members of a view in which all pairs are checked
 _WAITING = "no step can be made while both are in the view"
@@ -75,7 +75,7 @@ def probe_around(job: JobState, reporter: Worker) -> bool:
 def probe_waiting_members(job: JobState) -> bool:
     """Probe the links of members that wait for others, once the job has stood still for half of the hang
     limit."""
-    late = job.phase is Phase.RUNNING and job.now - job.progressed_at >= hang_limit(job) / 2
+    late = job.phase is JobPhase.RUNNING and job.now - job.progressed_at >= hang_limit(job) / 2
     if not late or job.dials_sent_at >= job.progressed_at or job.stopped_together:
         return False
     return probe_links(job, [(one, peer) for one, peers in waiting_for(job).items() for peer in peers])
@@ -106,7 +106,7 @@ def judge(job: JobState) -> list[Worker]:
     found, job.dial_results, job.pending_dials = job.dial_results, {}, frozenset()
     walls = {pair: text for pair, text in found.items() if text}
     met = [pair for pair in found if pair not in walls and pair[::-1] not in walls]
-    went_on = job.phase is Phase.RUNNING and job.progressed_at > job.dials_sent_at
+    went_on = job.phase is JobPhase.RUNNING and job.progressed_at > job.dials_sent_at
     gone: list[Worker] = []
     while walls and not went_on and job.stop_reason is None:
         named: dict[int, set[int]] = {}
@@ -120,7 +120,7 @@ def judge(job: JobState) -> list[Worker]:
         ends = {link.end.number, link.other.number}
         said = next(text for pair, text in sorted(walls.items()) if ends == set(pair))
         what = f"{link.says}: {said}"
-        expel(job, Culprit(link.end, "unreachable", phase_of(job, link.end), what, _WAITING))
+        expel(job, FaultFinding(link.end, "unreachable", phase_of(job, link.end), what, _WAITING))
         gone.append(link.end)
         job.reason = what
     return gone
@@ -131,7 +131,7 @@ def _can_answer(job: JobState, number: int) -> bool:
     return worker is not None and worker.status in IN_VIEW and not interpreter_is_held(job, number)
 
 
-def most_suspect(job: JobState, reporter: Worker) -> Culprit:
+def most_suspect(job: JobState, reporter: Worker) -> FaultFinding:
     """Return the member to expel after collectives failed too often in a row: the one that was named most."""
     counts: Counter[int] = Counter()
     named: dict[int, set[int]] = {}
@@ -146,7 +146,8 @@ def most_suspect(job: JobState, reporter: Worker) -> Culprit:
     link = broken_link(job, named, counts.keys())
     if link is not None and 2 * counts[link.end.number] > most:
         # Unless one of them was named far more often: then the trouble is its own, not the link's.
-        return Culprit(link.end, "silent", phase_of(job, link.end), f"{failed}, and {link.says}", _NOT_DONE)
+        what = f"{failed}, and {link.says}"
+        return FaultFinding(link.end, "silent", phase_of(job, link.end), what, _NOT_DONE)
     culprit = reporter if worst is None else job.workers[worst]
     what = f"{failed}, and rank {culprit.slot} is the one that was most often not reached"
-    return Culprit(culprit, "silent", phase_of(job, culprit), what, _NOT_DONE)
+    return FaultFinding(culprit, "silent", phase_of(job, culprit), what, _NOT_DONE)

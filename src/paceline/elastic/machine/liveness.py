@@ -22,7 +22,7 @@ from dataclasses import replace
 from paceline.control.messages import Heartbeat
 from paceline.core.wording import counted
 from paceline.elastic.machine.machine_events import ProcessProbed
-from paceline.elastic.machine.state import JobState, Phase, Worker, WorkerStatus
+from paceline.elastic.machine.state import JobPhase, JobState, Worker, WorkerStatus
 
 _SAME_PHASE_SECONDS = 0.1  # by which two clocks of one phase may differ
 
@@ -42,7 +42,7 @@ def _listened_to(job: JobState, worker: Worker) -> bool:
     """Return whether the worker should send heartbeats, or is expected to reconnect."""
     if worker.status is WorkerStatus.STARTING:
         return False
-    return worker.reconnected or job.phase is Phase.RETURNING
+    return worker.reconnected or job.phase is JobPhase.RETURNING
 
 
 def to_probe(job: JobState) -> tuple[int, ...]:

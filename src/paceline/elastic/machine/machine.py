@@ -1,7 +1,7 @@
 """The deciding machine: `step(state, event, now) -> (state, actions, reason)`, and nothing else decides.
 
 Pure: no clock, no sockets, no randomness but what the seed gives. It never raises: an event that makes no
-sense in the job's phase changes nothing, and the reason says so. The laws (checked by invariants.py
+sense in the job's phase changes nothing, and the reason says so. The invariants (checked by invariants.py
 after every event in tests and in the simulation):
 
  1. A view is a list of distinct members, ordered by slot. While it is installed or in use, all of its members
@@ -36,13 +36,13 @@ from paceline.elastic.machine import (
 )
 from paceline.elastic.machine.actions import Action
 from paceline.elastic.machine.machine_events import Event, FromMember, SupervisorBegan
-from paceline.elastic.machine.state import NOT_IN_VIEW, JobState, Phase
+from paceline.elastic.machine.state import NOT_IN_VIEW, JobPhase, JobState
 
 Handler: TypeAlias = Callable[..., str]
 """Takes (job, member, message) of a member's message, (job, event) of other events; returns the reason."""
 
-_S, _R, _P, _I = Phase.STARTING, Phase.RUNNING, Phase.PREPARING, Phase.INSTALLING
-_T, _B, _E = Phase.STOPPING, Phase.RETURNING, Phase.ENDED
+_S, _R, _P, _I = JobPhase.STARTING, JobPhase.RUNNING, JobPhase.PREPARING, JobPhase.INSTALLING
+_T, _B, _E = JobPhase.STOPPING, JobPhase.RETURNING, JobPhase.ENDED
 
 
 @final
@@ -53,11 +53,13 @@ class TransitionRow:
     event: type[Any]
     handler: Handler
     says: str
-    leads: Mapping[Phase, tuple[Phase, ...]]
+    leads: Mapping[JobPhase, tuple[JobPhase, ...]]
 
 
-_stay: dict[Phase, tuple[Phase, ...]] = {phase: (phase,) for phase in Phase if phase is not Phase.ENDED}
-_after_loss: dict[Phase, tuple[Phase, ...]] = {
+_stay: dict[JobPhase, tuple[JobPhase, ...]] = {
+    phase: (phase,) for phase in JobPhase if phase is not JobPhase.ENDED
+}
+_after_loss: dict[JobPhase, tuple[JobPhase, ...]] = {
     _S: (_S, _I, _E),
     _R: (_R, _P, _S, _I, _E),
     _P: (_P, _I, _S, _E),
@@ -165,9 +167,9 @@ def next_deadline(state: JobState) -> float | None:
     return state.next_tick_at if state.next_tick_at < inf else None
 
 
-def allowed(before: Phase, event: Event, after: Phase) -> bool:
-    """Return whether the table knows this transition."""
-    row = _rows.get((before, kind_of(event)))
+def allowed(before: JobPhase, kind: type[Any], after: JobPhase) -> bool:
+    """Return whether the table knows this transition, on an event of this class (see `kind_of`)."""
+    row = _rows.get((before, kind))
     return after in row.leads[before] if row is not None else after is before
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-from paceline.control.messages import ControlMessage, Heartbeat
-from paceline.elastic.machine.actions import FailureKind, ViewPlan
+from paceline.control.messages import ControlMessage, Heartbeat, ViewPlan
+from paceline.elastic.machine.actions import FailureKind
 from paceline.elastic.machine.hash_votes import Dispute, Trail
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from paceline.control import messages
+from paceline.control.field_types import Progress
 from paceline.core.wording import counted
 from paceline.elastic.machine import admission, hash_votes, link_probes, replica_divergence, view_change
 from paceline.elastic.machine.actions import RecordFailure, RecordVerdict, Send, dismiss
@@ -19,8 +20,8 @@ from paceline.elastic.machine.slots import depart, expel, forget, hand_over_slot
 from paceline.elastic.machine.state import (
     IN_VIEW,
     NOT_IN_VIEW,
+    JobPhase,
     JobState,
-    Phase,
     Worker,
     WorkerStatus,
     in_view,
@@ -55,12 +56,12 @@ def _on_reconnect(job: JobState, worker: Worker, hello: messages.MemberHello) ->
     """
     job.last_message_at[worker.number] = job.now
     why = f"rank {worker.slot} is connected again"
-    if job.phase is not Phase.RETURNING:
+    if job.phase is not JobPhase.RETURNING:
         # A dial request or its answer may have been lost with the connection.
         admission.ask_again(job, worker.number)
         admission.dial(job)
         worker = job.workers[worker.number]
-    if job.phase is Phase.PREPARING:
+    if job.phase is JobPhase.PREPARING:
         if worker.number not in job.pending:
             return why
         prepare = messages.Prepare(generation=job.generation, abort=job.abort, reason=job.reason)
@@ -68,7 +69,7 @@ def _on_reconnect(job: JobState, worker: Worker, hello: messages.MemberHello) ->
         return f"{why} and is asked again"
     if worker.status not in IN_VIEW:
         return why
-    if job.phase is Phase.RETURNING:
+    if job.phase is JobPhase.RETURNING:
         job.workers[worker.number] = replace(worker, reconnected=True)
         job.tick_by(job.now + probe_limit(job))
         if job.view is None or hello.generation != job.view.generation:
@@ -82,11 +83,11 @@ def _on_reconnect(job: JobState, worker: Worker, hello: messages.MemberHello) ->
         # Sent before the member was in the view, and overtaken by its installation.
         return f"{why}, an old hello"
     if hello.generation == job.generation:
-        if job.phase is Phase.INSTALLING:
+        if job.phase is JobPhase.INSTALLING:
             # Its ViewInstalled was lost with the connection; the hello says the same.
             installed = messages.ViewInstalled(generation=hello.generation, progress=hello.progress)
             return on_installed(job, worker.number, installed)
-        if job.phase is Phase.STOPPING and job.fatal_failure is None:
+        if job.phase is JobPhase.STOPPING and job.fatal_failure is None:
             job.actions.append(Send((worker.number,), messages.Stop(reason=job.stop_reason or "")))
         return why
     # The view was lost on its way: the member is still in the one before, and the others wait for it.
@@ -128,7 +129,7 @@ def on_heartbeat(job: JobState, member: int, heartbeat: messages.Heartbeat) -> s
     return "a member lives"
 
 
-def _note_progress(job: JobState, progress: messages.Progress | None) -> None:
+def _note_progress(job: JobState, progress: Progress | None) -> None:
     """Keep the largest progress of all members."""
     if progress is None or (job.max_progress is not None and progress <= job.max_progress):
         return
@@ -149,7 +150,7 @@ def on_report(job: JobState, member: int, report: messages.MemberReport) -> str:
     """Keep what a stopped member has; with the last report the next view is decided."""
     # Only a report of this very generation says where the member is *now*. One of an earlier request was
     # made before the member went on: the shards it names may since have been summed and thrown away.
-    if job.phase is not Phase.PREPARING or report.generation != job.generation:
+    if job.phase is not JobPhase.PREPARING or report.generation != job.generation:
         return f"a report for generation {report.generation} is not wanted"
     if member not in job.pending:
         return f"a report of member {member}, which was not asked or has reported"
@@ -163,7 +164,7 @@ def on_report(job: JobState, member: int, report: messages.MemberReport) -> str:
 def on_installed(job: JobState, member: int, installed: messages.ViewInstalled) -> str:
     """Note that a member is in the new view; with the last one the job runs."""
     # A late installation of an earlier view says nothing: its sender has yet to be stopped and asked again.
-    if job.phase is not Phase.INSTALLING or installed.generation != job.generation:
+    if job.phase is not JobPhase.INSTALLING or installed.generation != job.generation:
         return f"generation {installed.generation} is not being installed"
     if member not in job.pending:
         return f"member {member} has installed the view before, or is not in it"
@@ -186,9 +187,10 @@ def on_installed(job: JobState, member: int, installed: messages.ViewInstalled) 
 def on_collective_failed(job: JobState, member: int, failure: messages.CollectiveFailed) -> str:
     """Find out what broke a collective: a lost member, damaged data, or a link.
 
-    Checksums name the culprit; the rest does not. A member that died breaks the collectives of all others,
-    and its death is on its way to the supervisor: so the first failures only lead to a new view, without
-    blame. Only when views keep failing with all their members alive the one that was named most has to go.
+    Checksums name the member at fault; the rest does not. A member that died breaks the collectives of all
+    others, and its death is on its way to the supervisor: so the first failures only lead to a new view,
+    without blame. Only when views keep failing with all their members alive the one that was named most has
+    to go.
     """
     worker = job.workers.get(member)
     view = job.view
@@ -198,7 +200,7 @@ def on_collective_failed(job: JobState, member: int, failure: messages.Collectiv
         return f"generation {failure.generation}, whose collective failed, is over"
     job.last_message_at[member] = job.now
     why = f"a collective failed at rank {worker.slot}: {failure.reason}"
-    if job.phase is Phase.RETURNING:
+    if job.phase is JobPhase.RETURNING:
         job.abort = True
         return why
     if worker.failed_in == failure.generation:
@@ -212,7 +214,16 @@ def on_collective_failed(job: JobState, member: int, failure: messages.Collectiv
             what = f"data of rank {bad.slot} does not match its checksum"
             done = "it was killed and left out; the step is computed again"
             job.actions.append(
-                RecordVerdict(bad.number, bad.slot, "collective", what, failure.reason, done, sure=True)
+                RecordVerdict(
+                    bad.number,
+                    bad.slot,
+                    "collective",
+                    what,
+                    failure.reason,
+                    done,
+                    sure=True,
+                    kind="corrupt",
+                )
             )
             lose(job, bad, "corrupt", what, kill=what, phase="collective")
         return view_change.on_loss(job, corrupt, why)
@@ -221,16 +232,14 @@ def on_collective_failed(job: JobState, member: int, failure: messages.Collectiv
     heartbeat = job.heartbeats.get(member)
     for named in failure.unreachable or (heartbeat.waits_for if heartbeat is not None else ()):
         job.suspicions[member, named] = job.suspicions.get((member, named), 0) + 1
-    if job.phase is Phase.PREPARING and job.abort:
+    if job.phase is JobPhase.PREPARING and job.abort:
         return f"{why}; its members are being asked already"
-    if job.phase is Phase.INSTALLING and job.stop_reason is not None:
+    if job.phase is JobPhase.INSTALLING and job.stop_reason is not None:
         return view_change.cut_short(job, why)
     # In a row: a lost member resets the count (slots.lose), because its death explains the failures.
     job.failed_collectives += 1
     if job.failed_collectives >= link_probes.FAILURES_BEFORE_BLAME:
         found = link_probes.most_suspect(job, worker)
-        job.failed_collectives = 0
-        job.suspicions = {}
         expel(job, found)
         return view_change.on_loss(job, [found.worker], found.what)
     job.failed_at = job.now if job.failed_at is None else job.failed_at
@@ -310,10 +319,10 @@ def _save_without(job: JobState, worker: Worker, exception: messages.WorkerExcep
         if worker.status in IN_VIEW:
             return view_change.on_loss(job, [worker], why)
     # The view they are in, or are about to install, would train on: only another one ends the job.
-    if job.phase is Phase.RETURNING:
+    if job.phase is JobPhase.RETURNING:
         job.abort = True
         return view_change.resume_after_restart(job, why)
-    if job.phase is Phase.PREPARING and job.abort:
+    if job.phase is JobPhase.PREPARING and job.abort:
         return view_change.proceed(job, why)
     return view_change.begin(job, True, why)
 
@@ -329,7 +338,7 @@ def on_receipt(job: JobState, member: int, receipt: messages.StepReceipt) -> str
     reasons = []
     for step, digest in receipt.hashes.items():
         reasons.append(_on_vote(job, member, int(step), digest, receipt))
-        if job.phase is Phase.ENDED:
+        if job.phase is JobPhase.ENDED:
             break
     return "; ".join(reasons) or "a receipt without a hash"
 
@@ -342,22 +351,20 @@ def _on_vote(job: JobState, member: int, step: int, digest: str, receipt: messag
     differs = receipt.agreed >= 0
     # "kind:digest", or of an audited step the digest alone; hashes of one kind can be compared.
     ballot = (step, digest.rpartition(":")[0])
-    # A vote on what another member has seen to differ, from one that was stopped before it saw it, counts.
-    late = job.restore and not differs and ballot not in job.votes
-    if late or (receipt.generation and job.view and receipt.generation != job.view.generation):
+    if _is_from_before_restore(job, ballot, receipt):
         return "a hash from before all go back"
     if receipt.trail and job.dispute is not None and not job.restore:
         job.trails[member] = receipt.trail
-    decides = differs or (job.dispute is not None and job.dispute.ballot == ballot)
-    if not decides and step <= job.agreed_step and receipt.generation and job.view and job.view.restore:
-        # All went back before this step: what was agreed on then says nothing about this time.
-        job.agreed_step = step - 1
-    if not decides and step <= job.agreed_step:
-        return f"step {step} is agreed on already"
+    if not differs and (job.dispute is None or job.dispute.ballot != ballot):
+        if step <= job.agreed_step and receipt.generation and job.view and job.view.restore:
+            # All went back before this step: what was agreed on then says nothing about this time.
+            job.agreed_step = step - 1
+        if step <= job.agreed_step:
+            return f"step {step} is agreed on already"
     job.votes = hash_votes.with_vote(job.votes, ballot, member, digest)
     if differs:
         replica_divergence.members_differ(job, step, receipt.agreed)
-    if job.phase in (Phase.PREPARING, Phase.RETURNING):
+    if job.phase in (JobPhase.PREPARING, JobPhase.RETURNING):
         return f"the hash of step {step} is kept until the view is whole"
     judged, expelled, all_go_back = replica_divergence.judge_open(job)
     if job.ended is not None:
@@ -367,6 +374,14 @@ def _on_vote(job: JobState, member: int, step: int, digest: str, receipt: messag
         why = judged if all_go_back else f"the members differ after step {step}"
         return view_change.begin(job, True, why)
     return view_change.on_loss(job, expelled, judged)
+
+
+def _is_from_before_restore(job: JobState, ballot: hash_votes.Ballot, receipt: messages.StepReceipt) -> bool:
+    """Return whether a vote is about weights that all members replace, or have replaced since."""
+    if receipt.generation and job.view and receipt.generation != job.view.generation:
+        return True
+    # A vote on what another member has seen to differ, from one that was stopped before it saw it, counts.
+    return job.restore and receipt.agreed < 0 and ballot not in job.votes
 
 
 def on_leave_request(job: JobState, member: int, request: messages.LeaveRequest) -> str:
@@ -394,17 +409,17 @@ def on_finished(job: JobState, member: int, done: messages.MemberFinished) -> st
         return f"member {member} is done, and in no view"
     if done.generation and job.view is not None and done.generation != job.view.generation:
         return f"the end of generation {done.generation} is not this view's"
-    if worker.number not in job.pending and job.phase is Phase.PREPARING:
+    if worker.number not in job.pending and job.phase is JobPhase.PREPARING:
         return f"rank {worker.slot} reported after it was done"
     job.last_message_at[worker.number] = job.now
     job.workers[worker.number] = replace(
         worker, status=WorkerStatus.DONE, digest=done.hash, stop_reason=done.stopped, reconnected=True
     )
     why = f"rank {worker.slot} is done"
-    if job.phase is Phase.RETURNING:
+    if job.phase is JobPhase.RETURNING:
         return view_change.resume_after_restart(job, why)
     if all_done(job):
         return finish(job)
-    if job.phase is Phase.PREPARING:
+    if job.phase is JobPhase.PREPARING:
         return view_change.proceed(job, why)
     return why

@@ -17,10 +17,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from paceline.control.messages import MemberReport
+from paceline.control.messages import MemberReport, ViewPlan
 from paceline.core.wording import counted, ranks
 from paceline.elastic.machine import hash_votes
-from paceline.elastic.machine.actions import RecordVerdict, ViewPlan
+from paceline.elastic.machine.actions import RecordVerdict
 from paceline.elastic.machine.hang_detection import phase_of
 from paceline.elastic.machine.hash_votes import Dispute, VoteResult
 from paceline.elastic.machine.job_end import end_with_verdict
@@ -106,7 +106,7 @@ def note_lineage(job: JobState, plan: ViewPlan, reports: Mapping[int, MemberRepo
         if report.digest and report.digest == given.digest and report.progress is not None
     ]
     if len({job.lineage.get(number, number) for number in same}) < 2:
-        for index in plan.stale_ranks:
+        for index in plan.stale_indexes:
             job.lineage[plan.members[index]] = root
 
 
@@ -152,15 +152,14 @@ def _doubt(job: JobState, cast: Mapping[int, str], reports: Mapping[int, MemberR
             step = (reports[number].progress or (0,))[0]
             require_restore(job, step)
             slot = job.workers[number].slot
-            return f"only rank {slot} is left, and who is gone had other weights after step {step}"
+            lost = f"members that were lost had other weights after step {step}"
+            return f"only rank {slot} is left, and {lost}"
     return None
 
 
 def _expel_spoiled(job: JobState, reports: Mapping[int, MemberReport]) -> tuple[str, list[Worker]]:
     """Expel members that found their own memory changed. That needs no other member's vote."""
     spoiled = {number: report for number, report in reports.items() if report.memory_changed}
-    # Last the states as they are now. Only members at the newest step can be compared, and one of them is
-    # going to be the source of the others' state.
     steps = [report.progress[0] for report in spoiled.values() if report.progress is not None]
     step = max(steps, default=job.agreed_step)
     require_restore(job, step)
@@ -186,7 +185,7 @@ def _follow(job: JobState, found: VoteResult) -> tuple[str, list[Worker], bool]:
 
 def _disputed(job: JobState, found: VoteResult) -> tuple[str, list[Worker], bool]:
     slots = [job.workers[number].slot for number in found.cast if number in job.workers]
-    what = f"after step {found.step} {ranks(slots)} differ, and no majority says who is right"
+    what = f"after step {found.step} {ranks(slots)} differ, and no majority says which rank is right"
     if job.dispute is not None and job.agreed_step > job.dispute.step:
         job.dispute, job.dispute_count = None, 0  # that step has been agreed on since
     # Votes and the reports that follow them show one difference, which counts once. Trails come with reports.
@@ -224,7 +223,7 @@ def _agreed(job: JobState, found: VoteResult) -> tuple[str, list[Worker], bool]:
         if not wrong:
             return f"{said}, and none of them had been right before", [], False
     expelled = _expel(job, wrong, what, "it was killed; the others go on from where they are")
-    return f"{said}; who differed is known now", expelled, False
+    return f"{said}; the ranks that differed are known now", expelled, False
 
 
 def _expel(job: JobState, numbers: Iterable[int], what: str, done: str) -> list[Worker]:
@@ -234,7 +233,8 @@ def _expel(job: JobState, numbers: Iterable[int], what: str, done: str) -> list[
         if worker is None:
             continue
         text = f"rank {worker.slot} {what}"
-        job.actions.append(RecordVerdict(number, worker.slot, phase_of(job, worker), text, "nothing", done))
+        phase = phase_of(job, worker)
+        job.actions.append(RecordVerdict(number, worker.slot, phase, text, "nothing", done, kind="dissent"))
         lose(job, worker, "dissent", text, kill=text)
         expelled.append(worker)
     return expelled

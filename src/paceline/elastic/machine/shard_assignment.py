@@ -1,6 +1,6 @@
 """Assign shards to members: by speed in contiguous blocks, or around the shards that members already hold.
 
-Pure arithmetic over ranks of a view; must not know workers, slots or time.
+Pure arithmetic over view indexes; must not know workers, slots or time.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ _SLOWEST = 1e6  # times the typical time, at most: a speed is never 0, whatever 
 
 
 def counts(shards: int, speeds: Sequence[float], kept: Sequence[int] | None = None) -> list[int]:
-    """Return how many shards each rank computes, so that the slowest is done as early as possible. `kept` is
-    the least number of each. Among equals the rank with fewer shards comes first, then the faster, then the
-    lower."""
+    """Return how many shards each member computes, so that the slowest is done as early as possible. `kept`
+    is the least number of each. Among equals the member with fewer shards comes first, then the faster, then
+    the one with the lower index."""
     have = list(kept) if kept is not None else [0] * len(speeds)
     heap = [
-        ((count + 1) / speed, count, -speed, rank)
-        for rank, (count, speed) in enumerate(zip(have, speeds, strict=True))
+        ((count + 1) / speed, count, -speed, index)
+        for index, (count, speed) in enumerate(zip(have, speeds, strict=True))
     ]
     heapq.heapify(heap)
     for _ in range(shards - sum(have)):
-        _, _, minus_speed, rank = heap[0]
-        have[rank] += 1
-        heapq.heapreplace(heap, ((have[rank] + 1) / -minus_speed, have[rank], minus_speed, rank))
+        _, _, minus_speed, index = heap[0]
+        have[index] += 1
+        heapq.heapreplace(heap, ((have[index] + 1) / -minus_speed, have[index], minus_speed, index))
     return have
 
 
 def contiguous(shards: int, speeds: Sequence[float]) -> ShardAssignment:
-    """Return blocks of consecutive shards in the order of the ranks."""
+    """Return blocks of consecutive shards in the order of the members."""
     blocks: list[tuple[int, ...]] = []
     first = 0
     for count in counts(shards, speeds):
@@ -41,7 +41,7 @@ def contiguous(shards: int, speeds: Sequence[float]) -> ShardAssignment:
 
 
 def around_held(shards: int, held: Sequence[Sequence[int]], speeds: Sequence[float]) -> ShardAssignment:
-    """Leave each held shard with the lowest rank that holds it, and assign the others in runs."""
+    """Leave each held shard with the first member that holds it, and assign the others in runs."""
     taken: set[int] = set()
     kept: list[list[int]] = []
     for mine in held:
@@ -57,7 +57,7 @@ def around_held(shards: int, held: Sequence[Sequence[int]], speeds: Sequence[flo
 
 
 def speeds_from(seconds: Sequence[float], weights: Sequence[float], slow_from: float) -> list[float]:
-    """Return speeds from times per shard (0: not measured, taken as typical). No rank counts as faster than
+    """Return speeds from times per shard (0: not measured, taken as typical). No member counts as faster than
     the typical one, and one counts as slower only from `slow_from` times its time on: noise moves nothing."""
     typical = median([second for second in seconds if second > 0])
     speeds = []
@@ -68,7 +68,7 @@ def speeds_from(seconds: Sequence[float], weights: Sequence[float], slow_from: f
 
 
 def makespan(assignment: ShardAssignment, speeds: Sequence[float]) -> float:
-    """Return when the slowest rank is done with its shards."""
+    """Return when the slowest member is done with its shards."""
     return max((len(mine) / speed for mine, speed in zip(assignment, speeds, strict=True)), default=0.0)
 
 

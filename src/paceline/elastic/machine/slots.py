@@ -16,7 +16,7 @@ from paceline.elastic.machine.actions import (
     StartWorker,
     dismiss,
 )
-from paceline.elastic.machine.hang_detection import Culprit, phase_of
+from paceline.elastic.machine.hang_detection import FaultFinding, phase_of
 from paceline.elastic.machine.state import IN_VIEW, JobState, Slot, Worker, WorkerStatus
 
 
@@ -73,14 +73,17 @@ def lose(
     start_due(job)
 
 
-def expel(job: JobState, found: Culprit) -> None:
+def expel(job: JobState, found: FaultFinding) -> None:
     """Record a verdict about a worker, and kill it."""
     done = "it was killed and left out; the others go on with its shards"
+    worker = found.worker
     job.actions.append(
-        RecordVerdict(found.worker.number, found.worker.slot, found.phase, found.what, found.waiting, done)
+        RecordVerdict(
+            worker.number, worker.slot, found.phase, found.what, found.waiting, done, kind=found.kind
+        )
     )
     job.hangs += found.kind == "hung"
-    lose(job, found.worker, found.kind, found.what, kill=found.what)
+    lose(job, worker, found.kind, found.what, kill=found.what)
 
 
 def depart(job: JobState, worker: Worker) -> None:

@@ -12,16 +12,17 @@ from dataclasses import dataclass, field, fields
 from math import inf
 from typing import final
 
-from paceline.control.messages import Heartbeat, MemberReport, Progress
+from paceline.control.field_types import Progress
+from paceline.control.messages import Heartbeat, MemberReport, ViewPlan
 from paceline.core.wording import ranks
-from paceline.elastic.machine.actions import Action, EndJob, ViewPlan
+from paceline.elastic.machine.actions import Action, EndJob
 from paceline.elastic.machine.hash_votes import Ballot, Dispute, Trail
 from paceline.elastic.machine.machine_events import ProcessProbed
 from paceline.elastic.machine.settings import LOCAL_AGENT, MachineSettings
 
 
-class Phase(enum.Enum):
-    """Phase of the job."""
+class JobPhase(enum.Enum):
+    """JobPhase of the job."""
 
     STARTING = "starting"  # waits for the first workers (or for replacements of all of them)
     RUNNING = "running"  # a view is installed, its members train
@@ -158,7 +159,7 @@ class JobState:
     settings: MachineSettings
     now: float = field(default=0.0, compare=False)
     actions: list[Action] = field(default_factory=list, compare=False)
-    phase: Phase = Phase.STARTING
+    phase: JobPhase = JobPhase.STARTING
     generation: int = 0
     view: ViewPlan | None = None
     workers: dict[int, Worker] = field(default_factory=dict)
@@ -222,7 +223,7 @@ class JobState:
         values = copy.__dict__
         values.update(self.__dict__)
         for name in _dicts:
-            values[name] = values[name].copy() if values[name] else {}
+            values[name] = kept.copy() if (kept := values[name]) else {}
         return copy
 
     def tick_by(self, at: float) -> None:

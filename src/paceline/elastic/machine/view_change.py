@@ -13,18 +13,18 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 
-from paceline.control.messages import MemberReport, Prepare, Stop
+from paceline.control.messages import MemberReport, Prepare, Stop, ViewPlan
 from paceline.core.wording import counted
 from paceline.elastic.machine import admission, link_probes, replica_divergence, stragglers
-from paceline.elastic.machine.actions import InstallView, RecordRepair, Send, ViewPlan, dismiss
+from paceline.elastic.machine.actions import InstallView, RecordRepair, Send, dismiss
 from paceline.elastic.machine.hang_detection import forming_since, hang_limit
 from paceline.elastic.machine.job_end import all_done, end, end_if_hopeless, finish
 from paceline.elastic.machine.slots import depart, forget
 from paceline.elastic.machine.state import (
     IN_VIEW,
     NOT_IN_VIEW,
+    JobPhase,
     JobState,
-    Phase,
     Worker,
     WorkerStatus,
     in_view,
@@ -43,7 +43,7 @@ def on_loss(job: JobState, lost: list[Worker], why: str) -> str:
     if all_done(job):
         return finish(job)
     broken = any(worker.status in IN_VIEW for worker in lost)
-    if broken and job.phase is not Phase.RETURNING:
+    if broken and job.phase is not JobPhase.RETURNING:
         # A vote that waited for a lost member is complete now.
         judged, expelled, _ = replica_divergence.judge_open(job)
         if job.ended is not None:
@@ -51,12 +51,11 @@ def on_loss(job: JobState, lost: list[Worker], why: str) -> str:
         if expelled:
             return on_loss(job, [*lost, *expelled], f"{why}; {judged}")
     match job.phase:
-        case Phase.STARTING:
+        case JobPhase.STARTING:
             return try_start(job, why)
-        case Phase.RETURNING:
-            job.abort = job.abort or broken
+        case JobPhase.RETURNING:
             return resume_after_restart(job, why)
-        case Phase.PREPARING if job.abort or not broken:
+        case JobPhase.PREPARING if job.abort or not broken:
             # Members that reported stay stopped: what they reported is still true.
             return proceed(job, why)
         case _ if broken:
@@ -82,7 +81,7 @@ def begin(job: JobState, abort: bool, why: str) -> str:
             # It has nothing more to do, but others may need its state.
             job.workers[worker.number] = _undone(worker)
     job.generation += 1
-    job.phase = Phase.PREPARING
+    job.phase = JobPhase.PREPARING
     job.abort = abort
     job.reason = why
     job.asked_at = job.now
@@ -118,7 +117,7 @@ def proceed(job: JobState, why: str) -> str:
 
 def on_link_probe(job: JobState, why: str) -> str:
     """Continue after an answer to a link probe, or after its deadline."""
-    if job.phase is Phase.PREPARING:
+    if job.phase is JobPhase.PREPARING:
         return proceed(job, why)
     return on_loss(job, link_probes.judge(job), why)
 
@@ -153,7 +152,7 @@ def decide(job: JobState, why: str) -> str:
         if lost and any_state:
             # Not even those that leave have it. No view could go on from here: a checkpoint has all of it.
             job.restore = True
-            reason = f"{reason}; {name_debt(lost)} is lost, so all go back to a checkpoint"
+            reason = f"{reason}; {name_residuals(lost)}, so all go back to a checkpoint"
             staying = [worker for worker in reporters if not worker.leave_reason] or reporters
     numbers = {worker.number for worker in staying}
     for worker in reporters:
@@ -183,11 +182,12 @@ def missing_private_state(shards: int, reports: Collection[MemberReport]) -> tup
     return tuple(shard for shard in range(shards) if shard not in there)
 
 
-def name_debt(lost: Sequence[int]) -> str:
+def name_residuals(lost: Sequence[int]) -> str:
+    """Say which residuals are lost; of many shards the first six are named."""
     if len(lost) == 1:
-        return f"what compression owes shard {lost[0]}"
+        return f"the compression residual of shard {lost[0]} is lost"
     names = ", ".join(map(str, lost[:6])) + (" and others" if len(lost) > 6 else "")
-    return f"what compression owes shards {names}"
+    return f"the compression residuals of shards {names} are lost"
 
 
 def propose(job: JobState, staying: list[Worker], reports: Mapping[int, MemberReport], why: str) -> str:
@@ -224,7 +224,7 @@ def propose(job: JobState, staying: list[Worker], reports: Mapping[int, MemberRe
         slots=tuple(worker.slot for worker in order),
         shards=stragglers.assign(job, order, held),
         source=progress.index(newest) if stale else -1,
-        stale_ranks=stale,
+        stale_indexes=stale,
         restore=restore,
         restore_before=job.restore_before if restore else -1,
         disputed=-1 if job.dispute is None else job.dispute.step,
@@ -241,7 +241,7 @@ def propose(job: JobState, staying: list[Worker], reports: Mapping[int, MemberRe
         elif worker.status is WorkerStatus.DONE:
             job.workers[worker.number] = _undone(worker)
     # A report says where a member was before this view, so that none of them may decide the next one.
-    job.phase = Phase.INSTALLING
+    job.phase = JobPhase.INSTALLING
     job.view, job.base_progress = plan, None
     job.pending = frozenset(plan.members)
     job.reports = {}
@@ -257,7 +257,7 @@ def propose(job: JobState, staying: list[Worker], reports: Mapping[int, MemberRe
 def start_running(job: JobState) -> str:
     """Let the job run once all members have installed the view, or stop it where that was asked for
     meanwhile."""
-    job.phase = Phase.RUNNING
+    job.phase = JobPhase.RUNNING
     job.progressed_at = job.productive_at = job.now
     job.max_progress = None
     job.restore = job.abort = False
@@ -279,7 +279,7 @@ def start_running(job: JobState) -> str:
 
 def request_stop(job: JobState) -> None:
     """Ask the members to save and end. The view of a job that failed needs no request: it takes no step."""
-    job.phase = Phase.STOPPING
+    job.phase = JobPhase.STOPPING
     if job.fatal_failure is None:
         members = tuple(sorted(worker.number for worker in in_view(job)))
         job.actions.append(Send(members, Stop(reason=job.stop_reason or "")))
@@ -287,7 +287,7 @@ def request_stop(job: JobState) -> None:
 
 def try_change(job: JobState, why: str) -> str:
     """Start the job, or change the view, if what has just happened completes what that waits for."""
-    if job.phase is Phase.STARTING:
+    if job.phase is JobPhase.STARTING:
         return try_start(job, why)
     change = admit_and_release(job)
     return f"{why}; {change}" if change else why
@@ -296,7 +296,7 @@ def try_change(job: JobState, why: str) -> str:
 def admit_and_release(job: JobState) -> str | None:
     """While the job runs, change the view at a step boundary for workers that are ready and members that
     leave; None: there are none."""
-    if job.phase is not Phase.RUNNING:
+    if job.phase is not JobPhase.RUNNING:
         return None
     members = in_view(job)
     if any(worker.status is WorkerStatus.DONE for worker in members):
@@ -351,7 +351,7 @@ def restart_from_checkpoint(job: JobState, why: str) -> str:
     """Wait for workers and then restore, because no member of the view is left."""
     if job.stop_reason is not None:
         return end(job, ok=False, reason=f"all workers were lost while the job was stopping: {why}")
-    job.phase = Phase.STARTING
+    job.phase = JobPhase.STARTING
     job.view = None
     job.pending = frozenset()
     job.reports = {}
@@ -381,7 +381,7 @@ def try_start(job: JobState, why: str) -> str:
 def too_slow_to_form(job: JobState) -> str | None:
     """Return why a view that has not formed is given up: the job stops, or a member leaves, and both are
     killed from outside if they take too long. None: there is no hurry."""
-    if job.phase is not Phase.INSTALLING or job.now - forming_since(job) < job.settings.cut_short_seconds:
+    if job.phase is not JobPhase.INSTALLING or job.now - forming_since(job) < job.settings.cut_short_seconds:
         return None
     late = f"generation {job.generation} has not formed in {job.settings.cut_short_seconds:g} s"
     if job.stop_reason is not None:

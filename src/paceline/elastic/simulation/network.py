@@ -89,7 +89,10 @@ class ControlPath:
         delay = self.network.delay * (0.5 + self.rng.random())
         while self.rng.random() < self.network.loss:
             delay += MIN_RTO
-        return max(last, blocked + MIN_RTO if blocked else 0.0, self.time.now + delay)
+        arrival = self.time.now + delay
+        if blocked and arrival < blocked + MIN_RTO:
+            arrival = blocked + MIN_RTO
+        return arrival if arrival > last else last
 
     def _deliver(self, epoch: int, deliver: Callable[..., None], args: tuple[Any, ...]) -> None:
         if epoch == self.epoch:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, final
 
-from paceline.control import member_state, messages
+from paceline.control import member_machine, member_state, messages
+from paceline.control.field_types import Progress
 from paceline.elastic.simulation.run_invariants import Part
 from paceline.elastic.simulation.simulated_collectives import SimulatedCollective
 from paceline.elastic.simulation.simulated_process import SimulatedProcess
@@ -51,7 +53,7 @@ class SimulatedMember(SimulatedProcess):
     stopping: str = ""
 
     @property
-    def progress(self) -> messages.Progress | None:
+    def progress(self) -> Progress | None:
         if not self.membership.has_state:
             return None
         return (self.steps, self.steps // self.world.plan.epoch_steps, self.duties)
@@ -63,7 +65,7 @@ class SimulatedMember(SimulatedProcess):
         return self.membership.invited
 
     @property
-    def rank(self) -> int:
+    def index(self) -> int:
         return self.membership.index
 
     # actions of the machine
@@ -87,11 +89,11 @@ class SimulatedMember(SimulatedProcess):
                     self._meet("meet", self.view.members, None, self._opened)
                 case member_state.Restore():
                     self.enter("checkpoint")
-                    self.main(0.02, self._restored)
+                    self.main(0.02, partial(self._restored, action))
                 case member_state.SendState() | member_state.ReceiveState():
-                    takers = (self.view.source, *self.view.stale_ranks)
+                    takers = (self.view.source, *self.view.stale_indexes)
                     gives = (self.steps, self.duties, self.state, self.stopping)
-                    members = tuple(self.view.members[rank] for rank in takers)
+                    members = tuple(self.view.members[index] for index in takers)
                     self._meet("transfer", members, gives, self._transferred)
                 case member_state.KeepState():
                     self._share_private_state()
@@ -106,11 +108,15 @@ class SimulatedMember(SimulatedProcess):
         if not action.orphaned:
             self.die()
             return
-        # The first member that is left saves, as `_save_as_orphan` of a real worker does.
-        before = self.view.members[: self.rank] if self.membership.invited is not None else ()
-        if self.membership.has_state and self.state is not None and not any(map(self.world.is_alive, before)):
+        if self.state is not None and member_machine.is_first_alive(self.membership, self._lives):
             self.world.storage.save(self.steps, self.state)
         self.world.die(self.number, "unattended", action.reason)
+
+    def _lives(self, index: int) -> bool:
+        view = self.membership.view
+        assert view is not None
+        number = view.members[index]
+        return self.world.seems_alive(number, self.agent_id)
 
     def interrupted(self) -> None:
         """Abandon the collective, the evaluation or the rest of the shards. A commit is not interrupted."""
@@ -180,9 +186,12 @@ class SimulatedMember(SimulatedProcess):
         self.feed(member_state.ViewOpened())
         self.take_action()
 
-    def _restored(self) -> None:
+    def _restored(self, action: member_state.Restore) -> None:
         self.steps, self.state = self.world.storage.restore(self.view)
-        self.owns, self.sent = frozenset(self.view.shards[self.rank]), frozenset()
+        if member_machine.must_start_over(action, has_checkpoint=bool(self.world.storage.versions)):
+            self.world.die(self.number, "restart", "there is no checkpoint to go back to")
+            return
+        self.owns, self.sent = frozenset(self.view.shards[self.index]), frozenset()
         self.duties = len(self.world.plan.duties(self.steps))
         self.computed = {}
         self.stopping = ""
@@ -190,7 +199,7 @@ class SimulatedMember(SimulatedProcess):
         self._state_ready()
 
     def _transferred(self, met: SimulatedCollective) -> None:
-        if self.rank != self.view.source:
+        if self.index != self.view.source:
             given = met.brought[self.view.members[self.view.source]]
             had = self.membership.has_state
             if not had or given[0] != self.steps:
@@ -218,11 +227,11 @@ class SimulatedMember(SimulatedProcess):
         if missing:
             self.world.invariants.violation(f"the private state of shards {missing} is lost")
         # Kept until a step is decided: the members that received it may be lost before that.
-        self.owns |= set(self.view.shards[self.rank])
+        self.owns |= set(self.view.shards[self.index])
         self._state_ready()
 
     def _state_ready(self) -> None:
-        self.assigned = self.view.shards[self.rank]
+        self.assigned = self.view.shards[self.index]
         self.world.invariants.begins(self.number, self.steps, self.state)
         progress = (self.steps, self.steps // self.world.plan.epoch_steps, self.duties)
         self.feed(member_state.StateReady(progress))

@@ -15,6 +15,7 @@ from random import Random
 from typing import Protocol
 
 from paceline.control import member_machine, member_state, messages
+from paceline.control.field_types import Progress
 from paceline.control.member_invariants import violations
 from paceline.elastic.machine.actions import FailureKind
 from paceline.elastic.machine.machine_events import Event, FromMember
@@ -53,7 +54,7 @@ class MemberEnvironment(ProcessEnvironment, Protocol):
     storage: SimulatedStorage
 
     def raises(self, number: int, step: int, shards: list[int]) -> bool: ...
-    def is_alive(self, number: int) -> bool: ...
+    def seems_alive(self, number: int, agent_id: int) -> bool: ...
 
 
 @dataclass(eq=False)
@@ -102,7 +103,7 @@ class SimulatedProcess(ABC):
 
     @property
     @abstractmethod
-    def progress(self) -> messages.Progress | None:
+    def progress(self) -> Progress | None:
         """How far this member is; None: it has no state."""
 
     def main(self, seconds: float, act: Callback) -> None:
@@ -181,6 +182,8 @@ class SimulatedProcess(ABC):
         self.membership, actions = member_machine.step(before, event, self.time.now)
         for rule in violations(before, self.membership, actions):
             self.world.invariants.violation(f"member {self.number}: {rule} (after {event})")
+        if self.todo:
+            self.todo = deque(member_machine.still_due(event, self.todo))
         for action in actions:
             if isinstance(action, member_state.TrainingAction):
                 self.todo.append(action)
@@ -239,7 +242,7 @@ class SimulatedProcess(ABC):
         self.path.connect()
         if self.phase == "start":
             self.enter("wait")
-            self.time.after(0.0, self.beat)
+            self.time.after(0.0, self.send_heartbeat)
         self.send(
             messages.MemberHello(
                 member=self.number,
@@ -257,6 +260,8 @@ class SimulatedProcess(ABC):
 
     def _not_connected(self) -> None:
         """Feed the time without a supervisor, as a real control client does after each failed attempt."""
+        # A real worker that was never accepted gives up in `ControlClient.start`, after START_SECONDS: before
+        # there is a membership to decide on. Sooner here, so that schedules come to it.
         joining = self.membership.phase is member_state.MemberPhase.JOINING
         if joining and self.time.now - self.lost_at > PATIENCE_SECONDS:
             self.world.die(self.number, "exit", "no supervisor has accepted this worker")
@@ -264,10 +269,10 @@ class SimulatedProcess(ABC):
         waits = self.collective is not None and self.collective.waits_for(self.number)
         self.feed(member_state.SupervisorAway(self.lost_at, self.phase_since if waits else None))
 
-    def beat(self) -> None:
+    def send_heartbeat(self) -> None:
         if not self.alive:
             return
-        self.time.after(self.world.plan.settings.heartbeat, self.beat)
+        self.time.after(self.world.plan.settings.heartbeat, self.send_heartbeat)
         if self.stopped or not self.path.up:
             return
         waits = self.collective.waits_for(self.number) if self.collective is not None else ()

@@ -1,7 +1,7 @@
 """A simulated supervisor: the real machine, with a shell that carries actions out in the simulated world.
 
 It can crash after any action, and begins again with what the machine says is to be remembered; it can stall.
-After every event the laws are checked.
+After every event the invariants are checked.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, final
 from zlib import crc32
 
-from paceline.control.messages import ControlMessage, DialRequest, MemberReport
+from paceline.control.messages import ControlMessage, DialRequest, MemberReport, ViewPlan
 from paceline.elastic.machine import invariants, machine
 from paceline.elastic.machine.actions import (
     Action,
@@ -25,7 +25,6 @@ from paceline.elastic.machine.actions import (
     RequestDial,
     Send,
     StartWorker,
-    ViewPlan,
 )
 from paceline.elastic.machine.machine_events import Event, FromMember, SupervisorBegan, Tick, is_routine
 from paceline.elastic.machine.settings import MachineSettings
@@ -143,10 +142,17 @@ class SimulatedSupervisor:
             return
         self.state = after
         self.heard_of_steps = self.heard_of_steps or after.committed
-        name = machine.kind_of(event).__name__
-        self.digest = crc32(f"{now:.6f}{name}{len(actions)}{after.phase.value}".encode(), self.digest)
+        kind = machine.kind_of(event)
+        phase = after.phase.value if after.phase is not before.phase else ""
+        self.digest = crc32(f"{now.hex()}{kind.__name__}{len(actions)}{phase}".encode(), self.digest)
         if self.check_laws:
-            self._check(before, event, actions, reason)
+            broken = invariants.validate_step(before, after, actions, reason)
+            broken += invariants.validate_change(before, after)
+            if not machine.allowed(before.phase, kind, after.phase):
+                transition = f"from {before.phase.value} to {after.phase.value}"
+                broken.append(f"{kind.__name__} led {transition}, not in the table")
+            for invariant in broken:
+                self.shell.invariants.violation(f"{invariant} (after {event})")
         if self.trace is not None and (actions or not is_routine(event)):
             self.trace(f"{now:9.4f}  {event}")
             self.trace(f"           {after.phase.value}: {reason}")
@@ -161,16 +167,6 @@ class SimulatedSupervisor:
     def _note_report(self, member: int, message: ControlMessage) -> None:
         if isinstance(message, MemberReport) and message.generation == self.state.generation:
             self._reports[member] = message
-
-    def _check(self, before: JobState, event: Event, actions: tuple[Action, ...], reason: str) -> None:
-        after = self.state
-        broken = invariants.validate_step(before, after, actions, reason)
-        broken += invariants.validate_change(before, after)
-        if not machine.allowed(before.phase, event, after.phase):
-            name = machine.kind_of(event).__name__
-            broken.append(f"{name} led from {before.phase.value} to {after.phase.value}, not in the table")
-        for law in broken:
-            self.shell.invariants.violation(f"{law} (after {event})")
 
     def _carry_out(self, actions: tuple[Action, ...]) -> None:
         shell = self.shell
@@ -217,7 +213,7 @@ class SimulatedSupervisor:
         self.shell.check_ways(plan)
         size = len(plan.members)
         where = {"hosts": ("",) * size, "hostnames": ("",) * size, "endpoints": (("", 0),) * size}
-        self._send(plan.members, plan.message(pids=plan.members, **where))
+        self._send(plan.members, plan.to_view(pids=plan.members, **where))
 
     def _check_nothing_thrown_away(self, plan: ViewPlan, reports: Mapping[int, MemberReport]) -> None:
         """Check that no gradient that a survivor holds is computed again by another member."""
@@ -232,7 +228,7 @@ class SimulatedSupervisor:
                     holders.setdefault(shard, set()).add(number)
         if not holders:
             return
-        owner = {shard: plan.members[rank] for rank, mine in enumerate(plan.shards) for shard in mine}
+        owner = {shard: plan.members[index] for index, mine in enumerate(plan.shards) for shard in mine}
         for shard, held_by in holders.items():
             if owner.get(shard) not in held_by:
                 self.shell.invariants.violation(

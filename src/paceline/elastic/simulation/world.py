@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable
 from random import Random
 from typing import TypeAlias, final
 
+from paceline.control.messages import ViewPlan
 from paceline.elastic.machine import machine_events as events
-from paceline.elastic.machine.actions import EndJob, FailureKind, RecordVerdict, ViewPlan
+from paceline.elastic.machine.actions import EndJob, FailureKind, RecordVerdict
 from paceline.elastic.machine.hang_detection import expected_step_seconds
 from paceline.elastic.machine.job_end import BEFORE_THE_FIRST_STEP
 from paceline.elastic.machine.liveness import silence_limit
@@ -137,8 +138,11 @@ class World:
         blocked = (member.agent_id, other.agent_id) in self.network.blocked_routes
         return f"rank {member.slot} cannot reach rank {other.slot}" if cut or blocked else ""
 
-    def is_alive(self, number: int) -> bool:
-        return number in self.members and self.members[number].alive
+    def seems_alive(self, number: int, agent_id: int) -> bool:
+        """Return whether a process on that host must take this member for alive; those of others it cannot
+        see."""
+        member = self.members[number]
+        return member.alive or member.agent_id != agent_id
 
     # for the supervisor
 
@@ -221,7 +225,8 @@ class World:
             return
         if "collectives failed" in verdict.what and self._most_cut_off(verdict.member):
             return
-        if "no heartbeat" in verdict.what and member is not None and member.alive:
+        silent = verdict.kind == "silent" and verdict.phase != "start"
+        if silent and member is not None and member.alive:
             self._check_silence(member)
         if verdict.member not in self.affected and member is not None and member.alive:
             self.invariants.violation(f"member {verdict.member} is blamed without a fault: {verdict.what}")

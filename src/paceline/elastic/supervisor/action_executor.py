@@ -11,12 +11,12 @@ from paceline.core.events import Repaired, ViewChanged
 from paceline.elastic.machine import actions
 from paceline.elastic.machine.settings import LOCAL_AGENT
 from paceline.elastic.supervisor.agents import Agents
+from paceline.elastic.supervisor.component_ports import WorkerProcesses
 from paceline.elastic.supervisor.journal_writer import JournalWriter
 from paceline.elastic.supervisor.process_probe import ProcessProbe
 from paceline.elastic.supervisor.verdict_reports import VerdictReports
 from paceline.elastic.supervisor.view_messages import ViewMessages, endpoints
 from paceline.elastic.supervisor.worker_record import WorkerRecord, WorkerRecords
-from paceline.elastic.supervisor.workers import Workers
 
 # A worker that raised sends its traceback and ends by itself; one that was dismissed closes its files.
 RAISED_SECONDS: Final = 10.0
@@ -33,7 +33,7 @@ class ActionExecutor:
     """All actions but the last, EndJob."""
 
     records: WorkerRecords
-    workers: Workers
+    workers: WorkerProcesses
     agents: Agents
     journal: JournalWriter
     verdicts: VerdictReports
@@ -124,7 +124,7 @@ class ActionExecutor:
                 pids=list(view.pids),
                 hosts=list(view.hostnames),
                 step=_committed(view, records),
-                behind=[plan.slots[rank] for rank in plan.stale_ranks],
+                behind=[plan.slots[rank] for rank in plan.stale_indexes],
             )
         )
 

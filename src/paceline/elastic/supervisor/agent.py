@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Final, final
 
 from paceline.control import messages
-from paceline.control.channel import Channel
+from paceline.control.channel import Channel, pause_after_drops
 from paceline.control.spool import SUPERVISOR_LOST_EXIT_CODE
 from paceline.control.worker_options import AgentLaunch
 from paceline.core.clock import Clock, MonotonicClock
@@ -57,6 +57,7 @@ class Agent:
     say: Callable[[str], object] = lambda text: None
     listening: ListenAddress = ANY_PORT
     clock: Clock = dataclasses.field(default_factory=MonotonicClock)
+    selector: selectors.BaseSelector = dataclasses.field(default_factory=selectors.DefaultSelector)
 
     def __post_init__(self) -> None:
         self._reached_at = ""
@@ -64,7 +65,6 @@ class Agent:
         self._disconnect_reason = ""
         self._attempts = 0  # connections since the supervisor last accepted this agent
         self._away_since: float | None = None
-        self._selector = selectors.DefaultSelector()
         self._workers: dict[int, WorkerProcess] = {}
         self._probes: dict[int, StackProbe] = {}
         self._ended_at: dict[int, float] = {}  # of processes whose exit status has not come
@@ -114,7 +114,7 @@ class Agent:
         self._unsent.clear()
         self._channel = opened
         self._reached_at = self.listening.address(opened.own_host())
-        self._selector.register(opened, selectors.EVENT_READ, None)
+        self.selector.register(opened, selectors.EVENT_READ, None)
 
     def _hello(self, workers: int) -> messages.AgentHello:
         # Without the payload this agent joins as a new one, so that it is sent.
@@ -128,9 +128,7 @@ class Agent:
         if self._away_since is None:
             self._away_since = self.clock.now()
             self.say(f"the connection to the supervisor is cut: {self._disconnect_reason}")
-        # A supervisor that accepts the connection and closes it at once is not asked 50 times a second.
-        pause = _PAUSE_SECONDS * 2.0 ** min(self._attempts, 16) if self._attempts else 0.0
-        again_at = self.clock.now() + min(pause, _MAX_PAUSE_SECONDS)
+        again_at = self.clock.now() + pause_after_drops(self._attempts, _PAUSE_SECONDS, _MAX_PAUSE_SECONDS)
         while True:
             if self.clock.now() >= again_at:
                 try:
@@ -149,10 +147,10 @@ class Agent:
 
     def _turn(self, seconds: float) -> None:
         """Wait for messages and ends of processes, and handle them."""
-        if not self._selector.get_map():
+        if not self.selector.get_map():
             self.clock.sleep(seconds)
             return
-        for key, _ in self._selector.select(PROBE_POLL_SECONDS if self._probes else seconds):
+        for key, _ in self.selector.select(PROBE_POLL_SECONDS if self._probes else seconds):
             if key.data is None:
                 self._receive()
             else:
@@ -178,7 +176,7 @@ class Agent:
             self._handle(message)
         if opened.closed:
             self._disconnect_reason = opened.closed
-            self._selector.unregister(opened)
+            self.selector.unregister(opened)
             opened.close()
             self._channel = None
 
@@ -272,7 +270,7 @@ class Agent:
             self._send(messages.WorkerExited(member=start.member, status=1, reason=reason))
             return
         self._workers[start.member] = process
-        self._selector.register(process, selectors.EVENT_READ, start.member)
+        self.selector.register(process, selectors.EVENT_READ, start.member)
 
     def _attend(self, member: int, *, gone: bool = False) -> None:
         """Read what a worker's process reported, and send its end; `gone`: its exit status will not come."""
@@ -290,7 +288,7 @@ class Agent:
         else:
             status = process.status if process.status is not None else -signal.SIGKILL
             memory, reason = describe_exit(process, status, self._oom)
-        self._selector.unregister(process)
+        self.selector.unregister(process)
         process.close()
         del self._workers[member]
         self._send(messages.WorkerExited(member=member, status=status, reason=reason, memory=memory))
@@ -318,7 +316,7 @@ class Agent:
             process.close()
         if self._channel is not None:
             self._channel.close()
-        self._selector.close()
+        self.selector.close()
         if self._payload >= 0:
             os.close(self._payload)
         fork_server_client.shutdown()

@@ -23,7 +23,7 @@ from paceline.control.messages import (
 )
 from paceline.control.worker_options import AgentLaunch
 from paceline.elastic.machine.machine_events import AgentJoined, AgentLost
-from paceline.elastic.supervisor.component_ports import Loop
+from paceline.elastic.supervisor.component_ports import EventLoop
 from paceline.elastic.supervisor.connection import Connection
 from paceline.elastic.supervisor.control_port import RefusedPeers
 
@@ -46,10 +46,10 @@ class _AgentRecord:
 @final
 @dataclass(eq=False)
 class Agents:
-    """`payload`: descriptor of what workers run; `launch`: what agents need beside it; `patience`: seconds
-    that an agent may be away."""
+    """The table of agents, and what is sent to them. `payload`: descriptor of what workers run; `launch`:
+    what agents need beside it; `patience`: seconds that an agent may be away."""
 
-    loop: Loop
+    loop: EventLoop
     refused: RefusedPeers
     payload: int
     launch: AgentLaunch

@@ -1,4 +1,4 @@
-"""What the supervisor's components may use of its loop: the clock, the selector, and a queue of events.
+"""What the supervisor's components may use of its loop, and of each other.
 
 The loop itself is in supervisor.py. A component registers its sockets with the selector (the key's data is a
 function of the mask and the time), and gives the loop a `due` time and a `tick`. What happened is emitted as
@@ -11,8 +11,10 @@ import selectors
 from collections import deque
 from typing import Protocol, final
 
+from paceline.control.messages import Dismissed, WorkerExited
 from paceline.core.clock import Clock
 from paceline.elastic.machine.machine_events import Event
+from paceline.elastic.supervisor.worker_record import WorkerRecord
 
 
 class Component(Protocol):
@@ -24,9 +26,45 @@ class Component(Protocol):
     def tick(self, now: float) -> None: ...
 
 
+class EventLoop(Protocol):
+    """The loop, as components see it."""
+
+    @property
+    def clock(self) -> Clock: ...
+
+    @property
+    def selector(self) -> selectors.BaseSelector: ...
+
+    def emit(self, event: Event) -> None:
+        """Queue an event for the machine, behind those that were emitted before it."""
+
+    def kill(self, reason: str) -> None:
+        """End the job at once; the first reason counts."""
+
+
+class WorkerProcesses(Protocol):
+    """The processes of workers, as the executor of actions uses them."""
+
+    def start(self, member: int, slot: int, agent_id: int) -> None: ...
+    def kill(self, record: WorkerRecord, reason: str) -> None: ...
+    def dismiss(self, record: WorkerRecord, dismissal: Dismissed, seconds: float) -> None: ...
+    def limit_exit(self, record: WorkerRecord, seconds: float) -> None: ...
+    def remove_agent(self, agent_id: int, reason: str, *, refuse: bool = False) -> None: ...
+
+
+class WorkerConnections(Protocol):
+    """The processes of workers, as the handlers of members and agents use them."""
+
+    def joined(self, record: WorkerRecord) -> None: ...
+    def disconnected(self, record: WorkerRecord, reason: str) -> None: ...
+    def remote_exit(self, agent_id: int, message: WorkerExited) -> None: ...
+    def remove_agent(self, agent_id: int, reason: str, *, refuse: bool = False) -> None: ...
+
+
 @final
 class Loop:
-    """`kill_reason` is why the job ends at once, without saving; empty: it does not."""
+    """The loop, as the supervisor runs it. `kill_reason` is why the job ends at once, without saving; empty:
+    it does not."""
 
     def __init__(self, clock: Clock, selector: selectors.BaseSelector) -> None:
         self.clock = clock
@@ -35,9 +73,7 @@ class Loop:
         self.kill_reason = ""
 
     def emit(self, event: Event) -> None:
-        """Queue an event for the machine, behind those that were emitted before it."""
         self.events.append(event)
 
     def kill(self, reason: str) -> None:
-        """End the job at once; the first reason counts."""
         self.kill_reason = self.kill_reason or reason

@@ -31,7 +31,7 @@ from paceline.core.listen_address import ANY_PORT, ListenAddress, resolves_to_lo
 from paceline.core.untrusted import printable
 from paceline.core.wording import counted
 from paceline.elastic.machine.machine_events import ScaleRequested, StopRequested
-from paceline.elastic.supervisor.component_ports import Loop
+from paceline.elastic.supervisor.component_ports import EventLoop
 from paceline.elastic.supervisor.connection import Connection
 from paceline.elastic.supervisor.worker_record import WorkerRecord
 
@@ -180,7 +180,7 @@ class ToolHandler:
     """`refuse_size` gives the reason why the job cannot have a number of workers, or None; `status` the facts
     of `paceline status`."""
 
-    loop: Loop
+    loop: EventLoop
     refuse_size: Callable[[int], str | None]
     status: Callable[[], dict[str, Any]]
 

@@ -1,11 +1,11 @@
 """The only writer of the run's journal: what members report, once, and what happened to them.
 
-Duplicate lines (resent after a reconnect, or by a new rank 0) are dropped: a step that is in the journal is
-not written again. Receipts of steps are merged: at most one line per member every 5 seconds and at each view
-change, so that the journal grows by a known rate. A line or a receipt that no run can have (another kind of
-value, a step far ahead of all that is known) raises WireError before anything of its message is written: the
-journal is the run's proof. The end of the run is written after the last receipts: a journal that has its end
-lacks none. While the disk is full, lines wait in memory.
+Duplicate lines (resent after a reconnect, or by a member of a new view) are dropped: a step that is in the
+journal is not written again. Receipts of steps are merged: at most one line per member every 5 seconds and at
+each view change, so that the journal grows by a known rate. A line or a receipt that no run can have (another
+kind of value, a step far ahead of all that is known) raises WireError before anything of its message is
+written: the journal is the run's proof. The end of the run is written after the last receipts: a journal that
+has its end lacks none. While the disk is full, lines wait in memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias, final
 
 from paceline.control import spool
-from paceline.control.messages import MOST_STEPS, JournalLines, StepReceipt
+from paceline.control.field_types import MOST_STEPS
+from paceline.control.messages import JournalLines, StepReceipt
 from paceline.core.clock import Clock
 from paceline.core.errors import WireError
 from paceline.core.events import (
@@ -54,8 +55,9 @@ _JournalLine: TypeAlias = tuple[str, dict[str, Any]]
 
 @final
 class JournalWriter:
-    """`journaled` is the last step that is written, or waits to be. `on_flush` gets the pid of each process
-    whose messages are all in the file: then they can be acknowledged."""
+    """Writes each line and receipt once. `journaled` is the last step that is written, or waits to be.
+    `on_flush` gets the pid of each process whose messages are all in the file: then they can be
+    acknowledged."""
 
     def __init__(
         self,
@@ -116,13 +118,14 @@ class JournalWriter:
     def add_lines(self, lines: Iterable[str], pid: int = 0, known: int = MOST_STEPS) -> None:
         """Write the new ones of a member's lines; `known` is the step at which the member was last seen.
 
-        Rank 0 sends the lines of all steps. After a view change another member is rank 0: it sends the steps
-        that its view had not seen in the journal, while messages of the old rank 0 may still be on their way.
-        So the same line comes twice, and a step may come before the one before it.
+        The first member in the view sends the lines of all steps. After a view change another member may be
+        the first, and one that has the state of the steps before sends those that were not in the journal
+        when the view was made, while messages of the former first member may still be on their way. So the
+        same line comes twice, and a step may come before the one before it.
         """
         news: list[str] = []
         # Duplicates are known by their text and, for steps, by their number (`_is_news`). The numbers of
-        # messages do not find them: a new rank 0 sends them in messages of its own, and a supervisor that
+        # messages do not find them: another member sends its copies of them, and a supervisor that
         # took over has seen no message before.
         # All lines are checked before any of them counts: a message is taken as a whole or not at all.
         fresh = _checked([line for line in lines if hash(line) not in self._seen], max(self.journaled, known))
@@ -133,9 +136,9 @@ class JournalWriter:
                 continue
             self._remember(mark)
             if data["type"] == StepCommitted.type and data.get("step", 0) > self.journaled + 1:
-                # A gap. The steps between are on their way from the former rank 0, so this one waits for
-                # them: the journal is in the order of steps. Where more than
-                # _MAX_EARLY wait, nothing can be on its way, and the gap is final.
+                # A gap. The steps between are on their way from the former first member, so this one waits
+                # for them: the journal is in the order of steps. Where more than _MAX_EARLY wait, nothing can
+                # be on its way, and the gap is final.
                 self._early[data["step"]] = entry
                 if len(self._early) > _MAX_EARLY:
                     self._add_early(news)

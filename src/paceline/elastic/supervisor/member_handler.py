@@ -13,7 +13,7 @@ from paceline.core.events import Note, WorkerStarted
 from paceline.elastic.machine.machine_events import FromMember
 from paceline.elastic.machine.settings import LOCAL_AGENT
 from paceline.elastic.supervisor.agents import Agents
-from paceline.elastic.supervisor.component_ports import Loop
+from paceline.elastic.supervisor.component_ports import EventLoop, WorkerConnections
 from paceline.elastic.supervisor.connection import Connection
 from paceline.elastic.supervisor.control_port import RefusedPeers
 from paceline.elastic.supervisor.journal_writer import JournalWriter
@@ -21,7 +21,6 @@ from paceline.elastic.supervisor.process_probe import ProcessProbe
 from paceline.elastic.supervisor.verdict_reports import VerdictReports
 from paceline.elastic.supervisor.view_messages import ViewMessages
 from paceline.elastic.supervisor.worker_record import WorkerRecord, WorkerRecords
-from paceline.elastic.supervisor.workers import Workers
 
 # A control client that drops old messages for lack of room leaves a gap in their numbers, of at most this.
 _MAX_AHEAD: Final = 1 << 20
@@ -108,9 +107,9 @@ class JoinTerms:
 class MemberHandler:
     """Handles the messages of members."""
 
-    loop: Loop
+    loop: EventLoop
     records: WorkerRecords
-    workers: Workers
+    workers: WorkerConnections
     journal: JournalWriter
     views: ViewMessages
     faults: InjectedFaults
@@ -185,11 +184,11 @@ class MemberHandler:
                 raise WireError(f"message {number} after message {record.received}")
             record.received = number
         if isinstance(message, messages.Heartbeat):
-            self._beat(record, message)
+            self._heartbeat(record, message)
         else:
             self._handle(record, message)
 
-    def _beat(self, record: WorkerRecord, beat: messages.Heartbeat) -> None:
+    def _heartbeat(self, record: WorkerRecord, beat: messages.Heartbeat) -> None:
         record.heartbeat, record.heartbeat_at = beat, self.loop.clock.now()
         record.progress = beat.progress
         # With a heartbeat, not with each message; and only what is in the file: a supervisor that takes over
@@ -264,7 +263,7 @@ class AgentHandler:
 
     agents: Agents
     records: WorkerRecords
-    workers: Workers
+    workers: WorkerConnections
     verdicts: VerdictReports
     probe: ProcessProbe
 

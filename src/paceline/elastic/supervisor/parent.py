@@ -15,15 +15,16 @@ from typing import final
 from paceline.core.fd_messages import Plain
 from paceline.elastic.machine.machine_events import ScaleRequested, StopRequested
 from paceline.elastic.supervisor import parent_messages
-from paceline.elastic.supervisor.component_ports import Loop
+from paceline.elastic.supervisor.component_ports import EventLoop
 from paceline.engines.local.worker_handle import WorkerProcess
 
 
 @final
 class Parent:
-    """`due`: when the job has to have ended after the parent is gone."""
+    """The supervisor's end of its connection to the parent. `due`: when the job has to have ended
+    after the parent is gone."""
 
-    def __init__(self, loop: Loop, sock: socket.socket, patience: float) -> None:
+    def __init__(self, loop: EventLoop, sock: socket.socket, patience: float) -> None:
         sock.setblocking(False)
         self._loop = loop
         self._socket = sock

@@ -19,7 +19,7 @@ from paceline.core import available_resources, phase_page
 from paceline.elastic.machine.machine_events import ProcessProbed
 from paceline.elastic.machine.settings import LOCAL_AGENT
 from paceline.elastic.supervisor.agents import Agents
-from paceline.elastic.supervisor.component_ports import Loop
+from paceline.elastic.supervisor.component_ports import EventLoop
 from paceline.elastic.supervisor.worker_record import WorkerRecords
 from paceline.engines.local.worker_handle import WorkerProcess
 
@@ -71,7 +71,7 @@ class StackProbe:
 class ProcessProbe:
     """Probes workers of this host at once; agents are asked about theirs, and may not answer."""
 
-    loop: Loop
+    loop: EventLoop
     records: WorkerRecords
     agents: Agents
     folder: Path

@@ -31,7 +31,7 @@ from paceline.elastic.machine import machine, machine_events as events
 from paceline.elastic.machine.actions import EndJob, RecordFailure, RecordVerdict
 from paceline.elastic.machine.job_event_handlers import size_refusal
 from paceline.elastic.machine.settings import LOCAL_AGENT
-from paceline.elastic.machine.state import JobState, Phase
+from paceline.elastic.machine.state import JobPhase, JobState
 from paceline.elastic.supervisor import parent_messages, supervisor_recovery
 from paceline.elastic.supervisor.action_executor import ActionExecutor
 from paceline.elastic.supervisor.agents import Agents
@@ -122,8 +122,8 @@ class Supervisor:
             self._records,
             self._agents,
             self._parent,
-            self._journal,
-            self._verdicts,
+            self._journal.flush,
+            self._verdicts.report_open,
             self._import_spool,
         )
         self._probe = ProcessProbe(loop, self._records, self._agents, job.folder)
@@ -159,7 +159,7 @@ class Supervisor:
         self._handshakes = Handshakes(
             clock, self._refused, members.accept, agents.accept, tools.answer, self._verdicts.warn
         )
-        self._gate = AuthenticatedListener(
+        self._unproven = AuthenticatedListener(
             self._listener,
             CONTROL,
             self._secret,
@@ -169,7 +169,7 @@ class Supervisor:
             on_problem=self._verdicts.warn,
         )
         return (
-            self._gate,
+            self._unproven,
             self._handshakes,
             self._refused,
             agents,
@@ -257,8 +257,8 @@ class Supervisor:
 
     def close(self) -> None:
         """Close everything; workers that still run are not touched."""
-        self._gate.close()
         self._listener.close()
+        self._unproven.close()
         self._handshakes.close()
         self._refused.close()
         # Before the workers' files are closed: they may wait to be sent.
@@ -280,7 +280,8 @@ class Supervisor:
         Never during a view change: members wait for each other and for the supervisor then."""
         gap, self._last_turn = now - self._last_turn, now
         self._usual_gap += 0.05 * (min(gap, 1.0) - self._usual_gap)
-        return self._usual_gap < _BUSY_GAP and self._state.phase is Phase.RUNNING and self._shutdown is None
+        running = self._state.phase is JobPhase.RUNNING and self._shutdown is None
+        return running and self._usual_gap < _BUSY_GAP
 
     def _decide_all(self) -> None:
         reason, self._loop.kill_reason = self._loop.kill_reason, ""
@@ -352,7 +353,7 @@ class Supervisor:
         self._snapshot_file.save(
             SupervisorSnapshot(
                 began=machine.snapshot(self._state),
-                port=self._gate.address[1],
+                port=self._unproven.address[1],
                 fingerprint=self._terms.fingerprint,
                 model=self._terms.model,
                 processes={n: (r.pid, r.hostname) for n, r in self._records.live.items() if r.pid},
@@ -380,7 +381,7 @@ class Supervisor:
             "generation": self._state.generation,
             "step": self._journal.journaled,
             "attempt": self._spec.attempt,
-            "refused": self._gate.refused,
+            "refused": self._unproven.refused,
             "dropped": self._invalid_peers.dropped,
             "workers": worker_facts(self._records.live.values(), self._views.latest, self._loop.clock.now()),
         }

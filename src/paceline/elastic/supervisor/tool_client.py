@@ -92,7 +92,7 @@ def _not_running(folder: Path) -> NotRunningError:
         bounds = []
     if not bounds:
         return NotRunningError(
-            f"{folder} is not the folder of a run that was started: no supervisor is at work there and there "
+            f"{folder} is not the folder of a run that was started: no supervisor runs there and there "
             "is no journal",
             remedy="give the folder of a run; its name is printed when the run starts",
             exit_code=NO_RUN_EXIT_CODE,
@@ -105,7 +105,7 @@ def _not_running(folder: Path) -> NotRunningError:
             exit_code=ENDED_EXIT_CODE,
         )
     return NotRunningError(
-        f"the run in {folder} was killed: no supervisor is at work there and the journal has no end",
+        f"the run in {folder} was killed: no supervisor runs there and the journal has no end",
         remedy='start it again with resume="auto": it goes on from its newest checkpoint',
         exit_code=KILLED_EXIT_CODE,
     )

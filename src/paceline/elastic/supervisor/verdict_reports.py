@@ -109,15 +109,15 @@ class VerdictReports:
                 self._report(case)
         self.due = now + PROBE_POLL_SECONDS if self._open else float("inf")
 
-    def settle(self, member: int) -> None:
-        """Report a verdict as it is: the process has ended."""
+    def report_open(self, member: int) -> None:
+        """Report the open verdict about a member as it is: its process has ended."""
         if member in self._open:
             self._report(self._open[member])
 
     def close(self) -> None:
         """Report all open verdicts as they are."""
         for member in list(self._open):
-            self.settle(member)
+            self.report_open(member)
 
     def failure(self, note: RecordFailure, record: WorkerRecord, *, has_verdict: bool) -> None:
         """Report a failed worker: in the journal, and on the terminal unless a verdict is shown there."""
@@ -203,9 +203,9 @@ class VerdictReports:
 
     def _last_heartbeat(self, record: WorkerRecord) -> str:
         if record.heartbeat is None:
-            return "it never said what it did"
-        ago = self.clock.now() - record.heartbeat_at
-        return f"{ago:.1f} s ago it said: {record.heartbeat.phase} for {record.heartbeat.seconds:.1f} s"
+            return "it sent no heartbeat"
+        ago, seconds = self.clock.now() - record.heartbeat_at, record.heartbeat.seconds
+        return f"last heartbeat {ago:.1f} s ago: {record.heartbeat.phase} for {seconds:.1f} s"
 
     def _show(self, text: str) -> None:
         self.last_text = text

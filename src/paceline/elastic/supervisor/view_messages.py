@@ -11,19 +11,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import final
 
-from paceline.control.messages import View
+from paceline.control.messages import View, ViewPlan
 from paceline.core.errors import ResourceError
 from paceline.core.host import host_identity
 from paceline.core.shm_segment_layout import create_segment
-from paceline.elastic.machine.actions import ViewPlan
 from paceline.elastic.supervisor.worker_record import WorkerRecord
 
 
 @final
 @dataclass
 class ViewMessages:
-    """`latest` is the view that was sent last; `waiting`: members that have not installed it; `claims`:
-    shards of the latest step that some member has computed."""
+    """Makes the View messages and keeps the shared segment until all have opened it. `latest` is the view
+    that was sent last; `waiting`: members that have not installed it; `claims`: shards of the latest step
+    that some member has computed."""
 
     backup: bool
     exact: bool = True
@@ -42,7 +42,7 @@ class ViewMessages:
         if not self.exact:
             # Where bits may differ, each member is one slice of the batch.
             plan = replace(plan, shards=tuple((rank,) for rank in range(len(plan.members))))
-        self.latest = plan.message(
+        self.latest = plan.to_view(
             pids=tuple(0 if hello is None else hello.pid for hello in hellos),
             hosts=tuple("" if hello is None else hello.host for hello in hellos),
             hostnames=tuple("" if hello is None else hello.hostname for hello in hellos),

@@ -21,8 +21,9 @@ _MAX_FAILURES: Final = 16
 
 @final
 class WorkerExits:
-    """`results` and `failures` are descriptors, by member; of failures the latest are kept. Results count
-    only while the job ends (`keep_results`): a worker that is released earlier returns nothing of use."""
+    """Turns ended processes into events, and keeps what they left. `results` and `failures` are descriptors,
+    by member; of failures the latest are kept. Results count only while the job ends (`keep_results`): a
+    worker that is released earlier returns nothing of use."""
 
     def __init__(self) -> None:
         self._oom = OomWatch()
@@ -119,8 +120,8 @@ def exit_reason(status: int) -> tuple[FailureKind, str]:
 
 
 def describe_exit(process: WorkerProcess, status: int, oom: OomWatch) -> tuple[bool, str]:
-    """Of a process of this host: whether the kernel killed it for memory, and a sentence. Forgets the
-    memory limit: to be called once."""
+    """Return whether the kernel killed a process of this host for memory, and a sentence about its end. Call
+    once: it forgets the memory limit."""
     if status == -signal.SIGKILL:
         # The kernel's kill for memory looks like any other: the counters of the cgroup, noted while the
         # process lived, tell them apart. Asked once: each kill that was counted explains one death.

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Final, final
 
 from paceline.control import channel, messages
+from paceline.control.field_types import Progress
 from paceline.elastic.machine.settings import LOCAL_AGENT
 from paceline.elastic.supervisor.connection import Connection
 from paceline.engines.local.worker_handle import WorkerProcess
@@ -41,7 +42,7 @@ class WorkerRecord:
     hello: messages.MemberHello | None = None
     heartbeat: messages.Heartbeat | None = None
     heartbeat_at: float = 0.0
-    progress: messages.Progress | None = None
+    progress: Progress | None = None
     received: int = 0
     acked: int = 0
     disconnected_at: float | None = None

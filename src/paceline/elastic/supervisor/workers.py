@@ -21,11 +21,9 @@ from paceline.elastic.machine.actions import EndJob
 from paceline.elastic.machine.machine_events import FromMember, WorkerLost
 from paceline.elastic.machine.settings import LOCAL_AGENT
 from paceline.elastic.supervisor.agents import Agents
-from paceline.elastic.supervisor.component_ports import Loop
-from paceline.elastic.supervisor.journal_writer import JournalWriter
+from paceline.elastic.supervisor.component_ports import EventLoop
 from paceline.elastic.supervisor.parent import Parent
 from paceline.elastic.supervisor.parent_messages import JobOutcome, KeptWorkers
-from paceline.elastic.supervisor.verdict_reports import VerdictReports
 from paceline.elastic.supervisor.worker_exits import WorkerExits
 from paceline.elastic.supervisor.worker_record import WorkerRecord, WorkerRecords
 from paceline.engines.local.engine_messages import LaunchOrder
@@ -72,13 +70,13 @@ class Workers:
     """Processes of all workers. Those that need attention soon (disconnected, dismissed, ended) are in
     `_pressing`, so that `due` is cheap for hundreds of others."""
 
-    loop: Loop
+    loop: EventLoop
     launcher: WorkerLauncher
     records: WorkerRecords
     agents: Agents
     parent: Parent
-    journal: JournalWriter
-    verdicts: VerdictReports
+    flush_journal: Callable[[int], None]  # of a process
+    report_verdict: Callable[[int], None]  # of a member
     import_spool: Callable[[], None]
     exits: WorkerExits = dataclasses.field(default_factory=WorkerExits)
     _memory_at: float = dataclasses.field(init=False)
@@ -181,7 +179,7 @@ class Workers:
         """Let a worker end by itself within `seconds`."""
         if record.pid:
             # While the worker can still send its receipts again, should this supervisor die before.
-            self.journal.flush(record.pid)
+            self.flush_journal(record.pid)
         record.dismissal = dismissal
         if record.member in self.records.live:
             if record.connection is not None:
@@ -280,7 +278,7 @@ class Workers:
         """Handle the end of a process: first its last messages, then its exit status."""
         if record.connection is not None:
             record.connection.drain()
-        self.verdicts.settle(record.member)
+        self.report_verdict(record.member)
         if status is None and record.process is not None:
             record.process.kill_orphans()
         event = self.exits.ended(record, status, remote_reason, memory=memory)
@@ -294,7 +292,7 @@ class Workers:
         self._pressing.discard(record.member)
         self.parent.drop(record.member)
         if record.pid:
-            self.journal.flush(record.pid)
+            self.flush_journal(record.pid)
         self._release(record)
         if event is not None:
             self.loop.emit(event)

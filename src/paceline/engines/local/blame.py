@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.core.errors import PacelineError, PeerLostError, RankFailedError
+from paceline.core.wording import ranks
 from paceline.engines.local import memfd_pickle
 from paceline.engines.local.failure_report import FailureReport, FailureRole
-from paceline.engines.local.stack_display import ranks_in_words
 
 _OUT_OF_MEMORY = (
     "unless a person sent it, this is most often the kernel's out-of-memory killer: look at `dmesg`, use "
@@ -134,5 +134,8 @@ def _echoes(root: RankRaised | RankDied, others: Sequence[RankRaised | RankDied]
     for failure in others:
         groups.setdefault(failure.summary.splitlines()[0], []).append(failure.rank)
     same = groups.pop(root.summary.splitlines()[0], [])
-    notes = [f"{ranks_in_words(same)} ended the same way"] if same else []
-    return notes + [f"{ranks_in_words(ranks)} also ended: {summary}" for summary, ranks in groups.items()]
+    notes = [f"{ranks(same)} ended the same way"] if same else []
+    # Each rank is named: their logs say more, and the note is the only place that says whose.
+    return notes + [
+        f"{ranks(numbers, all_named=True)} also ended: {summary}" for summary, numbers in groups.items()
+    ]

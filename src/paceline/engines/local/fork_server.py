@@ -30,6 +30,7 @@ from typing import NoReturn, final
 from paceline.core import fd_messages
 from paceline.core.errors import PacelineError, ResourceError, UsageError
 from paceline.core.sandbox_fallbacks import open_process
+from paceline.core.wording import counted
 from paceline.engines.local import engine_messages, forked_rank, linux, memfd_pickle
 from paceline.engines.local.engine_messages import EngineMessage, LaunchOrder
 
@@ -157,7 +158,8 @@ def _import(name: str) -> None:
     count = linux.own_thread_count()
     if count > 1:
         raise UsageError(
-            f"importing {name!r} started {count - 1} thread(s); a process with threads cannot fork safely",
+            f"importing {name!r} started {counted(count - 1, 'thread')}; a process with threads cannot fork "
+            "safely",
             remedy=f"leave {name!r} out of preload= and import it inside the function",
             spoils_server=True,
         )

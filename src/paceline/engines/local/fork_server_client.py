@@ -52,7 +52,7 @@ class ForkServer:
         return self.watch >= 0 and not has_ended(self.watch, 0.0)
 
     def how_it_ended(self) -> str:
-        """In words; waits for the end."""
+        """Wait for the fork server to exit; describe its exit status."""
         if self.process is None:
             has_ended(self.watch, _END_SECONDS)
             return "ended"

@@ -18,7 +18,7 @@ from paceline.core.errors import CommTimeoutError, InternalError, PacelineError,
 from paceline.core.fd_messages import Plain
 from paceline.core.limit_errors import explain_os_error
 from paceline.core.time_limits import START_SECONDS
-from paceline.core.wording import counted
+from paceline.core.wording import counted, ranks
 from paceline.engines.local import (
     blame,
     fork_server_client,
@@ -126,16 +126,16 @@ class RankGroup:
         for rank in waiting:
             poll.register(rank, select.POLLIN)
         ready = {descriptor for descriptor, _ in poll.poll(max(0.0, seconds) * 1000 + 1)}
-        heard = [rank for rank in waiting if rank.fileno() in ready]
+        readable = [rank for rank in waiting if rank.fileno() in ready]
         try:
-            for rank in heard:
+            for rank in readable:
                 rank.receive()
         except OSError as error:
             raise explain_os_error(error, f"{counted(len(self._ranks), 'rank')} cannot be watched") from error
         # Messages from before the server's end come first. A rank whose socket is closed without a status has
         # lost its server, which would have sent one.
-        if (ready and not heard) or any(
-            rank.done and rank.status is None and rank.refusal is None for rank in heard
+        if (ready and not readable) or any(
+            rank.done and rank.status is None and rank.refusal is None for rank in readable
         ):
             self._server_is_gone()
 
@@ -148,31 +148,31 @@ class RankGroup:
 
     def request_stacks(self, numbers: Sequence[int]) -> dict[int, list[str]]:
         """Return where these ranks are, innermost frame first."""
-        ranks = {number: self._ranks[number] for number in numbers}
-        for rank in ranks.values():
+        asked = {number: self._ranks[number] for number in numbers}
+        for rank in asked.values():
             rank.request_stack()
         limit = time.monotonic() + _STACK_SECONDS
         last: list[int] = []
         # A file that has new text and no longer grows is complete; a rank that cannot answer writes none.
         while time.monotonic() < limit and not self.done:
             self.listen(_QUIET_SECONDS)
-            sizes = [rank.stack_size() for rank in ranks.values()]
+            sizes = [rank.stack_size() for rank in asked.values()]
             if sizes == last and all(sizes):
                 break
             last = sizes
-        return {number: rank.frames() for number, rank in ranks.items()}
+        return {number: rank.frames() for number, rank in asked.items()}
 
     def failures(self, classes: Sequence[type]) -> list[RankRaised | RankDied]:
         """Return how the failed ranks ended, leaving out those that were killed on request."""
-        found: list[RankRaised | RankDied] = []
+        failures: list[RankRaised | RankDied] = []
         for number, rank in enumerate(self._ranks):
             if rank.failed:
-                found.append(RankRaised.load(number, rank.pid, rank.reported_at, rank.failed, classes))
+                failures.append(RankRaised.load(number, rank.pid, rank.reported_at, rank.failed, classes))
             elif rank.status is not None and rank.has_failed:
                 killed = rank.status == -signal.SIGKILL and rank.ended_at >= self._killed_at
                 died = (rank.ended_at, rank.status, bool(rank.returned), tuple(rank.frames()))
-                found += [] if killed else [RankDied(number, rank.pid, *died)]
-        return found
+                failures += [] if killed else [RankDied(number, rank.pid, *died)]
+        return failures
 
     def results(self) -> Iterator[tuple[int, int]]:
         """Rank and result file of every rank."""
@@ -295,15 +295,13 @@ def _give_up(group: RankGroup, launch: Launch, started: bool) -> None:
     waiting = group.unfinished
     if not started:
         raise CommTimeoutError(
-            f"{stack_display.ranks_in_words(waiting)} did not start within {START_SECONDS:g} seconds",
+            f"{ranks(waiting)} did not start within {START_SECONDS:g} s",
             waiting_for=waiting,
             remedy="importing " + ", ".join(launch.preload) + " seems to hang: try it in a plain Python",
         )
     where = stack_display.describe_stacks(group.request_stacks(waiting))
     raise CommTimeoutError(
-        f"{stack_display.ranks_in_words(waiting)} of {launch.workers} did not finish within "
-        f"{launch.timeout:g} seconds\n"
-        f"{where}",
+        f"{ranks(waiting)} of {launch.workers} did not finish within {launch.timeout:g} s\n{where}",
         waiting_for=waiting,
         remedy="see what these ranks are doing at the lines above, or pass a longer timeout=",
     )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+
+from paceline.core.wording import ranks
 
 _FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)$')
 _ENTRY = "engines/local/forked_rank.py"  # only the main thread comes from there
@@ -21,16 +23,16 @@ def read(descriptor: int) -> str:
 def frames(dump: str) -> list[str]:
     """Return the innermost frames of the thread that matters, innermost first, without the process's own
     start."""
-    found: list[str] = []
+    places: list[str] = []
     for line in _thread(dump):
         match = _FRAME.match(line)
         if match is None:
             continue
         if match["file"].endswith(_ENTRY):
             # Below are the process's own beginnings, and the last frame before them is the entry.
-            return _shorten(found[: max(1, len(found) - 1)])
-        found.append(f"{match['file']}:{match['line']} in {match['name']}")
-    return _shorten(found)
+            return _shorten(places[: max(1, len(places) - 1)])
+        places.append(f"{match['file']}:{match['line']} in {match['name']}")
+    return _shorten(places)
 
 
 def describe_stacks(by_rank: Mapping[int, list[str]]) -> str:
@@ -39,29 +41,25 @@ def describe_stacks(by_rank: Mapping[int, list[str]]) -> str:
     for rank, where in sorted(by_rank.items()):
         groups.setdefault(tuple(where), []).append(rank)
     lines: list[str] = []
-    for place, ranks in groups.items():
-        lines.append(f"  {ranks_in_words(ranks)}: {place[0] if place else 'no Python code was running'}")
+    for place, sharing in groups.items():
+        # Each rank is named: the line is the only place that says where the rank is.
+        who = ranks(sharing, all_named=True)
+        lines.append(f"  {who}: {place[0] if place else 'no Python code was running'}")
         lines += [f"      called from {frame}" for frame in place[1:]]
     return "\n".join(lines)
 
 
-def ranks_in_words(ranks: Sequence[int]) -> str:
-    """`rank 3`, or `ranks 0, 1, 4`."""
-    numbers = ", ".join(map(str, sorted(ranks)))
-    return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"
-
-
-def _shorten(found: list[str]) -> list[str]:
+def _shorten(places: list[str]) -> list[str]:
     """Return where it is and where the user's code called it; what is in between matters least."""
-    left_out = len(found) - _INNERMOST - _OUTERMOST
+    left_out = len(places) - _INNERMOST - _OUTERMOST
     if left_out <= 0:
-        return found
-    return [*found[:_INNERMOST], f"{left_out} more", *found[-_OUTERMOST:]]
+        return places
+    return [*places[:_INNERMOST], f"{left_out} more", *places[-_OUTERMOST:]]
 
 
 def _thread(dump: str) -> list[str]:
-    """Of a crash the thread that crashed. Of a process that was asked, its main thread: the signal goes to
-    any, and of one that was stopped to whichever goes on first."""
+    """Return the stack of the thread that crashed; of a process that was asked, that of its main thread,
+    because the signal may go to any."""
     blocks = re.split(r"^(?=(?:Current thread|Thread) 0x)", dump, flags=re.MULTILINE)
     current = [block for block in blocks if block.startswith("Current thread")]
     main = [block for block in blocks if f'{_ENTRY}"' in block]

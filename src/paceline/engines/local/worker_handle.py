@@ -86,7 +86,7 @@ class WorkerProcess:
         return worker
 
     def set_pid(self, pid: int) -> None:
-        """It was forked, and this is its pid; once is enough."""
+        """Record the pid of the forked rank; later calls change nothing."""
         if self.pid:
             return
         self.pid = pid

@@ -53,7 +53,7 @@ _READ_BYTES = 64 * 1024
 _MAX_UNREAD = 65_536  # metrics of a consumer; beyond it loses the oldest
 
 
-class _Phase(Enum):
+class _OrchestratorState(Enum):
     NEW = "new"
     INITIALIZING = "being initialised"
     READY = "ready"
@@ -125,7 +125,7 @@ class DistributedTrainingOrchestrator:
                 f"num_workers={num_workers!r} is not a whole number from 1", remedy="pass num_workers=4"
             )
         self.num_workers = num_workers
-        self._phase = _Phase.NEW
+        self._phase = _OrchestratorState.NEW
         self._pool: ThreadPoolExecutor | None = None
         self._nodes = tuple(WorkerNode(number) for number in range(num_workers))
         self._publisher = MetricPublisher()
@@ -181,30 +181,30 @@ class DistributedTrainingOrchestrator:
 
         After a failure it can be called again.
         """
-        if self._phase is not _Phase.NEW:
+        if self._phase is not _OrchestratorState.NEW:
             raise UsageError(
                 f"initialize_workers() on an orchestrator that is {self._phase.value}",
                 remedy="call it once; after cleanup() make a new orchestrator",
             )
         job_preparation.refuse_inside_a_job()
         pool = self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="paceline-orchestrator")
-        self._phase = _Phase.INITIALIZING
+        self._phase = _OrchestratorState.INITIALIZING
         try_workers = partial(spawn, attrgetter("rank"), workers=self.num_workers, threads=1, preload=PRELOAD)
         try:
             self._trying = asyncio.get_running_loop().run_in_executor(pool, try_workers)
             await _finish(self._trying)
         except BaseException:
-            if self._phase is _Phase.INITIALIZING:
-                self._phase, self._pool, self._trying = _Phase.NEW, None, None
+            if self._phase is _OrchestratorState.INITIALIZING:
+                self._phase, self._pool, self._trying = _OrchestratorState.NEW, None, None
                 # Without waiting for its threads: after a second cancellation one is still busy.
                 pool.shutdown(wait=False)
             raise
-        if self._phase is not _Phase.INITIALIZING:
+        if self._phase is not _OrchestratorState.INITIALIZING:
             raise UsageError(
                 "cleanup() was called while initialize_workers() was under way: there are no workers now",
                 remedy="await initialize_workers() before cleanup(); make a new orchestrator to train",
             )
-        self._phase, self._trying = _Phase.READY, None
+        self._phase, self._trying = _OrchestratorState.READY, None
         host = socket.gethostname()
         now = time.time()
         self._nodes = tuple(
@@ -242,8 +242,8 @@ class DistributedTrainingOrchestrator:
                 self._tracker.end()
             self._publisher.end()
             self._task = None
-            if self._phase is _Phase.TRAINING:
-                self._phase = _Phase.READY
+            if self._phase is _OrchestratorState.TRAINING:
+                self._phase = _OrchestratorState.READY
 
     async def get_training_summary(self) -> dict[str, Any]:
         """Return the state of the present or the last training as plain data."""
@@ -251,15 +251,15 @@ class DistributedTrainingOrchestrator:
             raise UsageError(
                 "there is no training to summarise", remedy="call it during or after train_distributed()"
             )
-        running = self._phase is _Phase.TRAINING
+        running = self._phase is _OrchestratorState.TRAINING
         seconds = time.perf_counter() - self._started if running else self._seconds
         return summary_of(self._config, self._tracker, self._outcome, seconds, running, self.run_dir)
 
     async def cleanup(self) -> None:
         """End every process and release everything; may be called again."""
-        if self._phase is _Phase.CLOSED:
+        if self._phase is _OrchestratorState.CLOSED:
             return
-        self._phase = _Phase.CLOSED
+        self._phase = _OrchestratorState.CLOSED
         task = self._task
         if task is not None and task is not asyncio.current_task():
             task.cancel()
@@ -286,17 +286,17 @@ class DistributedTrainingOrchestrator:
     # inside
 
     def _refuse_closed(self, what: str) -> None:
-        if self._phase is _Phase.CLOSED:
+        if self._phase is _OrchestratorState.CLOSED:
             raise UsageError(f"{what}() on an orchestrator that is closed", remedy="make a new orchestrator")
 
     def _check_can_train(self) -> None:
         self._refuse_closed("train_distributed")
-        if self._phase in (_Phase.NEW, _Phase.INITIALIZING):
+        if self._phase in (_OrchestratorState.NEW, _OrchestratorState.INITIALIZING):
             raise UsageError(
                 f"train_distributed() before initialize_workers() was done: it is {self._phase.value}",
                 remedy="await orchestrator.initialize_workers() first, or use async with",
             )
-        if self._phase is _Phase.TRAINING:
+        if self._phase is _OrchestratorState.TRAINING:
             raise UsageError(
                 "train_distributed() while another training is under way",
                 remedy="await the first one, or make a second orchestrator",
@@ -305,7 +305,7 @@ class DistributedTrainingOrchestrator:
     def _begin(self, settings: TrainingConfig) -> None:
         if self._tracker is not None:
             self._publisher = MetricPublisher()
-        self._phase = _Phase.TRAINING
+        self._phase = _OrchestratorState.TRAINING
         self._config, self._outcome, self._model = settings, None, None
         self._started, self._offset, self._end_request = time.perf_counter(), 0, _EndRequest.NONE
         self._tracker = RunTracker(self.num_workers, self.num_workers, None, socket.gethostname())

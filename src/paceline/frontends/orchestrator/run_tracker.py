@@ -156,7 +156,7 @@ class RunTracker:
         self.workers[worker] = replace(node, pid=pid, speed=speed, **changes)
 
     def _begun(self, event: events.RunStarted | events.RunResumed) -> None:
-        """Until the first view, shards are assigned evenly."""
+        """Begin a run: until its first view, assign the shards evenly."""
         self._training = True
         if isinstance(event, events.RunResumed):
             self.steps = event.step

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.errors import ConfigError
+from paceline.core.wording import counted
 
 _HIDDEN_TEACHER = 16
 _NOISE = 0.1
@@ -43,9 +44,9 @@ def shape_for(size: int) -> Shape:
     for first in range(max(1, side - _SEARCH), side + _SEARCH + 1):
         rest = size - 1 - (inputs + 1) * first
         second = max(1, round(rest / (first + 2)))
-        found = Shape(inputs, first, second)
-        if abs(found.parameters - size) < abs(best.parameters - size):
-            best = found
+        candidate = Shape(inputs, first, second)
+        if abs(candidate.parameters - size) < abs(best.parameters - size):
+            best = candidate
     return best
 
 
@@ -69,7 +70,7 @@ def make_task(inputs: int, samples: int, seed: int, noise: float = _NOISE) -> tu
         x, y = torch.empty(samples, inputs), torch.empty(samples, 1)
     except RuntimeError as error:
         raise ConfigError(
-            f"{samples} samples of {inputs} numbers do not fit into memory",
+            f"there is no memory for {counted(samples, 'sample')} of {counted(inputs, 'number')}",
             remedy="set a smaller total_samples, or give a dataset=",
             key="total_samples",
         ) from error

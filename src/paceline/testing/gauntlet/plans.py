@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, final
 
 from paceline.core.faults import STEP_PHASES, Fault
+from paceline.core.wording import counted
 
 Kind = Literal["kill", "stop", "terminate", "kill supervisor", "kill all", "scale", "end"]
 
@@ -44,7 +45,7 @@ class FaultPlan:
     resumed_on: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        parts = [f"{self.workers} workers", *map(str, self.chaos), *map(str, self.outside)]
+        parts = [counted(self.workers, "worker"), *map(str, self.chaos), *map(str, self.outside)]
         return "; ".join([*parts, *(f"resumed on {workers}" for workers in self.resumed_on)])
 
 

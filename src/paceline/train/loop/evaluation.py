@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.errors import UsageError
-from paceline.core.wording import with_article
+from paceline.core.wording import counted, with_article
 from paceline.data.batch_plan import assign
 from paceline.data.containers import packed, plain, unpacked
 from paceline.data.seeding import seed_everything
@@ -192,8 +192,8 @@ def _per_sample(output: Any, count: int, place: str, of_batches: set[str]) -> An
         if output.ndim == 0 or output.shape[0] != count:
             what = "one number" if output.ndim == 0 else f"a tensor of shape {tuple(output.shape)}"
             raise UsageError(
-                f"the model returned {what}{f' as {place}' if place else ''} for a batch of {count} samples: "
-                "predictions have a row for each sample",
+                f"the model returned {what}{f' as {place}' if place else ''} for a batch of "
+                f"{counted(count, 'sample')}: predictions have a row for each sample",
                 remedy="return tensors whose first dimension is the batch; "
                 "for the mean loss use evaluate, for other results a model that returns only what is asked",
             )

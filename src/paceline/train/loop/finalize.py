@@ -88,7 +88,7 @@ def _saved(run: Run) -> str:
     if saver is None:
         return "nothing is saved, because checkpoints are turned off"
     if saver.newest is None:
-        return "nothing is saved: a run that goes on begins anew"
+        return "nothing is saved: a resumed run starts from the beginning"
     return f"version {saver.newest} of step {saver.newest_step} is saved"
 
 
@@ -116,7 +116,7 @@ def save_alone(run: Run) -> None:
         return
     run.parts.transaction.residuals.settle(run.state.position.step)
     if not run.parts.transaction.residuals.covers_all:
-        _log.warning("not saved: what compression still owes is spread over members that cannot be reached")
+        _log.warning("not saved: the residuals of compression are with members that cannot be reached")
         return
     team = run.parts.team
     label = team.context.labels[team.rank]  # messages name this worker by the rank that it had in its group
@@ -131,8 +131,8 @@ def save_alone(run: Run) -> None:
 
 
 def save_unsupervised(run: Run, error: BaseException) -> None:
-    """On a rank that raised, in a group that no supervisor repairs: before the group ends with it. The error
-    gets a note on what was saved."""
+    """Save the last committed step on a rank that raised, where no supervisor repairs the group, before the
+    group ends with this rank; add a note about it to the error."""
     saver = run.parts.saver
     if saver is None or not isinstance(error, Exception) or isinstance(error, PeerError):
         return  # the peer that was lost reports; it saves what it has

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from paceline.core.errors import ConfigError, ResourceError
+from paceline.core.wording import counted
 from paceline.data.permutation import InOrder, Permutation
 from paceline.data.seeding import seed_everything, set_aside
 from paceline.data.sources import Request, Source, read
@@ -116,10 +117,11 @@ def find_for_run(
                 parameter.grad = None
 
     with _no_trace(module):
-        found = find(try_size, largest)
+        size = find(try_size, largest)
     _empty_caches(device)
-    _log.info("micro_batch: %d of %d samples fit into memory", found, largest)
-    return found
+    fits = "fits" if size == 1 else "fit"
+    _log.info("micro_batch: %s of %d %s into memory", counted(size, "sample"), largest, fits)
+    return size
 
 
 def largest_size(config: TrainConfig, source: Source) -> int:

@@ -146,17 +146,17 @@ def _keeping_buffers(module: nn.Module) -> Iterator[None]:
 def _blocks(module: nn.Module) -> list[nn.Module]:
     containers = [child for child in module.modules() if isinstance(child, nn.ModuleList | nn.Sequential)]
     inside = {id(container) for container in containers}
-    found = {id(child): child for container in containers for child in container if id(child) not in inside}
+    blocks = {id(child): child for container in containers for child in container if id(child) not in inside}
     # The outermost only: what lies within a block is recomputed with it.
-    within = {id(part) for block in found.values() for part in block.modules() if part is not block}
-    found = {key: child for key, child in found.items() if key not in within}
-    if not found:
+    within = {id(part) for block in blocks.values() for part in block.modules() if part is not block}
+    blocks = {key: child for key, child in blocks.items() if key not in within}
+    if not blocks:
         raise UsageError(
             "activation_checkpointing=True takes the members of ModuleList and Sequential, "
             f"and {type(module).__name__} has none",
             remedy='name the classes to recompute: activation_checkpointing=("Block",)',
         )
-    return list(found.values())
+    return list(blocks.values())
 
 
 def _named(module: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
@@ -217,8 +217,8 @@ class WorkerProcessTuning:
     def like_this_one(cls) -> WorkerProcessTuning:
         return cls(torch.get_float32_matmul_precision())
 
-    def settle(self) -> None:
-        """Change the calling process, for good."""
+    def apply(self) -> None:
+        """Apply the tuning to this process; it is not undone."""
         torch.set_float32_matmul_precision(self.matmul_precision)
         # Freed memory is reused instead of returned. Another C library than GNU's has no such function:
         # training is as right there, and a little slower.

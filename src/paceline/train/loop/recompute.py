@@ -37,7 +37,7 @@ from paceline.data.batch_plan import slices_of_step
 from paceline.data.permutation import InOrder, Permutation
 from paceline.data.seeding import set_aside
 from paceline.data.sources import as_source
-from paceline.train import machine_fingerprint
+from paceline.train import host_fingerprint
 from paceline.train.callbacks import Modifier
 from paceline.train.loop import process_setup
 from paceline.train.loop.run import Run
@@ -155,9 +155,10 @@ def alone(job: TrainJob, record: RecordedRun, last: int) -> Iterator[tuple[Built
     """Build the run in this process, at its beginning; it saves, evaluates and records nothing, and ends with
     step `last` at the latest. The caller's own parts stay as they are."""
     config = _settings(job.config, last)
+    modifiers = [callback for callback in job.callbacks if isinstance(callback, Modifier)]
     # Optimizers hold the parameters of their model, so they are copied together.
     model, objective, optimizer, callbacks = copy.deepcopy(
-        (job.model, job.objective, job.optimizer, [one for one in job.callbacks if isinstance(one, Modifier)])
+        (job.model, job.objective, job.optimizer, modifiers)
     )
     alone = dataclasses.replace(
         job, model=model, objective=objective, optimizer=optimizer, config=config, callbacks=callbacks,
@@ -171,7 +172,7 @@ def alone(job: TrainJob, record: RecordedRun, last: int) -> Iterator[tuple[Built
         builder = RunBuilder(new_team(context, config), built.spec, built.device, StopRequest())
         run = stack.enter_context(builder).run()
         assert record.started is not None
-        differ = machine_fingerprint.differences(record.started.fingerprint, run.parts.fingerprint)
+        differ = host_fingerprint.differences(record.started.fingerprint, run.parts.fingerprint)
         if differ:
             raise PlatformError(
                 f"the run was computed elsewhere, and its bits may differ here: {'; '.join(differ)}",
@@ -313,7 +314,8 @@ def verify_run(
     beginning."""
     check_recomputable(record, job.config, job.train)
     store = kept_versions(job, run)
-    versions = {} if store is None else {one.info.step: one.version for one in store.manifests()}
+    manifests = () if store is None else store.manifests()
+    versions = {manifest.info.step: manifest.version for manifest in manifests}
     plan = _planned(record.last, versions, steps)
     with alone(job, record, record.last) as (built, run_again):
         walk = _Walk(record, built, run_again, store, versions)
@@ -369,7 +371,7 @@ class _Walk:
         self.different: StepDifference | None = None
 
     def go(self, interval: StepInterval) -> None:
-        """From the interval's state to its end, or to the first difference."""
+        """Compute the steps of an interval again, to its end or to the first difference."""
         self._interval = interval
         self.walked.append(interval)
         run = self._run
@@ -396,7 +398,7 @@ class _Walk:
         """Check the weights that this step is computed with."""
         commit = self._record.commit(step)
         if commit is not None and commit.sample is not None:
-            self._same(step, "sample", commit.sample, replica_agreement.text(self._sample.of(step - 1)))
+            self._same(step, "sample", commit.sample, replica_agreement.to_hex(self._sample.of(step - 1)))
 
     def _check_after(self, step: int) -> None:
         """Check the weights that this step has left."""

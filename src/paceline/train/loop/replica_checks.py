@@ -65,13 +65,13 @@ class ReplicaChecks:
         if parts.team.world_size > 1:
             state.watch.agreed(state.position.step, sample)
         if parts.hooks is not None:
-            text = replica_agreement.text(sample)
+            text = replica_agreement.to_hex(sample)
             parts.hooks.replicas.replicas_agree(state, f"sample:{text}")
 
     def sample_differs(self, sample: int) -> NoReturn:
         """Raise because the exchange of the step has shown that not all ranks hold the same sample."""
         self._note_contribution(sample)
-        self.differ("sample", replica_agreement.text(sample))
+        self.differ("sample", replica_agreement.to_hex(sample))
 
     def differ(self, kind: str, digest: str) -> NoReturn:
         parts, state = self._parts, self._state
@@ -93,7 +93,7 @@ class ReplicaChecks:
             parts.phases.leave(state.position.step, left)
 
     def _check_memory(self, sample: int | None) -> None:
-        """Of a rank that is alone: whether its weights are those that its last update left."""
+        """Check, on a rank that trains alone, that its weights are those its last update left."""
         step = self._state.position.step
         if self._parts.hooks is None or not self._state.watch.has_changed(step, sample):
             return
@@ -102,5 +102,5 @@ class ReplicaChecks:
 
     def _note_contribution(self, sample: int) -> None:
         transaction, step = self._parts.transaction, self._state.position.step + 1
-        text = replica_agreement.text(sample)
+        text = replica_agreement.to_hex(sample)
         self._state.hashes.add(step, transaction.counted, text, transaction.contribution_hash)

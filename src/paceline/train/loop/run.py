@@ -26,6 +26,7 @@ from torch import Tensor
 
 from paceline.core import events
 from paceline.core.errors import UsageError
+from paceline.core.wording import counted
 from paceline.data.batch_plan import DataPosition, slices_of_step
 from paceline.data.seeding import seed_everything
 from paceline.data.sources import Batch
@@ -174,8 +175,8 @@ class Run:
                 yield MicroBatch(data, batch.count, shard, position.epoch, position.step)
                 if self._pending:
                     raise UsageError(
-                        f"step {position.step}: a micro-batch of {batch.count} samples was handed out "
-                        "and no backward came back",
+                        f"step {position.step}: a micro-batch of {counted(batch.count, 'sample')} was handed "
+                        "out and no backward came back",
                         remedy=_ONCE,
                     )
                 phases.enter(DATA)  # the next batch is fetched
@@ -273,7 +274,7 @@ class Run:
             loss=math.nan,  # known once the device has computed it
             samples=reduced.applied,
             hash=state_hash(parts.module) if audit and step % audit == 0 else None,
-            sample=None if sample is None else replica_agreement.text(sample),
+            sample=None if sample is None else replica_agreement.to_hex(sample),
             offset=before.offset,
             taken=self._planned,
             learning_rate=applied.learning_rate,

@@ -25,7 +25,7 @@ from paceline.core.errors import PacelineError, PeerError, UsageError
 from paceline.core.journal import Journal, PatientJournal
 from paceline.core.wording import first_line
 from paceline.data.sources import Source
-from paceline.train import machine_fingerprint
+from paceline.train import host_fingerprint
 from paceline.train.callbacks import Callbacks, Modifier, Observer, RunInfo
 from paceline.train.loop.run import Run
 from paceline.train.loop.run_hooks import Evaluate, RunParts, SupervisedHooks
@@ -150,7 +150,7 @@ class RunBuilder:
             callbacks=callbacks,
             feed=feed,
             samples=spec.data.size,
-            fingerprint=machine_fingerprint.fingerprint(device, torch.get_num_threads()),
+            fingerprint=host_fingerprint.fingerprint(device, torch.get_num_threads()),
             noise=None if config.dynamic_batch is None else GradientNoise(config.dynamic_batch),
             early=None if config.early_stopping is None else EarlyStopper(config.early_stopping),
             store=CheckpointStore(self._folder.checkpoint_url(config)) if self._folder and saves else None,

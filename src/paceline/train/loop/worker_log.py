@@ -114,7 +114,8 @@ class _RunLogHandler(logging.FileHandler):
 
 @final
 class _Terminal(logging.Handler):
-    """What Python does with lines that no handler takes, though there is one now: ours."""
+    """Pass records that only the worker's file handler receives to `logging.lastResort`, as Python does
+    without handlers."""
 
     def __init__(self, ours: logging.Handler) -> None:
         super().__init__(logging.WARNING)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm.context import DistributedContext
+from paceline.core.wording import counted
 from paceline.data.sources import as_source
 from paceline.train.callbacks import Callbacks, Modifier, Observer, inside_a_run
 from paceline.train.history import History
@@ -174,7 +175,7 @@ def train(context: DistributedContext, job: TrainJob) -> TrainResult:
     """Train on this rank, together with the others of the context."""
     config = job.config
     if job.process is not None:
-        job.process.settle()
+        job.process.apply()
     stop = StopRequest(job.stop_file)
     with ExitStack() as stack:
         ours = job.stop_file is not None  # the process was started for this run
@@ -210,16 +211,16 @@ def trained(run: Run, module: nn.Module, history: History | None) -> TrainResult
 def find_micro_batch(context: DistributedContext, job: TrainJob) -> int:
     """Return the largest micro-batch that fits on every rank. All try at once: they may share a GPU."""
     if job.process is not None:
-        job.process.settle()
+        job.process.apply()
     with ExitStack() as stack:
         stack.enter_context(process_setup.prepared(job.config))
         built = build(job, stack, context.rank)
         change = Callbacks(job.callbacks).change_batch
         context.barrier()
-        found = find_for_run(
+        size = find_for_run(
             job.config, built.module, built.call, built.objective, built.spec.data, built.device, change
         )
-        return int(min(context.all_gather(found)))
+        return int(min(context.all_gather(size)))
 
 
 def evaluate(context: DistributedContext, job: TrainJob) -> dict[str, float]:
@@ -262,9 +263,10 @@ def _where(micro: MicroBatch, spec: RunSpec) -> str:
     batch, size = spec.config.first_batch, spec.data.size
     alone = micro.count == 1 and batch > 1 and spec.config.dynamic_batch is None
     if alone and size is not None and size % batch:
+        shards = counted(spec.config.shards or spec.config.workers, "shard")
         text += (
-            f"\nthe last batch of an epoch holds {size} % {batch} = {size % batch} samples, cut into "
-            f"{spec.config.shards} shards; where one sample is too few (BatchNorm), use drop_last=True or "
-            "another global_batch"
+            f"\nthe last batch of an epoch holds {size} % {batch} = {counted(size % batch, 'sample')}, cut "
+            f"into {shards}; where one sample is too few (BatchNorm), use drop_last=True or another "
+            "global_batch"
         )
     return text

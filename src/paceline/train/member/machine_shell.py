@@ -19,8 +19,6 @@ from paceline.comm.context import DistributedContext
 from paceline.control import liveness_lock, member_machine, supervisor_address
 from paceline.control.control_client import ControlClient
 from paceline.control.member_state import (
-    Exit,
-    GroupLeft,
     Interrupt,
     MemberAction,
     MemberEvent,
@@ -28,7 +26,6 @@ from paceline.control.member_state import (
     OpenView,
     RequestStop,
     SendMessage,
-    SendReport,
     StopReconnecting,
     SupervisorAway,
     TrainingAction,
@@ -66,6 +63,7 @@ class MachineShell:
         self._lock = threading.Lock()
         self._queued = threading.Condition(self._lock)
         self._actions: deque[TrainingAction] = deque()
+        self._member_in: dict[int, int] = {}  # of the installed view, by slot: every heartbeat needs it
 
     def feed(self, event: MemberEvent) -> None:
         """Step the machine; from any thread, but not from a signal handler."""
@@ -73,11 +71,8 @@ class MachineShell:
         # and carry the actions out in the other, and the supervisor would see them reversed.
         with self._lock:
             self.state, actions = member_machine.step(self.state, event, time.monotonic())
-            if isinstance(event, GroupLeft):
-                # What is queued was decided for the group that the training thread has just left: opening it
-                # or moving state in it would fail. A report and an exit do not belong to a group, and the
-                # machine does not repeat them.
-                self._actions = deque(one for one in self._actions if isinstance(one, SendReport | Exit))
+            if self._actions:
+                self._actions = deque(member_machine.still_due(event, self._actions))
             for action in actions:
                 self._carry_out(action)
 
@@ -123,8 +118,9 @@ class MachineShell:
         with self._lock:
             backup = view.backup and may_back_up
             self._team.install(context, view.shards, view.generation, backup=backup)
+            self._member_in = _by_slot(view)
         self.feed(ViewOpened())
-        # After ViewOpened: `waits_for` translates the ranks that the context names with the machine's view.
+        # After ViewOpened: without the machine's view `waits_for` names no member.
         self._phases.enter(COLLECTIVE, in_view_change=True)
         self.check()
 
@@ -156,14 +152,18 @@ class MachineShell:
 
     def waits_for(self) -> tuple[int, ...]:
         """Return the members that the training thread waits for in a collective."""
-        view = self.state.view
-        if view is None or self._phases.name in OUTSIDE_GROUP:
+        if self.state.view is None or self._phases.name in OUTSIDE_GROUP:
             return ()
-        return members_in(view, self._team.context.waiting_for())
+        member_in = self._member_in  # read once: the training thread may install another view meanwhile
+        return tuple(member_in[slot] for slot in self._team.context.waiting_for() if slot in member_in)
 
 
 def members_in(view: View, slots: Sequence[int]) -> tuple[int, ...]:
     """Return the members of a view in these slots, by which errors and waits name ranks; a slot that is not
     in the view is left out."""
-    member_in = dict(zip(view.slots, view.members, strict=True))
+    member_in = _by_slot(view)
     return tuple(member_in[slot] for slot in slots if slot in member_in)
+
+
+def _by_slot(view: View) -> dict[int, int]:
+    return dict(zip(view.slots, view.members, strict=True))

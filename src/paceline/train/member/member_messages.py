@@ -9,13 +9,13 @@ import os
 from typing import Any, final
 
 from paceline.comm.transport.shm.process_facts import resident_bytes
+from paceline.control.field_types import Progress
 from paceline.control.messages import (
     CollectiveFailed,
     Heartbeat,
     MemberFinished,
     MemberHello,
     MemberReport,
-    Progress,
     View,
     WorkerException,
 )
@@ -83,7 +83,7 @@ class MemberMessages:
         return MemberReport(
             generation=generation,
             progress=self._progress,
-            held_shards=transaction.held,
+            held_shards=transaction.held if held else (),
             has_private_state=transaction.residuals.kept,
             digest=f"report:{state.hash()}" if held else "",
             agreed=state.agreed_step if held else -1,

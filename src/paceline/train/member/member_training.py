@@ -63,14 +63,14 @@ _log = logging.getLogger(__name__)
 
 _ANNOUNCE_TIMEOUT = 2.0  # a supervisor answers within a few milliseconds; longer would look like a hang
 _RECONNECT_SECONDS = 3.0  # less than what looks like a hang
-_RESULT_SENDERS = 2  # ranks of a host that send the result: the first may be killed with it in its hands
+_RESULT_SENDERS = 2  # per host; two senders: the first may be killed before its result is read
 
 
 def train_member(job: TrainJob, options: WorkerOptions) -> TrainResult:
     """Train until the run is over or the supervisor dismisses this worker. Raise SystemExit where the
     process has to end with an exit code."""
     if job.process is not None:
-        job.process.settle()
+        job.process.apply()
     config, stop, leave = job.config, StopRequest(), StopRequest()
     sees_folder = _sees_folder(job, options)
     folder = Path(job.folder) if sees_folder and job.folder is not None else None
@@ -147,7 +147,7 @@ def _train(membership: Membership, run: Run, built: BuiltModel, started: float, 
             membership.spool_undelivered()
             raise SystemExit(SUPERVISOR_LOST_EXIT_CODE)
     except ReleasedError as released:
-        _log.info("let go: %s", released)
+        _log.info("released: %s", released)
         if released.code:
             raise SystemExit(released.code) from None
         if not run.state.agenda.concluded:
@@ -161,7 +161,7 @@ def _train(membership: Membership, run: Run, built: BuiltModel, started: float, 
         # Not an exception, which would count as an error of the program: the process ends and is replaced.
         os._exit(START_OVER_EXIT_CODE)
     except Exception as error:
-        _failed(membership, run, error)
+        handle_failure(membership, run, error)
         raise
     team = run.parts.team
     topology = team.context.transport.topology
@@ -182,7 +182,7 @@ def _finish(membership: Membership, run: Run) -> Literal["dismissed", "orphaned"
             return "again"
 
 
-def _failed(membership: Membership, run: Run, error: Exception) -> None:
+def handle_failure(membership: Membership, run: Run, error: Exception) -> None:
     """Report that this worker's code raised, and save what it holds.
 
     Its model is at a step boundary, because a step is a transaction. In a group of one it saves at once, else
@@ -205,7 +205,7 @@ def _failed(membership: Membership, run: Run, error: Exception) -> None:
                 # The group has saved; what no supervisor has acknowledged is left for the next start.
                 membership.spool_undelivered()
     except ReleasedError as released:
-        _log.info("let go: %s", released)
+        _log.info("released: %s", released)
     except OrphanedError as orphaned:
         _save_as_orphan(membership, run, str(orphaned))
     except (PacelineError, StartOverError) as again:

@@ -2,7 +2,7 @@
 
 The member machine (control/member_machine.py) decides; `MachineShell` runs it. Here is how the training
 thread carries its actions out, and how the control thread answers (what it says: member_messages.py).
-`elastic/` decides who is a member.
+`elastic/` decides which workers are members.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from paceline.comm.context import DistributedContext
 from paceline.comm.cost import LinkCosts
 from paceline.comm.rendezvous.view_group import ViewGroup, ViewPeer, open_view
 from paceline.comm.transport.shm.process_facts import start_time
-from paceline.control import spool
+from paceline.control import member_machine, spool
 from paceline.control.control_client import ControlClient
 from paceline.control.member_state import (
     CodeRaised,
@@ -198,7 +198,7 @@ class Membership:
                     # could be chosen as the source of the next one without having the state.
                     opened = self._shell.state.invited
                     assert opened is not None
-                    self._state.synchronize(opened.source, opened.stale_ranks)
+                    self._state.synchronize(opened.source, opened.stale_indexes)
                     self._shell.feed(StateReady(self._state.progress))
 
     def _open(self, view: View) -> None:
@@ -229,7 +229,7 @@ class Membership:
             self._state.discard_after(action.before)
         which = self._parts.config.resume if action.first else "auto"
         self._state.resume(which, action.before, fresh=action.fresh)
-        if action.trained and self._state.parent is None:
+        if member_machine.must_start_over(action, has_checkpoint=self._state.parent is not None):
             raise StartOverError("there is no checkpoint to go back to")
 
     def finish(self, digest: str) -> Literal["dismissed", "orphaned", "needed"]:
@@ -273,7 +273,7 @@ class Membership:
             spool.write(folder, self._shell.secret, options.member, options.slot, kept)
         except PacelineError as error:
             # The state is saved, which counts more.
-            _log.error("what the supervisor was not told is lost: %s", error)
+            _log.error("undelivered messages are lost: %s", error)
 
     @property
     def may_save(self) -> bool:
@@ -282,13 +282,10 @@ class Membership:
 
     @property
     def is_first_alive(self) -> bool:
-        """Whether no member before this one, on this host, still runs."""
+        """Whether this worker saves if no supervisor comes back."""
+        return member_machine.is_first_alive(self._shell.state, self._lives)
+
+    def _lives(self, index: int) -> bool:
         view = self._shell.state.view
-        if view is None or not self._shell.state.has_state:
-            return False
-        for member, pid, host in zip(view.members, view.pids, view.hosts, strict=True):
-            if member == self._options.member:
-                return True
-            if host != self._messages.host or start_time(pid):
-                return False
-        return False
+        assert view is not None
+        return view.hosts[index] != self._messages.host or bool(start_time(view.pids[index]))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NoReturn
 
 from paceline.core.errors import ConfigError
+from paceline.core.wording import counted
 from paceline.train.settings.schedule import steps_per_epoch, total_steps
 from paceline.train.settings.train_config import GradientCompression, LossScaling, TrainConfig
 
@@ -41,7 +42,7 @@ def check(config: TrainConfig, *, samples: int | None, validation: bool = True) 
 def shard_sizes(global_batch: int, shards: int) -> str:
     """Return how many samples the slices of a full batch hold, in words."""
     low, high = global_batch // shards, -(-global_batch // shards)
-    return f"{low} samples" if low == high else f"{low} or {high} samples"
+    return counted(low, "sample") if low == high else f"{low} or {counted(high, 'sample')}"
 
 
 def _shards(config: TrainConfig) -> int:
@@ -116,8 +117,8 @@ def _data(config: TrainConfig, samples: int | None) -> None:
     if config.drop_last and steps_per_epoch(samples, batch, drop_last=True) == 0:
         name = "global_batch" if config.dynamic_batch is None else "dynamic_batch.max"
         _refuse(
-            f"{samples} samples // {name}={batch} = 0 steps per epoch, because drop_last=True drops the "
-            "last, short batch and there is no other",
+            f"{counted(samples, 'sample')} // {name}={batch} = 0 steps per epoch, because drop_last=True "
+            "drops the last, short batch and there is no other",
             f"set drop_last=False, or {name} to {samples} or fewer",
         )
 
@@ -164,9 +165,10 @@ def _schedule(config: TrainConfig, samples: int | None) -> None:
         low, high = config.dynamic_batch.min, config.dynamic_batch.max
         most = epochs * steps_per_epoch(samples, low, drop_last=config.drop_last)
         least = epochs * steps_per_epoch(samples, high, drop_last=config.drop_last)
+        steps = counted(most, "step") if least == most else f"{least} to {counted(most, 'step')}"
         why = (
-            f"epochs={epochs} x {samples} samples are {least} to {most} steps, because dynamic_batch grows "
-            f"from {low} to {high} with the noise"
+            f"epochs={epochs} x {counted(samples, 'sample')} are {steps}, because dynamic_batch grows from "
+            f"{low} to {high} with the noise"
         )
     else:
         why = f"epochs={epochs} of an iterable dataset are an unknown number of steps"
@@ -208,7 +210,8 @@ def _dynamic_batch(config: TrainConfig, samples: int | None) -> None:
         )
     if samples is not None and dynamic.min > samples:
         _refuse(
-            f"dynamic_batch.min={dynamic.min} and {samples} samples: the first batch would be the whole data",
+            f"dynamic_batch.min={dynamic.min} and {counted(samples, 'sample')}: the first batch would be the "
+            "whole data",
             f"set min to {samples} or fewer",
         )
 
@@ -269,7 +272,7 @@ def _validation(config: TrainConfig, validation: bool) -> None:
         )
     if config.evaluate_every is not None and not validation:
         _refuse(
-            f"evaluate_every={config.evaluate_every} steps, and there is no validation data",
+            f"evaluate_every={counted(config.evaluate_every, 'step')}, and there is no validation data",
             "give fit(train, val) validation data, or leave evaluate_every out",
         )
 
@@ -280,6 +283,6 @@ def _total_shown(config: TrainConfig, samples: int | None, total: int) -> str:
     epochs = config.epochs or 1
     steps = steps_per_epoch(samples, config.global_batch, drop_last=config.drop_last)
     return (
-        f"{total} steps (epochs={epochs} x {steps} steps, {samples} samples by global_batch="
-        f"{config.global_batch})"
+        f"{counted(total, 'step')} (epochs={epochs} x {counted(steps, 'step')}, {counted(samples, 'sample')} "
+        f"by global_batch={config.global_batch})"
     )

@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from paceline.core.errors import ConfigError, UsageError
+from paceline.core.wording import counted
 from paceline.train.settings.value_checks import at_least, between, conform, positive
 
 
@@ -100,7 +101,8 @@ class GradientNoise:
         """
         if len(shard_square_norms) != len(shard_counts):
             raise UsageError(
-                f"{len(shard_square_norms)} square norms were given for {len(shard_counts)} shards",
+                f"{counted(len(shard_square_norms), 'square norm', 'was', 'were')} given for "
+                f"{counted(len(shard_counts), 'shard')}",
                 remedy="give one square norm and one count per shard",
             )
         seen = [

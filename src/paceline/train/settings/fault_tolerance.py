@@ -1,6 +1,6 @@
 """Supervision of a run: what is done about workers that fail, and what it may cost.
 
-A value like the others of `config`, each field checked by itself when it is made. Imports no torch.
+A value like the others of `train_config`, each field checked by itself when it is made. Imports no torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class FaultTolerance:
                           one; the first starts at once
     stragglers            what happens to a slow worker: nothing, fewer shards, another process in its place,
                           or its shards are computed by idle ones too
-    heartbeat             seconds between two signs of life
+    heartbeat             seconds between two heartbeats of a worker
     patience              seconds that workers train on without a supervisor before they save and exit
     bind, port            where the supervisor listens; port 0 is any free one
     ports                 "42000-42100": every listening socket of the run has a port of this range, also on
@@ -73,7 +73,7 @@ class FaultTolerance:
         at_least(self, "max_preemptions", 0, "it counts the replacements of workers that left")
         at_least(self, "port", 0, "it is a port, and 0 is any free one")
         positive(self, "backoff", "it is how many seconds a replacement waits")
-        positive(self, "heartbeat", "it is the seconds between two signs of life")
+        positive(self, "heartbeat", "it is the seconds between two heartbeats of a worker")
         positive(self, "patience", "it is how many seconds workers train on without a supervisor")
         if self.port > 65535:
             remedy = "choose a port, or 0 for any free one"
@@ -82,8 +82,8 @@ class FaultTolerance:
             refuse(
                 self,
                 "patience",
-                f"patience={self.patience:g} with heartbeat={self.heartbeat:g}: a supervisor that is well "
-                "would be given up between two signs of life",
+                f"patience={self.patience:g} with heartbeat={self.heartbeat:g}: a healthy supervisor "
+                "would be given up between two heartbeats",
                 f"set patience to {2 * self.heartbeat:g} or more",
             )
         if self.ports is not None:

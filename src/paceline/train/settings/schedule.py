@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any, final
 
 from paceline.core.errors import UsageError
+from paceline.core.wording import counted
 from paceline.train.settings.train_config import EarlyStopping, TrainConfig
 
 # The mathematics library may differ in the last bit from machine to machine; the learning rate must not.
@@ -117,7 +118,7 @@ class EarlyStopper:
         known = "a number" if best is None else f"{best:.6g}"
         return (
             f"early stopping: {settings.metric} was not better than {known} "
-            f"in {self._waited} evaluation{'s' if self._waited > 1 else ''}"
+            f"in {counted(self._waited, 'evaluation')}"
         )
 
     def state_dict(self) -> dict[str, Any]:

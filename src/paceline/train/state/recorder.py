@@ -169,14 +169,14 @@ class Recorder:
         return record
 
     def note(self, event: events.Event) -> None:
-        """Into the journal, by the main rank."""
+        """Send an event to the journal if this is the main rank."""
         if isinstance(event, events.RunResumed):
             self._remember(event)
         if self._is_main():
             self._tell(event)
 
     def note_here(self, event: events.Event) -> None:
-        """Into the journal, by the rank that saw it."""
+        """Send an event to the journal from this rank."""
         self._tell(event)
 
     def events_after(self, step: int) -> list[events.Event]:

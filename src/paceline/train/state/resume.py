@@ -17,7 +17,7 @@ from paceline.comm.state_transfer import receive_state, send_state
 from paceline.core import events, journal
 from paceline.core.errors import ConfigError, UnavailableError, UsageError
 from paceline.core.wording import ranks
-from paceline.train import machine_fingerprint
+from paceline.train import host_fingerprint
 from paceline.train.history import StepRecord
 from paceline.train.settings.train_config import TrainConfig, changes_of_definition, definition
 from paceline.train.state.model_state import quick_hash
@@ -40,7 +40,7 @@ def check_same_start(
     gathered = context.all_gather([dict(arithmetic), quick_hash(module) if fresh else None])
     if config.mode == "exact":
         for rank, (theirs, _) in zip(context.labels, gathered, strict=True):
-            machine_fingerprint.check(gathered[0][0], theirs, f"rank {rank}")
+            host_fingerprint.check(gathered[0][0], theirs, f"rank {rank}")
     known = [(rank, one) for rank, (_, one) in zip(context.labels, gathered, strict=True) if one is not None]
     odd = [rank for rank, digest in known if digest != known[0][1]]
     if odd:

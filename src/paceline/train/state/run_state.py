@@ -31,10 +31,10 @@ from torch.optim import Optimizer
 from paceline.checkpoint.digests import digest_of
 from paceline.checkpoint.store import CheckpointStore
 from paceline.comm.state_transfer import receive_state, send_state
-from paceline.control.messages import Progress
+from paceline.control.field_types import Progress
 from paceline.core import events
 from paceline.data.batch_plan import DataPosition
-from paceline.train import machine_fingerprint
+from paceline.train import host_fingerprint
 from paceline.train.callbacks import Callbacks
 from paceline.train.settings.dynamic_batch import GradientNoise
 from paceline.train.settings.schedule import EarlyStopper
@@ -177,7 +177,7 @@ class RunState:
         parts.feed.load_state_dict(saved["data"]["feed"])
         if parts.config.mode == "exact":
             context = parts.team.context
-            machine_fingerprint.check(
+            host_fingerprint.check(
                 saved["fingerprint"], parts.fingerprint, f"rank {context.labels[context.rank]}"
             )
 

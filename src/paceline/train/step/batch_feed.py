@@ -60,7 +60,7 @@ class IndexedFeed(BatchFeed):
         self._ready_for: tuple[int, int, int, int] | None = None
         self._turned_to = (0, 0, 0, 0)
         self._read_for: tuple[int, tuple[int, ...]] = (0, ())  # the shards, and the block, of the reader
-        self._slices: dict[int, ShardSlice] = {}
+        self._slices: Sequence[ShardSlice] = ()
         self._wanted: list[int] = []
         self._next: tuple[int, int, int, int] | None = None
 
@@ -77,9 +77,7 @@ class IndexedFeed(BatchFeed):
             self._read_for = self._assigned
             self._reader = read(self._source, self._requests(*here, tuple(wanted)))
         self._ready_for = None
-        self._slices = {
-            part.shard: part for part in slices_of_step(position.offset, planned, batch, self._team.shards)
-        }
+        self._slices = slices_of_step(position.offset, planned, batch, self._team.shards)
         self._wanted = wanted
         epoch, offset, step = position.epoch, position.offset + planned, position.step + 1
         if self._planned(offset, batch) == 0:
@@ -120,8 +118,8 @@ class IndexedFeed(BatchFeed):
     def _requests(
         self, epoch: int, offset: int, step: int, batch: int, wanted: Sequence[int]
     ) -> Iterator[Request]:
-        """From a position on, across epochs, so that processes that read ahead stay busy and alive; of the
-        first step the shards that are wanted, of later ones the whole block."""
+        """Yield the requests from a position on, across epochs, so that reading processes stay busy: of the
+        first step the wanted shards, of later ones the whole block."""
         config = self._config
         shards, block = self._assigned
         while config.epochs is None or epoch < config.epochs:

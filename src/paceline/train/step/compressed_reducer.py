@@ -9,7 +9,7 @@ rank that computes it next. They are in the unit of the loss itself, so that a l
 between steps.
 
 Residuals are the one state of a run that a rank has alone, so they carry the number of committed steps that
-they belong to. A step that others have decided had this rank's bytes in it; what it owes after that step
+they belong to. A step that others have decided had this rank's bytes in it; its residual after that step
 follows from its own gradients and its own bytes alone. So a rank that was late, and gets the others' state,
 moves its residuals one step on by itself (`settle`); and one that had not sent its bytes cannot be late
 by a decided step. Residuals that went to another rank are kept until a step was decided in the new group:
@@ -60,7 +60,7 @@ class CompressedReducer(GradientReducer, Residuals):
         self._transfers: list[EncodedTransfer] = []
         self._scale = 1.0  # what the gradients of this step are multiplied by
         self._step = 0  # committed steps that the residuals belong to
-        # The shards of which it is known here what they owe at that step: at the beginning, nothing.
+        # The shards whose residuals at that step are known here: at the beginning they are zero.
         self._known = frozenset(range(team.shards))
         self._sent: frozenset[int] = frozenset()  # shards whose bytes may be in a sum that others have
 
@@ -79,8 +79,8 @@ class CompressedReducer(GradientReducer, Residuals):
         self._scale = scale
         if self.kept and (step != self._step or not self._known >= set(self._team.block)):
             raise InternalError(
-                f"step {step + 1} begins, and what shards {list(self._team.block)} owe is known of "
-                f"{sorted(self._known)} after step {self._step}: it was not computed",
+                f"step {step + 1} needs the residuals of shards {list(self._team.block)}, and this rank has "
+                f"those of shards {sorted(self._known)} after step {self._step}: the step was not computed",
                 remedy="report this with the run's journal; the run can be resumed from its last checkpoint",
             )
 
@@ -146,7 +146,7 @@ class CompressedReducer(GradientReducer, Residuals):
             # Those of shards that others compute by now, which have used what they were sent.
             self._compression.keep(self._of(self._known))
 
-    # what the shards owe
+    # residuals
 
     @property
     def kept(self) -> bool:
@@ -154,7 +154,8 @@ class CompressedReducer(GradientReducer, Residuals):
 
     @property
     def owed(self) -> OwedShards:
-        """What this rank knows: now, and after the open step where others may have decided it."""
+        """Return the shards whose residuals this rank holds: after the last committed step and, if its data
+        was sent, after the open one."""
         if not self.kept:
             return ()
         now = (self._step, tuple(sorted(self._known)))
@@ -173,11 +174,11 @@ class CompressedReducer(GradientReducer, Residuals):
             self._step, self._known = step, frozenset()
 
     def export(self) -> dict[str, Tensor]:
-        """Return what the shards of this rank still owe, by "<dtype>/<shard>"."""
+        """Return the residuals of the shards of this rank, by "<dtype>/<shard>"."""
         return {name: tensor.clone() for name, tensor in self._of(self._team.block).items()}
 
     def load(self, residuals: Mapping[str, Tensor], step: int) -> None:
-        """Those of a checkpoint, of the shards that this rank computes from now on."""
+        """Load a checkpoint's residuals of the shards that this rank computes."""
         self.start()
         self._step, self._known = step, frozenset(self._team.block if step else range(self._team.shards))
         self._compression.keep(_of_shards(residuals, self._known) if self.kept else {})
@@ -200,7 +201,7 @@ class CompressedReducer(GradientReducer, Residuals):
         missing = sorted(set(range(self._team.shards)) - sources.keys())
         if missing or len({step for step, _ in gathered}) > 1:
             raise GroupInterruptedError(
-                f"what shards {missing} owe after step {self._step} is known to no member of the group"
+                f"no member of the group has the residuals of shards {missing} after step {self._step}"
             )
         chunks = []
         for rank, block in enumerate(blocks):

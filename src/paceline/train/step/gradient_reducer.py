@@ -73,7 +73,7 @@ class Residuals:
         return {}
 
     def load(self, residuals: Mapping[str, Tensor], step: int) -> None:
-        """Take those of a checkpoint of `step`; a shard that has none there owes nothing."""
+        """Take those of a checkpoint of `step`; the residual of a shard that has none there is zero."""
 
     def share(self) -> None:
         """Give each rank the residuals of the shards that it computes now; a collective call."""

@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from paceline.core.errors import InternalError, UsageError
+from paceline.core.wording import counted
 
 _ABSENT = object()
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
@@ -77,14 +78,14 @@ class GradientWatch:
         self._memory = self._contents(self._gradients)
 
     def check_gradients(self, step: int) -> None:
-        """Before the next backward of a shard."""
+        """Refuse gradients that user code changed since the last backward pass."""
         now = list(map(_gradient, self._parameters))
         same = all(map(is_, now, self._gradients)) and _changes(now) == self._changes
         if not same or _rewritten(self._memory, self._contents(now)):
             self._refuse_gradients(now, step)
 
     def finish_shard(self, step: int) -> None:
-        """Before the shard's gradients are deposited."""
+        """Refuse changed gradients or weights at the end of a shard, before its gradients are added."""
         self.check_gradients(step)
         self._gradients = []
         moved = sum(map(_version, self._parameters)) != self._moves
@@ -197,7 +198,7 @@ _ZERO = (
 def _replaced(
     owner: Optimizer, name: str, called: str, words: tuple[str, str], update: Applies
 ) -> Iterator[None]:
-    """An attribute of the object hides the method of its class; a scheduler's comes back."""
+    """Replace an optimizer method for the duration of the loop; restore a scheduler's wrapper on exit."""
     before: Callable[..., Any] = getattr(owner, name)
     own = vars(owner).get(name, _ABSENT)
 
@@ -222,7 +223,7 @@ def refuse_wrapped(module: nn.Module) -> None:
     """Refuse a model whose gradients a wrapper exchanges as well: torch's, or ours for loops without a
     run."""
     for name, child in module.named_modules():
-        kind = next((one.__name__ for one in type(child).__mro__ if one.__name__ in _WRAPPERS), None)
+        kind = next((cls.__name__ for cls in type(child).__mro__ if cls.__name__ in _WRAPPERS), None)
         if kind is not None:
             where = f"the model's {name}" if name else "the model"
             raise UsageError(
@@ -234,10 +235,10 @@ def refuse_wrapped(module: nn.Module) -> None:
         return
     # The loop may still call a wrapper around the very module that the session was given.
     parts = {id(child) for child in module.modules()}
-    for found in gc.get_objects():
+    for candidate in gc.get_objects():
         if (
-            issubclass(type(found), DistributedDataParallel)
-            and id(vars(found)["_modules"]["module"]) in parts
+            issubclass(type(candidate), DistributedDataParallel)
+            and id(vars(candidate)["_modules"]["module"]) in parts
         ):
             raise UsageError(
                 "the model is also inside a torch DistributedDataParallel, which exchanges gradients between "
@@ -262,7 +263,7 @@ def refuse_freezing(changed: Sequence[str], step: int) -> NoReturn:
 def refuse_lacking(step: int, planned: int, applied: int, left_out: int) -> NoReturn:
     """Refuse a sum whose counters do not add up: the last defence of "every sample exactly once"."""
     raise InternalError(
-        f"step {step} has {planned} samples, and in the sum of all shards are {applied}, "
+        f"step {step} has {counted(planned, 'sample')}, and the sum of all shards holds {applied}, "
         f"with {left_out} left out: it was not applied",
         remedy="report this with the run's journal; the run can be resumed from its last checkpoint",
     )

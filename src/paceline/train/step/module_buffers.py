@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.errors import UsageError
+from paceline.core.wording import counted
 
 _PIECES = 4
 _BITS = 16
@@ -122,7 +123,7 @@ class _OneDtype:
     def _refuse_growing(self) -> NoReturn:
         now = [owner._buffers[key] for owner, key in self._owners]
         changed = [
-            f"{name} (had {size} elements, has {0 if buffer is None else buffer.numel()})"
+            f"{name} (had {counted(size, 'element')}, has {0 if buffer is None else buffer.numel()})"
             for name, buffer, size in zip(self._names, now, self._sizes, strict=True)
             if buffer is None or buffer.numel() != size
         ]

@@ -29,6 +29,7 @@ import xxhash
 from torch import Tensor
 
 from paceline.core.errors import PacelineError, ReplicasDifferError
+from paceline.core.wording import ranks
 
 LEAST_BYTES: Final = 1 << 18
 MOST_PARTS: Final = 16
@@ -67,7 +68,7 @@ class SampleRead:
             if self._host is not None:
                 self._digest.update(self._host.numpy().data)
             self._value = int(self._digest.intdigest()) % (1 << _BITS)
-            self._host = self._done = None  # the memory is that of the next look
+            self._host = self._done = None  # the memory is that of the next read
         return self._value
 
 
@@ -78,16 +79,20 @@ class WeightSample:
     that are no plain memory are left out. `gathers`: treat those of the host like those of a device."""
 
     def __init__(self, parameters: Iterable[Tensor], *, gathers: bool = False) -> None:
-        plain = [one for one in parameters if type(one) in (Tensor, torch.nn.Parameter) and not one.is_meta]
-        self._tensors = [one for one in plain if one.layout is torch.strided and one.numel()]
-        self._sizes = [one.numel() * one.element_size() for one in self._tensors]
+        plain = [
+            tensor
+            for tensor in parameters
+            if type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_meta
+        ]
+        self._tensors = [tensor for tensor in plain if tensor.layout is torch.strided and tensor.numel()]
+        self._sizes = [tensor.numel() * tensor.element_size() for tensor in self._tensors]
         self._seen: list[tuple[int, memoryview] | None] = [None] * len(self._tensors)
         self._flat: dict[tuple[int, int, int], tuple[int, Tensor]] = {}
         self._gathers = gathers
         self._hosts: list[Tensor | None] = [None, None]
         self._under_way: list[SampleRead | None] = [None, None]
         # Whether no device has to be waited for.
-        self.at_hand = not any(self._is_gathered(one) for one in self._tensors)
+        self.at_hand = not any(self._is_gathered(tensor) for tensor in self._tensors)
         total = sum(self._sizes)
         length = max(LEAST_BYTES, -(-total // (MOST_PARTS if self.at_hand else MOST_PARTS_OF_A_DEVICE)))
         self.parts = max(1, -(-total // length))
@@ -95,11 +100,11 @@ class WeightSample:
 
     def of(self, step: int) -> int:
         """Return the hash of the part that belongs to this step, as a number of 48 bits."""
-        return self.look(step).value
+        return self.start_hash(step).value
 
-    def look(self, step: int) -> SampleRead:
-        """Begin the same hash, of the tensors as they are now, or as they will be after the work queued on
-        the device."""
+    def start_hash(self, step: int) -> SampleRead:
+        """Start hashing this step's part; `.value` waits for the device. The tensors are hashed as they are
+        now, or after the work that is queued on the device."""
         digest, gathered = xxhash.xxh3_64(), []
         for index, start, stop in self._pieces[step % self.parts]:
             if self._is_gathered(self._tensors[index]):
@@ -121,10 +126,10 @@ class WeightSample:
         target = host[: part.numel()]
         target.copy_(part, non_blocking=on_cuda)
         done = torch.cuda.current_stream(part.device).record_event() if on_cuda else None
-        look = SampleRead(digest, target, done)
+        read = SampleRead(digest, target, done)
         self._hosts.append(host)
-        self._under_way.append(look)
-        return look
+        self._under_way.append(read)
+        return read
 
     def _on_device(self, index: int, start: int, stop: int) -> Tensor:
         """Return a piece of a tensor as bytes. Kept from step to step, like the views of host memory."""
@@ -186,9 +191,9 @@ class WeightWatch:
         self._left = None
         if alone and not self._is_trusted:
             return None
-        look = self._sample.look(step)
-        self._left = (step, look, self._writes())
-        return look
+        read = self._sample.start_hash(step)
+        self._left = (step, read, self._writes())
+        return read
 
     def left(self, step: int) -> int | None:
         """Return the hash taken after the update of `step`, if it is known without waiting for a device."""
@@ -221,8 +226,8 @@ class WeightWatch:
     def _differs(self, step: int, sample: int) -> bool:
         if self._left is None:
             return False
-        left, look, writes = self._left
-        return left == step and look.value != sample and writes == self._writes()
+        left, read, writes = self._left
+        return left == step and read.value != sample and writes == self._writes()
 
     def _writes(self) -> int:
         """Return how often torch has written to the parameters: a change without a count is what is looked
@@ -236,8 +241,8 @@ def host_bytes(tensor: Tensor) -> memoryview:
     return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")
 
 
-def text(sample: int) -> str:
-    """As it stands in the journal."""
+def to_hex(sample: int) -> str:
+    """Format a weight sample as hex digits, as in the journal."""
     return f"{sample:012x}"
 
 
@@ -281,9 +286,9 @@ def differ_error(step: int, digests: Sequence[str]) -> PacelineError:
     if odd is None:
         groups = Counter(digests)
         what = (
-            f"the {len(digests)} ranks hold {len(groups)} different states, and no majority says who is right"
+            f"the {len(digests)} ranks hold {len(groups)} different states, and no majority says which rank "
+            "is right"
         )
     else:
-        names = f"rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))}"
-        what = f"{names} {'have' if len(odd) > 1 else 'has'} other weights than the other ranks"
+        what = f"{ranks(odd, 'has', 'have', all_named=True)} other weights than the other ranks"
     return ReplicasDifferError(f"after step {step} {what}", ranks=odd or range(len(digests)))

@@ -56,8 +56,8 @@ def add_tensor(digest: Any, label: str, tensor: Tensor) -> None:
 
 
 def contribution(tensors: Iterable[Tensor]) -> str:
-    """Of flat tensors in this host's memory: some chunks of each, evenly spread. Not single numbers: after a
-    backward pass none of them is in a cache, and each by itself would cost a fetch."""
+    """Hash evenly spaced chunks of flat host tensors; chunks, because single values would each miss the
+    cache."""
     digest = xxhash.xxh3_64()
     for tensor in tensors:
         flat = tensor.detach().contiguous()  # named, so that it outlives the view of its memory
@@ -73,7 +73,7 @@ def contribution(tensors: Iterable[Tensor]) -> str:
 
 @final
 class StepHashes:
-    """Those of the latest steps: twice as many as it takes until every weight has been looked at."""
+    """Hashes of the most recent steps; keeps 2 x `parts`, so that every weight was sampled at least twice."""
 
     def __init__(self, parts: int) -> None:
         self.needed = parts > 1

@@ -385,8 +385,8 @@ class StepTransaction:
             self._reducer.start()
 
     def _forget(self) -> None:
-        """Nothing stays held. What compression owes is left as it is: whether the step was decided elsewhere
-        shows only when the members have met (`settle`)."""
+        """Drop the held shards and restore the buffers. Residuals stay: whether the step was decided
+        elsewhere shows only when the members have met (`settle`)."""
         if self._buffers.size and self._open is not None:
             self._buffers.restore()
         self._open, self._computed = None, {}
@@ -400,7 +400,7 @@ class StepTransaction:
 
     @property
     def residuals(self) -> Residuals:
-        """What compression still owes: part of the run's state."""
+        """The residuals of compression: part of the run's state."""
         return NO_RESIDUALS if self._reducer is None else self._reducer.residuals
 
     # the shard's numbers

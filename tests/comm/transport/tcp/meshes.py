@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from paceline.comm.transport.tcp.mesh import Mesh
@@ -15,8 +15,8 @@ SECRET = b"s" * 32
 
 
 @contextmanager
-def meshes(size: int) -> Iterator[list[Mesh]]:
-    """Meshes of `size` ranks in this process."""
+def meshes(size: int, labels: Sequence[int] | None = None) -> Iterator[list[Mesh]]:
+    """Meshes of `size` ranks in this process; `labels` are the numbers by which texts name them."""
     found: dict[int, Mesh] = {}
     listeners = [ListenAddress().open("127.0.0.1") for _ in range(size)]
     endpoints = {rank: ("127.0.0.1", listener.getsockname()[1]) for rank, listener in enumerate(listeners)}
@@ -25,7 +25,8 @@ def meshes(size: int) -> Iterator[list[Mesh]]:
     def build(rank: int) -> None:
         others = {peer: endpoint for peer, endpoint in endpoints.items() if peer != rank}
         connected = connect_all(rank, listeners[rank], others, SECRET, time.monotonic() + 10)
-        found[rank] = Mesh(rank, {peer: pair.control for peer, pair in connected.items()}, names)
+        control = {peer: pair.control for peer, pair in connected.items()}
+        found[rank] = Mesh(rank, control, names, labels)
         for pair in connected.values():
             pair.bulk.sock.close()
 

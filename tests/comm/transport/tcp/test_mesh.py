@@ -19,8 +19,9 @@ from paceline.comm.transport.base import HEADER_BYTES
 from paceline.comm.transport.tcp.framed_socket import INLINE_BYTES, FramedSocket, Kind
 from paceline.comm.transport.tcp.mesh import Mesh
 from paceline.comm.transport.tcp.mesh_handshake import PeerConnections, connect_all
+from paceline.comm.transport.tcp.torch_backend import _NoteStore
 from paceline.core.authenticated_listener import AuthenticatedSocket
-from paceline.core.errors import RendezvousError, UsageError, WireError
+from paceline.core.errors import InternalError, RendezvousError, UsageError, WireError
 from paceline.core.listen_address import ListenAddress
 from paceline.core.session_auth import session_keys
 
@@ -48,10 +49,10 @@ def linked(left: socket.socket, right: socket.socket) -> tuple[FramedSocket, Fra
     )
 
 
-def sealed(link: FramedSocket, header: bytes, body: bytes = b"") -> bytes:
+def tagged(link: FramedSocket, header: bytes, body: bytes = b"") -> bytes:
     """A frame of whatever content, with the tags of the link's session."""
-    sealer = link._sealer
-    return header + sealer.tag(header) + (body + sealer.tag(sha256(body).digest()) if body else b"")
+    tags = link._outgoing_tags
+    return header + tags.tag(header) + (body + tags.tag(sha256(body).digest()) if body else b"")
 
 
 def test_frames_arrive_whole_and_in_order() -> None:
@@ -147,6 +148,29 @@ def test_a_closed_mesh_says_so() -> None:
             first.check_open()
 
 
+def test_a_reading_thread_that_fails_logs_the_label_of_its_rank(caplog, monkeypatch) -> None:
+    with meshes(2, labels=(4, 7)) as (_, second):
+
+        def fail() -> None:
+            raise OSError("no more descriptors")
+
+        monkeypatch.setattr(second, "_turn", fail)
+        os.eventfd_write(second._wake, 1)
+        second._thread.join(5)
+        with pytest.raises(InternalError, match="no more descriptors"):
+            second.check_open()
+    assert [record.getMessage() for record in caplog.records] == ["rank 7: the reading thread failed"]
+
+
+def test_a_group_of_torch_that_does_not_come_up_names_labels() -> None:
+    with meshes(3, labels=(4, 7, 9)) as (first, second, third):
+        store = _NoteStore(first, _soon())
+        second.close()
+        third.close()
+        with pytest.raises(TimeoutError, match=r"^address did not come: ranks 7\D+9 left$"):
+            store.get("address")
+
+
 @pytest.mark.parametrize(
     ("header", "body"),
     [
@@ -162,7 +186,7 @@ def test_garbage_ends_the_connection_and_nothing_else(header: bytes, body: bytes
     with meshes(3) as (first, second, third):
         link = first._links[1]
         link.sock.setblocking(True)
-        link.sock.sendall(sealed(link, header, body))
+        link.sock.sendall(tagged(link, header, body))
         if header == struct.pack("<QqQBxxxI", 1 << 40, 0, 0, Kind.MESSAGE, 0):
             # Where so much memory can be reserved, the receiver waits for the body. Where it cannot, the
             # receiver drops the link, and the sender's thread may have closed this socket already.
@@ -178,7 +202,7 @@ def test_a_frame_that_is_too_long_is_refused() -> None:
     left, right = socket.socketpair()
     with left, right:
         link, other = linked(left, right)
-        left.sendall(sealed(link, struct.pack("<QqQBxxxI", 1 << 50, 0, 0, Kind.MESSAGE, 0)))
+        left.sendall(tagged(link, struct.pack("<QqQBxxxI", 1 << 50, 0, 0, Kind.MESSAGE, 0)))
         with pytest.raises(WireError, match="at most"):
             other.read()
 
@@ -235,7 +259,7 @@ def test_who_does_not_know_the_secret_gets_nowhere() -> None:
     assert not errors
 
 
-def test_strangers_delay_nobody() -> None:
+def test_strangers_delay_no_rank() -> None:
     with _acceptor({1}) as (port, connected, _):
         strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(5)]
         strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n" + b"x" * HEADER_BYTES)
@@ -259,7 +283,7 @@ def test_a_rank_that_is_not_expected_is_refused() -> None:
 def test_a_rank_that_never_comes_is_named() -> None:
     with (
         listen("127.0.0.1") as listener,
-        pytest.raises(RendezvousError, match="waits for ranks 1, 2 to connect"),
+        pytest.raises(RendezvousError, match="waits for ranks 1 and 2 to connect"),
     ):
         connect_all(0, listener, {1: ("", 0), 2: ("", 0)}, SECRET, _soon(0.3))
 

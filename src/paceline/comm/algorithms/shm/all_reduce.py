@@ -77,7 +77,7 @@ def _reduce_large(task: ReductionTask) -> None:
         task.checksums.publish(read_by, window.next_slot)
     if slots is not None:
         slots.fill(0)
-    # One tick says it all: the input is ready, the slot (if any) is filled, and where input and result are.
+    # One tick publishes: input ready, slot filled, addresses of input and output.
     tick = window.signal(task.call, source, target)
     try:
         try:

@@ -9,8 +9,7 @@ result or all fail, with the name of the rank whose data it was.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +18,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from paceline.comm.call_status import CollectiveCall
-from paceline.comm.transport.base import Messages, Transport, WindowMemory, labels_of, memory_of
+from paceline.comm.transport.base import Transport, WindowMemory, labels_of, memory_of
 from paceline.core.errors import CorruptDataError
 
 Pieces = Callable[[int], Iterable[Tensor]]
@@ -110,42 +108,3 @@ class WindowChecksums:
 
     def _shown(self, rank: int) -> Any:
         return self._window.small[self.slot, rank, : 8 * len(self._read)].numpy().view(np.uint64)
-
-
-class MessageChecksums:
-    """One rank's checksums in one exchange of messages: those for a peer travel ahead of its messages. `own`
-    is what this rank does not send but uses itself."""
-
-    def __init__(self, request: ChecksumRequest, sends: Messages, own: Sequence[Tensor] = ()) -> None:
-        self._sends, self._own = sends, own
-        self._values = self._digests()
-        request.taken()
-
-    def intact(self) -> bool:
-        """Return whether this rank's data still matches its checksums."""
-        return self._digests() == self._values
-
-    def exchange(
-        self, transport: Transport, call: CollectiveCall, receives: Messages, deadline: float
-    ) -> None:
-        outgoing: dict[int, list[int]] = {}
-        for (peer, _), value in zip(self._sends, self._values, strict=False):
-            outgoing.setdefault(peer, []).append(value)
-        announced = {
-            peer: torch.empty(count, dtype=torch.int64, device="cpu")
-            for peer, count in Counter(peer for peer, _ in receives).items()
-        }
-        checksums = [
-            (peer, torch.from_numpy(np.array(values, dtype=np.uint64).view(np.int64)))
-            for peer, values in outgoing.items()
-        ]
-        transport.exchange(call, [*checksums, *self._sends], [*announced.items(), *receives], deadline)
-        due = {peer: iter(values.numpy().view(np.uint64).tolist()) for peer, values in announced.items()}
-        for peer, tensor in receives:
-            if digest([tensor]) != next(due[peer]):
-                raise corrupt(transport, peer, call.text)
-        if digest(self._own) != self._values[-1]:
-            raise corrupt(transport, transport.rank, call.text)
-
-    def _digests(self) -> list[int]:
-        return [*(digest([tensor]) for _, tensor in self._sends), digest(self._own)]

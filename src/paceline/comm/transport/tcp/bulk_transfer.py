@@ -63,7 +63,7 @@ def overhead(length: int) -> int:
 
 
 @final
-class _Outgoing:
+class _SendingHalf:
     """The sending half of one connection. Moved under its lock: first by the caller of `send`, which saves a
     thread switch for what the socket takes at once, then by the sending thread."""
 
@@ -72,7 +72,7 @@ class _Outgoing:
         self.sock = proven.sock
         self.lock = threading.Lock()
         self.broken: BaseException | None = None
-        self._sealer = proven.session.outgoing
+        self._outgoing_tags = proven.session.outgoing
         self.waiting: deque[tuple[BulkTransfer, bytes, memoryview]] = deque()
         self._position = -1  # in the first message; -1: its head has not been prepared
         self._pieces: deque[memoryview] = deque()
@@ -101,10 +101,10 @@ class _Outgoing:
             return False
         transfer, head, body = self.waiting[0]
         if self._position < 0:
-            self._pieces.append(memoryview(head + self._sealer.tag(head)))
+            self._pieces.append(memoryview(head + self._outgoing_tags.tag(head)))
             self._position = 0
         chunk = body[self._position : self._position + CHUNK_BYTES]
-        self._pieces.extend((chunk, memoryview(self._sealer.tag_chunk(chunk))))
+        self._pieces.extend((chunk, memoryview(self._outgoing_tags.tag_chunk(chunk))))
         self._position += len(chunk)
         if self._position >= len(body):
             # The body is still in use until the receiver sends DONE (exchange.py). Remembered, because an
@@ -124,7 +124,7 @@ class _Outgoing:
 
 
 @final
-class _Incoming:
+class _ReceivingHalf:
     """The receiving half of one connection; only the reading thread moves it."""
 
     def __init__(self, peer: int, proven: AuthenticatedSocket) -> None:
@@ -134,7 +134,7 @@ class _Incoming:
         self.broken: BaseException | None = None
         self.at_odds = False
         self._failing = threading.Lock()
-        self._opener = proven.session.incoming
+        self._incoming_tags = proven.session.incoming
         self._head = bytearray(_HEAD_BYTES)
         self._tag = memoryview(bytearray(TAG_BYTES))
         self._begun = False
@@ -178,7 +178,7 @@ class _Incoming:
         if not self._begun:
             if self._have == _HEAD_BYTES:
                 head = memoryview(self._head)
-                self._opener.check(head[_HEAD.size :], head[: _HEAD.size])
+                self._incoming_tags.check(head[_HEAD.size :], head[: _HEAD.size])
                 # Both ends know the next message, so another head means that the ranks are in different
                 # calls. The bytes stay where they are: the control connection carries the same facts and
                 # will name the ranks that disagree.
@@ -188,7 +188,7 @@ class _Incoming:
         chunk = self._chunk()
         if self._have < len(chunk) + TAG_BYTES:
             return False
-        self._opener.check_chunk(self._tag, chunk)
+        self._incoming_tags.check_chunk(self._tag, chunk)
         self._position, self._have = self._position + len(chunk), 0
         if self._position < len(body):
             return False
@@ -212,8 +212,8 @@ class BulkConnections:
     def __init__(self, connections: Mapping[int, AuthenticatedSocket], notify: Callable[[], None]) -> None:
         self._notify = notify
         self._socks = [proven.sock for proven in connections.values()]
-        self._outgoing = {peer: _Outgoing(peer, proven) for peer, proven in connections.items()}
-        self._incoming = {peer: _Incoming(peer, proven) for peer, proven in connections.items()}
+        self._outgoing = {peer: _SendingHalf(peer, proven) for peer, proven in connections.items()}
+        self._incoming = {peer: _ReceivingHalf(peer, proven) for peer, proven in connections.items()}
         self._sender: _Mover | None = None
         self._reader: _Mover | None = None
         self._starting = threading.Lock()
@@ -271,7 +271,7 @@ class BulkConnections:
                 self._reader = _Mover("paceline-bulk-in", selectors.EVENT_READ, readers)
             return self._sender, self._reader
 
-    def _move_out(self, half: _Outgoing) -> bool:
+    def _move_out(self, half: _SendingHalf) -> bool:
         with half.lock:
             more = half.move()
             broken = half.broken is not None
@@ -279,7 +279,7 @@ class BulkConnections:
             self._notify()
         return more
 
-    def _move_in(self, half: _Incoming) -> bool:
+    def _move_in(self, half: _ReceivingHalf) -> bool:
         if half.move():
             self._notify()
         return bool(half.expected) and not half.at_odds

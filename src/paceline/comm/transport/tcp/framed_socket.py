@@ -53,7 +53,7 @@ class Kind(enum.IntEnum):
     FAILURE = 8
     BYE = 9
     DONE = 11  # the receiver of a BULK has all of it
-    HEARD = 10  # everything up to the BYE or FAILURE was read
+    ACK = 10  # everything up to the BYE or FAILURE was read
     NOTE = 12  # a key and a value for a store that all ranks share
 
 
@@ -77,8 +77,8 @@ class FramedSocket:
 
     def __init__(self, proven: AuthenticatedSocket, max_message: int = 1 << 40) -> None:
         self.sock = proven.sock
-        self._sealer = proven.session.outgoing
-        self._opener = proven.session.incoming
+        self._outgoing_tags = proven.session.outgoing
+        self._incoming_tags = proven.session.incoming
         self._limits = {**_LIMITS, Kind.MESSAGE: max_message}
         self.put_bytes = 0
         self.sent_bytes = 0
@@ -108,11 +108,11 @@ class FramedSocket:
         short = size <= INLINE_BYTES
         body = _digest(pieces) if not short else pieces[0] if len(pieces) == 1 else b"".join(pieces)
         with self._lock:
-            self._outbox.append(memoryview(header + self._sealer.tag(header)))
+            self._outbox.append(memoryview(header + self._outgoing_tags.tag(header)))
             self.put_bytes += HEAD_BYTES
             if pieces:
                 self._outbox.extend(pieces)
-                tag = self._sealer.tag_chunk(body) if short else self._sealer.tag(body)
+                tag = self._outgoing_tags.tag_chunk(body) if short else self._outgoing_tags.tag(body)
                 self._outbox.append(memoryview(tag))
                 self.put_bytes += size + BODY_TAG_BYTES
             mark = self.put_bytes
@@ -183,7 +183,7 @@ class FramedSocket:
             if self._have < HEAD_BYTES:
                 return
             head = memoryview(self._head)
-            self._opener.check(head[HEADER_BYTES:], head[:HEADER_BYTES])
+            self._incoming_tags.check(head[HEADER_BYTES:], head[:HEADER_BYTES])
             self._frame, self._have = _opened(self._head, self._limits), 0
             self._digest = sha256()
             if not self._frame.body:
@@ -195,9 +195,9 @@ class FramedSocket:
         self._have += count
         if self._have == size + BODY_TAG_BYTES:
             if size <= INLINE_BYTES:
-                self._opener.check_chunk(self._tag, self._frame.body)
+                self._incoming_tags.check_chunk(self._tag, self._frame.body)
             else:
-                self._opener.check(self._tag, self._digest.digest())
+                self._incoming_tags.check(self._tag, self._digest.digest())
             self._completed(frames)
 
     def _completed(self, frames: list[Frame]) -> None:

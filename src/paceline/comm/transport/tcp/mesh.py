@@ -63,7 +63,7 @@ class Mesh:
         self._data: dict[int, deque[Frame]] = {peer: deque() for peer in self._links}
         self._confirmed: set[tuple[Kind, int, int]] = set()
         self._mailbox: deque[ReceivedMessage] = deque()
-        self._heard: set[int] = set()
+        self._acked: set[int] = set()
         self.notes: dict[str, bytes] = {}
         """What the ranks published by `note`."""
         self._over: PacelineError | None = None
@@ -209,9 +209,9 @@ class Mesh:
         end = time.monotonic() + patience
         # A socket that is closed with unread bytes resets the connection, and the peer loses what it has not
         # read: wait until each peer has acknowledged the goodbye, which was sent last.
-        while set(self._running()) - self._heard and (left := end - time.monotonic()) > 0:
+        while set(self._running()) - self._acked and (left := end - time.monotonic()) > 0:
             seen = self._version  # taken before the second look: what comes between wakes the wait
-            if set(self._running()) - self._heard:
+            if set(self._running()) - self._acked:
                 self.wait(seen, min(left, 0.05))
         self._stop = True
         os.eventfd_write(self._wake, 1)
@@ -234,7 +234,7 @@ class Mesh:
             while not self._stop:
                 self._turn()
         except BaseException as error:
-            _log.exception("rank %d: the reading thread failed", self.rank)
+            _log.exception("rank %d: the reading thread failed", self.labels[self.rank])
             self._over = InternalError(f"the thread that reads the other ranks' messages failed: {error!r}")
             self.notify()
 
@@ -323,16 +323,16 @@ class Mesh:
                 if not isinstance(failure, dict) or not isinstance(failure.get("text"), str):
                     raise ValueError("a failure notice without a text")
                 self._set(peer, PeerState(RankState.FAILED, None, failure))
-                # HEARD lets the peer close its socket (`close`). Not before everything it sent was read: a
+                # ACK lets the peer close its socket (`close`). Not before everything it sent was read: a
                 # connection that it closes earlier may be reset, and this notice lost with it.
-                self.send(peer, Kind.HEARD)
+                self.send(peer, Kind.ACK)
             case Kind.BYE:
                 # What the peer sent before is queued already. So a rank that waits for data, sees LEFT and
                 # looks once more (`Watch.look`) finds the data of a peer that left after its part.
                 self._set(peer, PeerState(RankState.LEFT))
-                self.send(peer, Kind.HEARD)
-            case Kind.HEARD:
-                self._heard.add(peer)
+                self.send(peer, Kind.ACK)
+            case Kind.ACK:
+                self._acked.add(peer)
             case Kind.NOTE:
                 key, _, value = bytes(frame.body).partition(b"\0")
                 with self._changed:

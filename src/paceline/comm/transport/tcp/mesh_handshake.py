@@ -22,13 +22,13 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from paceline.comm.call_status import ranks_text
 from paceline.comm.transport.tcp.dial import Deadline, Look, dial, no_check, read_exactly
 from paceline.core.authenticated_listener import AuthenticatedListener, AuthenticatedSocket
 from paceline.core.errors import RendezvousError
 from paceline.core.handshake import MESH, Connector, HandshakeError
 from paceline.core.mac_algorithms import Mac, agreed, describe, offered
 from paceline.core.session_auth import SessionKeys
+from paceline.core.wording import ranks
 
 _log = logging.getLogger("paceline.comm")
 
@@ -37,7 +37,7 @@ _LOOK_SECONDS = 0.02
 _AGAIN_SECONDS = 0.02
 # A host that vanished without closing its connections is noticed after about so long, without and with
 # bytes on the way to it.
-_SILENCE_SECONDS, _UNHEARD_SECONDS = 20, 60
+_SILENCE_SECONDS, _UNACKED_SECONDS = 20, 60
 
 Endpoint = tuple[str, int]
 
@@ -213,12 +213,13 @@ def _accept(
         )
 
     def waits() -> str:
-        callers = ranks_text({labels[claim.caller] for claim in missing.values()})
-        return f"{ranks_text({labels[claim.called] for claim in expected})} waits for {callers} to connect"
+        callers = ranks({labels[claim.caller] for claim in missing.values()}, all_named=True)
+        called = {labels[claim.called] for claim in expected}
+        return f"{ranks(called, 'waits', 'wait', all_named=True)} for {callers} to connect"
 
-    patience = Deadline(deadline)
+    limit = Deadline(deadline)
     with selectors.DefaultSelector() as selector:
-        entrance = AuthenticatedListener(listener, MESH, secret, selector, let_in, expected=wanted)
+        unproven = AuthenticatedListener(listener, MESH, secret, selector, let_in, expected=wanted)
         try:
             looked = time.monotonic()
             while missing:
@@ -226,15 +227,15 @@ def _accept(
                 now = time.monotonic()
                 for key, mask in ready:
                     key.data(mask, now)
-                entrance.tick(now)
+                unproven.tick(now)
                 if refused:
                     raise refused[0]
                 if now - looked >= _LOOK_SECONDS and missing:
                     looked = now
                     look()
-                    patience.check(waits)
+                    limit.check(waits)
         finally:
-            entrance.close()
+            unproven.close()
 
 
 def _changed_on_the_way(
@@ -259,7 +260,7 @@ def _tune(sock: socket.socket) -> None:
         ("TCP_KEEPIDLE", _SILENCE_SECONDS // 2),
         ("TCP_KEEPINTVL", 3),
         ("TCP_KEEPCNT", 3),
-        ("TCP_USER_TIMEOUT", _UNHEARD_SECONDS * 1000),
+        ("TCP_USER_TIMEOUT", _UNACKED_SECONDS * 1000),
     ):
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -27,6 +27,7 @@ from paceline.comm.transport.tcp.bulk_transfer import BulkTransfer
 from paceline.comm.transport.tcp.mesh import Mesh
 from paceline.comm.transport.wait_watch import LOOK_SECONDS
 from paceline.core.errors import UnavailableError, UsageError
+from paceline.core.wording import ranks
 
 BACKENDS = ("gloo", "nccl", "mpi")
 _LAST_SECONDS = 2.0
@@ -172,10 +173,12 @@ class _NoteStore(Store):
             seen = self._mesh.version
             if self.check(keys):
                 return
-            gone = [rank for rank, peer in self._mesh.peers().items() if peer.state is not RankState.RUNNING]
+            peers, labels = self._mesh.peers(), self._mesh.labels
+            gone = [labels[rank] for rank, peer in peers.items() if peer.state is not RankState.RUNNING]
             if gone or time.monotonic() >= self._deadline:
                 raise TimeoutError(
-                    f"{', '.join(keys)} did not come" + (f": ranks {gone} left" if gone else "")
+                    f"{', '.join(keys)} did not come"
+                    + (f": {ranks(gone, all_named=True)} left" if gone else "")
                 )
             self._mesh.wait(seen, LOOK_SECONDS)
 
