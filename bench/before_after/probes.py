@@ -26,8 +26,7 @@ MEGABYTE = 1 << 20
 ALL_REDUCE = {"4 KB": 4096, "1 MB": MEGABYTE, "25 MB": 25 * MEGABYTE}
 ALL_REDUCE_CALLS = {"4 KB": 200, "1 MB": 40, "25 MB": 5}
 ENDLESS = 10_000_000
-KILLS = 25
-MANY_WORKERS, MANY_KILLS = 128, 3
+MANY_WORKERS = 128
 SCHEDULES = 250
 COUNTED_SCHEDULES = 60
 VALGRIND_SCHEDULES = (4, 24)
@@ -35,33 +34,6 @@ VALGRIND = ("valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null")
 COUNTED_STEPS = range(100, 300)
 
 Figures = dict[str, float]
-
-
-def paceline_kills() -> Figures:
-    """Seconds from a kill -9 to the next step, and to the replacement's first contribution."""
-    options = ["--json", "--kills", str(KILLS)]
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.recovery.paceline_kills", *options],
-        check=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )
-    found = json.loads(done.stdout)
-    return {"kill to next step": median(found["next_step"]), "kill to replacement": median(found["back"])}
-
-
-def many_kills() -> Figures:
-    """128 workers: seconds to the first step, and from a kill to the next step."""
-    from bench.recovery.many_workers import crowd
-
-    with tempfile.TemporaryDirectory(prefix="paceline-before-") as folder:
-        found = crowd(Path(folder), MANY_WORKERS, MANY_KILLS)
-    if not found.equal:
-        raise SystemExit("the run of 128 workers ended with another hash")
-    return {
-        "128 workers, first step": found.start,
-        "128 workers, repair": median(found.repairs),
-    }
 
 
 def simulate() -> Figures:
@@ -253,8 +225,6 @@ def _timed_reductions(ctx) -> Figures:  # type: ignore[no-untyped-def]
 PROBES: dict[str, Callable[[], Figures]] = {
     probe.__name__: probe
     for probe in (
-        paceline_kills,
-        many_kills,
         simulate,
         python_calls,
         instructions,

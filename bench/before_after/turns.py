@@ -10,19 +10,30 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import final
 
 from bench.before_after import probes
+from bench.recovery import paceline_kills as kills
 from bench.recovery.processes import Family
-from bench.recovery.steady_state import ENDLESS, Contestant, in_turns
-from bench.recovery.supervised_run import RunSettings
+from bench.recovery.run_journal import RunJournal
+from bench.recovery.steady_state import (
+    ENDLESS,
+    RUN_SECONDS,
+    START_SECONDS,
+    WARMUP_STEPS,
+    Contestant,
+    in_turns,
+)
+from bench.recovery.supervised_run import NO_BACKOFF, RunSettings
 from paceline.core.errors import RankFailedError
 
 TURNS = 6
@@ -33,6 +44,8 @@ SUPERVISED = {"step, supervised": True, "step, not supervised": False}
 TRAIN = {("mlp_1m", 1): 60, ("mlp_1m", 4): 30, ("conv", 2): 15, ("mlp_25m", 2): 6}
 RANKS = (2, 4)
 MANY_STEPS = 25
+KILL_TURNS, KILLS_A_TURN = 12, 3
+MANY_KILL_TURNS = 4
 
 Pairs = dict[str, tuple[float, float]]
 
@@ -98,8 +111,29 @@ def many_workers(before: Path, after: Path, turn: int) -> Pairs:
     }
 
 
+def paceline_kills(before: Path, after: Path, turn: int) -> Pairs:
+    """Return seconds from a kill -9 of one of 4 workers to the next step, and to the replacement's first."""
+    found = _killed(_order(before, after, turn), 4, KILL_TURNS, KILLS_A_TURN)
+    return {
+        "kill to next step": (found["before"][0], found["after"][0]),
+        "kill to replacement": (found["before"][1], found["after"][1]),
+    }
+
+
+def many_kills(before: Path, after: Path, turn: int) -> Pairs:
+    """Return the same of 128 workers that train a tiny model."""
+    workers = probes.MANY_WORKERS
+    found = _killed(_order(before, after, turn), workers, MANY_KILL_TURNS, 1, tiny=True)
+    return {
+        f"{workers} workers, kill to next step": (found["before"][0], found["after"][0]),
+        f"{workers} workers, kill to replacement": (found["before"][1], found["after"][1]),
+        f"{workers} workers, first step": (found["before"][2], found["after"][2]),
+    }
+
+
 TOGETHER: dict[str, Callable[[Path, Path, int], Pairs]] = {
-    probe.__name__: probe for probe in (steady_state, train_speed, all_reduce, many_workers)
+    probe.__name__: probe
+    for probe in (steady_state, train_speed, all_reduce, paceline_kills, many_workers, many_kills)
 }
 
 
@@ -127,8 +161,63 @@ def _steps(order: dict[str, Path], command: Callable[[Path], list[str]], steps: 
     return found["before"], found["after"]
 
 
+def _killed(
+    order: dict[str, Path], workers: int, turns: int, kills_a_turn: int, tiny: bool = False
+) -> dict[str, tuple[float, float, float]]:
+    """Return the medians of next step and replacement, and the seconds from the start to the first step."""
+    with tempfile.TemporaryDirectory(prefix="paceline-before-") as folder, ExitStack() as stack:
+        running = {
+            name: _KilledRun(
+                RunSettings(str(Path(folder, name)), ENDLESS, workers=workers, tiny=tiny, backoff=NO_BACKOFF),
+                checkout,
+                stack,
+            )
+            for name, checkout in order.items()
+        }
+        for each in range(turns):
+            for name in list(running) if each % 2 == 0 else reversed(running):
+                # The same ranks and moments in both checkouts.
+                running[name].kill(kills_a_turn, random.Random(each))
+        return {name: one.figures() for name, one in running.items()}
+
+
 def _forever(*arguments: str) -> list[str]:
     return [sys.executable, probes.__file__, "forever", *arguments]
+
+
+@final
+class _KilledRun:
+    """A supervised run whose workers are killed when it is its turn."""
+
+    def __init__(self, settings: RunSettings, checkout: Path, stack: ExitStack) -> None:
+        self._journal = RunJournal(settings.journal)
+        self._family = stack.enter_context(Family(Path(settings.run_dir).with_suffix(".log")))
+        self._costs: list[kills.Cost] = []
+        began = time.time()
+        self._family.start(settings.command(), environment_of(checkout))
+        self._journal.wait_until(lambda now: now.step >= WARMUP_STEPS, self._family, START_SECONDS)
+        self._first_step = self._journal.commits[0].time - began
+        self._family.suspend()
+
+    def kill(self, count: int, dice: random.Random) -> None:
+        """Let the run go on, kill a worker at a random moment, wait for its replacement; `count` times."""
+        for _ in range(count):
+            self._family.resume()
+            first = self._journal.read().step
+            self._make_steps(first + dice.randint(2, 8))
+            time.sleep(dice.uniform(0.0, 0.05))
+            killed = kills.kill_one(self._journal.read(), dice)
+            self._journal.wait_until(partial(kills.is_back, killed), self._family, RUN_SECONDS)
+            self._costs.append(kills.cost(self._journal, killed))
+            self._make_steps(self._journal.step + 2)
+            self._family.suspend()
+
+    def figures(self) -> tuple[float, float, float]:
+        next_step = median(cost.next_step for cost in self._costs)
+        return next_step, median(cost.back for cost in self._costs), self._first_step
+
+    def _make_steps(self, step: int) -> None:
+        self._journal.wait_until(lambda now: now.step >= step, self._family, RUN_SECONDS)
 
 
 @final

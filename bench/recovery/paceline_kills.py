@@ -69,8 +69,8 @@ def disturb(settings: RunSettings, kills: int, seed: int) -> tuple[list[Kill], R
         journal.wait_until(lambda now: now.step >= 20, family, START_SECONDS)
         while len(done) < kills:
             time.sleep(dice.uniform(0.0, LONGEST_WAIT))
-            done.append(_kill(journal.read(), dice))
-            journal.wait_until(partial(_is_back, done[-1]), family, HEAL_SECONDS)
+            done.append(kill_one(journal.read(), dice))
+            journal.wait_until(partial(is_back, done[-1]), family, HEAL_SECONDS)
             if len(done) % 20 == 0:
                 print(f"{len(done)} kills, step {journal.step}", file=sys.stderr, flush=True)
         os.kill(caller, signal.SIGTERM)
@@ -80,7 +80,7 @@ def disturb(settings: RunSettings, kills: int, seed: int) -> tuple[list[Kill], R
     return done, journal.read()
 
 
-def _kill(journal: RunJournal, dice: random.Random) -> Kill:
+def kill_one(journal: RunJournal, dice: random.Random) -> Kill:
     view = journal.views[-1]
     rank = dice.choice(view.members)
     pid = view.pids[view.members.index(rank)]
@@ -89,7 +89,7 @@ def _kill(journal: RunJournal, dice: random.Random) -> Kill:
     return kill
 
 
-def _is_back(kill: Kill, journal: RunJournal) -> bool:
+def is_back(kill: Kill, journal: RunJournal) -> bool:
     """Whether a view with a new process for the rank has committed a step."""
     view, commit = journal.views[-1], journal.commits[-1]
     return kill.rank in view.members and kill.pid not in view.pids and commit.generation == view.generation
