@@ -163,7 +163,7 @@ def tried(
     excused: dict[tuple[str, str], str] | None = None,
     report: Callable[[Verdict], None] | None = None,
 ) -> Score:
-    """Try all of them. The source as it is must pass first, else nothing can be said."""
+    """Try all of them. The source as it is must pass first, else nothing can be problem."""
     score, began = Score(), time.monotonic()
     waiting: queue.SimpleQueue[Mutant] = queue.SimpleQueue()
     texts = {one.path: (root / one.path).read_text(encoding="utf-8") for one in mutants}

@@ -92,13 +92,13 @@ def caught_by_tests(
         paths = [str(root / path) for path in files if path in needed]
         if not paths:
             return ""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+    problem = io.StringIO()
+    with contextlib.redirect_stdout(problem), contextlib.redirect_stderr(problem):
         ended = pytest.main([*_OPTIONS.split(), f"-c{settings}", f"--rootdir={root}", *paths], [plugin])
     # None is there to be run where a mutant renames the cases of a test: nothing has noticed it.
     if ended in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         return ""
-    return plugin.found or f"pytest ended with {ended!r}: {said.getvalue()[-2000:]}"
+    return plugin.found or f"pytest ended with {ended!r}: {problem.getvalue()[-2000:]}"
 
 
 def caught_by_simulation(schedules: Sequence[str], reach: Reach | None) -> str:
@@ -159,18 +159,18 @@ class Worker:
         os.close(writing)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.setpgid(child, child)
-        said = b""
+        problem = b""
         endless = self._endless(child, reading, request["timeout"])
         if endless:
             os.close(reading)
         else:
             with os.fdopen(reading, "rb") as stream:
-                said = stream.read()
+                problem = stream.read()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
-        if said:
-            answer: dict[str, Any] = json.loads(said)
+        if problem:
+            answer: dict[str, Any] = json.loads(problem)
             return answer
         return {"by": endless or f"the process ended with {os.waitstatus_to_exitcode(status)}"}
 

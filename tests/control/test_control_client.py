@@ -229,7 +229,7 @@ def test_a_supervisor_with_another_secret_is_not_believed():
 def test_without_a_supervisor_start_gives_up_and_says_so():
     far, worker = FarEnd(), Worker()
     far.close()
-    with linked(far) as link, pytest.raises(RendezvousError, match="did not take this worker in"):
+    with linked(far) as link, pytest.raises(RendezvousError, match="did not accept this worker"):
         link.start(worker, 0.2)
 
 

@@ -48,7 +48,7 @@ from paceline.control.messages import (
     DialRequest,
     Dismissed,
     LeaveRequest,
-    ShardClaimed,
+    ShardComputed,
     Stop,
     ViewInstalled,
 )
@@ -409,7 +409,7 @@ def test_dials_and_claims_do_not_concern_the_machine(phase):
     driver = IN_EVERY_PHASE[phase]()
     before = driver.state
     assert driver.feed(DialRequest(peers=())) == ()
-    assert driver.feed(ShardClaimed(step=1, shard=1, generation=1)) == ()
+    assert driver.feed(ShardComputed(step=1, shard=1, generation=1)) == ()
     assert driver.state is before
 
 

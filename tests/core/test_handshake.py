@@ -15,12 +15,12 @@ from paceline.core.handshake import (
     HandshakeError,
     KeyedDifferentlyError,
     OtherProtocolError,
-    Protocol,
     VersionError,
+    WireProtocol,
 )
 
 SECRET = b"s" * 32
-PROTOCOL = Protocol("test", b"PLtest", 1, context_bytes=4)
+PROTOCOL = WireProtocol("test", b"PLtest", 1, context_bytes=4)
 BOUND = b"b" * 64
 
 
@@ -108,7 +108,7 @@ def test_more_than_an_answer_is_refused() -> None:
 
 
 @pytest.mark.parametrize("protocol", [CONTROL, STORE, MESH], ids=lambda protocol: protocol.name)
-def test_another_version_is_refused_with_both_numbers_by_both_ends(protocol: Protocol) -> None:
+def test_another_version_is_refused_with_both_numbers_by_both_ends(protocol: WireProtocol) -> None:
     other = replace(protocol, number=protocol.number + 1)
     context = bytes(protocol.context_bytes)
     both = f"{protocol.name} protocol {other.number}, this end speaks {protocol.number}"

@@ -14,7 +14,7 @@ from tests.waiting import wait_for
 
 from paceline.comm.context import DistributedContext
 from paceline.comm.transport.tcp.bulk_transfer import CHUNK_BYTES, bulk_head
-from paceline.comm.transport.tcp.framed_socket import Kind
+from paceline.comm.transport.tcp.framed_socket import FrameKind
 from paceline.comm.transport.tcp.mesh_handshake import MeshStream
 from paceline.core.errors import RendezvousError
 from paceline.core.mac_algorithms import Mac, offered
@@ -43,7 +43,7 @@ def test_an_honest_relay_is_not_noticed(offers: tuple[Mac, Mac]) -> None:
     with apart(unchanged, offers) as pair:
         found = transferred(pair, 3)
         assert [float(one.float().mean()) for one in found if isinstance(one, torch.Tensor)] == [1, 2, 3]
-        pair.meshes[1].send(0, Kind.MESSAGE, [memoryview(b"hello")], sequence=3)
+        pair.meshes[1].send(0, FrameKind.MESSAGE, [memoryview(b"hello")], sequence=3)
         wait_for(lambda: pair.meshes[0].next_message(1, 3))
 
 

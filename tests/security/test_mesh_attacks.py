@@ -20,7 +20,7 @@ from tests.waiting import wait_for
 
 from paceline.comm.call_status import RankState
 from paceline.comm.context import DistributedContext
-from paceline.comm.transport.tcp.framed_socket import HEAD_BYTES, Kind
+from paceline.comm.transport.tcp.framed_socket import HEAD_BYTES, FrameKind
 from paceline.comm.transport.tcp.mesh_handshake import ConnectionClaim, MeshStream, connect_all
 from paceline.core.errors import RendezvousError
 from paceline.core.handshake import MESH, Acceptor, Connector
@@ -170,7 +170,7 @@ def test_a_group_that_stands_listens_nowhere(hosts: int) -> None:
 def test_a_frame_of_the_mesh_that_was_changed_ends_the_connection(offset: int, size: int, kind: str) -> None:
     with apart(flipped(MeshStream.CONTROL, offset), OFFERS[kind]) as pair:
         body = b"pay 10 euros to me".ljust(size)
-        pair.meshes[1].send(0, Kind.MESSAGE, [memoryview(body[:5]), memoryview(body[5:])], sequence=3)
+        pair.meshes[1].send(0, FrameKind.MESSAGE, [memoryview(body[:5]), memoryview(body[5:])], sequence=3)
         wait_for(lambda: pair.meshes[0].peers()[1].state is RankState.DEAD)
         assert "tag of this session" in pair.meshes[0].peers()[1].reason
         assert pair.meshes[0].next_message(1, 3) is None
@@ -181,7 +181,7 @@ def test_a_frame_of_the_mesh_that_is_repeated_ends_the_connection() -> None:
         return data * 2 if number == MeshStream.CONTROL and way == "up" else data
 
     with apart(attack) as pair:
-        pair.meshes[1].send(0, Kind.MESSAGE, [memoryview(b"pay 10 euros to me")], sequence=3)
+        pair.meshes[1].send(0, FrameKind.MESSAGE, [memoryview(b"pay 10 euros to me")], sequence=3)
         wait_for(lambda: pair.meshes[0].peers()[1].state is RankState.DEAD)
         assert "tag of this session" in pair.meshes[0].peers()[1].reason
 

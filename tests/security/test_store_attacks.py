@@ -15,7 +15,7 @@ import pytest
 from tests.security.strangers import HUGE_ARRAY, INFINITE, calling, dropped, frame_of, knocking, message_of
 
 from paceline.comm.rendezvous.key_value_store import StoreClient, StoreServer
-from paceline.comm.transport.tcp.framed_socket import Kind
+from paceline.comm.transport.tcp.framed_socket import FrameKind
 from paceline.core.authenticated_listener import HANDSHAKE_SECONDS, MAX_UNAUTHENTICATED
 from paceline.core.errors import WireError
 from paceline.core.handshake import STORE
@@ -178,7 +178,7 @@ def test_no_descriptor_left_is_a_pause_and_not_an_end(port: int) -> None:
 )
 def test_nonsense_with_the_secret_ends_that_client_only(port: int, said: bytes) -> None:
     other, bad = client(port), client(port)
-    bad._link.put(Kind.MESSAGE, [memoryview(said)])
+    bad._link.put(FrameKind.MESSAGE, [memoryview(said)])
     with pytest.raises(OSError, match="closed"):
         bad._ask(["has", ["a"]])
     bad.close()

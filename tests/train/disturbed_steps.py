@@ -137,7 +137,7 @@ class Member:
             progress=progress,
             held_shards=transaction.held,
             has_private_state=transaction.residuals.kept,
-            private_shards=transaction.residuals.owed,
+            private_shards=transaction.residuals.private_shards,
         )
 
     def live(self, context: DistributedContext, plan: ViewPlan) -> None:

@@ -25,8 +25,8 @@ from paceline.checkpoint.manifest import (
     CheckpointDamage,
     CheckpointManifest,
     DamagedCheckpointError,
+    DamageKind,
     FileRecord,
-    Kind,
     UnreadableCheckpointError,
     folder_name,
 )
@@ -46,12 +46,12 @@ _NOT_A_FILE: Final = frozenset({errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.
 
 
 class _Broken(Exception):  # noqa: N818 - a finding, turned into a Damage below
-    def __init__(self, problem: str, kind: Kind = "damaged") -> None:
+    def __init__(self, problem: str, kind: DamageKind = "damaged") -> None:
         super().__init__(problem)
         self.kind = kind
 
 
-def _kind_of(error: OSError) -> Kind:
+def _kind_of(error: OSError) -> DamageKind:
     """Tell a file that is not what was written from one that cannot be read here and now (EACCES, EIO,
     ESTALE, a server that answers 403 or 500)."""
     return "damaged" if error.errno in _NOT_A_FILE else "unreadable"

@@ -144,7 +144,7 @@ class CheckpointManifest:
             raise BrokenDocument(f"lacks or misspells a field: {error!r}") from None
 
 
-Kind = Literal["damaged", "unreadable", "unknown format"]
+DamageKind = Literal["damaged", "unreadable", "unknown format"]
 """damaged: the bytes are not those that were written, so an older version is the best there is. unreadable:
 permissions, the disk or the server refuse; unknown format: another Paceline wrote it. These two prove nothing
 about the bytes: the version may be well, and to go on from an older one would throw it away."""
@@ -157,7 +157,7 @@ class CheckpointDamage:
     version: int | None
     file: str
     problem: str
-    kind: Kind = "damaged"
+    kind: DamageKind = "damaged"
 
     def __str__(self) -> str:
         # For logs and errors, which reach terminals: the names of files may come from elsewhere.

@@ -14,7 +14,7 @@ from paceline.core.errors import UsageError
 if TYPE_CHECKING:
     from paceline.control.messages import ToolReply
 
-Run = Annotated[Path, typer.Argument(help="The folder of a run that trains now.")]
+RunFolderArgument = Annotated[Path, typer.Argument(help="The folder of a run that trains now.")]
 Token = Annotated[
     Path | None,
     typer.Option("--token-file", help="A copy of control.secret, where the folder belongs to another user."),
@@ -22,7 +22,7 @@ Token = Annotated[
 
 
 def scale(
-    run: Run,
+    run: RunFolderArgument,
     workers: Annotated[int, typer.Option("--workers", "-n", help="How many workers are wanted.")],
     token_file: Token = None,
 ) -> None:
@@ -36,7 +36,7 @@ def scale(
 
 
 def stop(
-    run: Run,
+    run: RunFolderArgument,
     reason: Annotated[str, typer.Option(help="Why, for the journal.")] = "paceline stop",
     token_file: Token = None,
 ) -> None:
@@ -47,7 +47,7 @@ def stop(
     echo(_ask(run, token_file, "stop", text=reason).text)
 
 
-def status(run: Run, as_json: AsJson = False, token_file: Token = None) -> None:
+def status(run: RunFolderArgument, as_json: AsJson = False, token_file: Token = None) -> None:
     """Show what a run and each of its workers are doing.
 
     Example: paceline status runs/20250301-120000-train

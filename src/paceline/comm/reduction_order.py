@@ -194,18 +194,18 @@ def _siblings(left: Node, right: Node) -> bool:
     return left.level == right.level and left.index % 2 == 0 and right.index == left.index + 1
 
 
-def _result_in_out(fold: ReductionOrder) -> ReductionOrder:
+def _result_in_out(order: ReductionOrder) -> ReductionOrder:
     """Rename the temporary that ends as the result to the output register: saves a buffer and a copy."""
-    final = fold.steps[-1][0]
-    out = fold.inputs + fold.temporaries - 1
+    final = order.steps[-1][0]
+    out = order.inputs + order.temporaries - 1
 
     def rename(register: int) -> int:
         if register == final:
             return out
         return register - 1 if register > final else register
 
-    steps = tuple((rename(t), rename(a), rename(b)) for t, a, b in fold.steps)
-    return ReductionOrder(fold.inputs, fold.temporaries - 1, steps)
+    steps = tuple((rename(t), rename(a), rename(b)) for t, a, b in order.steps)
+    return ReductionOrder(order.inputs, order.temporaries - 1, steps)
 
 
 def covering_nodes(shards_held: Iterable[int], shards: int) -> list[Node]:
@@ -240,25 +240,25 @@ def fold_shards(
     for node in nodes:
         last = min(node.first + (1 << node.level), shards)
         leaves = [tensors[shard] for shard in range(node.first, last)]
-        fold = tree_fold([Node(shard, 0) for shard in range(node.first, last)], shards)
+        order = tree_fold([Node(shard, 0) for shard in range(node.first, last)], shards)
         wide = accumulator_dtype(leaves[0].dtype)
         if len(leaves) == 1:
             partials.append(leaves[0] if leaves[0].dtype == wide else leaves[0].to(wide))
             continue
         out = torch.empty(leaves[0].numel(), dtype=wide, device="cpu")
-        run_blocks(fold, kernel, leaves, out)
+        run_blocks(order, kernel, leaves, out)
         partials.append(out)
     return partials
 
 
-def run_blocks(fold: ReductionOrder, kernel: Kernel, inputs: Sequence[Tensor], out: Tensor) -> None:
+def run_blocks(order: ReductionOrder, kernel: Kernel, inputs: Sequence[Tensor], out: Tensor) -> None:
     """Run a fold over long tensors in blocks that fit the cache."""
     size = out.numel()
     block = max(1, BLOCK_BYTES // out.element_size())
-    scratch = [torch.empty(min(block, size), dtype=out.dtype, device="cpu") for _ in range(fold.temporaries)]
+    scratch = [torch.empty(min(block, size), dtype=out.dtype, device="cpu") for _ in range(order.temporaries)]
     for start in range(0, size, block):
         stop = min(start + block, size)
-        fold.run(kernel, [tensor[start:stop] for tensor in inputs], out[start:stop], scratch)
+        order.run(kernel, [tensor[start:stop] for tensor in inputs], out[start:stop], scratch)
 
 
 def fold_over(recipe: Recipe, inputs: Sequence[Tensor], out: Tensor) -> None:

@@ -82,7 +82,7 @@ class Channel:
 
     @property
     def wants_write(self) -> bool:
-        """Whether something waits to be sent."""
+        """Return whether something waits to be sent."""
         return bool(self._outbox)
 
     def send(self, message: ControlMessage) -> None:

@@ -28,7 +28,7 @@ from paceline.core.tls import Tls
 
 _log = logging.getLogger(__name__)
 
-Address = tuple[str, int]
+HostPort = tuple[str, int]
 
 MAX_UNACKED_BYTES: Final = 32 << 20
 _CONNECT_SECONDS: Final = 3.0
@@ -65,11 +65,11 @@ class ControlClient:
 
     def __init__(
         self,
-        address: Address,
+        address: HostPort,
         secret: bytes,
         *,
         tls: Tls | None = None,
-        lookup: Callable[[], Address | None] | None = None,
+        lookup: Callable[[], HostPort | None] | None = None,
         on_turn: Callable[[], None] = lambda: None,
     ) -> None:
         self._address, self._secret = address, secret
@@ -112,14 +112,14 @@ class ControlClient:
             trouble = self._trouble
             self.close()
             raise RendezvousError(
-                f"the supervisor at {self._address[0]}:{self._address[1]} did not take this worker in within "
+                f"the supervisor at {self._address[0]}:{self._address[1]} did not accept this worker within "
                 f"{timeout:g} seconds: {trouble}",
                 remedy="check that the supervisor runs and can be reached from this host",
             ) from None
         if isinstance(answer, Dismissed):
             self.close()
             raise RendezvousError(
-                f"this worker was not let in: {answer.reason}",
+                f"this worker was not accepted: {answer.reason}",
                 remedy="start it on a host and with packages like those of the other workers",
             )
         return answer
@@ -164,12 +164,12 @@ class ControlClient:
 
     @property
     def gave_up(self) -> bool:
-        """Whether this client no longer looks for a supervisor: dismissed, or told to stop reconnecting."""
+        """Return whether this client has stopped reconnecting: dismissed, or told so by `stop_reconnecting`."""
         return self._dismissed
 
     @property
     def lost_at(self) -> float | None:
-        """When the supervisor was lost, on the monotonic clock; None while connected."""
+        """The time at which the supervisor was lost, on the monotonic clock; None while connected."""
         with self._lock:
             connected = self._channel is not None and time.monotonic() >= self._muted_until
             return None if connected else self._lost_at
@@ -352,7 +352,7 @@ class ControlClient:
             self._answers.put(message)  # after the handler: `start` returns with the message handled
 
     def _push(self) -> bool:
-        """With the lock held: send what was not sent on this connection; True when some of it waits."""
+        """Send what was not sent on this connection, with the lock held; True when some of it waits."""
         opened = self._channel
         if opened is None or time.monotonic() < self._muted_until:
             return False

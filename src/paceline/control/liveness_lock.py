@@ -35,7 +35,7 @@ _taken: set[int] = set()  # descriptors of this process
 
 def acquire(folder: Path) -> int | None:
     """Take the lock. Return a descriptor, which may be passed to another process: the lock holds as long as
-    any process has it open. None where locks do not work (file system, full disk): the run goes on
+    any process has it open. None where locks do not work (file system, full disk): the run continues
     unprotected."""
     descriptor = _open(folder, os.O_CREAT)
     if descriptor is None:

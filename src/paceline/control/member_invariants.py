@@ -76,7 +76,7 @@ def _check_end(
     elif after.ended and before.phase is not after.phase and not _has(actions, Exit | SendMessage):
         broken.append("the worker ends without an exit")
     if not after.ended and _has(actions, Exit):
-        broken.append("the worker exits and goes on")
+        broken.append("the worker exits and continues")
 
 
 def _check_action(before: MemberState, after: MemberState, action: MemberAction, broken: list[str]) -> None:

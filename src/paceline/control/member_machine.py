@@ -14,8 +14,8 @@ carried out at once, by the thread that fed the event; all others are TrainingAc
 training thread, in their order. After an `Interrupt` the training thread leaves its group, wherever it is,
 and feeds `GroupLeft`.
 
-`train/member/membership.py` is the shell of a real worker, `elastic/simulation/simulated_member.py` that of a
-simulated one. The shells answer DialRequest and ShardClaimed themselves: both mean the same in every phase.
+`train/member/machine_shell.py` steps the machine of a real worker, `elastic/simulation/simulated_process.py`
+that of a simulated one. DialRequest and ShardComputed never reach it: both mean the same in every phase.
 """
 
 from __future__ import annotations
@@ -268,7 +268,7 @@ def _supervisor_away(state: MemberState, event: SupervisorAway, now: float) -> D
     if event.replaced and state.invited is None:
         actions.append(StopReconnecting("the run has ended, or was started again meanwhile"))
     reason = _orphaned_reason(state, away, event.restarting)
-    # In no group, so no other member waits for this worker. One that is opening a view goes on: the others
+    # In no group, so no other member waits for this worker. One that is opening a view continues: the others
     # may be there, and where it stays blocked it is interrupted below.
     if reason is not None and state.phase in (_P.WAITING, _P.FINISHED):
         return replace(state, phase=_P.ORPHANED), (*actions, Exit(reason, orphaned=True))

@@ -6,7 +6,7 @@
     agent       ->  supervisor    AgentHello, WorkerExited, StackReply      (the agent of another host)
     tool        ->  supervisor    ToolRequest                               (paceline scale, stop, status)
     supervisor  ->  member        MemberAccepted, Ack, DialRequest, Prepare, View, Stop, Dismissed,
-                                  ShardClaimed
+                                  ShardComputed
     supervisor  ->  agent         AgentAccepted, PayloadChunk, AgentStart, StackRequest,
                                   AgentNotice, AgentEnd
     supervisor  ->  tool          ToolReply
@@ -33,10 +33,10 @@ from paceline.control.field_types import (
     Seconds,
     Signed,
     Small,
-    Step,
+    StepKey,
     Trace,
     Whole,
-    Workers,
+    WorkerCount,
 )
 from paceline.core.version import PROTOCOL, VERSION
 
@@ -142,7 +142,7 @@ class MemberReport(ControlMessage):
 
 
 class ViewInstalled(ControlMessage):
-    """A member is in the view of `generation`, has its state, and goes on. After a restore `progress` is the
+    """A member is in the view of `generation`, has its state, and proceeds. After a restore `progress` is the
     last step that is known to be good."""
 
     generation: Count
@@ -182,7 +182,7 @@ class StepReceipt(ControlMessage):
     first: Count
     last: Count
     shards: tuple[Small, ...]
-    hashes: dict[Step, Name] = field(default_factory=dict)
+    hashes: dict[StepKey, Name] = field(default_factory=dict)
     shard_hashes: tuple[tuple[Count, Small, Name], ...] = ()
     agreed: MaybeCount = -1
     trail: tuple[tuple[Count, Name], ...] = ()
@@ -219,7 +219,8 @@ class LeaveRequest(ControlMessage):
 
 
 class ShardComputed(ControlMessage):
-    """Backup policy: this member has computed this shard of this step."""
+    """Backup policy: a member of the view of `generation` has computed this shard of this step. The
+    supervisor forwards it to the other members."""
 
     generation: Count
     step: Count
@@ -244,7 +245,7 @@ class AgentHello(ControlMessage):
     the payload, and has lost its connection."""
 
     kind: ClassVar[str] = "Offer"
-    workers: Workers
+    workers: WorkerCount
     host: Name
     hostname: Name
     pid: Small
@@ -288,7 +289,7 @@ class ToolRequest(ControlMessage):
 
 
 class MemberAccepted(ControlMessage):
-    """The worker is known. `patience`: how long it goes on without a supervisor before it saves and leaves.
+    """The worker is known. `patience`: how long it trains without a supervisor before it saves and leaves.
     `injected`: faults on demand that its rank has met, by their index in the chaos, each as often."""
 
     heartbeat: Seconds
@@ -385,14 +386,6 @@ class Dismissed(ControlMessage):
     code: Whole = 0
 
 
-class ShardClaimed(ControlMessage):
-    """Backup policy: a member of the view of `generation` has computed this shard of this step."""
-
-    step: Count
-    shard: Small
-    generation: Count = 0
-
-
 class AgentAccepted(ControlMessage):
     """The job's payload follows in chunks; `digest` (SHA-256) is of all of them together. `options`: an
     AgentLaunch (worker_options.py) as plain data."""
@@ -442,7 +435,7 @@ class AgentEnd(ControlMessage):
 
 
 class ToolReply(ControlMessage):
-    """Whether a tool's request was carried out, and what to show."""
+    """Answer to a tool's request: whether it was carried out, and what to show."""
 
     kind: ClassVar[str] = "Answer"
     done: bool

@@ -99,7 +99,7 @@ class _AnsweredPeer:
 
 @final
 class ReachabilityProber:
-    """Probes the peers of one worker. `report` gets a DialResult for each requested peer, in the prober's
+    """Prober of the peers of one worker. `report` gets a DialResult for each requested peer, in the prober's
     thread."""
 
     def __init__(
@@ -210,7 +210,7 @@ class ReachabilityProber:
                     self._close_answered(answered)
 
     def _is_needed(self) -> bool:
-        """Decide whether the thread goes on. `_thread` is cleared under the same lock, so that `dial` either
+        """Return whether the thread continues. `_thread` is cleared under the same lock, so that `dial` either
         finds a thread that will look at its targets, or starts another."""
         with self._lock:
             busy = bool(self._targets) or time.monotonic() < self._until

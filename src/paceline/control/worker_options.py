@@ -1,4 +1,4 @@
-"""What the starter of a worker gives it: settings of the job, and which worker it is.
+"""Options of a worker, given by the process that starts it: settings of the job, and which worker it is.
 
 One class from the caller of a run to the worker: `supervised_run` makes it for the job, the supervisor or an
 agent completes it for each worker, and it travels as plain data in the order to the fork server.
@@ -16,10 +16,10 @@ from paceline.core.tls import Tls
 @final
 @dataclass(frozen=True)
 class WorkerOptions(PlainOptions):
-    """The first five are the job's, the others one worker's.
+    """Options of a worker: the first five are the job's, the others one worker's.
 
     exact      a worker with another fingerprint or model is refused
-    patience   seconds that workers train on without a supervisor, and the job without its caller
+    patience   seconds that workers train without a supervisor, and the job without its caller
     chaos      faults to inject
     links      measured costs of the links, as plain data
     tls        certificates of the control connection
@@ -47,8 +47,8 @@ class WorkerOptions(PlainOptions):
 @final
 @dataclass(frozen=True)
 class AgentLaunch(PlainOptions):
-    """What an agent needs to start workers, beside the payload: their entry, the modules that its fork server
-    imports once, threads of numeric libraries, and the options that all workers of the job have."""
+    """Options with which an agent starts workers, beside the payload: their entry, the modules that its fork
+    server imports once, threads of numeric libraries, and the options that all workers of the job have."""
 
     entry: str
     preload: tuple[str, ...] = ()

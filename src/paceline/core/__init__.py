@@ -1,4 +1,4 @@
-"""What every layer uses: errors, events, journal, config, logging, the wire format, handshakes, files,
+"""Foundations of every layer: errors, events, journal, config, logging, the wire format, handshakes, files,
 storage.
 
 Must not know any other folder of Paceline, and never imports torch.

@@ -33,7 +33,7 @@ _CHUNK: Final = 4 << 20
 
 
 class SystemCall(Protocol):
-    """Makes a call into the operating system or into fsspec."""
+    """Function that makes a call into the operating system or into fsspec."""
 
     def __call__(self, operation: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
 

@@ -27,7 +27,7 @@ from typing import Final, final
 
 from paceline.core import limit_errors
 from paceline.core.errors import PacelineError
-from paceline.core.handshake import Acceptor, KeyedDifferentlyError, Protocol, VersionError
+from paceline.core.handshake import Acceptor, KeyedDifferentlyError, VersionError, WireProtocol
 from paceline.core.session_auth import SessionKeys
 from paceline.core.tls import TlsEnd
 
@@ -76,7 +76,7 @@ class AuthenticatedListener:
     def __init__(
         self,
         listener: socket.socket,
-        protocol: Protocol,
+        protocol: WireProtocol,
         secret: bytes,
         selector: selectors.BaseSelector,
         on_authenticated: Callable[[bytes, AuthenticatedSocket], None],
@@ -104,19 +104,19 @@ class AuthenticatedListener:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where it listens."""
+        """The address of the listening socket."""
         host, port = self._listener.getsockname()[:2]
         return str(host), int(port)
 
     @property
     def due(self) -> float:
-        """When `tick` has something to do."""
+        """The time at which `tick` has something to do."""
         first = next(iter(self._pending.values()), None)
         due = first.until if first is not None else float("inf")
         return min(due, self._paused_until) if self._paused_until else due
 
     def tick(self, now: float) -> None:
-        """Drop those that took too long; accept again after a pause."""
+        """Drop pending connections that took too long; accept again after a pause."""
         for pending in [pending for pending in self._pending.values() if pending.until <= now]:
             self._drop(pending)
         if self._paused_until and now >= self._paused_until:
@@ -204,8 +204,8 @@ class AuthenticatedListener:
             _log.debug("a member from %s was dropped: %r", pending.host, error)
 
     def _exchange(self, pending: _UnprovenPeer) -> Acceptor:
-        """Continue until the peer has proved itself and has our proof; raises before, also where it has to
-        be waited for."""
+        """Continue until the peer has proved itself and has our proof; raise before, also where the peer has
+        to be waited for."""
         sock, acceptor = pending.sock, pending.acceptor
         if acceptor is None:
             bound = b""

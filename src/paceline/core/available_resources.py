@@ -1,8 +1,8 @@
-"""What of this machine a process may use: cores by affinity and by the quota of its control groups, memory by
-their limit; and whether a freezer holds it.
+"""Resources that a process may use: cores by affinity and by the quota of its control groups, memory by their
+limit; and whether a freezer holds it.
 
-A container that may use half a CPU sees all cores of its host; what counts them by affinity alone starts far
-too many threads. Both versions of cgroups are read, with every group that the process's own is in.
+A container that may use half a CPU sees all cores of its host; code that counts them by affinity alone starts
+far too many threads. Both versions of cgroups are read, with every group that the process's own is in.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _UNLIMITED: Final = 1 << 60  # version 1 writes a page-rounded maximum where the
 
 
 def cores(proc: Path = _PROC) -> int:
-    """Cores that this process can keep busy: at least 1."""
+    """Return the cores that this process can keep busy: at least 1."""
     allowed = len(os.sched_getaffinity(0))
     quota = cpu_quota(proc)
     return allowed if quota is None else max(1, min(allowed, -int(-quota // 1)))
 
 
 def cpu_quota(proc: Path = _PROC) -> float | None:
-    """CPUs by the tightest quota of this process's groups; None without one."""
+    """Return the CPUs of the tightest quota of this process's groups; None without one."""
     return tightest(proc, "cpu", _quota)
 
 
 def memory_limit(proc: Path = _PROC) -> int | None:
-    """Return bytes by the tightest limit of this process's groups; None without one."""
+    """Return the bytes of the tightest limit of this process's groups; None without one."""
     return tightest(proc, "memory", memory_limit_of)
 
 
@@ -74,7 +74,7 @@ def groups(proc: Path, controller: str, mounts: Path | None = None) -> Iterator[
 
 @functools.cache
 def _mounts(proc: Path, controller: str) -> dict[int, tuple[Path, str]]:
-    """For each version, where the hierarchy with the controller is mounted, and which part of it."""
+    """Return for each version where the hierarchy with the controller is mounted, and which part of it."""
     found: dict[int, tuple[Path, str]] = {}
     for line in read_text(proc / "mountinfo").splitlines():
         before, _, after = line.partition(" - ")
@@ -111,7 +111,7 @@ def _is_frozen(folder: Path, version: int) -> bool:
 
 
 def _quota(folder: Path, version: int) -> float | None:
-    """ "max", -1 and files that are not there are no quota."""
+    """Return the CPUs of one group's quota; "max", -1 and files that are not there are none."""
     names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if version == 1 else ("cpu.max",)
     match " ".join(read_text(folder / name) for name in names).split():
         case [quota, period] if quota.isdigit() and period.isdigit() and int(quota) and int(period):

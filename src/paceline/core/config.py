@@ -27,14 +27,14 @@ from paceline.core.errors import ConfigError, UsageError
 from paceline.core.type_conversion import ConversionError, MismatchError, convert, fields_of, join, plain_hint
 
 T = TypeVar("T")
-Source = str | os.PathLike[str] | Mapping[str, Any]
+ConfigSource = str | os.PathLike[str] | Mapping[str, Any]
 
 # YAML 1.1, which PyYAML speaks, takes 1e-3 for a string.
 _YAML_FLOAT = re.compile(r"[-+]?(?:\d[\d_]*)(?:\.\d*)?[eE][-+]?\d+$")
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
-def load(cls: type[T], *sources: Source, overrides: Iterable[str] = ()) -> T:
+def load(cls: type[T], *sources: ConfigSource, overrides: Iterable[str] = ()) -> T:
     """Return a `cls` from files or mappings, the later winning, then from overrides such as
     `optimizer.lr=0.1`.
 
@@ -78,7 +78,9 @@ def _explained(origin: str) -> Iterator[None]:
         raise error.with_origin(origin) from None
 
 
-def _parsed(sources: Iterable[Source], overrides: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _parsed(
+    sources: Iterable[ConfigSource], overrides: Iterable[str]
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Return where settings come from, and what they are, one after the other."""
     for source in sources:
         if isinstance(source, Mapping):
@@ -283,7 +285,7 @@ _PARSERS = {".toml": _toml, ".json": _json, ".yaml": _yaml, ".yml": _yaml}
 
 
 def dumps(settings: object) -> str:
-    """TOML for a dataclass instance, nested dataclasses as tables.
+    """Return TOML for a dataclass instance, nested dataclasses as tables.
 
     TOML has no None: a None that is the default is left out, another is written as "none".
     """

@@ -31,13 +31,13 @@ import traceback
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Literal
 
-Fault = Literal["user", "ours", "peer", "platform"]
+FaultOwner = Literal["user", "ours", "peer", "platform"]
 
 
 class PacelineError(Exception):
     """The root: a message, a remedy, and the facts behind the message for programs that want them."""
 
-    fault: ClassVar[Fault] = "ours"
+    fault: ClassVar[FaultOwner] = "ours"
     usual_remedy: ClassVar[str] = ""
 
     def __init__(self, message: str, *, remedy: str = "", **facts: object) -> None:
@@ -67,7 +67,7 @@ class PacelineError(Exception):
 class UsageError(PacelineError, ValueError):
     """The caller asked for something that cannot be."""
 
-    fault: ClassVar[Fault] = "user"
+    fault: ClassVar[FaultOwner] = "user"
 
 
 class ConfigError(UsageError):
@@ -135,10 +135,9 @@ class GroupInterruptedError(PeerError):
 
 
 class CorruptDataError(PeerError):
-    """What arrived of a rank is not what that rank took the checksum of; `rank` is whose data it is (-1:
-    not known)."""
+    """Data of a rank does not match the checksum that the rank took; `rank` is that rank (-1: not known)."""
 
-    usual_remedy = "suspect the memory or the network of that rank's machine; leave the rank out and go on"
+    usual_remedy = "suspect the memory or the network of that rank's machine; leave the rank out and continue"
 
     def __init__(self, message: str, *, rank: int = -1, remedy: str = "", **facts: object) -> None:
         super().__init__(message, remedy=remedy, **facts)
@@ -208,7 +207,7 @@ class ReplicasDifferError(PlatformError):
     says which rank is right."""
 
     usual_remedy = (
-        'start again with resume="auto", which goes on from the newest version that all ranks agreed on; '
+        'start again with resume="auto", which continues from the newest version that all ranks agreed on; '
         "suspect the memory of that rank's machine, or a modifier or a model that depends on the rank, on "
         "time or on randomness that is not seeded"
     )

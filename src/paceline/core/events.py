@@ -1,4 +1,4 @@
-"""What happens in a run, as frozen dataclasses that are one JSON object each.
+"""Events of a run, as frozen dataclasses that are one JSON object each.
 
 Readers of a journal may be older than its writer: fields they do not know are dropped, event types they do
 not know (or can no longer read) come back as UnknownEvent, which writes itself out unchanged. Events never
@@ -37,8 +37,8 @@ _encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 def register(cls: E) -> E:
-    """Class decorator: make `cls` a frozen dataclass, if it is none, and readable. Its `type` is its name in
-    snake_case."""
+    """Make `cls` a frozen dataclass, if it is none, and readable: a class decorator. The `type` of `cls` is its
+    name in snake_case."""
     if "__dataclass_params__" not in vars(cls):
         dataclass(frozen=True, kw_only=True)(cls)
     name = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
@@ -100,7 +100,7 @@ class ViewChanged(Event):
 
 @register
 class Repaired(Event):
-    """Training goes on after workers were lost: `seconds` from noticing it to the new view."""
+    """Training continues after workers were lost: `seconds` from noticing the loss to the new view."""
 
     generation: int
     seconds: float
@@ -109,8 +109,8 @@ class Repaired(Event):
 
 @register
 class Verdict(Event):
-    """Why progress stopped: who, where, doing what, at which line of Python, what the others waited for and
-    what was done about it. `text` is all of it as it stands on the terminal."""
+    """The reason why progress stopped: which rank, on which host, doing what, at which line of Python, what the
+    others waited for and what was done about it. `text` is all of it as it stands on the terminal."""
 
     rank: int
     host: str
@@ -197,7 +197,7 @@ class RunStarted(Event):
 
 @register
 class RunResumed(Event):
-    """A run goes on from a checkpoint: steps after `step` that stand above in the journal are done again.
+    """A run resumes from a checkpoint: steps after `step` that stand above in the journal are done again.
     `disowned`: because ranks held different states, so that these steps may have been wrong."""
 
     version: int
@@ -263,7 +263,7 @@ class CheckpointSaved(Event):
 
 @register
 class CheckpointFailed(Event):
-    """A version could not be written; training goes on, earlier versions stay."""
+    """A version could not be written; training continues, earlier versions stay."""
 
     version: int
     step: int

@@ -120,7 +120,7 @@ class Fault:
 @final
 @dataclass(frozen=True, kw_only=True)
 class RandomFaults:
-    """In each step, with probability `rate`, one of `kinds` for each rank, in a phase that is drawn too.
+    """Random faults: in each step, with probability `rate`, one of `kinds` for each rank, in a random phase.
 
     first, until   the steps between which it may happen, both included
     rank           only this one; None: all

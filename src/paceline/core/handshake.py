@@ -42,9 +42,9 @@ CHALLENGE_BYTES: Final = _HEAD_BYTES + _NONCE_BYTES
 
 
 @dataclass(frozen=True)
-class Protocol:
-    """What follows the handshake. `number` grows with every change of what is sent, here or there:
-    two numbers that differ do not talk."""
+class WireProtocol:
+    """The protocol that follows the handshake. `number` grows with every change of what is sent, here or
+    there: two numbers that differ do not talk."""
 
     name: str
     mark: bytes
@@ -58,7 +58,7 @@ class Protocol:
 
     @property
     def answer_bytes(self) -> int:
-        """What a connector sends; an acceptor never reads more of a stranger."""
+        """The length of a connector's answer; an acceptor never reads more of a stranger."""
         return _HEAD_BYTES + self.context_bytes + _NONCE_BYTES + PROOF_BYTES
 
     def check(self, begin: bytes) -> None:
@@ -73,13 +73,13 @@ class Protocol:
         )
 
 
-CONTROL: Final = Protocol("control", b"PLctl", 3)
+CONTROL: Final = WireProtocol("control", b"PLctl", 3)
 """A worker, an agent or a tool, and the supervisor."""
-STORE: Final = Protocol("store", b"PLstor", 4)
+STORE: Final = WireProtocol("store", b"PLstor", 4)
 """A rank and the store in which ranks meet."""
-MESH: Final = Protocol("mesh", b"PLmesh", 4, context_bytes=20)
+MESH: Final = WireProtocol("mesh", b"PLmesh", 4, context_bytes=20)
 """Two ranks of a group: from, to, stream, and how each can authenticate bulk data."""
-DIAL: Final = Protocol("dial", b"PLdial", 3, context_bytes=8)
+DIAL: Final = WireProtocol("dial", b"PLdial", 3, context_bytes=8)
 """Two workers that may be in one view: from, to."""
 
 
@@ -107,7 +107,7 @@ class Acceptor:
     """The accepting end of one connection: send `challenge`, feed what comes. When `feed` returns True, the
     connector has proved itself: look at `context`, and send `proof` to accept it."""
 
-    def __init__(self, protocol: Protocol, secret: bytes, bound: bytes = b"") -> None:
+    def __init__(self, protocol: WireProtocol, secret: bytes, bound: bytes = b"") -> None:
         self._protocol = protocol
         self._secret = secret
         self._bound = bound
@@ -118,11 +118,11 @@ class Acceptor:
 
     @property
     def wanted(self) -> int:
-        """How many bytes may be read next."""
+        """The number of bytes that may be read next."""
         return self._protocol.answer_bytes - len(self._got)
 
     def feed(self, data: bytes) -> bool:
-        """Take bytes in; raise HandshakeError as soon as they cannot be a member's."""
+        """Accept bytes; raise HandshakeError as soon as they cannot be a member's."""
         self._got += data
         # The magic is checked as it comes, byte by byte: a peer of another protocol, which may never send as
         # many bytes as an answer has, is refused at once.
@@ -160,7 +160,9 @@ class Acceptor:
 class Connector:
     """The connecting end: feed what comes, send what `feed` returns, until `done`."""
 
-    def __init__(self, protocol: Protocol, secret: bytes, context: bytes = b"", bound: bytes = b"") -> None:
+    def __init__(
+        self, protocol: WireProtocol, secret: bytes, context: bytes = b"", bound: bytes = b""
+    ) -> None:
         assert len(context) == protocol.context_bytes
         self._protocol = protocol
         self._secret = secret
@@ -173,11 +175,11 @@ class Connector:
 
     @property
     def wanted(self) -> int:
-        """How many bytes may be read next."""
+        """The number of bytes that may be read next."""
         return (PROOF_BYTES if self._transcript else CHALLENGE_BYTES) - len(self._got)
 
     def feed(self, data: bytes) -> bytes:
-        """Take bytes in, return what to send now; raise HandshakeError if this is not the acceptor."""
+        """Accept bytes, return what to send now; raise HandshakeError if this is not the acceptor."""
         self._got += data
         if not self._transcript:
             self._protocol.check(self._got)

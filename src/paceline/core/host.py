@@ -13,7 +13,8 @@ _VARIABLE: Final = "PACELINE_HOST"
 
 
 def host_identity(environment: Mapping[str, str] = os.environ) -> str:
-    """Equal for two processes that can share memory: same kernel, same network and same process numbers."""
+    """Return a text that is equal for two processes that can share memory: same kernel, same network and same
+    process numbers."""
     parts = [environment.get(_VARIABLE, "")]
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:

@@ -42,7 +42,7 @@ class JournalDamage:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What was read: events, damaged lines, and the offset at which to read on."""
+    """Lines that were read: events, damaged lines, and the offset at which to continue."""
 
     events: tuple[Event, ...]
     damage: tuple[JournalDamage, ...]
@@ -126,7 +126,7 @@ class PatientJournal:
 
     @property
     def complete(self) -> bool:
-        """Whether all that was appended is in the file."""
+        """Return whether all that was appended is in the file."""
         return not self._waiting
 
     def append(self, event: Event) -> None:
@@ -155,7 +155,7 @@ class PatientJournal:
                 if not self._said:
                     self._said = True
                     _log.error(
-                        "%s; training goes on, and the journal is completed when that works again", error
+                        "%s; training continues, and the journal is completed when that works again", error
                     )
                 return
             for _ in lines:

@@ -20,7 +20,7 @@ _SHM = "/dev/shm"
 
 
 def explain_os_error(error: OSError, what: str) -> PacelineError:
-    """`what` did not work because of `error`: a ResourceError where something ran out, and what to do."""
+    """Return the error for `what`, which failed with `error`: a ResourceError where something ran out."""
     match error.errno:
         case errno.EMFILE | errno.ENFILE:
             return too_many_files(error, what)
@@ -34,7 +34,7 @@ def explain_os_error(error: OSError, what: str) -> PacelineError:
 
 
 def too_many_files(error: OSError, what: str) -> ResourceError:
-    """EMFILE: this process has too many files open; ENFILE: the whole machine has."""
+    """Return the error for EMFILE (this process has too many files open) or ENFILE (the whole machine has)."""
     if error.errno == errno.ENFILE:
         used, _, most = _read("fs/file-nr").split() or ("?", "", "?")
         return ResourceError(
@@ -55,7 +55,8 @@ def too_many_files(error: OSError, what: str) -> ResourceError:
 
 
 def no_port(error: OSError, what: str) -> ResourceError:
-    """EADDRINUSE and EADDRNOTAVAIL: the port is taken, none is left, or the address is not this machine's."""
+    """Return the error for EADDRINUSE or EADDRNOTAVAIL: the port is taken, none is left, or the address is not
+    this machine's."""
     low, high, *_ = *_read("net/ipv4/ip_local_port_range").split(), "?", "?"
     limit = f"{low}-{high}"
     ports = f"net.ipv4.ip_local_port_range={limit}"
@@ -70,7 +71,7 @@ def no_port(error: OSError, what: str) -> ResourceError:
 
 
 def no_memory(error: OSError, what: str) -> ResourceError:
-    """ENOMEM, ENOSPC and EFBIG where memory (shared memory, a memory file) was wanted."""
+    """Return the error for ENOMEM, ENOSPC or EFBIG where memory (shared memory, a memory file) was wanted."""
     space, _ = resource.getrlimit(resource.RLIMIT_AS)
     if error.errno == errno.ENOMEM and space != resource.RLIM_INFINITY:
         return ResourceError(
@@ -99,7 +100,7 @@ def no_memory(error: OSError, what: str) -> ResourceError:
 
 
 def no_processes(error: OSError, what: str) -> ResourceError:
-    """EAGAIN of fork or of a new thread: too many of them, by one of several limits."""
+    """Return the error for EAGAIN of fork or of a new thread: too many of them, by one of several limits."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
     found = {
         "`ulimit -u`": _shown(soft),
@@ -121,7 +122,7 @@ def _read(name: str) -> str:
 
 
 def _memory() -> tuple[int, int]:
-    """Available and all memory, in bytes."""
+    """Return available and all memory, in bytes."""
     lines = available_resources.read_text(Path("/proc/meminfo")).splitlines()
     if not lines:
         return 0, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,6 +1,6 @@
-"""Where a process listens: one address, and a port of a range. Every listening socket of a run is made here.
+"""Listening sockets: one address, and a port of a range. Every listening socket of a run is made here.
 
-    Listening(ports="42000-42100", interface="eth0").open(host)
+    ListenAddress(ports="42000-42100", interface="eth0").open(host)
 
 `host` is what the caller knows (the address of the connection that brought it here); an interface that was
 chosen by name or address comes first. Nothing listens on all interfaces unless a caller asks for 0.0.0.0 or
@@ -30,7 +30,7 @@ _LOOPBACK_SECONDS: Final = 5.0
 
 
 def port_range(text: str) -> tuple[int, int] | None:
-    """First and last port of "42000-42100" or "42000"; None for the empty text."""
+    """Return the first and last port of "42000-42100" or "42000"; None for the empty text."""
     if not text:
         return None
     first, dash, last = text.partition("-")

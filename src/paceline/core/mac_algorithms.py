@@ -1,4 +1,4 @@
-"""How large chunks are authenticated: the kinds, which of them this process has, which one two ends use.
+"""Authentication of large chunks: the kinds of tags, which of them this process has, which one two ends use.
 
     SHA256   keyed BLAKE2b over the chunk's SHA-256: needs nothing but Python; about 1.7 GB/s of one core
     GMAC     AES-256-GMAC of the `cryptography` package; about 20 GB/s with the processor's AES instructions
@@ -34,7 +34,7 @@ _log = logging.getLogger("paceline.core")
 
 
 class Mac(enum.IntFlag):
-    """Kinds, as an end offers them; the values travel."""
+    """Kinds of tags, as an end offers them; the values travel."""
 
     SHA256 = 1
     GMAC = 2

@@ -19,7 +19,7 @@ class MemoryCgroup(available_resources.Cgroup):
     """A cgroup with the memory controller."""
 
     def kills(self) -> int | None:
-        """Processes of this group that the kernel killed for memory so far; None where it has no counter."""
+        """Return how many processes of this group the kernel killed for memory; None without a counter."""
         text = read_text(self.path / ("memory.events" if self.version == 2 else "memory.oom_control"))
         counts = [line.split()[1] for line in text.splitlines() if line.startswith("oom_kill ")]
         return int(counts[0]) if counts else None

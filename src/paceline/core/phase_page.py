@@ -25,7 +25,7 @@ _LEFT_AT: Final = _PHASE.size + _TIME.size
 @dataclass(frozen=True)
 class PhaseRecord:
     """The phase, the step that it belongs to, the machine's monotonic time at which it began, and that at
-    which the thread that beats last had the interpreter; 0.0: not yet."""
+    which the thread that heartbeats last had the interpreter; 0.0: not yet."""
 
     phase: str
     step: int
@@ -40,7 +40,7 @@ def page_file(folder: Path, member: int) -> Path:
 
 @final
 class PhasePage:
-    """The writing end."""
+    """The writing end of a phase page."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

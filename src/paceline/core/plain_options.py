@@ -15,10 +15,10 @@ from paceline.core.errors import WireError
 
 @dataclass(frozen=True)
 class PlainOptions:
-    """Base of such a dataclass; its fields may be dataclasses, too."""
+    """Base of a dataclass of options; its fields may be dataclasses, too."""
 
     def to_plain(self) -> dict[str, Any]:
-        """Return what JSON and msgpack can hold."""
+        """Return the options as data that JSON and msgpack can hold."""
         plain: dict[str, Any] = msgspec.to_builtins(self, enc_hook=os.fspath)
         return plain
 

@@ -1,5 +1,4 @@
-"""Where things are in a group's shared segment. Plain arithmetic; must not import torch, the launcher uses
-it.
+"""Layout of a group's shared segment. Plain arithmetic; must not import torch, the launcher uses it.
 
     header | a board row per rank | message rings (2 lanes, one per ordered pair) | small slots | staging |
     results | an arena per rank
@@ -43,12 +42,12 @@ class SegmentLayout:
 
     @property
     def small_bytes(self) -> int:
-        """Up to this size every rank folds everything: more than its share of work, but one barrier less."""
+        """The size up to which every rank folds everything: more than its share of work, one barrier less."""
         return max(64 * 1024, min(1 << 20, _power_below((4 << 20) // self.world_size)))
 
     @property
     def stage_bytes(self) -> int:
-        """One rank's staging slot; all slots together should stay in a shared cache."""
+        """The size of one rank's staging slot; all slots together should stay in a shared cache."""
         return max(64 * 1024, min(1 << 20, _power_below((8 << 20) // self.world_size)))
 
     def row(self, rank: int) -> int:
@@ -83,8 +82,7 @@ class SegmentLayout:
 
 
 def create_segment(world_size: int) -> int:
-    """Return a new segment for a group; returns its file descriptor, which the caller passes to the ranks and
-    closes."""
+    """Return the descriptor of a new segment for a group; the caller passes it to the ranks and closes it."""
     check_world_size(world_size)
     layout = SegmentLayout(world_size, usual_arena(world_size))
     fd = -1
@@ -122,7 +120,7 @@ def read_segment(fd: int, world_size: int) -> SegmentLayout:
 
 
 def usual_arena(world_size: int) -> int:
-    """Return bytes of address space for one rank's tensors: more than there is memory, since only what is
+    """Return the bytes of address space for one rank's tensors: more than there is memory, since only what is
     written costs any; a part of what is allowed where the address space is limited (`ulimit -v`)."""
     most = 256 << 30 if world_size <= 64 else 16 << 30
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)

@@ -1,5 +1,5 @@
-"""Plain data (what JSON, TOML and YAML give) into annotated types, with the path to whatever does not fit;
-and numbers that JSON lacks, both ways.
+"""Convert plain data (of JSON, TOML and YAML) to annotated types, with the path to whatever does not fit; and
+numbers that JSON lacks, both ways.
 
 Configuration, events and what commands print as JSON share these rules.
 """
@@ -152,7 +152,7 @@ def _fields(cls: type) -> Mapping[str, tuple[dataclasses.Field[Any], Any]]:
 
 @functools.lru_cache(maxsize=256)
 def _exact(cls: type) -> Mapping[str, frozenset[type]]:
-    """By field, the types whose values are right as they are. A journal holds millions of plain numbers."""
+    """Return by field the types whose values need no conversion: a journal holds millions of plain numbers."""
 
     def of(hint: Any) -> frozenset[type]:
         hint = plain_hint(hint)
@@ -212,7 +212,7 @@ def _convert_dataclass(value: object, cls: type, path: str) -> Any:
 
 
 def construct(cls: type, given: dict[str, Any], path: str) -> Any:
-    """`cls(**given)`, where a ValueError of the class's checks counts as a mismatch of the whole table."""
+    """Return `cls(**given)`; a ValueError of the class's checks counts as a mismatch of the whole table."""
     try:
         return cls(**given)
     except ConfigError:
@@ -321,7 +321,7 @@ _CONTAINERS: dict[Any, Callable[[Any, Any, tuple[Any, ...], str], Any]] = {
 
 
 def finite(value: Any) -> Any:
-    """Plain data with NaN and infinities, which JSON lacks, as strings that `float` understands."""
+    """Return plain data with NaN and infinities, which JSON lacks, as strings that `float` understands."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, dict):

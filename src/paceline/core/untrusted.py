@@ -85,18 +85,18 @@ def check_no_links(folder: Path, names: Collection[str] | None = None) -> None:
 
 
 def printable(text: object) -> str:
-    """Text for a terminal: without control characters, which could move the cursor, set the title or write to
-    the clipboard. Lines and tabs stay."""
+    """Return text for a terminal: without control characters, which could move the cursor, set the title or
+    write to the clipboard. Lines and tabs stay."""
     return re.sub(_NOT_SHOWN, "\N{REPLACEMENT CHARACTER}", str(text))
 
 
 def redact_credentials(text: str) -> str:
-    """Text without user:password@ of URLs and without the values of query keys that name a secret."""
+    """Return the text without user:password@ of URLs and without the values of query keys of secrets."""
     return re.sub(_QUERY, rf"\g<key>{REDACTED}", re.sub(_USER, rf"\g<scheme>{REDACTED}@", text))
 
 
 def redact_secrets(arguments: Iterable[str]) -> tuple[str, ...]:
-    """Arguments of a command as they may be recorded: values of options that name a secret are left out."""
+    """Return a command's arguments as they may be recorded: without the values of options that name a secret."""
     found: list[str] = []
     hide = False
     for argument in arguments:

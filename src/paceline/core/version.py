@@ -1,4 +1,4 @@
-"""Which Paceline this is, and which control protocol it speaks.
+"""Version of Paceline, and of the control protocol that it speaks.
 
 PROTOCOL grows with every change of a control message: two numbers that differ do not talk. (Handshake and
 frames have a number for each protocol, see `handshake`, and are refused before a message is read.) Workers

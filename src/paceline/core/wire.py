@@ -86,7 +86,7 @@ def register(
 
 
 def encode(obj: object) -> list[Buffer]:
-    """`obj` as pieces whose concatenation is the message; large arrays are not copied.
+    """Return `obj` as pieces whose concatenation is the message; large arrays are not copied.
 
     The pieces are valid as long as the arrays are not changed. A memoryview arrives as bytes.
     """
@@ -194,7 +194,7 @@ _LIFTABLE: Final = frozenset({bytes, bytearray, list, tuple, dict})
 
 
 def _lift(node: Any) -> Any:
-    """`node` with every bytearray and all long bytes below it wrapped; itself when there are none."""
+    """Return `node` with every bytearray and all long bytes below it wrapped; itself when there are none."""
     kind = type(node)
     if kind is bytearray or (kind is bytes and len(node) > _INLINE_BYTES):
         return _Lifted(node)

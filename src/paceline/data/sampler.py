@@ -86,7 +86,7 @@ class DistributedSampler(Sampler[int]):
         self._pass: _Pass | None = None
         self._resumed = False
         self._warned = False
-        self._told_epochs = False  # set_epoch was called, ever
+        self._set_epoch_called = False  # set_epoch was called, ever
 
     @property
     def num_samples(self) -> int:
@@ -120,7 +120,7 @@ class DistributedSampler(Sampler[int]):
         The epoch that a loaded state is in continues from the state; any other starts at its beginning.
         """
         epoch = whole("epoch", epoch, 0, LARGEST_SEED)
-        self._told_epochs = True
+        self._set_epoch_called = True
         if epoch != self.epoch:
             if self._resumed and self._share(self._start, 0):
                 _log.warning(
@@ -194,7 +194,7 @@ class DistributedSampler(Sampler[int]):
                 if current.handed_out == current.share and current is self._pass:
                     # The epoch is handed out: iterating again means all of it.
                     self._start = 0
-                    if current.again and not self._told_epochs:
+                    if current.again and not self._set_epoch_called:
                         self._say_forgotten()
                 yield sample
 

@@ -1,10 +1,11 @@
-"""Three ways to carry out `Trainer.fit`, of one shape: a job in, a `FitResult` out.
+"""Drivers of `Trainer.fit`, of one shape: a job in, a `FitResult` out.
 
     fit_in_job      on the ranks of a job that exists already (a spawned function, torchrun)
     fit_supervised  on workers that a supervisor starts and replaces
     fit_spawned     on spawned ranks, of which the first failure ends the run
 
-Each handles its own signals and errors; what a stop request means to the caller is in `FitResult`. Importing
+Each handles its own signals and errors (a job that exists already has its own signal handlers); what a stop
+request means to the caller is in `FitResult`. Importing
 this module does not import torch.
 """
 
@@ -15,7 +16,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from paceline.comm.context import DistributedContext
-    from paceline.train.loop.worker_tasks import TrainJob
+    from paceline.train.loop.worker_tasks import TrainJob, TrainResult
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -80,11 +81,9 @@ def fit_supervised(job: TrainJob) -> FitResult:
         with _naming_part_of(job):
             running = stack.enter_context(SupervisedRun(job, observers))
         stack.enter_context(listening(signals.append, ctrl_c=True))
-        stopping = False
         try:
             while not running.wait(_POLL_SECONDS):
-                if signals and not stopping:
-                    stopping = True
+                if signals:
                     running.stop(signals[0])
         except KeyboardInterrupt:
             raise interrupted(f"ended at once by a second Ctrl-C; {running.saved_sentence}") from None
@@ -97,9 +96,7 @@ def fit_supervised(job: TrainJob) -> FitResult:
 
 
 def fit_spawned(job: TrainJob) -> FitResult:
-    """Train on spawned ranks, without a supervisor; they look for the stop file after every step."""
-    from paceline.train.loop import worker_tasks
-
+    """Train on spawned ranks, without a supervisor."""
     assert job.folder is not None
     folder = RunFolder(job.folder)
     signals: list[str] = []
@@ -108,17 +105,29 @@ def fit_spawned(job: TrainJob) -> FitResult:
         signals.append(reason)
         write_stop_file(folder.stop_file, reason)
 
-    with locked(folder), listening(forward, ctrl_c=True):
-        try:
-            trained = spawn_ranks(worker_tasks.train, job)
-        except PeerLostError as error:
-            _record_lost(folder, error)
-            raise
+    trained = train_spawned(job, listening(forward, ctrl_c=True))
     assert trained.history is not None
     if trained.stopped is None and signals:
         # The workers had ended when the signal came; its sender wants this process to end all the same.
         return FitResult(trained.history, trained.weights, signals[0])
     return FitResult(trained.history, trained.weights, trained.stopped, _RESUME)
+
+
+def train_spawned(job: TrainJob, stopping: AbstractContextManager[object]) -> TrainResult:
+    """Train on spawned ranks, which look for the stop file after every step; the first failure ends them.
+
+    `stopping` writes the stop file on request. It is entered once the file can only be this run's.
+    """
+    from paceline.train.loop import worker_tasks
+
+    assert job.folder is not None
+    folder = RunFolder(job.folder)
+    with locked(folder), stopping:
+        try:
+            return spawn_ranks(worker_tasks.train, dataclasses.replace(job, stop_file=folder.stop_file))
+        except PeerLostError as error:
+            _record_lost(folder, error)
+            raise
 
 
 @contextmanager

@@ -157,10 +157,10 @@ class TrainingSession:
 
     @property
     def saved_sentence(self) -> str:
-        saver = None if self._run is None else self._run.parts.saver
-        if saver is None or saver.newest is None:
+        checkpointer = None if self._run is None else self._run.parts.checkpointer
+        if checkpointer is None or checkpointer.newest is None:
             return "no version is saved"
-        return saved_sentence(saver.newest, saver.newest_step)
+        return saved_sentence(checkpointer.newest, checkpointer.newest_step)
 
     def _conclude(self) -> None:
         if self._run is None:

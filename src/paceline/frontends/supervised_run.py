@@ -144,6 +144,7 @@ class SupervisedRun:
         self._job = job
         self._trained: TrainResult | None = None
         self._starts = 0
+        self._stopping = self._killed = False
         watching = [*(item for item in job.callbacks if isinstance(item, Observer)), *observers]
         self._callbacks = Callbacks(watching)
         try:
@@ -220,12 +221,16 @@ class SupervisedRun:
             self._following.read()
 
     def stop(self, reason: str) -> None:
-        """Finish the step, save, and end."""
-        self._supervised.stop(reason)
+        """Finish the step, save, and end. Only the first call counts."""
+        if not self._stopping:
+            self._stopping = True
+            self._supervised.stop(reason)
 
     def kill(self) -> None:
-        """End everything at once."""
-        self._supervised.kill()
+        """End everything at once. Only the first call counts."""
+        if not self._killed:
+            self._killed = True
+            self._supervised.kill()
 
     @property
     def stopped_before_it_began(self) -> str | None:

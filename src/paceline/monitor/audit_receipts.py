@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from typing import final
 
 from paceline.core.events import RECALLED
-from paceline.monitor.journal_index import AuditRecord, Member, RecordedReceipt, View, ViewMembers
+from paceline.monitor.journal_index import AuditRecord, Member, RecordedReceipt, ViewKey, ViewMembers
 
 _SHOWN = 20
 _MOST_SHARDS = 1 << 20
@@ -56,14 +56,14 @@ def check(record: AuditRecord, *, backup: bool, wrong: list[str], notes: list[st
     counting, superseded = _counting(record)
     final = _final_views(record, supervised, counting, wrong)
     _check_strays(record, supervised, final, counting, wrong)
-    steps_of: dict[View, list[int]] = {}
+    steps_of: dict[ViewKey, list[int]] = {}
     for step in sorted(final):
         steps_of.setdefault(final[step], []).append(step)
-    receipts_of: dict[View, dict[Member, list[RecordedReceipt]]] = {}
+    receipts_of: dict[ViewKey, dict[Member, list[RecordedReceipt]]] = {}
     for receipt in counting:
         receipts_of.setdefault(receipt.view, {}).setdefault(receipt.member, []).append(receipt)
     by_receipt = by_commit = 0
-    following: View | None = None
+    following: ViewKey | None = None
     course = _ViewSequence(record)
     for view in sorted(steps_of, reverse=True):
         same = following if following is not None and following[0] == view[0] else None
@@ -97,8 +97,8 @@ def _counting(record: AuditRecord) -> tuple[list[RecordedReceipt], int]:
 
 
 def _final_views(
-    record: AuditRecord, supervised: dict[int, View], counting: list[RecordedReceipt], wrong: list[str]
-) -> dict[int, View]:
+    record: AuditRecord, supervised: dict[int, ViewKey], counting: list[RecordedReceipt], wrong: list[str]
+) -> dict[int, ViewKey]:
     """Return the final view of each step: the last one in which a member committed it."""
     final = dict(supervised)
     ordered = sorted(supervised)
@@ -116,7 +116,7 @@ def _final_views(
     return final
 
 
-def _outside(receipt: RecordedReceipt, supervised: dict[int, View], ordered: list[int]) -> list[int]:
+def _outside(receipt: RecordedReceipt, supervised: dict[int, ViewKey], ordered: list[int]) -> list[int]:
     """Return the steps of a receipt that were committed in another view. Views are runs of steps, so a
     receipt whose two ends are in its view is wholly in it."""
     ends = supervised.get(receipt.first), supervised.get(receipt.last)
@@ -128,14 +128,14 @@ def _outside(receipt: RecordedReceipt, supervised: dict[int, View], ordered: lis
 
 def _check_strays(
     record: AuditRecord,
-    supervised: dict[int, View],
-    final: dict[int, View],
+    supervised: dict[int, ViewKey],
+    final: dict[int, ViewKey],
     counting: list[RecordedReceipt],
     wrong: list[str],
 ) -> None:
     """Check steps with evidence from two views: members that committed them in the first must be gone."""
     ordered = sorted(supervised)
-    stayed: dict[int, set[tuple[View, Member | None]]] = {}
+    stayed: dict[int, set[tuple[ViewKey, Member | None]]] = {}
     for step, view in final.items():
         if view != supervised[step] and not _gone(record, supervised[step], view):
             stayed.setdefault(step, set()).add((supervised[step], None))
@@ -156,7 +156,7 @@ def _check_strays(
             )
 
 
-def _gone(record: AuditRecord, before: View, after: View) -> bool:
+def _gone(record: AuditRecord, before: ViewKey, after: ViewKey) -> bool:
     """Return whether some member of a view is not in a later one: it may have committed alone."""
     old, new = record.views.get(before), record.views.get(after)
     return old is None or new is None or bool(set(old.shards) - set(new.shards))
@@ -178,10 +178,10 @@ class _ViewSequence:
     def lost_in(self, session: int) -> set[Member]:
         return self._lost.get(session, set())
 
-    def is_last_view_of(self, member: Member, view: View) -> bool:
+    def is_last_view_of(self, member: Member, view: ViewKey) -> bool:
         return self._last_seen[view[0], member] == view
 
-    def between(self, view: View, following: View | None) -> list[ViewMembers]:
+    def between(self, view: ViewKey, following: ViewKey | None) -> list[ViewMembers]:
         """Return the views of its session after this one, up to the next that has steps."""
         end = (view[0] + 1, 0) if following is None else (following[0], following[1] + 1)
         found = self._views[bisect_right(self._views, view) : bisect_left(self._views, end)]
@@ -195,8 +195,8 @@ class _ViewCheck:
 
     record: AuditRecord
     course: _ViewSequence
-    view: View
-    following: View | None  # the next view of its session that has steps
+    view: ViewKey
+    following: ViewKey | None  # the next view of its session that has steps
     steps: list[int]
     receipts: dict[Member, list[RecordedReceipt]]
     backup: bool
@@ -306,12 +306,12 @@ class _ViewCheck:
             _report_shards(step, self._generation, reported, every, "in the receipts", self.wrong)
 
 
-def _report_unknown(view: View, steps: list[int], wrong: list[str]) -> None:
+def _report_unknown(view: ViewKey, steps: list[int], wrong: list[str]) -> None:
     what = steps_text(steps[0], steps[-1], "was", "were")
     wrong.append(f"{what} committed in generation {view[1]}, which has no view_changed")
 
 
-def _check_assignment(record: AuditRecord, view: View, wrong: list[str]) -> None:
+def _check_assignment(record: AuditRecord, view: ViewKey, wrong: list[str]) -> None:
     members = record.views[view]
     assigned = [shard for mine in members.shards.values() for shard in mine]
     shards = record.started.shards if record.started is not None else max(assigned, default=-1) + 1

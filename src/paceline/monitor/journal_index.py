@@ -18,7 +18,7 @@ from paceline.core.events import Event
 Member: TypeAlias = tuple[int, int]
 """A worker process: its rank and its pid."""
 
-View: TypeAlias = tuple[int, int]
+ViewKey: TypeAlias = tuple[int, int]
 """A session and a generation of it."""
 
 
@@ -31,7 +31,7 @@ class CommittedEntry:
     index: int
 
     @property
-    def view(self) -> View:
+    def view(self) -> ViewKey:
         return self.session, self.event.generation
 
 
@@ -43,7 +43,7 @@ class RunRestart:
     step: int
     index: int
     disowned: bool = False
-    view: View | None = None
+    view: ViewKey | None = None
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class RecordedReceipt:
     """A worker's receipt: it committed first..last and computed these shards of each."""
 
     member: Member
-    view: View
+    view: ViewKey
     first: int
     last: int
     shards: tuple[int, ...]
@@ -79,8 +79,8 @@ class AuditRecord:
     disowned: set[int] = field(default_factory=set)  # of those that were lost, where they stand
     doubled: list[tuple[CommittedEntry, CommittedEntry]] = field(default_factory=list)
     restarts: list[RunRestart] = field(default_factory=list)
-    views: dict[View, ViewMembers] = field(default_factory=dict)
-    view_doubled: list[View] = field(default_factory=list)
+    views: dict[ViewKey, ViewMembers] = field(default_factory=dict)
+    view_doubled: list[ViewKey] = field(default_factory=list)
     receipts: list[RecordedReceipt] = field(default_factory=list)
     failures: list[tuple[int, events.WorkerFailed]] = field(default_factory=list)  # with their session
     repairs: list[tuple[int, events.Repaired]] = field(default_factory=list)

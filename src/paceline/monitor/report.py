@@ -27,7 +27,7 @@ from paceline.monitor.timeline import RunTimeline, timeline
 from paceline.monitor.timeline_chart import incarnations, timeline_chart
 from paceline.train.history import History
 
-Journal: TypeAlias = "str | os.PathLike[str] | Iterable[Event]"
+JournalInput: TypeAlias = "str | os.PathLike[str] | Iterable[Event]"
 """A run's folder, its journal's file, or events."""
 
 _LISTED = 24
@@ -53,7 +53,7 @@ def write_report(
     *,
     heading: str = "Training report",
     notes: Sequence[str] = (),
-    journals: Sequence[Journal | None] = (),
+    journals: Sequence[JournalInput | None] = (),
 ) -> Path:
     """Write `path` (.html) about one or more runs; `titles` names them, `notes` are sentences at the top.
 
@@ -297,7 +297,7 @@ def _or_dash(value: float | str | None, form: str) -> str:
     return escape(form.format(value))
 
 
-def _timeline_figures(journals: Sequence[Journal | None], names: Sequence[str]) -> list[str]:
+def _timeline_figures(journals: Sequence[JournalInput | None], names: Sequence[str]) -> list[str]:
     """Return one figure per journal in which a worker started."""
     figures = []
     for given, name in zip(journals, names, strict=False):
@@ -307,7 +307,7 @@ def _timeline_figures(journals: Sequence[Journal | None], names: Sequence[str]) 
     return figures
 
 
-def _events(given: Journal) -> Iterable[Event]:
+def _events(given: JournalInput) -> Iterable[Event]:
     if not isinstance(given, str | os.PathLike):
         return given
     path = Path(given)

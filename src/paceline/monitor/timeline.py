@@ -15,7 +15,7 @@ from paceline.core import events
 from paceline.core.events import Event
 from paceline.monitor.number_format import duration
 
-Kind = Literal[
+TimelineKind = Literal[
     "failed", "repaired", "joined", "left", "checkpoint", "supervisor", "verdict", "resumed", "ended"
 ]
 
@@ -41,7 +41,7 @@ class WorkerLifetime:
 class TimelineEvent:
     """An event at `time`; `since` if it began earlier."""
 
-    kind: Kind
+    kind: TimelineKind
     time: float
     text: str
     rank: int | None = None
@@ -135,7 +135,9 @@ class _Reader:
     def _now(self) -> float:
         return self._last - (self._first or 0.0) - self._cut
 
-    def _add(self, kind: Kind, text: str, *, rank: int | None = None, since: float | None = None) -> None:
+    def _add(
+        self, kind: TimelineKind, text: str, *, rank: int | None = None, since: float | None = None
+    ) -> None:
         self.timeline.events.append(TimelineEvent(kind, self._now, text, rank, since))
 
     def _begins(self, event: Event) -> bool:

@@ -10,7 +10,7 @@ from contextlib import suppress
 import pytest
 
 from paceline.comm.rendezvous.key_value_store import StoreClient, StoreServer
-from paceline.comm.transport.tcp.framed_socket import Kind
+from paceline.comm.transport.tcp.framed_socket import FrameKind
 from paceline.core.errors import WireError
 
 
@@ -55,8 +55,8 @@ def test_a_large_value(client: StoreClient) -> None:
     "nonsense",
     [
         b"GET / HTTP/1.1\r\nHost: here, and some more to fill a header\r\n\r\n",
-        struct.pack("<QqQBxxxI", 1 << 40, 0, 0, Kind.MESSAGE, 0),
-        struct.pack("<QqQBxxxI", 4, 0, 0, Kind.MESSAGE, 0) + b"abcd",
+        struct.pack("<QqQBxxxI", 1 << 40, 0, 0, FrameKind.MESSAGE, 0),
+        struct.pack("<QqQBxxxI", 4, 0, 0, FrameKind.MESSAGE, 0) + b"abcd",
         b"",
     ],
 )

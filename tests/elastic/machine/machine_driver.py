@@ -25,7 +25,7 @@ from paceline.control.messages import (
 from paceline.elastic.machine import invariants, machine
 from paceline.elastic.machine.actions import Action, InstallView, RequestDial, Send, StartWorker
 from paceline.elastic.machine.hash_votes import Trail
-from paceline.elastic.machine.machine_events import Event, FromMember, SupervisorBegan, Tick
+from paceline.elastic.machine.machine_events import FromMember, MachineEvent, SupervisorBegan, Tick
 from paceline.elastic.machine.settings import MachineSettings
 from paceline.elastic.machine.state import JobPhase, JobState, WorkerStatus, in_view
 
@@ -44,7 +44,7 @@ class Driven:
         self.reason = ""
         self.tell(began if began is not None else SupervisorBegan())
 
-    def tell(self, event: Event, after: float = 0.0) -> list[Action]:
+    def tell(self, event: MachineEvent, after: float = 0.0) -> list[Action]:
         """One event; the invariants hold, the state that was given is as it was, and there is a reason."""
         self.now += after
         before = self.state

@@ -10,7 +10,7 @@ from paceline.control.field_types import Progress
 from paceline.control.messages import Heartbeat, ViewPlan
 from paceline.elastic.machine import invariants, machine
 from paceline.elastic.machine.actions import Action
-from paceline.elastic.machine.machine_events import Event, ProcessProbed
+from paceline.elastic.machine.machine_events import MachineEvent, ProcessProbed
 from paceline.elastic.machine.settings import MachineSettings
 from paceline.elastic.machine.state import JobPhase, JobState, Slot, Worker, WorkerStatus
 
@@ -97,7 +97,7 @@ def held(job: JobState, member: int, silent: float = 1.5) -> None:
     job.probes[member] = (NOW - 0.25, ProcessProbed(member, stopped=False))
 
 
-def after(job: JobState, event: Event, now: float = NOW) -> tuple[JobState, list[Action]]:
+def after(job: JobState, event: MachineEvent, now: float = NOW) -> tuple[JobState, list[Action]]:
     """The state and the actions that follow; the invariants hold."""
     state, actions, reason = machine.step(job, event, now)
     broken = invariants.validate(state) + invariants.validate_step(job, state, actions, reason)

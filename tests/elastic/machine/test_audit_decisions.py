@@ -102,7 +102,7 @@ def test_without_a_majority_all_go_back_and_compute_again():
     assert (job.restore, job.restore_before, job.votes, job.dispute_count) == (True, 4, {}, 1)
     assert job.dispute is not None
     assert job.view is not None
-    assert (job.dispute.ballot, job.dispute.cast) == (BALLOT, {1: "a", 2: "b"})
+    assert (job.dispute.hash_key, job.dispute.cast) == (BALLOT, {1: "a", 2: "b"})
     assert job.dispute.assignment == job.view.shards
 
 
@@ -230,7 +230,7 @@ def test_reports_that_differ_expel_a_minority_or_open_a_dispute():
     expelled, _ = reports(job, report("a", trail=((7, "0/a"),)), report("b"))
     assert (expelled, job.restore) == ([], True)
     assert job.dispute is not None
-    assert job.dispute.ballot == (7, "report")
+    assert job.dispute.hash_key == (7, "report")
     assert job.dispute.trails == {1: ((7, "0/a"),), 2: ()}
 
 

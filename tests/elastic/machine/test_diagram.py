@@ -9,7 +9,7 @@ import pytest
 
 from paceline.control import messages
 from paceline.elastic.machine import diagram, machine
-from paceline.elastic.machine.machine_events import Event, FromMember
+from paceline.elastic.machine.machine_events import FromMember, MachineEvent
 from paceline.elastic.machine.state import JobPhase
 
 PAGE = Path(__file__).parents[3] / "docs" / "machine.md"
@@ -42,7 +42,7 @@ def test_the_page_has_every_generated_part_once():
 def test_the_table_speaks_of_every_event_and_the_end_is_final():
     of_members = {row.event for row in machine.TABLE if issubclass(row.event, messages.ControlMessage)}
     assert {message.__name__ for message in of_members} == FROM_MEMBERS
-    assert {row.event for row in machine.TABLE} - of_members == set(Event.__args__) - {FromMember}
+    assert {row.event for row in machine.TABLE} - of_members == set(MachineEvent.__args__) - {FromMember}
     assert all(JobPhase.ENDED not in row.leads for row in machine.TABLE)
     assert len(JobPhase) < 10
 

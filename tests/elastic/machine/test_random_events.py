@@ -25,7 +25,7 @@ from paceline.elastic.machine.actions import FailureKind
 from paceline.elastic.machine.machine_events import (
     AgentJoined,
     AgentLost,
-    Event,
+    MachineEvent,
     ScaleRequested,
     StopRequested,
     Tick,
@@ -68,7 +68,7 @@ def generation(rng: Random, job: Driven) -> int:
     return rng.choice([now, now, now, now, max(0, now - 1), now + 1, 0])
 
 
-def cooperative(rng: Random, job: Driven) -> Event:
+def cooperative(rng: Random, job: Driven) -> MachineEvent:
     """What a job that makes headway would hear next."""
     state = job.state
     if state.phase is JobPhase.PREPARING and state.pending:
@@ -83,7 +83,7 @@ def cooperative(rng: Random, job: Driven) -> Event:
     return beat_of(anyone(rng, job), "forward", 0.01, (rng.randrange(10), 0, 0), (), 0.01, 0.02)
 
 
-def any_event(rng: Random, job: Driven) -> Event:
+def any_event(rng: Random, job: Driven) -> MachineEvent:
     who = anyone(rng, job)
     match rng.randrange(24):
         case 0:

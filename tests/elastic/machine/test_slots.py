@@ -167,7 +167,7 @@ def test_a_slot_is_handed_over_while_its_worker_is_still_there():
     for why, preemptions, replacements in (("preempted", 1, 0), ("straggler", 0, 1)):
         job = job_of()
         out = fresh_actions(job)
-        slots.hand_over_slot(job, job.workers[2], why)
+        slots.reassign_slot(job, job.workers[2], why)
         assert (job.workers[2].leave_reason, job.workers[2].status) == (why, WorkerStatus.MEMBER)
         assert (started(out), job.slots[1].worker) == ([1], 3)
         assert (job.preemptions, job.slots[1].replacements) == (preemptions, replacements)

@@ -6,7 +6,7 @@ import pytest
 from tests.elastic.machine.machine_driver import beat_of, hello_of, report_of
 from tests.elastic.machine.made_states import made
 
-from paceline.elastic.machine.machine_events import Event, StopRequested, Tick, WorkerLost, is_routine
+from paceline.elastic.machine.machine_events import MachineEvent, StopRequested, Tick, WorkerLost, is_routine
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from paceline.elastic.machine.machine_events import Event, StopRequested, Tick, 
         (StopRequested("enough"), False),
     ],
 )
-def test_heartbeats_and_ticks_are_routine(event: Event, routine: bool) -> None:
+def test_heartbeats_and_ticks_are_routine(event: MachineEvent, routine: bool) -> None:
     assert is_routine(event) is routine
 
 

@@ -17,7 +17,7 @@ BALLOT = (7, "")
 def test_all_agree():
     found = judged(BALLOT, {1: "a", 2: "a", 3: "a"}, {})
     assert (found.dissenters, found.tie, found.witnesses, found.digest) == ((), False, 3, "a")
-    assert (found.step, found.ballot) == (7, BALLOT)
+    assert (found.step, found.hash_key) == (7, BALLOT)
 
 
 def test_a_majority_is_more_than_half():

@@ -24,13 +24,13 @@ from paceline.elastic.machine.state import JobPhase
 from paceline.elastic.simulation.campaign import run
 
 
-def first_violation(schedules: int, check_laws: bool = False, wanted: str = "", first: int = 0) -> str:
+def first_violation(schedules: int, check_invariants: bool = False, wanted: str = "", first: int = 0) -> str:
     """The first violation (that contains `wanted`) of these schedules; empty: there is none. `first` is the
     seed to begin with: where few schedules have what it takes, near one that has."""
     for seed in range(first, first + schedules):
-        outcome = run(seed, 8, check_laws=check_laws)
+        outcome = run(seed, 8, check_invariants=check_invariants)
         if outcome.violations and wanted in outcome.violations[0]:
-            again = run(seed, 8, check_laws=check_laws)
+            again = run(seed, 8, check_invariants=check_invariants)
             assert (again.violations, again.digest) == (outcome.violations, outcome.digest)
             return outcome.violations[0]
     return ""
@@ -162,4 +162,4 @@ def test_a_slot_that_no_worker_fills_again(monkeypatch):
 
 def test_a_transition_that_is_not_in_the_table_is_seen(monkeypatch):
     monkeypatch.setattr(machine, "allowed", lambda before, event, after: before is after)
-    assert "not in the table" in first_violation(1, check_laws=True)
+    assert "not in the table" in first_violation(1, check_invariants=True)

@@ -18,7 +18,7 @@ from paceline.control.worker_options import AgentLaunch, WorkerOptions
 from paceline.core import events, fd_messages, journal, session_auth
 from paceline.core.clock import Clock
 from paceline.core.events import RunResumed, StepCommitted
-from paceline.elastic.machine.machine_events import Event
+from paceline.elastic.machine.machine_events import MachineEvent
 from paceline.elastic.supervisor import parent_messages
 from paceline.elastic.supervisor.action_executor import ActionExecutor
 from paceline.elastic.supervisor.agents import Agents
@@ -127,7 +127,7 @@ class Parts:
             for key, mask in ready:
                 key.data(mask, self.clock.now())
 
-    def emitted(self) -> list[Event]:
+    def emitted(self) -> list[MachineEvent]:
         found = list(self.loop.events)
         self.loop.events.clear()
         return found

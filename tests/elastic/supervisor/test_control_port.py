@@ -20,7 +20,7 @@ from paceline.control.messages import (
 from paceline.core.errors import PacelineError
 from paceline.core.version import PROTOCOL
 from paceline.elastic.supervisor.connection import Connection, InvalidPeers
-from paceline.elastic.supervisor.control_port import HELLO_SECONDS, Handshakes, RefusedPeers
+from paceline.elastic.supervisor.control_port import HELLO_SECONDS, PendingHellos, RefusedPeers
 
 OFFER = AgentHello(workers=1, host="g", hostname="far", pid=9)
 
@@ -33,7 +33,7 @@ class Door:
         self.accepted: list[ControlMessage] = []
         self.reported: list[PacelineError] = []
         self.refused = RefusedPeers(parts.clock)
-        self.handshakes = Handshakes(
+        self.handshakes = PendingHellos(
             parts.clock, self.refused, self.accept, self.accept, self.answer, self.reported.append
         )
 

@@ -15,7 +15,6 @@ from paceline.control.messages import (
     JournalLines,
     MemberAccepted,
     Prepare,
-    ShardClaimed,
     ShardComputed,
     Stop,
     View,
@@ -196,5 +195,5 @@ def test_a_shard_is_claimed_once_and_the_others_are_told(shell: Shell):
     for member in (7, 8):
         peers[member].send(ShardComputed(generation=1, step=4, shard=1))
         shell.deliver()
-    assert peers[8].received() == [ShardClaimed(step=4, shard=1, generation=1)]
+    assert peers[8].received() == [ShardComputed(step=4, shard=1, generation=1)]
     assert not peers[7].received()

@@ -23,7 +23,7 @@ from paceline.control.channel import Channel
 from paceline.core import fd_messages, session_auth
 from paceline.core.events import RunFailed, SupervisorStarted, ViewChanged, WorkerFailed
 from paceline.elastic.machine import machine
-from paceline.elastic.machine.machine_events import Event, FromMember, StopRequested, Tick
+from paceline.elastic.machine.machine_events import FromMember, MachineEvent, StopRequested, Tick
 from paceline.elastic.machine.settings import MachineSettings
 from paceline.elastic.supervisor import parent_messages
 from paceline.elastic.supervisor.component_ports import Loop
@@ -62,7 +62,7 @@ class Driven(Parts):
     """A supervisor whose turns the test takes. `started`: orders, and the sockets of their fork server;
     `peers` by member; `told`: events that the machine has handled."""
 
-    def __init__(self, folder: Path, told: list[Event], attempt: int = 1) -> None:
+    def __init__(self, folder: Path, told: list[MachineEvent], attempt: int = 1) -> None:
         super().__init__()
         self.clock = VirtualClock(1000.0, autojump=True)
         self.loop.selector.close()
@@ -162,9 +162,9 @@ class Driven(Parts):
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
+def told(monkeypatch: pytest.MonkeyPatch) -> list[MachineEvent]:
     """Events that the machine has handled, in their order."""
-    handled: list[Event] = []
+    handled: list[MachineEvent] = []
     step = machine.step
 
     def recorded(state, event, now):
@@ -176,7 +176,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
 
 
 @pytest.fixture
-def job(tmp_path: Path, told: list[Event], signals: list[int]) -> Iterator[Driven]:
+def job(tmp_path: Path, told: list[MachineEvent], signals: list[int]) -> Iterator[Driven]:
     driven = Driven(tmp_path, told)
     yield driven
     driven.close()

@@ -22,7 +22,7 @@ from paceline.control.worker_options import WorkerOptions
 from paceline.core import fd_messages
 from paceline.core.errors import ResourceError, UsageError
 from paceline.core.events import StepsReceived
-from paceline.elastic.machine.machine_events import AgentLost, Event, FromMember, WorkerLost
+from paceline.elastic.machine.machine_events import AgentLost, FromMember, MachineEvent, WorkerLost
 from paceline.elastic.supervisor.worker_exits import exit_reason
 from paceline.elastic.supervisor.worker_record import WorkerRecord, WorkerRecords
 from paceline.elastic.supervisor.workers import RECONNECT_SECONDS, WorkerLauncher
@@ -34,7 +34,7 @@ def lost(shell: Shell) -> list[WorkerLost]:
     return [event for event in shell.emitted() if isinstance(event, WorkerLost)]
 
 
-def exception_of(event: Event) -> WorkerException:
+def exception_of(event: MachineEvent) -> WorkerException:
     assert isinstance(event, FromMember)
     assert isinstance(event.message, WorkerException)
     return event.message

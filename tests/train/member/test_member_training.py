@@ -87,7 +87,7 @@ def test_a_worker_that_is_alone_saves_before_it_reports(tmp_path):
         one.join()
         one.train()
         versions_at_report = []
-        saver = one.run.parts.saver
+        saver = one.run.parts.checkpointer
         assert saver is not None
         failed = one.membership.failed
 

@@ -108,8 +108,8 @@ def test_a_worker_goes_back_to_its_checkpoint(tmp_path):
         with pytest.raises(GroupChangedError):
             one.train()
         one.run.duties.save()
-        assert one.run.parts.saver is not None
-        one.run.parts.saver.drain()
+        assert one.run.parts.checkpointer is not None
+        one.run.parts.checkpointer.drain()
         saved = one.run.state.position.step
         one.membership.receive(accepted())
         one.replies[MemberReport] = [alone_in(2, restore=True, restore_before=saved)]

@@ -118,5 +118,5 @@ def test_a_member_that_saves_alone_keeps_its_rank(tmp_path):
         finalize.save_alone(one.run)
         team: Team = one.run.parts.team
         assert (team.rank, list(team.context.labels)) == (0, [6])
-        assert one.run.parts.saver is not None
-        assert one.run.parts.saver.newest_step == one.run.state.position.step
+        assert one.run.parts.checkpointer is not None
+        assert one.run.parts.checkpointer.newest_step == one.run.state.position.step

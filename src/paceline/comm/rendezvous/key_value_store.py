@@ -32,7 +32,7 @@ from functools import partial
 from typing import Any, cast
 
 from paceline.comm.transport.tcp.dial import DIAL_LOOK_SECONDS, Look, dial, no_check, read_exactly
-from paceline.comm.transport.tcp.framed_socket import FramedSocket, Kind
+from paceline.comm.transport.tcp.framed_socket import FramedSocket, FrameKind
 from paceline.core.authenticated_listener import AuthenticatedListener, AuthenticatedSocket
 from paceline.core.errors import WireError
 from paceline.core.handshake import STORE, Connector
@@ -113,7 +113,7 @@ class StoreServer:
             client.link.flush()
             frames, ended = client.link.read()
             for frame in frames:
-                if frame.kind is not Kind.MESSAGE:
+                if frame.kind is not FrameKind.MESSAGE:
                     raise ValueError(f"a {frame.kind.name} frame")
                 changed |= self._handle(client, json.loads(frame.body))
             if client.link.put_bytes - client.link.sent_bytes > _MAX_OUTBOX:
@@ -192,7 +192,7 @@ class StoreServer:
 
 
 def _reply(client: _StoreConnection, answer: Any) -> None:
-    client.link.put(Kind.MESSAGE, [memoryview(json.dumps([client.request, answer]).encode())])
+    client.link.put(FrameKind.MESSAGE, [memoryview(json.dumps([client.request, answer]).encode())])
 
 
 def _checked_keys(keys: list[Any]) -> list[str]:
@@ -261,7 +261,7 @@ class StoreClient:
     def _ask(self, request: list[Any], seconds: float | None = None) -> Any:
         with self._lock:
             self._requests += 1
-            self._link.put(Kind.MESSAGE, [memoryview(json.dumps([self._requests, request]).encode())])
+            self._link.put(FrameKind.MESSAGE, [memoryview(json.dumps([self._requests, request]).encode())])
             end = time.monotonic() + (self._timeout if seconds is None else seconds)
             while True:
                 frames, ended = self._link.read()

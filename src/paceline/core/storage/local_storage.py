@@ -164,7 +164,7 @@ class LocalStorage(Storage):
                 return
 
     def _check_folder(self, path: str) -> None:
-        """NotADirectoryError where a folder below the root is a link: what is behind it is not ours."""
+        """Raise NotADirectoryError where a folder below the root is a link: what is behind it is not ours."""
         if path and not stat.S_ISDIR(os.lstat(self._full(path)).st_mode):
             raise NotADirectoryError(errno.ENOTDIR, "it is a link, not a folder", self._full(path))
 

@@ -178,7 +178,7 @@ def _refused(error: OSError) -> Exception | None:
 
 
 def _read_error(error: Exception) -> OSError:
-    """Return what the packages below raise is of any kind; a reader knows one."""
+    """Return an OSError for an error of the packages below, which may be of any kind: readers catch OSError."""
     code = errno.EACCES if isinstance(error, PermissionError) else errno.EIO
     return OSError(code, f"{os.strerror(code)} ({type(error).__name__}: {error})")
 

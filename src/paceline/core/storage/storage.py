@@ -1,4 +1,4 @@
-"""What is done to files, on a local disk or behind any fsspec URL.
+"""Storage interface: operations on files, on a local disk or behind any fsspec URL.
 
 Paths are relative to the storage's root and use "/". Every call into the operating system or into fsspec goes
 through one function (`atomic_file.SystemCall`), so that a test can count the calls and end the process at any

@@ -82,8 +82,8 @@ def refuse(job: JobState, worker: Worker, reason: str) -> None:
     job.actions.append(dismiss(worker.number, reason))
     agent_id = worker.agent_id
     left = any(slot.usable for slot in job.slots.values() if slot.agent_id == agent_id)
-    at_work = any(other.agent_id == agent_id for other in job.workers.values())
-    if agent_id != LOCAL_AGENT and not left and not at_work:
+    has_workers = any(other.agent_id == agent_id for other in job.workers.values())
+    if agent_id != LOCAL_AGENT and not left and not has_workers:
         job.actions.append(RejectAgent(agent_id, reason))
 
 

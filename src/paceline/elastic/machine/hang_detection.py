@@ -59,11 +59,15 @@ def _hang_least(job: JobState) -> float:
 def phase_limit(job: JobState, worker: Worker) -> float:
     """Return how long this member may be in one phase. A first step may compile; saving and evaluating take
     as long as before, and the first time of either is unknown."""
-    beat = job.heartbeats.get(worker.number)
-    if beat is None or beat.step_seconds <= 0 or (beat.phase in SLOW_PHASES and beat.longest <= 0):
+    heartbeat = job.heartbeats.get(worker.number)
+    if (
+        heartbeat is None
+        or heartbeat.step_seconds <= 0
+        or (heartbeat.phase in SLOW_PHASES and heartbeat.longest <= 0)
+    ):
         return max(job.settings.slow_phase_seconds, hang_limit(job))
-    if beat.phase in SLOW_PHASES:
-        return max(hang_limit(job), job.settings.hang_steps * beat.longest)
+    if heartbeat.phase in SLOW_PHASES:
+        return max(hang_limit(job), job.settings.hang_steps * heartbeat.longest)
     return hang_limit(job)
 
 
@@ -103,15 +107,15 @@ def reconnect_limit(job: JobState, worker: Worker) -> float:
         return job.asked_at + slow_limit
     if not interpreter_is_held(job, worker.number):
         return reconnect_deadline(job)
-    beat = job.heartbeats.get(worker.number)
-    slow = beat is None or beat.phase in SLOW_PHASES or not job.committed
+    heartbeat = job.heartbeats.get(worker.number)
+    slow = heartbeat is None or heartbeat.phase in SLOW_PHASES or not job.committed
     return job.asked_at + (slow_limit if slow else hang_limit(job))
 
 
 def phase_of(job: JobState, worker: Worker) -> str:
     """Return the phase of the worker's last heartbeat."""
-    beat = job.heartbeats.get(worker.number)
-    return beat.phase if beat is not None else "start"
+    heartbeat = job.heartbeats.get(worker.number)
+    return heartbeat.phase if heartbeat is not None else "start"
 
 
 def find_silent(job: JobState) -> list[FaultFinding]:
@@ -254,9 +258,9 @@ def waiting_for(job: JobState) -> dict[int, tuple[int, ...]]:
     """Return which live members each worker waits for. A worker that cannot send reported this before its
     interpreter was held."""
     found = {}
-    for number, beat in job.heartbeats.items():
-        if beat.waits_for and number in job.workers and not interpreter_is_held(job, number):
-            peers = tuple(peer for peer in beat.waits_for if peer in job.workers and peer != number)
+    for number, heartbeat in job.heartbeats.items():
+        if heartbeat.waits_for and number in job.workers and not interpreter_is_held(job, number):
+            peers = tuple(peer for peer in heartbeat.waits_for if peer in job.workers and peer != number)
             if peers:
                 found[number] = peers
     return found
@@ -264,8 +268,8 @@ def waiting_for(job: JobState) -> dict[int, tuple[int, ...]]:
 
 def _phase_seconds(job: JobState, number: int) -> float:
     """Return how long it has been in its phase."""
-    beat = job.heartbeats.get(number)
-    return beat.seconds + job.now - job.last_message_at[number] if beat is not None else 0.0
+    heartbeat = job.heartbeats.get(number)
+    return heartbeat.seconds + job.now - job.last_message_at[number] if heartbeat is not None else 0.0
 
 
 def _finding(job: JobState, worker: Worker, says: str, because: str = "") -> FaultFinding:

@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias, final
 
-Ballot: TypeAlias = tuple[int, str]
+HashKey: TypeAlias = tuple[int, str]
 """A step, and the kind of the hashes that are compared."""
 
 Trail: TypeAlias = tuple[tuple[int, str], ...]
@@ -33,14 +33,14 @@ class Dispute:
     """Which member cast which vote about a step, with no majority for any of them. `trails`: of each of these
     members, what it had put into the steps before; `assignment`: which rank computed which shards."""
 
-    ballot: Ballot
+    hash_key: HashKey
     cast: Mapping[int, str]
     trails: Mapping[int, Trail] = field(default_factory=dict)
     assignment: tuple[tuple[int, ...], ...] = ()
 
     @property
     def step(self) -> int:
-        return self.ballot[0]
+        return self.hash_key[0]
 
 
 @final
@@ -49,7 +49,7 @@ class VoteResult:
     """`dissenters` is empty when all agree; `tie`: no digest has more than half of the votes. `witnesses`:
     how many independent members agree; `digest`: on what."""
 
-    ballot: Ballot
+    hash_key: HashKey
     cast: Mapping[int, str] = field(default_factory=dict)
     dissenters: tuple[int, ...] = ()
     tie: bool = False
@@ -58,40 +58,40 @@ class VoteResult:
 
     @property
     def step(self) -> int:
-        return self.ballot[0]
+        return self.hash_key[0]
 
 
 def with_vote(
-    votes: Mapping[Ballot, Mapping[int, str]], ballot: Ballot, member: int, digest: str
-) -> dict[Ballot, Mapping[int, str]]:
+    votes: Mapping[HashKey, Mapping[int, str]], hash_key: HashKey, member: int, digest: str
+) -> dict[HashKey, Mapping[int, str]]:
     """Return the votes with one more; a second vote of a member counts instead of its first."""
-    added = {**votes, ballot: {**votes.get(ballot, {}), member: digest}}
+    added = {**votes, hash_key: {**votes.get(hash_key, {}), member: digest}}
     for oldest in sorted(added)[:-MOST_OPEN]:
         del added[oldest]
     return added
 
 
 def judge(
-    votes: Mapping[Ballot, Mapping[int, str]], voters: Collection[int], lineage: Mapping[int, int]
+    votes: Mapping[HashKey, Mapping[int, str]], voters: Collection[int], lineage: Mapping[int, int]
 ) -> VoteResult | None:
     """Return the first bad step that all voters voted on, else the last good one; None where no step has all
     votes. Votes of members that are gone count too: they were there when the step was computed."""
     good: VoteResult | None = None
     if not voters:
         return None
-    for ballot in sorted(votes):
-        cast = votes[ballot]
+    for hash_key in sorted(votes):
+        cast = votes[hash_key]
         # One vote alone says nothing: the member that is left over may be the one that is wrong.
         if len(cast) < 2 or not all(voter in cast for voter in voters):
             continue
-        found = judged(ballot, cast, lineage)
+        found = judged(hash_key, cast, lineage)
         if found.dissenters or found.tie:
             return found
         good = found
     return good
 
 
-def judged(ballot: Ballot, cast: Mapping[int, str], lineage: Mapping[int, int]) -> VoteResult:
+def judged(hash_key: HashKey, cast: Mapping[int, str], lineage: Mapping[int, int]) -> VoteResult:
     """Return what these votes say about one step."""
     witnesses: dict[str, set[int]] = {}
     for member, digest in cast.items():
@@ -99,11 +99,11 @@ def judged(ballot: Ballot, cast: Mapping[int, str], lineage: Mapping[int, int]) 
     digest = max(witnesses, key=lambda one: len(witnesses[one]))
     most, all_votes = len(witnesses[digest]), sum(map(len, witnesses.values()))
     if len(witnesses) == 1:
-        return VoteResult(ballot, cast, witnesses=most, digest=digest)
+        return VoteResult(hash_key, cast, witnesses=most, digest=digest)
     if 2 * most <= all_votes:
-        return VoteResult(ballot, cast, tie=True)
+        return VoteResult(hash_key, cast, tie=True)
     odd = tuple(member for member, said in cast.items() if said != digest)
-    return VoteResult(ballot, cast, dissenters=odd, witnesses=most, digest=digest)
+    return VoteResult(hash_key, cast, dissenters=odd, witnesses=most, digest=digest)
 
 
 def first_to_differ(

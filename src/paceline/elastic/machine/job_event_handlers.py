@@ -315,9 +315,11 @@ def _measure(job: JobState) -> None:
     view = job.view.members if job.view is not None else ()
     heartbeats = [job.heartbeats[number] for number in view if number in job.heartbeats]
     job.step_seconds = shard_assignment.median(
-        [beat.step_seconds for beat in heartbeats if beat.step_seconds > 0]
+        [heartbeat.step_seconds for heartbeat in heartbeats if heartbeat.step_seconds > 0]
     )
-    shard = shard_assignment.median([beat.shard_seconds for beat in heartbeats if beat.shard_seconds > 0])
+    shard = shard_assignment.median(
+        [heartbeat.shard_seconds for heartbeat in heartbeats if heartbeat.shard_seconds > 0]
+    )
     if shard > 0 and not 0.8 < job.shard_seconds / shard < 1.25:
         job.shard_seconds = shard  # part of the snapshot on disk, so small changes are ignored
 
@@ -358,14 +360,19 @@ def _refuse_overdue(job: JobState) -> list[str]:
 def _improve(job: JobState) -> list[str]:
     """While the view is whole, admit and release workers, and rebalance or replace slow ones."""
     for slow in stragglers.to_replace(job):
-        beat = job.heartbeats[slow.number]
-        what = f"rank {slow.slot} takes {beat.shard_seconds:.3g} s per shard, far more than the others"
+        heartbeat = job.heartbeats[slow.number]
+        what = f"rank {slow.slot} takes {heartbeat.shard_seconds:.3g} s per shard, far more than the others"
         job.actions.append(
             RecordVerdict(
-                slow.number, slow.slot, beat.phase, what, "all wait for the slowest", "another one is started"
+                slow.number,
+                slow.slot,
+                heartbeat.phase,
+                what,
+                "all wait for the slowest",
+                "another one is started",
             )
         )
-        slots.hand_over_slot(job, slow, "straggler")
+        slots.reassign_slot(job, slow, "straggler")
         job.workers[slow.number] = replace(job.workers[slow.number], status=WorkerStatus.LEAVING)
         job.assigned_at = job.now
     change = view_change.admit_and_release(job)

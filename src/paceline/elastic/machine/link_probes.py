@@ -104,13 +104,13 @@ def judge(job: JobState) -> list[Worker]:
     if is_open(job):
         return []
     found, job.dial_results, job.pending_dials = job.dial_results, {}, frozenset()
-    walls = {pair: text for pair, text in found.items() if text}
-    met = [pair for pair in found if pair not in walls and pair[::-1] not in walls]
-    went_on = job.phase is JobPhase.RUNNING and job.progressed_at > job.dials_sent_at
+    blocked = {pair: text for pair, text in found.items() if text}
+    met = [pair for pair in found if pair not in blocked and pair[::-1] not in blocked]
+    progressed = job.phase is JobPhase.RUNNING and job.progressed_at > job.dials_sent_at
     gone: list[Worker] = []
-    while walls and not went_on and job.stop_reason is None:
+    while blocked and not progressed and job.stop_reason is None:
         named: dict[int, set[int]] = {}
-        for one, other in walls:
+        for one, other in blocked:
             if all(_can_answer(job, number) for number in (one, other)):
                 named.setdefault(one, set()).add(other)
                 named.setdefault(other, set()).add(one)
@@ -118,8 +118,8 @@ def judge(job: JobState) -> list[Worker]:
         if link is None:
             break
         ends = {link.end.number, link.other.number}
-        said = next(text for pair, text in sorted(walls.items()) if ends == set(pair))
-        what = f"{link.says}: {said}"
+        problem = next(text for pair, text in sorted(blocked.items()) if ends == set(pair))
+        what = f"{link.says}: {problem}"
         expel(job, FaultFinding(link.end, "unreachable", phase_of(job, link.end), what, _WAITING))
         gone.append(link.end)
         job.reason = what

@@ -69,7 +69,7 @@ def interpreter_is_held(job: JobState, number: int) -> bool:
     if found is None or found[1].stopped:
         return False
     at, probe = found
-    # What shows that the interpreter ran: the thread that beats did, or else another phase began. Either may
+    # What shows that the interpreter ran: the thread that heartbeats did, or else another phase began. Either may
     # have been just after the last heartbeat. Where neither is known the process has to do.
     shown = probe.ran if probe.ran >= 0 else probe.seconds
     return shown < 0 or at - job.last_message_at[number] - shown <= probe_limit(job)
@@ -122,11 +122,11 @@ def apply_probed_phase(job: JobState, probe: ProcessProbed) -> None:
     has entered another phase no longer waits for the members it had named."""
     if probe.seconds < 0 or not probe.phase:
         return
-    beat = job.heartbeats.get(probe.member) or Heartbeat(phase="", seconds=0.0)
+    heartbeat = job.heartbeats.get(probe.member) or Heartbeat(phase="", seconds=0.0)
     quiet = job.now - job.last_message_at[probe.member]
-    lasted = beat.seconds + quiet
-    if beat.phase == probe.phase and abs(lasted - probe.seconds) <= _SAME_PHASE_SECONDS:
+    lasted = heartbeat.seconds + quiet
+    if heartbeat.phase == probe.phase and abs(lasted - probe.seconds) <= _SAME_PHASE_SECONDS:
         return
     job.heartbeats[probe.member] = replace(
-        beat, phase=probe.phase, seconds=max(0.0, probe.seconds - quiet), waits_for=()
+        heartbeat, phase=probe.phase, seconds=max(0.0, probe.seconds - quiet), waits_for=()
     )

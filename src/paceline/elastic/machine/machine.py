@@ -35,7 +35,7 @@ from paceline.elastic.machine import (
     member_event_handlers as members,
 )
 from paceline.elastic.machine.actions import Action
-from paceline.elastic.machine.machine_events import Event, FromMember, SupervisorBegan
+from paceline.elastic.machine.machine_events import FromMember, MachineEvent, SupervisorBegan
 from paceline.elastic.machine.state import NOT_IN_VIEW, JobPhase, JobState
 
 Handler: TypeAlias = Callable[..., str]
@@ -141,12 +141,12 @@ TABLE: tuple[TransitionRow, ...] = (
 _rows = {(phase, row.event): row for row in TABLE for phase in row.leads}
 
 
-def kind_of(event: Event) -> type[Any]:
+def kind_of(event: MachineEvent) -> type[Any]:
     """Return the class that the table knows an event by: a member's message, or the event itself."""
     return type(event.message) if isinstance(event, FromMember) else type(event)
 
 
-def step(state: JobState, event: Event, now: float) -> tuple[JobState, tuple[Action, ...], str]:
+def step(state: JobState, event: MachineEvent, now: float) -> tuple[JobState, tuple[Action, ...], str]:
     """Take one event: return the next state, the actions in their order, and the reason."""
     kind = kind_of(event)
     row = _rows.get((state.phase, kind))
@@ -201,6 +201,6 @@ def snapshot(state: JobState) -> SupervisorBegan:
         dispute=state.dispute,
         dispute_count=state.dispute_count,
         # Else they come with every audited step, and say nothing that the members cannot say again.
-        votes=tuple((*ballot, dict(cast)) for ballot, cast in state.votes.items()) if doubted else (),
+        votes=tuple((*hash_key, dict(cast)) for hash_key, cast in state.votes.items()) if doubted else (),
         trails=dict(state.trails) if doubted else {},
     )

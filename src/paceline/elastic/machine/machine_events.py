@@ -123,7 +123,7 @@ class Tick:
     stalled: float = 0.0
 
 
-Event: TypeAlias = (
+MachineEvent: TypeAlias = (
     SupervisorBegan
     | FromMember
     | ProcessProbed
@@ -136,6 +136,6 @@ Event: TypeAlias = (
 )
 
 
-def is_routine(event: Event) -> bool:
+def is_routine(event: MachineEvent) -> bool:
     """Return whether the event is a heartbeat or a tick: most events are, and most of them change nothing."""
     return isinstance(event, Tick) or (isinstance(event, FromMember) and isinstance(event.message, Heartbeat))

@@ -16,7 +16,7 @@ from paceline.elastic.machine.actions import RecordFailure, RecordVerdict, Send,
 from paceline.elastic.machine.hang_detection import phase_of
 from paceline.elastic.machine.job_end import all_done, dismiss_idle, end, finish
 from paceline.elastic.machine.liveness import probe_limit
-from paceline.elastic.machine.slots import depart, expel, forget, hand_over_slot, lose
+from paceline.elastic.machine.slots import depart, expel, forget, lose, reassign_slot
 from paceline.elastic.machine.state import (
     IN_VIEW,
     NOT_IN_VIEW,
@@ -350,18 +350,18 @@ def _on_vote(job: JobState, member: int, step: int, digest: str, receipt: messag
         return f"a hash of member {member}, which is in no view"
     differs = receipt.agreed >= 0
     # "kind:digest", or of an audited step the digest alone; hashes of one kind can be compared.
-    ballot = (step, digest.rpartition(":")[0])
-    if _is_from_before_restore(job, ballot, receipt):
+    hash_key = (step, digest.rpartition(":")[0])
+    if _is_from_before_restore(job, hash_key, receipt):
         return "a hash from before all go back"
     if receipt.trail and job.dispute is not None and not job.restore:
         job.trails[member] = receipt.trail
-    if not differs and (job.dispute is None or job.dispute.ballot != ballot):
+    if not differs and (job.dispute is None or job.dispute.hash_key != hash_key):
         if step <= job.agreed_step and receipt.generation and job.view and job.view.restore:
             # All went back before this step: what was agreed on then says nothing about this time.
             job.agreed_step = step - 1
         if step <= job.agreed_step:
             return f"step {step} is agreed on already"
-    job.votes = hash_votes.with_vote(job.votes, ballot, member, digest)
+    job.votes = hash_votes.with_vote(job.votes, hash_key, member, digest)
     if differs:
         replica_divergence.members_differ(job, step, receipt.agreed)
     if job.phase in (JobPhase.PREPARING, JobPhase.RETURNING):
@@ -376,12 +376,14 @@ def _on_vote(job: JobState, member: int, step: int, digest: str, receipt: messag
     return view_change.on_loss(job, expelled, judged)
 
 
-def _is_from_before_restore(job: JobState, ballot: hash_votes.Ballot, receipt: messages.StepReceipt) -> bool:
+def _is_from_before_restore(
+    job: JobState, hash_key: hash_votes.HashKey, receipt: messages.StepReceipt
+) -> bool:
     """Return whether a vote is about weights that all members replace, or have replaced since."""
     if receipt.generation and job.view and receipt.generation != job.view.generation:
         return True
     # A vote on what another member has seen to differ, from one that was stopped before it saw it, counts.
-    return job.restore and receipt.agreed < 0 and ballot not in job.votes
+    return job.restore and receipt.agreed < 0 and hash_key not in job.votes
 
 
 def on_leave_request(job: JobState, member: int, request: messages.LeaveRequest) -> str:
@@ -394,7 +396,7 @@ def on_leave_request(job: JobState, member: int, request: messages.LeaveRequest)
         return view_change.on_loss(job, [worker], f"rank {worker.slot} leaves: {request.reason}")
     if job.stop_reason is not None:
         return f"rank {worker.slot} leaves, as all do: the job is stopping"
-    hand_over_slot(job, worker, "preempted")
+    reassign_slot(job, worker, "preempted")
     if worker.status is WorkerStatus.MEMBER:
         leaving = replace(job.workers[worker.number], status=WorkerStatus.LEAVING)
         job.workers[worker.number] = leaving

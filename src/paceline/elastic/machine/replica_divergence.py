@@ -116,7 +116,7 @@ def _judge_reports(job: JobState, reports: Mapping[int, MemberReport]) -> tuple[
     for report in reports.values():
         if report.agreed >= 0 and not job.restore:
             job.agreed_step = max(job.agreed_step, report.agreed)
-    # Proof beats votes: a member that saw its own memory change is at fault, whatever the others hold.
+    # Proof heartbeats votes: a member that saw its own memory change is at fault, whatever the others hold.
     if any(report.memory_changed for report in reports.values()):
         return _expel_spoiled(job, reports)
     # Then votes that were cast before the view ended: a report of the same difference says nothing new.
@@ -197,21 +197,21 @@ def _disputed(job: JobState, found: VoteResult) -> tuple[str, list[Worker], bool
         return end_with_verdict(job, one, again), [], False
     require_restore(job, found.step)
     assignment = job.view.shards if job.view is not None else ()
-    job.dispute = Dispute(found.ballot, dict(found.cast), assignment=assignment)
+    job.dispute = Dispute(found.hash_key, dict(found.cast), assignment=assignment)
     job.votes = {}
     return f"{what}: all go back to at most step {job.agreed_step} and compute it again", [], True
 
 
 def _agreed(job: JobState, found: VoteResult) -> tuple[str, list[Worker], bool]:
     """Note a step that all members agree on. Of a disputed step, this is the right result."""
-    if found.ballot[1] in WHOLE:
+    if found.hash_key[1] in WHOLE:
         job.agreed_step = max(job.agreed_step, found.step)
-    job.votes = {ballot: cast for ballot, cast in job.votes.items() if ballot > found.ballot}
+    job.votes = {hash_key: cast for hash_key, cast in job.votes.items() if hash_key > found.hash_key}
     if found.witnesses > 1:
         job.lineage = {}
     said = f"all agree after step {found.step}"
     dispute = job.dispute
-    if dispute is None or dispute.ballot != found.ballot:
+    if dispute is None or dispute.hash_key != found.hash_key:
         return said, [], False
     again, job.trails = job.trails, {}
     job.dispute, job.dispute_count = None, 0

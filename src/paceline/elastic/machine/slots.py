@@ -102,7 +102,7 @@ def depart(job: JobState, worker: Worker) -> None:
     start_due(job)
 
 
-def hand_over_slot(job: JobState, worker: Worker, why: str) -> None:
+def reassign_slot(job: JobState, worker: Worker, why: str) -> None:
     """Give the slot of a leaving worker to its successor; the worker stays until the next view."""
     job.workers[worker.number] = replace(worker, leave_reason=why)
     _vacate(job, worker, "straggler" if why == "straggler" else "preempted")

@@ -16,7 +16,7 @@ from paceline.control.field_types import Progress
 from paceline.control.messages import Heartbeat, MemberReport, ViewPlan
 from paceline.core.wording import ranks
 from paceline.elastic.machine.actions import Action, EndJob
-from paceline.elastic.machine.hash_votes import Ballot, Dispute, Trail
+from paceline.elastic.machine.hash_votes import Dispute, HashKey, Trail
 from paceline.elastic.machine.machine_events import ProcessProbed
 from paceline.elastic.machine.settings import LOCAL_AGENT, MachineSettings
 
@@ -200,7 +200,7 @@ class JobState:
     dials_sent_at: float = -inf
     dial_results: dict[tuple[int, int], str] = field(default_factory=dict)
     raised_steps: frozenset[int] = frozenset()
-    votes: dict[Ballot, Mapping[int, str]] = field(default_factory=dict)
+    votes: dict[HashKey, Mapping[int, str]] = field(default_factory=dict)
     agreed_step: int = 0
     lineage: dict[int, int] = field(default_factory=dict)
     dispute: Dispute | None = None

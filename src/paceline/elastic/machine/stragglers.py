@@ -24,8 +24,8 @@ def speeds(job: JobState, order: list[Worker]) -> list[float]:
         return weights
     idle = _idle_for_long(job)
     seconds = [
-        beat.shard_seconds
-        if (beat := job.heartbeats.get(worker.number)) is not None and worker.number not in idle
+        heartbeat.shard_seconds
+        if (heartbeat := job.heartbeats.get(worker.number)) is not None and worker.number not in idle
         else 0.0
         for worker in order
     ]

@@ -46,7 +46,7 @@ class ScheduleOutcome:
 
 
 def run(
-    seed: int, workers: int, tracer: Callable[[str], None] | None = None, check_laws: bool = True
+    seed: int, workers: int, tracer: Callable[[str], None] | None = None, check_invariants: bool = True
 ) -> ScheduleOutcome:
     """Run one schedule from beginning to end."""
     draw = Random(f"{seed}:{workers}:schedule")
@@ -54,7 +54,7 @@ def run(
     schedule = simulated_faults.drawn(draw, workers)
     lasts = not any(fault.kind.startswith("supervisor") for fault in schedule)
     rng = Random(f"{seed}:{workers}:world")
-    world = World(plan, rng, tracer, check_laws=check_laws, supervisor_lasts=lasts)
+    world = World(plan, rng, tracer, check_invariants=check_invariants, supervisor_lasts=lasts)
     world.note(f"{plan}")
     for fault in schedule:
         world.note(f"fault {fault}")

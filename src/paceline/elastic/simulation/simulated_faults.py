@@ -118,7 +118,7 @@ def _all(fault: ScheduledFault, living: Members) -> Members:
     return living
 
 
-def _deliver_event(world: World, event: events.Event) -> None:
+def _deliver_event(world: World, event: events.MachineEvent) -> None:
     """Deliver an event from outside; while there is no supervisor, try again."""
     if world.supervisor.up:
         world.deliver(event)
@@ -156,7 +156,7 @@ def _hang(world: World, fault: ScheduledFault, member: SimulatedMember) -> None:
     stops = fault.kind.startswith("stop")
     member.stall(stops)
     if fault.lasts:
-        world.time.after(fault.lasts, member.go_on)
+        world.time.after(fault.lasts, member.resume)
     elif stops:
         world.stopped_for_good(member)
 
@@ -177,7 +177,7 @@ def _hold_interpreter(world: World, fault: ScheduledFault, member: SimulatedMemb
     member.stall(stopped=True)
     member.holds_gil = True
     if fault.lasts:
-        world.time.after(fault.lasts, member.go_on)
+        world.time.after(fault.lasts, member.resume)
 
 
 def _slow(world: World, fault: ScheduledFault, member: SimulatedMember) -> None:

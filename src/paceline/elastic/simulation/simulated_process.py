@@ -18,7 +18,7 @@ from paceline.control import member_machine, member_state, messages
 from paceline.control.field_types import Progress
 from paceline.control.member_invariants import violations
 from paceline.elastic.machine.actions import FailureKind
-from paceline.elastic.machine.machine_events import Event, FromMember
+from paceline.elastic.machine.machine_events import FromMember, MachineEvent
 from paceline.elastic.simulation.network import ControlPath
 from paceline.elastic.simulation.run_invariants import RunInvariants, SimulatedStorage
 from paceline.elastic.simulation.run_plan import RunPlan
@@ -41,7 +41,7 @@ class ProcessEnvironment(Protocol):
     invariants: RunInvariants
     collectives: SimulatedCollectives
 
-    def deliver(self, event: Event) -> None: ...
+    def deliver(self, event: MachineEvent) -> None: ...
     def reaches_supervisor(self) -> bool: ...
     def way_to(self, member: SimulatedProcess, peer: int) -> str | None: ...
     def entered(self, member: SimulatedProcess, phase: str) -> None: ...
@@ -147,7 +147,7 @@ class SimulatedProcess(ABC):
         if self.collective is not None:
             self.collective.upset(self.number)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Continue after a stop or a hang."""
         if not self.alive:
             return

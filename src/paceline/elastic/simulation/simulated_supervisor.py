@@ -26,7 +26,13 @@ from paceline.elastic.machine.actions import (
     Send,
     StartWorker,
 )
-from paceline.elastic.machine.machine_events import Event, FromMember, SupervisorBegan, Tick, is_routine
+from paceline.elastic.machine.machine_events import (
+    FromMember,
+    MachineEvent,
+    SupervisorBegan,
+    Tick,
+    is_routine,
+)
 from paceline.elastic.machine.settings import MachineSettings
 from paceline.elastic.machine.state import JobState
 from paceline.elastic.simulation.run_invariants import RunInvariants
@@ -64,24 +70,24 @@ class SimulatedShell(SimulatedHosts, RunObserver, Protocol):
 @final
 @dataclass
 class SimulatedSupervisor:
-    """The supervisors of one job, one after another. `heard_of_steps`: one of them knew of a commit."""
+    """The supervisors of one job, one after another. `knew_commits`: one of them knew of a commit."""
 
     settings: MachineSettings
     shell: SimulatedShell
     trace: Callable[[str], None] | None
-    check_laws: bool
+    check_invariants: bool
     state: JobState = field(init=False)
     up: bool = False
     events: int = 0
     decisions: int = 0
-    heard_of_steps: bool = False
+    knew_commits: bool = False
     digest: int = 0
     actions: Counter[str] = field(default_factory=Counter)
     end: EndJob | None = None
     crash_after: int | None = None
     _stalled_until: float = 0.0
     _stalled_from: float = 0.0
-    _missed: list[Event] = field(default_factory=list)
+    _missed: list[MachineEvent] = field(default_factory=list)
     _tick_at: float = float("inf")
     _reports: dict[int, MemberReport] = field(default_factory=dict)
 
@@ -121,7 +127,7 @@ class SimulatedSupervisor:
         elif self.up:
             self.step(Tick(seconds))
 
-    def receive(self, event: Event) -> None:
+    def receive(self, event: MachineEvent) -> None:
         """Take an event from outside; a stalled supervisor takes it later."""
         if not self.up:
             return
@@ -130,7 +136,7 @@ class SimulatedSupervisor:
         else:
             self.step(event)
 
-    def step(self, event: Event) -> None:
+    def step(self, event: MachineEvent) -> None:
         """Step the machine, check the invariants, and carry out the actions."""
         now = self.shell.time.now
         before = self.state
@@ -141,11 +147,11 @@ class SimulatedSupervisor:
             self.shell.invariants.violation(f"the machine raised {type(error).__name__}: {error} on {event}")
             return
         self.state = after
-        self.heard_of_steps = self.heard_of_steps or after.committed
+        self.knew_commits = self.knew_commits or after.committed
         kind = machine.kind_of(event)
         phase = after.phase.value if after.phase is not before.phase else ""
         self.digest = crc32(f"{now.hex()}{kind.__name__}{len(actions)}{phase}".encode(), self.digest)
-        if self.check_laws:
+        if self.check_invariants:
             broken = invariants.validate_step(before, after, actions, reason)
             broken += invariants.validate_change(before, after)
             if not machine.allowed(before.phase, kind, after.phase):

@@ -41,7 +41,7 @@ class World:
         rng: Random,
         tracer: Callable[[str], None] | None,
         *,
-        check_laws: bool,
+        check_invariants: bool,
         supervisor_lasts: bool,
     ):
         self.plan = plan
@@ -54,7 +54,7 @@ class World:
         self.invariants = RunInvariants(plan.settings.shards)
         self.members: dict[int, SimulatedMember] = {}
         self.collectives = SimulatedCollectives(self.time, rng, self.network, self.members.__getitem__)
-        self.supervisor = SimulatedSupervisor(plan.settings, self, tracer, check_laws)
+        self.supervisor = SimulatedSupervisor(plan.settings, self, tracer, check_invariants)
         self.storage = SimulatedStorage(self.invariants)
         self.agents: dict[int, int] = {}  # agent id -> workers
         self.gone_agents: set[int] = set()
@@ -96,7 +96,7 @@ class World:
 
     # for members
 
-    def deliver(self, event: events.Event) -> None:
+    def deliver(self, event: events.MachineEvent) -> None:
         self.supervisor.receive(event)
 
     def raises(self, number: int, step: int, shards: list[int]) -> bool:
@@ -333,7 +333,7 @@ class World:
         self.invariants.violation(f"the job has not ended; it is {self.supervisor.state.phase.value}")
 
     def check_end(self, end: EndJob) -> None:
-        if BEFORE_THE_FIRST_STEP in end.reason and self.supervisor.heard_of_steps:
+        if BEFORE_THE_FIRST_STEP in end.reason and self.supervisor.knew_commits:
             self.invariants.violation(
                 f"after {self.invariants.steps} steps the job ends because {end.reason}"
             )

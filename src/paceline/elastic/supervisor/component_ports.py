@@ -13,7 +13,7 @@ from typing import Protocol, final
 
 from paceline.control.messages import Dismissed, WorkerExited
 from paceline.core.clock import Clock
-from paceline.elastic.machine.machine_events import Event
+from paceline.elastic.machine.machine_events import MachineEvent
 from paceline.elastic.supervisor.worker_record import WorkerRecord
 
 
@@ -35,7 +35,7 @@ class EventLoop(Protocol):
     @property
     def selector(self) -> selectors.BaseSelector: ...
 
-    def emit(self, event: Event) -> None:
+    def emit(self, event: MachineEvent) -> None:
         """Queue an event for the machine, behind those that were emitted before it."""
 
     def kill(self, reason: str) -> None:
@@ -69,10 +69,10 @@ class Loop:
     def __init__(self, clock: Clock, selector: selectors.BaseSelector) -> None:
         self.clock = clock
         self.selector = selector
-        self.events: deque[Event] = deque()
+        self.events: deque[MachineEvent] = deque()
         self.kill_reason = ""
 
-    def emit(self, event: Event) -> None:
+    def emit(self, event: MachineEvent) -> None:
         self.events.append(event)
 
     def kill(self, reason: str) -> None:

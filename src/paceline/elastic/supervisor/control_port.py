@@ -128,7 +128,7 @@ class RefusedPeers(_TimedConnections):
 
 @final
 @dataclass(eq=False)
-class Handshakes(_TimedConnections):
+class PendingHellos(_TimedConnections):
     """Owns connections until their first message, which goes to one of the three handlers."""
 
     refused: RefusedPeers

@@ -188,14 +188,14 @@ class MemberHandler:
         else:
             self._handle(record, message)
 
-    def _heartbeat(self, record: WorkerRecord, beat: messages.Heartbeat) -> None:
-        record.heartbeat, record.heartbeat_at = beat, self.loop.clock.now()
-        record.progress = beat.progress
+    def _heartbeat(self, record: WorkerRecord, heartbeat: messages.Heartbeat) -> None:
+        record.heartbeat, record.heartbeat_at = heartbeat, self.loop.clock.now()
+        record.progress = heartbeat.progress
         # With a heartbeat, not with each message; and only what is in the file: a supervisor that takes over
         # learns the rest from the worker, which keeps what was not acknowledged.
         if record.received > record.acked and self.journal.has_written_all_of(record.pid):
             self.records.ack(record)
-        self.loop.emit(FromMember(record.member, beat))
+        self.loop.emit(FromMember(record.member, heartbeat))
 
     def _handle(self, record: WorkerRecord, message: messages.ControlMessage) -> None:
         # Bounds what the message may claim: a step far ahead of the member's own would spoil the journal.
@@ -208,7 +208,7 @@ class MemberHandler:
                 self.faults.announced(record, message)
                 return
             case messages.ShardComputed():
-                self._claim(record, message)
+                self._forward(record, message)
                 return
             case messages.StepReceipt():
                 self.journal.add_receipt(record.slot, record.pid, message, known)
@@ -230,13 +230,12 @@ class MemberHandler:
                 raise WireError(f"a {message.kind} message is not a worker's to send")
         self.loop.emit(FromMember(record.member, message))
 
-    def _claim(self, record: WorkerRecord, computed: messages.ShardComputed) -> None:
+    def _forward(self, record: WorkerRecord, computed: messages.ShardComputed) -> None:
         """Tell the other members of the view that a shard of this step is computed: none has to do it."""
         view = self.views.latest
         if view is None or not self.views.claim(computed.generation, computed.step, computed.shard):
             return
-        claimed = messages.ShardClaimed(step=computed.step, shard=computed.shard, generation=view.generation)
-        self.records.send((member for member in view.members if member != record.member), claimed)
+        self.records.send((member for member in view.members if member != record.member), computed)
 
 
 @final

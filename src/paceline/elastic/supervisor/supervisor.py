@@ -37,7 +37,7 @@ from paceline.elastic.supervisor.action_executor import ActionExecutor
 from paceline.elastic.supervisor.agents import Agents
 from paceline.elastic.supervisor.component_ports import Component, Loop
 from paceline.elastic.supervisor.connection import Connection, InvalidPeers
-from paceline.elastic.supervisor.control_port import Handshakes, RefusedPeers, ToolHandler, worker_facts
+from paceline.elastic.supervisor.control_port import PendingHellos, RefusedPeers, ToolHandler, worker_facts
 from paceline.elastic.supervisor.journal_writer import JOURNAL_FILE, JournalWriter
 from paceline.elastic.supervisor.member_handler import (
     AgentHandler,
@@ -156,7 +156,7 @@ class Supervisor:
         )
         agents = AgentHandler(self._agents, self._records, self._workers, self._verdicts, self._probe)
         tools = ToolHandler(self._loop, lambda size: size_refusal(self._state, size), self._status)
-        self._handshakes = Handshakes(
+        self._handshakes = PendingHellos(
             clock, self._refused, members.accept, agents.accept, tools.answer, self._verdicts.warn
         )
         self._unproven = AuthenticatedListener(
@@ -164,7 +164,7 @@ class Supervisor:
             CONTROL,
             self._secret,
             self._loop.selector,
-            self.admit,
+            self._on_authenticated,
             tls=options.tls.server() if options.tls is not None else None,
             on_problem=self._verdicts.warn,
         )
@@ -292,7 +292,7 @@ class Supervisor:
             if self._shutdown is None:
                 self._decide(event)
 
-    def _decide(self, event: events.Event) -> None:
+    def _decide(self, event: events.MachineEvent) -> None:
         committed = self._state.committed
         try:
             self._state, actions, _ = machine.step(self._state, event, self._loop.clock.now())
@@ -364,7 +364,7 @@ class Supervisor:
     def _import_spool(self) -> None:
         self._journal.import_spool(self._spec.job.folder, self._secret)
 
-    def admit(self, context: bytes, proven: AuthenticatedSocket) -> None:
+    def _on_authenticated(self, context: bytes, proven: AuthenticatedSocket) -> None:
         """Begin the handshake of a peer that has proved the secret."""
         channel.tune(proven.sock)
         self.connect(Channel(proven.sock, proven.session), proven.host)

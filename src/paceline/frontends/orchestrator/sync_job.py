@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, final
 
 from paceline.control.messages import ToolRequest
 from paceline.core.errors import PacelineError
 from paceline.elastic.supervisor import tool_client
-from paceline.frontends.fit_drivers import locked, spawn_ranks
+from paceline.frontends.fit_drivers import train_spawned
 from paceline.frontends.supervised_run import SupervisedRun
 from paceline.train.loop.training_handle import TrainingJob, TrainingOutcome
-from paceline.train.loop.worker_tasks import TrainJob, TrainResult, train
+from paceline.train.loop.worker_tasks import TrainJob, TrainResult
 from paceline.train.state.run_folder import RunFolder
 from paceline.train.stop_signals import write_stop_file
 
@@ -45,7 +46,11 @@ class SyncJob(TrainingJob):
             self._thread.join()
 
     def _train(self) -> TrainingOutcome:
-        trained = self._train_supervised() if self._supervised else self._train_spawned()
+        trained = (
+            self._train_supervised()
+            if self._supervised
+            else train_spawned(self._job, self._stop_file_is_ours())
+        )
         history = trained.history
         assert history is not None
         return TrainingOutcome(history, trained.weights, len(history.epochs), trained.stopped)
@@ -53,20 +58,19 @@ class SyncJob(TrainingJob):
     def _train_supervised(self) -> TrainResult:
         """Train under a supervisor, which replaces workers that fail."""
         with SupervisedRun(self._job) as running:
-            stopping = killed = False
             while not running.wait(_POLL_SECONDS):
-                if self._closing and not killed:
-                    killed = True
+                if self._closing:
                     running.kill()
-                elif self._stop_reason is not None and not stopping:
-                    stopping = True
+                elif self._stop_reason is not None:
                     running.stop(self._stop_reason)
             return running.result()
 
-    def _train_spawned(self) -> TrainResult:
-        """Train on spawned ranks; the first failure ends the job."""
-        with locked(self.folder):
-            return spawn_ranks(train, dataclasses.replace(self._job, stop_file=self.folder.stop_file))
+    @contextmanager
+    def _stop_file_is_ours(self) -> Iterator[None]:
+        """Repeat a stop that was requested before the run had its lock: its stop file is removed by then."""
+        if self._stop_reason is not None:
+            write_stop_file(self.folder.stop_file, self._stop_reason)
+        yield
 
 
 def measurements(folder: Path) -> tuple[float, list[dict[str, Any]]]:

@@ -9,7 +9,7 @@ from typing import Final, Literal, final
 from paceline.core.faults import STEP_PHASES, Fault
 from paceline.core.wording import counted
 
-Kind = Literal["kill", "stop", "terminate", "kill supervisor", "kill all", "scale", "end"]
+DisturbanceKind = Literal["kill", "stop", "terminate", "kill supervisor", "kill all", "scale", "end"]
 
 _PHASES: Final = (*STEP_PHASES, "collective", "collective", "checkpoint", "evaluation")
 _MOST_FAILURES: Final = 3
@@ -25,7 +25,7 @@ class OutsideAction:
     how many workers are wanted; `seconds` is how long a stop lasts."""
 
     at: float
-    kind: Kind
+    kind: DisturbanceKind
     number: int = 0
     seconds: float = 0.0
 

@@ -39,14 +39,16 @@ class Duties:
         """Derive the agenda after this step from what every rank knows, so that all have the same."""
         parts, agenda, step = self._parts, self._state.agenda, self._state.position.step
         agenda.clear()
-        if parts.saver is not None and parts.saver.all_written(reduced.parts_written, reduced.parts_failed):
+        if parts.checkpointer is not None and parts.checkpointer.all_written(
+            reduced.parts_written, reduced.parts_failed
+        ):
             agenda.add(Duty.COMMIT_CHECKPOINT, reduced.parts_written, reduced.parts_failed)
         every = parts.config.evaluate_every
         if every is not None and step % every == 0:
             agenda.add(Duty.EVALUATE)
         if reduced.stops:
             agenda.add(Duty.STOP)
-        if parts.saver is not None and parts.saver.due_after_step(step):
+        if parts.checkpointer is not None and parts.checkpointer.due_after_step(step):
             agenda.add(Duty.SAVE)
 
     def plan_end_of_epoch(self) -> None:
@@ -60,7 +62,7 @@ class Duties:
         if parts.config.evaluate_every is None:
             agenda.add(Duty.EVALUATE)
         agenda.add(Duty.CLOSE_EPOCH)
-        if parts.saver is not None and parts.saver.due_after_epoch(position.epoch + 1):
+        if parts.checkpointer is not None and parts.checkpointer.due_after_epoch(position.epoch + 1):
             agenda.add(Duty.SAVE)
 
     def plan_conclusion(self) -> None:
@@ -72,7 +74,7 @@ class Duties:
             agenda.add(Duty.COMPARE_MODIFIERS)
         if not state.stopped_on_request and self._evaluation_here is None:
             agenda.add(Duty.EVALUATE_AT_END)
-        if parts.saver is not None:
+        if parts.checkpointer is not None:
             if state.stopped_on_request or parts.config.checkpoint.at_end:
                 agenda.add(Duty.SAVE_LAST)
             agenda.add(Duty.DRAIN_CHECKPOINTS)
@@ -84,9 +86,9 @@ class Duties:
     # doing
 
     def _commit_checkpoint(self, written: int, failed: int) -> None:
-        if self._parts.saver is not None:
+        if self._parts.checkpointer is not None:
             self._parts.phases.enter(COLLECTIVE)
-            self._parts.saver.commit(written, failed)
+            self._parts.checkpointer.commit(written, failed)
 
     def _evaluate(self) -> None:
         metrics = self._evaluated()
@@ -135,30 +137,34 @@ class Duties:
     def save(self) -> None:
         """Start a checkpoint of the state as it is, unless this step has one."""
         parts, state = self._parts, self._state
-        if parts.saver is None or parts.saver.saved_step == state.position.step:
+        if parts.checkpointer is None or parts.checkpointer.saved_step == state.position.step:
             return
         parts.phases.enter(CHECKPOINT)
         parts.recorder.flush()
         modifier_states.compare(parts.team.context, parts.callbacks, state.position.step)
         contents = state.export()
-        shares = parts.saver.digests(contents)
+        shares = parts.checkpointer.digests(contents)
         # A version is put together from what all ranks write: it is valid only where they hold the same.
         self._replicas.compare("saved", combined(shares))
-        parts.saver.begin(state.position, contents, self._version_metrics(), shares)
+        parts.checkpointer.begin(state.position, contents, self._version_metrics(), shares)
 
     def _drain_checkpoints(self) -> None:
-        if self._parts.saver is not None:
+        if self._parts.checkpointer is not None:
             self._parts.phases.enter(CHECKPOINT)
-            self._parts.saver.drain()
+            self._parts.checkpointer.drain()
 
     def _close_epoch(self) -> None:
         parts, state = self._parts, self._state
         validation = {} if parts.config.evaluate_every is not None else self._validation_here()
         parts.recorder.end_epoch(state.position.epoch, validation)
         state.position = state.position.next_epoch()
-        saver = parts.saver
-        if saver is not None and state.ended is None and saver.due_after_epoch(state.position.epoch):
-            saver.saved_step = -1  # a version of this step does not have that the epoch has turned
+        checkpointer = parts.checkpointer
+        if (
+            checkpointer is not None
+            and state.ended is None
+            and checkpointer.due_after_epoch(state.position.epoch)
+        ):
+            checkpointer.saved_step = -1  # a version of this step does not have that the epoch has turned
         parts.recorder.start_clock()
 
     def _close_last_epoch(self) -> None:
@@ -172,7 +178,7 @@ class Duties:
     def _compare_weights(self) -> None:
         parts, state = self._parts, self._state
         parts.phases.enter(COLLECTIVE)
-        unsaved = parts.saver.unsaved(state.position.step) if parts.saver is not None else None
+        unsaved = parts.checkpointer.unsaved(state.position.step) if parts.checkpointer is not None else None
         digest = state_hash(parts.module)
         state.final_hashes = parts.team.context.all_gather([digest, parts.stop.asked(), unsaved])
         self._replicas.compare("end", digest)

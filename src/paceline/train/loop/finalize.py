@@ -84,12 +84,12 @@ def history_of(run: Run, started: float) -> History:
 
 
 def _saved(run: Run) -> str:
-    saver = run.parts.saver
-    if saver is None:
+    checkpointer = run.parts.checkpointer
+    if checkpointer is None:
         return "nothing is saved, because checkpoints are turned off"
-    if saver.newest is None:
+    if checkpointer.newest is None:
         return "nothing is saved: a resumed run starts from the beginning"
-    return f"version {saver.newest} of step {saver.newest_step} is saved"
+    return f"version {checkpointer.newest} of step {checkpointer.newest_step} is saved"
 
 
 # a run that ends because of an error
@@ -97,13 +97,13 @@ def _saved(run: Run) -> str:
 
 def save_in_group(run: Run) -> None:
     """Save in the current group, which is intact."""
-    saver = run.parts.saver
-    if saver is None:
+    checkpointer = run.parts.checkpointer
+    if checkpointer is None:
         return
     try:
         run.parts.transaction.abandon()
         run.duties.save()
-        saver.drain()
+        checkpointer.drain()
     except Exception as error:  # whatever it is, the error before it is the one to show
         _log_unsaved(run, error)
 
@@ -111,8 +111,8 @@ def save_in_group(run: Run) -> None:
 def save_alone(run: Run) -> None:
     """Save as the only rank that is left: every rank has all of the state but for residuals of
     compression."""
-    saver = run.parts.saver
-    if saver is None:
+    checkpointer = run.parts.checkpointer
+    if checkpointer is None:
         return
     run.parts.transaction.residuals.settle(run.state.position.step)
     if not run.parts.transaction.residuals.covers_all:
@@ -126,24 +126,24 @@ def save_alone(run: Run) -> None:
     except PacelineError as error:
         _log_unsaved(run, error)
         return
-    if not saver.has(run.state.position.step):
+    if not checkpointer.has(run.state.position.step):
         save_in_group(run)
 
 
 def save_unsupervised(run: Run, error: BaseException) -> None:
     """Save the last committed step on a rank that raised, where no supervisor repairs the group, before the
     group ends with this rank; add a note about it to the error."""
-    saver = run.parts.saver
-    if saver is None or not isinstance(error, Exception) or isinstance(error, PeerError):
+    checkpointer = run.parts.checkpointer
+    if checkpointer is None or not isinstance(error, Exception) or isinstance(error, PeerError):
         return  # the peer that was lost reports; it saves what it has
     if isinstance(error, ReplicasDifferError):
         return  # no rank is known to be right: no state may become a version
     step, several = run.state.position.step, run.parts.team.world_size > 1
-    if run.state.at_boundary and not run.state.agenda.concluded and step > saver.saved_step:
+    if run.state.at_boundary and not run.state.agenda.concluded and step > checkpointer.saved_step:
         with _one_at_a_time(run):
             save_alone(run) if several else save_in_group(run)
-    if saver.newest is not None:
-        error.add_note(saved_sentence(saver.newest, saver.newest_step))
+    if checkpointer.newest is not None:
+        error.add_note(saved_sentence(checkpointer.newest, checkpointer.newest_step))
 
 
 @contextlib.contextmanager

@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 _TRIAL = 0x5452  # marks keys of trials, apart from those of reading and computing
 # The exchange's own copy of the gradient, and two moments: what most optimizers keep.
 _COPIES_SET_ASIDE = 3
-_SAYS_SO = (
+_OUT_OF_MEMORY_TEXTS = (
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
     "CUDA out of memory",
@@ -47,7 +47,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether memory ran out; libraries report it in several ways."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _SAYS_SO)
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY_TEXTS)
 
 
 def find(try_size: Callable[[int], None], largest: int) -> int:

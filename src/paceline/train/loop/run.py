@@ -227,17 +227,17 @@ class Run:
         self.duties.plan_after_step(reduced)
         state.at_boundary = True
         self._record(reduced, applied, position, sample)
-        if parts.saver is not None:
+        if parts.checkpointer is not None:
             if not self._saver_prepared:
                 # Now, after a first step, optimizers have all the state that they will have.
                 self._saver_prepared = True
-                parts.saver.prepare(state.export())
-            parts.saver.poll()
+                parts.checkpointer.prepare(state.export())
+            parts.checkpointer.poll()
 
     def _reduce(self) -> tuple[ReducedStep, int | None]:
         """Exchange gradients, counters and a sample of the weights with all ranks: the point of decision."""
         parts = self.parts
-        written, failed = parts.saver.written if parts.saver is not None else (False, False)
+        written, failed = parts.checkpointer.written if parts.checkpointer is not None else (False, False)
         pause = parts.hooks is not None and parts.hooks.steps.wants_pause
         parts.phases.enter(COLLECTIVE)
         sample = self._replicas.sample()

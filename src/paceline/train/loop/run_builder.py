@@ -98,7 +98,7 @@ class RunBuilder:
         parts = self._parts(tell, evaluate)
         state = RunState(parts)
         if parts.store is not None:
-            parts.saver = self._checkpointer(parts.store, parts, state.run_id)
+            parts.checkpointer = self._checkpointer(parts.store, parts, state.run_id)
         if self._hooks is None:
             state.resume(parts.config.resume)
         return Run(parts, state)
@@ -167,7 +167,7 @@ class RunBuilder:
         )
 
     def _checkpointer(self, store: CheckpointStore, parts: RunParts, run_id: str) -> Checkpointer:
-        saver = Checkpointer(
+        checkpointer = Checkpointer(
             parts.config.checkpoint,
             store,
             self._team,
@@ -177,8 +177,8 @@ class RunBuilder:
             on_saved=partial(parts.callbacks.notify, Observer.on_checkpoint),
             writes=self._sees_folder or not store.storage.exclusive,
         )
-        self._closing.callback(saver.close)
-        return saver
+        self._closing.callback(checkpointer.close)
+        return checkpointer
 
     def _lock(self) -> None:
         """Reserve the run's folder and its place for checkpoints until the run ends. A launcher holds the

@@ -64,7 +64,7 @@ class MemberMessages:
 
     def heartbeat(self) -> Heartbeat:
         phase, seconds = self._phases.now
-        saver = self._parts.saver
+        checkpointer = self._parts.checkpointer
         return Heartbeat(
             phase=phase,
             seconds=seconds,
@@ -72,7 +72,9 @@ class MemberMessages:
             waits_for=self._shell.waits_for(),
             shard_seconds=self._reports.shard_seconds,
             step_seconds=self._reports.step_seconds,
-            longest=0.0 if saver is not None and saver.waits_for_storage else self._phases.longest(phase),
+            longest=0.0
+            if checkpointer is not None and checkpointer.waits_for_storage
+            else self._phases.longest(phase),
             rss=resident_bytes(),
         )
 
@@ -87,7 +89,7 @@ class MemberMessages:
             has_private_state=transaction.residuals.kept,
             digest=f"report:{state.hash()}" if held else "",
             agreed=state.agreed_step if held else -1,
-            private_shards=transaction.residuals.owed,
+            private_shards=transaction.residuals.private_shards,
             trail=state.hashes.recent if held else (),
             memory_changed=held and state.watch.has_changed(state.position.step),
             peers_differed=held and self._peers_differed(),

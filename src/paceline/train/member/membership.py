@@ -32,7 +32,7 @@ from paceline.control.member_state import (
     StateReady,
     Train,
 )
-from paceline.control.messages import ControlMessage, DialRequest, Heartbeat, MemberHello, ShardClaimed, View
+from paceline.control.messages import ControlMessage, DialRequest, Heartbeat, MemberHello, ShardComputed, View
 from paceline.control.reachability import ReachabilityProber
 from paceline.control.worker_options import WorkerOptions
 from paceline.core.errors import GroupInterruptedError, PacelineError, RendezvousError
@@ -110,7 +110,7 @@ class Membership:
     def receive(self, message: ControlMessage) -> None:
         if isinstance(message, DialRequest):
             self._prober.dial(message.peers)
-        elif isinstance(message, ShardClaimed):
+        elif isinstance(message, ShardComputed):
             self._reports.claims.add(message.generation, message.step, message.shard)
         else:
             self._shell.feed(message)

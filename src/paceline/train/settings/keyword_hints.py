@@ -38,7 +38,7 @@ _TRAINER_OF = {
     **dict.fromkeys(("optimizers", "optim"), "optimizer"),
     **dict.fromkeys(("settings", "args", "cfg"), "config"),
 }
-_TOLD = {
+_HINTS = {
     **dict.fromkeys(("lr", "learning_rate", "weight_decay", "momentum", "betas"), _OPTIMIZER),
     **dict.fromkeys(
         ("train_data", "train_dataset", "dataset", "data", "train_dataloader", "dataloader", "val_data"),
@@ -73,8 +73,8 @@ def explained(settings: type | None = None) -> Callable[[T], T]:
 
 
 def _remedy(settings: type | None, name: str, known: list[str]) -> str:
-    if name in _TOLD:
-        return _TOLD[name]
+    if name in _HINTS:
+        return _HINTS[name]
     if settings is None:
         if name in _OF_TRAINER or name in _TRAINER_OF:
             return f"give it to the Trainer: paceline.Trainer({_TRAINER_OF.get(name, name)}=...)"

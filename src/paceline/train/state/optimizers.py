@@ -196,7 +196,7 @@ def load(
         groups = []
         current = optimizer.state_dict()["param_groups"]
         for group, old in zip(current, saved["groups"], strict=True):
-            _say_changed(saved["type"], group, old)
+            _log_changed(saved["type"], group, old)
             settings = {key: setting_from_plain(value, group.get(key)) for key, value in old.items()}
             groups.append({**group, **settings, "params": group["params"]})
         optimizer.load_state_dict({"state": state, "param_groups": groups})
@@ -225,7 +225,7 @@ def _check_groups(optimizer: Optimizer, module: nn.Module, saved: Mapping[str, A
     )
 
 
-def _say_changed(kind: str, group: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+def _log_changed(kind: str, group: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     """Warn about settings that were changed meanwhile: those of the run count."""
     changed = [
         f"{'lr' if key == 'initial_lr' else key}={saved[key]} (here {setting_to_plain(group[key], key)})"

@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 _REMEMBERED = 256  # events that can be sent again in any case
 _MOST_REMEMBERED = 8192  # and of those that the journal may lack
 # From a step to its line in the journal: far longer than that takes while a supervisor writes it.
-_TELLING_SECONDS = 2.0
+_JOURNAL_LAG_SECONDS = 2.0
 _BEHIND = 2  # steps whose numbers may still be on their way from a GPU
 
 
@@ -184,7 +184,7 @@ class Recorder:
         return [event for _, event in self._events if _is_step(event) and event.step > step]
 
     def state_dict(self) -> dict[str, Any]:
-        since = self._acked_at() - _TELLING_SECONDS
+        since = self._acked_at() - _JOURNAL_LAG_SECONDS
         return {
             "sums": self.sums.state_dict(),
             "epochs": [asdict(record) for record in self.epochs],
@@ -243,7 +243,8 @@ class Recorder:
         now = time.monotonic()
         self._events.append((now, event))
         while len(self._events) > _REMEMBERED and (
-            len(self._events) > _MOST_REMEMBERED or self._events[0][0] < self._acked_at() - _TELLING_SECONDS
+            len(self._events) > _MOST_REMEMBERED
+            or self._events[0][0] < self._acked_at() - _JOURNAL_LAG_SECONDS
         ):
             self._events.popleft()
 

@@ -75,7 +75,7 @@ class StateParts:
     noise: GradientNoise | None = None
     early: EarlyStopper | None = None
     store: CheckpointStore | None = None
-    saver: Checkpointer | None = None
+    checkpointer: Checkpointer | None = None
     journal_file: Path | None = None
     supervised: bool = False
 
@@ -215,8 +215,8 @@ class RunState:
         self.run_id = str(context.broadcast(self.run_id))
         self.first_step = self.position.step
         self._note_start(disowned=before >= 0)
-        if parts.saver is not None:
-            parts.saver.begin_from(self.parent, self.position.step, self.run_id)
+        if parts.checkpointer is not None:
+            parts.checkpointer.begin_from(self.parent, self.position.step, self.run_id)
         every, step = parts.config.evaluate_every, self.position.step
         if self.parent is None or self.ended is not None or every is None:
             return
@@ -230,7 +230,7 @@ class RunState:
         parts = self._parts
         found = None
         if which is not None and store is not None:
-            readers = None if parts.saver is None else parts.saver.writers
+            readers = None if parts.checkpointer is None else parts.checkpointer.writers
             found = resume.fetch(parts.team.context, store, which, before, readers)
         if found is None:
             self._begin_at(DataPosition())
@@ -286,8 +286,12 @@ class RunState:
     def discard_after(self, step: int) -> None:
         """Remove the versions of later steps, which may hold what a faulty worker has spoiled: no run may
         resume from them. Done by the first rank that sees them."""
-        store, saver = self._parts.store, self._parts.saver
-        if store is None or saver is None or self._parts.team.rank != next(iter(saver.writers), None):
+        store, checkpointer = self._parts.store, self._parts.checkpointer
+        if (
+            store is None
+            or checkpointer is None
+            or self._parts.team.rank != next(iter(checkpointer.writers), None)
+        ):
             return
         for manifest in store.manifests():
             if manifest.info.step > step:
@@ -299,8 +303,8 @@ class RunState:
     def rebind(self) -> None:
         """Adapt to the team's new group. An open step continues with the shards that are held."""
         self._parts.transaction.rebind()
-        if self._parts.saver is not None:
-            self._parts.saver.rebind()
+        if self._parts.checkpointer is not None:
+            self._parts.checkpointer.rebind()
 
     def synchronize(self, source: int, stale: Sequence[int]) -> None:
         """Bring the ranks `stale` to the state of rank `source`; a collective call of the new group.
@@ -322,7 +326,7 @@ class RunState:
     def _export_for_transfer(self) -> RunContents:
         self._parts.recorder.flush()
         self._parts.transaction.residuals.settle(self.position.step)
-        contents, saver = self.export(), self._parts.saver
+        contents, checkpointer = self.export(), self._parts.checkpointer
         agenda = {
             **self.agenda.state_dict(),
             "ended": self.ended,
@@ -331,15 +335,15 @@ class RunState:
             "final_hashes": self.final_hashes,
             "agreed": self.agreed_step,
         }
-        saving = None if saver is None else saver.state_dict()
+        saving = None if checkpointer is None else checkpointer.state_dict()
         extra = {"agenda": agenda, "saving": saving, "first_step": self.first_step}
         return RunContents(contents.tensors, {}, {**contents.state, **extra})
 
     def _import_transferred(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         self.load(state, tensors)
         self.first_step = state["first_step"]
-        if self._parts.saver is not None and state["saving"] is not None:
-            self._parts.saver.load_state_dict(state["saving"])
+        if self._parts.checkpointer is not None and state["saving"] is not None:
+            self._parts.checkpointer.load_state_dict(state["saving"])
         agenda = state["agenda"]
         self.agenda.load_state_dict(agenda)
         self.ended, self.agreed_step = agenda["ended"], agenda["agreed"]
@@ -354,7 +358,7 @@ class RunState:
         self._parts.transaction.abandon()
         self.ended, self.stopped_on_request, self.failing = reason, True, True
         self.agenda.clear(concluding=True)
-        if self._parts.saver is not None:
+        if self._parts.checkpointer is not None:
             self.agenda.add(Duty.SAVE_LAST)
             self.agenda.add(Duty.DRAIN_CHECKPOINTS)
         self.agenda.add(Duty.COMPARE_WEIGHTS)
@@ -362,7 +366,7 @@ class RunState:
     @property
     def worth_saving(self) -> bool:
         """Whether a rank whose code has raised holds a state that no version has yet."""
-        saver = self._parts.saver
-        if saver is None or not self.at_boundary or self.failing:
+        checkpointer = self._parts.checkpointer
+        if checkpointer is None or not self.at_boundary or self.failing:
             return False
-        return self.position.step > saver.saved_step
+        return self.position.step > checkpointer.saved_step

@@ -35,8 +35,8 @@ from paceline.train.step.gradient_reducer import (
     CanonicalReducer,
     GradientChecks,
     GradientReducer,
-    OwedShards,
     PlainReducer,
+    PrivateShards,
     Residuals,
 )
 from paceline.train.step.partial_sums import PartialSums
@@ -153,7 +153,7 @@ class CompressedReducer(GradientReducer, Residuals):
         return self._compression.error_feedback
 
     @property
-    def owed(self) -> OwedShards:
+    def private_shards(self) -> PrivateShards:
         """Return the shards whose residuals this rank holds: after the last committed step and, if its data
         was sent, after the open one."""
         if not self.kept:

@@ -35,7 +35,7 @@ from paceline.train.step.partial_sums import PartialSums
 from paceline.train.step.step_hashes import contribution
 from paceline.train.team import Team
 
-OwedShards = tuple[tuple[int, tuple[int, ...]], ...]
+PrivateShards = tuple[tuple[int, tuple[int, ...]], ...]
 """(committed steps, shards) for each moment at which a rank knows the residuals of these shards."""
 
 
@@ -48,7 +48,7 @@ class Residuals:
         return False
 
     @property
-    def owed(self) -> OwedShards:
+    def private_shards(self) -> PrivateShards:
         """The shards whose residuals this rank knows, by the number of committed steps; the supervisor
         decides by it whether the run can continue from there."""
         return ()

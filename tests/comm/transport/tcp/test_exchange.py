@@ -11,7 +11,7 @@ from tests.waiting import wait_for
 from paceline.comm.call_status import CollectiveCall
 from paceline.comm.transport.base import Topology, Traffic
 from paceline.comm.transport.tcp.exchange import Exchange, MessageNumbers, SentCounter
-from paceline.comm.transport.tcp.framed_socket import Kind
+from paceline.comm.transport.tcp.framed_socket import FrameKind
 
 SIZE = 100_000
 
@@ -43,8 +43,8 @@ def test_a_receipt_is_told_also_if_the_message_completes_between_two_looks() -> 
         room = torch.zeros(SIZE, dtype=torch.uint8)
         tally = SentCounter(0, Topology((0, 1)), Traffic())
         exchange = Exchange(first, bulk, MessageNumbers(2), tally, call, [], [(1, room)])
-        second.send(0, Kind.BULK, length=SIZE, sequence=5, signature=7, number=1)
+        second.send(0, FrameKind.BULK, length=SIZE, sequence=5, signature=7, number=1)
         wait_for(lambda: exchange.advance()[0], "the exchange did not end")
         # Without it the sender waits for ever.
-        wait_for(lambda: second.confirmed(Kind.DONE, 0, 1), "the sender gets no confirmation", 20.0)
-        wait_for(lambda: second.confirmed(Kind.ACCEPT, 0, 1))
+        wait_for(lambda: second.confirmed(FrameKind.DONE, 0, 1), "the sender gets no confirmation", 20.0)
+        wait_for(lambda: second.confirmed(FrameKind.ACCEPT, 0, 1))

@@ -16,7 +16,7 @@ from tests.comm.transport.tcp.meshes import SECRET, meshes
 
 from paceline.comm.call_status import RankState, Status
 from paceline.comm.transport.base import HEADER_BYTES
-from paceline.comm.transport.tcp.framed_socket import INLINE_BYTES, FramedSocket, Kind
+from paceline.comm.transport.tcp.framed_socket import INLINE_BYTES, FramedSocket, FrameKind
 from paceline.comm.transport.tcp.mesh import Mesh
 from paceline.comm.transport.tcp.mesh_handshake import PeerConnections, connect_all
 from paceline.comm.transport.tcp.torch_backend import _NoteStore
@@ -58,7 +58,9 @@ def tagged(link: FramedSocket, header: bytes, body: bytes = b"") -> bytes:
 def test_frames_arrive_whole_and_in_order() -> None:
     with meshes(2) as (first, second):
         for number in range(50):
-            first.send(1, Kind.DATA, [memoryview(bytes([number]) * number)], sequence=number, signature=7)
+            first.send(
+                1, FrameKind.DATA, [memoryview(bytes([number]) * number)], sequence=number, signature=7
+            )
         frames: list = []
         _eventually(lambda: len(frames) == 50 or _collect(second, frames), second)
         assert [frame.sequence for frame in frames] == list(range(50))
@@ -74,7 +76,7 @@ def _collect(mesh: Mesh, frames: list) -> bool:
 def test_a_large_message_needs_no_reader_in_the_main_thread() -> None:
     with meshes(2) as (first, second):
         body = os.urandom(5_000_000)
-        mark = first.send(1, Kind.MESSAGE, [memoryview(body)], sequence=4)
+        mark = first.send(1, FrameKind.MESSAGE, [memoryview(body)], sequence=4)
         _eventually(lambda: first.sent(1, mark), first)
         _eventually(lambda: second._mailbox, second)
         message = second.next_message(0, 4)
@@ -87,7 +89,7 @@ def test_settled_memory_may_change() -> None:
     with left, right:
         link, other = linked(left, right)
         body = bytearray(b"a" * 3_000_000)
-        mark = link.put(Kind.MESSAGE, [memoryview(body)])
+        mark = link.put(FrameKind.MESSAGE, [memoryview(body)])
         assert link.waiting
         link.settle()
         body[:] = b"b" * len(body)
@@ -135,7 +137,7 @@ def test_goodbyes_failures_and_deaths_differ() -> None:
 def test_everything_sent_before_a_goodbye_arrives() -> None:
     with meshes(2) as (first, second):
         body = memoryview(bytes(20_000_000))
-        first.send(1, Kind.MESSAGE, [body])
+        first.send(1, FrameKind.MESSAGE, [body])
         first.close()
         assert second.next_message(0, 0) is not None
         assert second.peers()[0].state is RankState.LEFT
@@ -175,11 +177,14 @@ def test_a_group_of_torch_that_does_not_come_up_names_labels() -> None:
     ("header", "body"),
     [
         (struct.pack("<QqQBxxxI", 10, 0, 0, 77, 0), b""),
-        (struct.pack("<QqQBxxxI", INLINE_BYTES + 1, 0, 0, Kind.DATA, 0), b""),
-        (struct.pack("<QqQBxxxI", 3, 0, 0, Kind.STATUS, 0), b"{x}"),
-        (struct.pack("<QqQBxxxI", 4, 0, 0, Kind.FAILURE, 0), b"1234"),
-        (struct.pack("<QqQBxxxI", 200_000, 0, 0, Kind.STATUS, 0), b"[" * 200_000),  # a RecursionError
-        (struct.pack("<QqQBxxxI", 1 << 40, 0, 0, Kind.MESSAGE, 0), b""),  # a MemoryError, on most machines
+        (struct.pack("<QqQBxxxI", INLINE_BYTES + 1, 0, 0, FrameKind.DATA, 0), b""),
+        (struct.pack("<QqQBxxxI", 3, 0, 0, FrameKind.STATUS, 0), b"{x}"),
+        (struct.pack("<QqQBxxxI", 4, 0, 0, FrameKind.FAILURE, 0), b"1234"),
+        (struct.pack("<QqQBxxxI", 200_000, 0, 0, FrameKind.STATUS, 0), b"[" * 200_000),  # a RecursionError
+        (
+            struct.pack("<QqQBxxxI", 1 << 40, 0, 0, FrameKind.MESSAGE, 0),
+            b"",
+        ),  # a MemoryError, on most machines
     ],
 )
 def test_garbage_ends_the_connection_and_nothing_else(header: bytes, body: bytes) -> None:
@@ -187,14 +192,14 @@ def test_garbage_ends_the_connection_and_nothing_else(header: bytes, body: bytes
         link = first._links[1]
         link.sock.setblocking(True)
         link.sock.sendall(tagged(link, header, body))
-        if header == struct.pack("<QqQBxxxI", 1 << 40, 0, 0, Kind.MESSAGE, 0):
+        if header == struct.pack("<QqQBxxxI", 1 << 40, 0, 0, FrameKind.MESSAGE, 0):
             # Where so much memory can be reserved, the receiver waits for the body. Where it cannot, the
             # receiver drops the link, and the sender's thread may have closed this socket already.
             with suppress(OSError):
                 link.sock.shutdown(socket.SHUT_RDWR)
         _eventually(lambda: second.peers()[0].state is RankState.DEAD, second)
         assert "not a message of Paceline" in second.peers()[0].reason or len(body) == 0
-        third.send(1, Kind.MESSAGE, [memoryview(b"still here")])
+        third.send(1, FrameKind.MESSAGE, [memoryview(b"still here")])
         _eventually(lambda: second._mailbox, second)
 
 
@@ -202,7 +207,7 @@ def test_a_frame_that_is_too_long_is_refused() -> None:
     left, right = socket.socketpair()
     with left, right:
         link, other = linked(left, right)
-        left.sendall(tagged(link, struct.pack("<QqQBxxxI", 1 << 50, 0, 0, Kind.MESSAGE, 0)))
+        left.sendall(tagged(link, struct.pack("<QqQBxxxI", 1 << 50, 0, 0, FrameKind.MESSAGE, 0)))
         with pytest.raises(WireError, match="at most"):
             other.read()
 
@@ -211,7 +216,7 @@ def test_a_frame_without_the_sessions_tag_is_refused() -> None:
     left, right = socket.socketpair()
     with left, right:
         _, other = linked(left, right)
-        left.sendall(struct.pack("<QqQBxxxI", 0, 0, 0, Kind.BYE, 0) + bytes(16))
+        left.sendall(struct.pack("<QqQBxxxI", 0, 0, 0, FrameKind.BYE, 0) + bytes(16))
         with pytest.raises(WireError, match="tag of this session"):
             other.read()
 

@@ -92,7 +92,7 @@ def _in_place(task: ReductionTask, locations: Sequence[int]) -> None:
 
 def _by_blocks(task: ReductionTask, sources: Sequence[int], targets: Sequence[int]) -> None:
     """Reduce inputs and outputs that may lie anywhere, block by block through the cache."""
-    out, own, fold, rank, size = task.out, task.partials[0], task.recipe.order, task.rank, task.size
+    out, own, order, rank, size = task.out, task.partials[0], task.recipe.order, task.rank, task.size
     start, stop = cut(out.numel(), size, CACHE_LINE)[rank]
     # What is fetched is used at once and the kernel copies page by page: small blocks cost nothing and
     # stay in the cache.
@@ -101,7 +101,7 @@ def _by_blocks(task: ReductionTask, sources: Sequence[int], targets: Sequence[in
     rooms = [torch.empty(block, dtype=own.dtype, device="cpu") for _ in range(2)]
     spare = [
         torch.empty(block, dtype=accumulator_dtype(out.dtype), device="cpu")
-        for _ in range(fold.temporaries + 1)
+        for _ in range(order.temporaries + 1)
     ]
     for low in range(start, stop, block or 1):
         high = min(low + block, stop)
@@ -131,29 +131,29 @@ def _fold_beside(
 ) -> None:
     """Fold inputs, fetched when they are needed, into memory that may be one of them: only the last step
     writes to it, and by then every input has been read."""
-    fold, kernel, total = recipe.order, kernel_of(recipe.op), spare[0]
+    order, kernel, total = recipe.order, kernel_of(recipe.op), spare[0]
     narrow = out.dtype != total.dtype
-    if not fold.steps:
+    if not order.steps:
         total.copy_(fetch(0, rooms[0]))
-    for position, (target, left, right) in enumerate(fold.steps):
-        a = fetch(left, rooms[0]) if left < fold.inputs else _register(fold, left, spare)
-        b = fetch(right, rooms[1]) if right < fold.inputs else _register(fold, right, spare)
-        last = position == len(fold.steps) - 1 and not narrow
-        into = out if last else _register(fold, target, spare)
+    for position, (target, left, right) in enumerate(order.steps):
+        a = fetch(left, rooms[0]) if left < order.inputs else _register(order, left, spare)
+        b = fetch(right, rooms[1]) if right < order.inputs else _register(order, right, spare)
+        last = position == len(order.steps) - 1 and not narrow
+        into = out if last else _register(order, target, spare)
         if a.dtype != into.dtype and b.dtype != into.dtype:
             # Two narrow operands would be added in their own dtype and rounded; a wide one widens the sum.
             into.copy_(a)
             a = into
         kernel(a, b, out=into)
-    if narrow or not fold.steps:
+    if narrow or not order.steps:
         finish(recipe.op, total, recipe.contributions)
         out.copy_(total)
     else:
         finish(recipe.op, out, recipe.contributions)
 
 
-def _register(fold: ReductionOrder, register: int, spare: Sequence[Tensor]) -> Tensor:
+def _register(order: ReductionOrder, register: int, spare: Sequence[Tensor]) -> Tensor:
     """Return the tensor of a register: registers number the inputs, then the temporaries, then the result;
     `spare` has the result first."""
-    index = register - fold.inputs
-    return spare[0] if index == fold.temporaries else spare[1 + index]
+    index = register - order.inputs
+    return spare[0] if index == order.temporaries else spare[1 + index]

@@ -40,7 +40,7 @@ from paceline.core.available_resources import cores
 from paceline.core.errors import GroupInterruptedError
 from paceline.core.shm_segment_layout import read_segment
 
-Step = Callable[[], tuple[bool, bool]]
+AdvanceFunction = Callable[[], tuple[bool, bool]]
 Waiting = Callable[[], tuple[int, ...]]
 
 _NO_BODY = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -98,7 +98,9 @@ class ShmTransport:
         advance, waits_for = self.begin(call, sends, receives)
         self._until(advance, self._collective, lambda: call.status(waits_for()), deadline)
 
-    def begin(self, call: CollectiveCall, sends: Messages, receives: Messages) -> tuple[Step, Waiting]:
+    def begin(
+        self, call: CollectiveCall, sends: Messages, receives: Messages
+    ) -> tuple[AdvanceFunction, Waiting]:
         """Begin an exchange. The first result moves what can move and returns (all done, something moved);
         the second returns the ranks that the exchange still waits for."""
         lane, check = self._collective, partial(self._check, call)
@@ -143,7 +145,9 @@ class ShmTransport:
             with Watch(self._board, status, time.monotonic() + 5) as watch:
                 watch.disagree("ranks made different calls")
 
-    def _until(self, advance: Step, lane: Lane, status: Callable[[], Status], deadline: float) -> None:
+    def _until(
+        self, advance: AdvanceFunction, lane: Lane, status: Callable[[], Status], deadline: float
+    ) -> None:
         """Call `advance` until it is done, sleeping on the lane's bell when nothing moves."""
         idle, calm = 0, True
         watch: Watch | None = None

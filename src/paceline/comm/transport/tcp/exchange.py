@@ -21,7 +21,13 @@ from torch import Tensor
 from paceline.comm.call_status import CollectiveCall, PeerState, RankState, Status
 from paceline.comm.transport.base import Messages, Topology, Traffic, as_bytes
 from paceline.comm.transport.tcp.bulk_transfer import BulkConnections, BulkTransfer, bulk_head, overhead
-from paceline.comm.transport.tcp.framed_socket import BODY_TAG_BYTES, HEAD_BYTES, INLINE_BYTES, Frame, Kind
+from paceline.comm.transport.tcp.framed_socket import (
+    BODY_TAG_BYTES,
+    HEAD_BYTES,
+    INLINE_BYTES,
+    Frame,
+    FrameKind,
+)
 from paceline.comm.transport.tcp.mesh import Mesh
 from paceline.comm.transport.wait_watch import LOOK_SECONDS, StatusChannel, Watch
 from paceline.core.errors import InternalError, PeerLostError
@@ -36,7 +42,7 @@ class PendingOperation(Protocol):
 
 
 @dataclass(frozen=True)
-class PendingSteps:
+class PolledOperation:
     """A pending operation that is made of functions."""
 
     advance: Callable[[], tuple[bool, bool]]
@@ -191,12 +197,12 @@ class Exchange:
         if size <= INLINE_BYTES:
             besides = HEAD_BYTES + (BODY_TAG_BYTES if size else 0)
             pieces = [memoryview(body.numpy().data)]
-            mark = self._mesh.send(peer, Kind.DATA, pieces, sequence=sequence, signature=signature)
+            mark = self._mesh.send(peer, FrameKind.DATA, pieces, sequence=sequence, signature=signature)
         else:
             besides = HEAD_BYTES + overhead(size)
             number = numbers.next_sent(peer)
             mark = self._mesh.send(
-                peer, Kind.BULK, length=size, sequence=sequence, signature=signature, number=number
+                peer, FrameKind.BULK, length=size, sequence=sequence, signature=signature, number=number
             )
             self._unaccepted.add((peer, number))
             self._undelivered[peer, number] = self._bulk.send(body, peer, self._head(body, number))
@@ -237,13 +243,13 @@ class Exchange:
         if announced != (size, self._call.sequence, self._call.signature, number):
             with Watch(self._mesh, self._call.status((peer,)), time.monotonic() + 5) as watch:
                 watch.disagree("ranks made different calls")
-        if frame.kind is Kind.BULK:
-            self._tell(Kind.ACCEPT, peer, number)
+        if frame.kind is FrameKind.BULK:
+            self._tell(FrameKind.ACCEPT, peer, number)
         elif size:
             body.copy_(torch.frombuffer(frame.body, dtype=torch.uint8))
         self._tally.traffic.received += size
 
-    def _tell(self, kind: Kind, peer: int, number: int) -> None:
+    def _tell(self, kind: FrameKind, peer: int, number: int) -> None:
         self._mesh.send(peer, kind, number=number)
         self._tally.traffic.headers += HEAD_BYTES
 
@@ -254,16 +260,16 @@ class Exchange:
         for transfer, number in finished:
             if transfer.error is not None:
                 raise_lost(self._mesh, transfer, self.status())
-            self._tell(Kind.DONE, transfer.peer, number)
+            self._tell(FrameKind.DONE, transfer.peer, number)
         self._transfers = [item for item in self._transfers if item not in finished]
         return bool(finished)
 
     def _delivered(self) -> bool:
         """Record which large messages their receivers have accepted, and which they have. One is delivered
         when its receiver confirms that all its tags were right: until then its memory is in use."""
-        accepted = {item for item in self._unaccepted if self._mesh.confirmed(Kind.ACCEPT, *item)}
+        accepted = {item for item in self._unaccepted if self._mesh.confirmed(FrameKind.ACCEPT, *item)}
         self._unaccepted -= accepted
-        delivered = [item for item in self._undelivered if self._mesh.confirmed(Kind.DONE, *item)]
+        delivered = [item for item in self._undelivered if self._mesh.confirmed(FrameKind.DONE, *item)]
         for item in delivered:
             del self._undelivered[item]
         for transfer in self._undelivered.values():

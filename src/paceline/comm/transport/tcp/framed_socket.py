@@ -42,7 +42,7 @@ _READ_BUDGET = 4 << 20
 _MAX_VECTOR = 64
 
 
-class Kind(enum.IntEnum):
+class FrameKind(enum.IntEnum):
     DATA = 1  # of a collective, with its body
     BULK = 2  # of a collective; the body travels beside
     ACCEPT = 3  # the receiver of a BULK has checked it and takes it
@@ -57,14 +57,14 @@ class Kind(enum.IntEnum):
     NOTE = 12  # a key and a value for a store that all ranks share
 
 
-_LIMITS = {Kind.DATA: INLINE_BYTES} | dict.fromkeys(
-    (Kind.STATUS, Kind.HERE, Kind.FAILURE, Kind.NOTE), _NOTE_BYTES
+_LIMITS = {FrameKind.DATA: INLINE_BYTES} | dict.fromkeys(
+    (FrameKind.STATUS, FrameKind.HERE, FrameKind.FAILURE, FrameKind.NOTE), _NOTE_BYTES
 )
 
 
 @dataclass(slots=True)
 class Frame:
-    kind: Kind
+    kind: FrameKind
     length: int
     sequence: int
     signature: int
@@ -79,7 +79,7 @@ class FramedSocket:
         self.sock = proven.sock
         self._outgoing_tags = proven.session.outgoing
         self._incoming_tags = proven.session.incoming
-        self._limits = {**_LIMITS, Kind.MESSAGE: max_message}
+        self._limits = {**_LIMITS, FrameKind.MESSAGE: max_message}
         self.put_bytes = 0
         self.sent_bytes = 0
         self._outbox: deque[memoryview] = deque()
@@ -93,7 +93,7 @@ class FramedSocket:
 
     def put(
         self,
-        kind: Kind,
+        kind: FrameKind,
         pieces: Sequence[memoryview] = (),
         *,
         length: int | None = None,
@@ -225,10 +225,10 @@ def _digest(pieces: Sequence[memoryview]) -> bytes:
     return digest.digest()
 
 
-def _opened(head: bytearray, limits: Mapping[Kind, int]) -> Frame:
+def _opened(head: bytearray, limits: Mapping[FrameKind, int]) -> Frame:
     length, sequence, signature, code, number = _HEADER.unpack_from(head)
     try:
-        kind = Kind(code)
+        kind = FrameKind(code)
     except ValueError:
         raise WireError(f"a frame of the unknown kind {code}") from None
     limit = limits.get(kind)

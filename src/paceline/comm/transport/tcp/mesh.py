@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from paceline.comm.call_status import PeerState, RankState, Status, failure_from
 from paceline.comm.transport.base import ReceivedMessage, take_first
-from paceline.comm.transport.tcp.framed_socket import Frame, FramedSocket, Kind
+from paceline.comm.transport.tcp.framed_socket import Frame, FramedSocket, FrameKind
 from paceline.comm.transport.wait_watch import StatusChannel
 from paceline.core.authenticated_listener import AuthenticatedSocket
 from paceline.core.errors import GroupInterruptedError, InternalError, PacelineError, UsageError
@@ -61,7 +61,7 @@ class Mesh:
         self._mine: Status | None = None
         self._asked: dict[int, float] = {}
         self._data: dict[int, deque[Frame]] = {peer: deque() for peer in self._links}
-        self._confirmed: set[tuple[Kind, int, int]] = set()
+        self._confirmed: set[tuple[FrameKind, int, int]] = set()
         self._mailbox: deque[ReceivedMessage] = deque()
         self._acked: set[int] = set()
         self.notes: dict[str, bytes] = {}
@@ -84,7 +84,7 @@ class Mesh:
 
     # sending
 
-    def send(self, peer: int, kind: Kind, pieces: Sequence[memoryview] = (), **fields: int) -> int:
+    def send(self, peer: int, kind: FrameKind, pieces: Sequence[memoryview] = (), **fields: int) -> int:
         """Put a frame on its way; its memory is free when `sent(peer, mark)` holds for the returned mark."""
         link = self._links[peer]
         mark = link.put(kind, pieces, **fields)
@@ -104,7 +104,7 @@ class Mesh:
         """Publish a value to all ranks under a key, once: it appears in their `notes`."""
         self.notes[key] = value
         for peer in self._running():
-            self.send(peer, Kind.NOTE, [memoryview(key.encode() + b"\0" + value)])
+            self.send(peer, FrameKind.NOTE, [memoryview(key.encode() + b"\0" + value)])
 
     # waiting
 
@@ -136,7 +136,7 @@ class Mesh:
         queue = self._data[peer]
         return queue.popleft() if queue else None
 
-    def confirmed(self, kind: Kind, peer: int, number: int) -> bool:
+    def confirmed(self, kind: FrameKind, peer: int, number: int) -> bool:
         """Return whether `peer` has sent ACCEPT or DONE of a bulk message; True only once."""
         with self._changed:
             confirmed = (kind, peer, number) in self._confirmed
@@ -155,7 +155,7 @@ class Mesh:
         self._mine = status
         body = b"" if status is None else json.dumps(status.to_plain()).encode()
         for peer in self._running():
-            self.send(peer, Kind.STATUS, [memoryview(body)])
+            self.send(peer, FrameKind.STATUS, [memoryview(body)])
 
     def posted(self) -> Status | None:
         """Return what this rank itself has posted; None while it does not wait."""
@@ -171,7 +171,7 @@ class Mesh:
             silent = known.state is RankState.RUNNING and known.status is None
             if silent and now - self._asked.get(peer, -_ASK_SECONDS) >= _ASK_SECONDS:
                 self._asked[peer] = now
-                self.send(peer, Kind.WHERE)
+                self.send(peer, FrameKind.WHERE)
         states[self.rank] = PeerState(RankState.RUNNING, self._mine, None, os.getpid())
         return states
 
@@ -225,7 +225,11 @@ class Mesh:
         note = b"" if error is None else json.dumps(failure_from(error)).encode()
         for peer in self._running():
             self.settle(peer)
-            self.send(peer, Kind.BYE if error is None else Kind.FAILURE, [memoryview(note)] if note else ())
+            self.send(
+                peer,
+                FrameKind.BYE if error is None else FrameKind.FAILURE,
+                [memoryview(note)] if note else (),
+            )
 
     # the reading thread
 
@@ -288,28 +292,28 @@ class Mesh:
         # first and the waiting threads are woken afterwards, once per turn (`_turn`): a thread that wakes
         # finds it. An exception is this peer's fault and ends its connection alone (`_read`).
         match frame.kind:
-            case Kind.DATA | Kind.BULK:
+            case FrameKind.DATA | FrameKind.BULK:
                 # Kept in order: the peer may be in a call that this rank has not reached yet. The exchange
                 # that takes the frame compares its sequence and signature with its own call. No lock: this
                 # thread appends, and only the thread that runs the collective takes.
                 self._data[peer].append(frame)
-            case Kind.ACCEPT | Kind.DONE:
+            case FrameKind.ACCEPT | FrameKind.DONE:
                 # Kept until `confirmed` takes it out: the receiver may answer while the thread that sent is
                 # still sending to other peers, and asks for the answer later.
                 with self._changed:
                     self._confirmed.add((frame.kind, peer, frame.number))
-            case Kind.MESSAGE:
+            case FrameKind.MESSAGE:
                 # Locked: any thread of this rank may be searching the mailbox for its source and tag.
                 with self._changed:
                     self._mailbox.append(ReceivedMessage(peer, frame.sequence, memoryview(frame.body)))
-            case Kind.STATUS:
+            case FrameKind.STATUS:
                 # Empty: the peer goes on. The status replaces the line that an earlier HERE told.
                 status = Status.from_plain(json.loads(frame.body)) if frame.body else None
                 self._set(peer, PeerState(RankState.RUNNING, status))
-            case Kind.WHERE:
+            case FrameKind.WHERE:
                 # Answered by this thread, because the main thread that is asked about may be in user code.
-                self.send(peer, Kind.HERE, [memoryview(_main_line().encode())])
-            case Kind.HERE:
+                self.send(peer, FrameKind.HERE, [memoryview(_main_line().encode())])
+            case FrameKind.HERE:
                 with self._changed:
                     # The peer may have begun to wait, or have left, since it was asked: its status says more
                     # than this line, and an ending must not be undone.
@@ -317,7 +321,7 @@ class Mesh:
                     if known.state is RankState.RUNNING and known.status is None:
                         text = frame.body.decode(errors="replace")
                         self._peers[peer] = PeerState(RankState.RUNNING, None, {"kind": "", "text": text})
-            case Kind.FAILURE:
+            case FrameKind.FAILURE:
                 # Checked here: what `judge` and errors read of it later runs in the rank's own threads.
                 failure = json.loads(frame.body)
                 if not isinstance(failure, dict) or not isinstance(failure.get("text"), str):
@@ -325,15 +329,15 @@ class Mesh:
                 self._set(peer, PeerState(RankState.FAILED, None, failure))
                 # ACK lets the peer close its socket (`close`). Not before everything it sent was read: a
                 # connection that it closes earlier may be reset, and this notice lost with it.
-                self.send(peer, Kind.ACK)
-            case Kind.BYE:
+                self.send(peer, FrameKind.ACK)
+            case FrameKind.BYE:
                 # What the peer sent before is queued already. So a rank that waits for data, sees LEFT and
                 # looks once more (`Watch.look`) finds the data of a peer that left after its part.
                 self._set(peer, PeerState(RankState.LEFT))
-                self.send(peer, Kind.ACK)
-            case Kind.ACK:
+                self.send(peer, FrameKind.ACK)
+            case FrameKind.ACK:
                 self._acked.add(peer)
-            case Kind.NOTE:
+            case FrameKind.NOTE:
                 key, _, value = bytes(frame.body).partition(b"\0")
                 with self._changed:
                     self.notes[key.decode()] = value

@@ -36,12 +36,12 @@ from paceline.comm.transport.tcp.exchange import (
     ExchangePipeline,
     MessageNumbers,
     PendingOperation,
-    PendingSteps,
+    PolledOperation,
     SentCounter,
     drive,
     raise_lost,
 )
-from paceline.comm.transport.tcp.framed_socket import BODY_TAG_BYTES, HEAD_BYTES, Kind
+from paceline.comm.transport.tcp.framed_socket import BODY_TAG_BYTES, HEAD_BYTES, FrameKind
 from paceline.comm.transport.tcp.mesh import Mesh
 from paceline.comm.transport.tcp.torch_backend import BackendGroup
 from paceline.comm.transport.wait_watch import LOOK_SECONDS
@@ -83,7 +83,7 @@ class NetworkTransport:
         mesh, status = self.mesh, sending_status(self.labels, dest, tag)
         parts = [part.cast("B") for part in body]
         mesh.check_open()
-        mark = mesh.send(dest, Kind.MESSAGE, parts, sequence=tag)
+        mark = mesh.send(dest, FrameKind.MESSAGE, parts, sequence=tag)
         size = sum(len(part) for part in parts)
         self.tally.sent(dest, size, HEAD_BYTES + (BODY_TAG_BYTES if size else 0))
 
@@ -92,7 +92,7 @@ class NetworkTransport:
             return done, done
 
         try:
-            self.wait_for(PendingSteps(advance, lambda: status), deadline)
+            self.wait_for(PolledOperation(advance, lambda: status), deadline)
         except BaseException:
             mesh.settle(dest)  # the rest goes out when it can: half a message would spoil all that follow
             raise
@@ -106,7 +106,7 @@ class NetworkTransport:
                 received.append(message)
             return bool(received), False
 
-        self.wait_for(PendingSteps(advance, lambda: status), deadline)
+        self.wait_for(PolledOperation(advance, lambda: status), deadline)
         self.traffic.received += len(received[0].body)
         return received[0]
 
@@ -123,7 +123,7 @@ class NetworkTransport:
             return transfer.done, transfer.done
 
         try:
-            pending = PendingSteps(advance, lambda: status, lambda: set(status.waits_for))
+            pending = PolledOperation(advance, lambda: status, lambda: set(status.waits_for))
             self.wait_for(pending, deadline)
         except BaseException:
             self._native.abort()
