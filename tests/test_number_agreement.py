@@ -25,8 +25,9 @@ from torch.utils.data import DataLoader, IterableDataset
 import paceline
 from paceline.checkpoint.compare import CheckpointDiff, TensorChange
 from paceline.cli import checkpoint, simulate
-from paceline.comm import cost
+from paceline.comm import benchmark, cost
 from paceline.comm.collectives import arguments, data_movement
+from paceline.comm.collectives.shard_sums import ShardOwnership
 from paceline.comm.compression import cast_gradients, powersgd
 from paceline.comm.context import DistributedContext
 from paceline.comm.rendezvous import key_value_store
@@ -39,6 +40,7 @@ from paceline.core.events import StepCommitted
 from paceline.data import batch_plan, partition, permutation
 from paceline.data.sampler import DistributedSampler
 from paceline.data.sources import Stream, as_source
+from paceline.elastic.simulation.campaign import run_schedules
 from paceline.engines.local import fork_server, linux
 from paceline.frontends import collective_functions, run_preparation
 from paceline.frontends.orchestrator import synthetic_task
@@ -53,8 +55,10 @@ from paceline.train.settings import conflicts
 from paceline.train.settings.dynamic_batch import DynamicBatch, GradientNoise
 from paceline.train.settings.schedule import EarlyStopper
 from paceline.train.settings.train_config import EarlyStopping, LossScaling, TrainConfig
+from paceline.train.state import optimizers
 from paceline.train.state.run_folder import RunFolder
 from paceline.train.step import misuse_guard
+from paceline.train.team import first_owners
 
 
 class Short:
@@ -196,6 +200,25 @@ def _report(titles: int, journals: int) -> None:
     report.write_report("never.html", runs, titles=given, journals=[None] * journals)
 
 
+def _missing_shards(count: int) -> None:
+    with DistributedContext(1, 0) as context:
+        context.fold_partials([], ShardOwnership(count, ((),)), torch.zeros(3))
+
+
+def _partials(count: int) -> None:
+    shards = {1: (0, 2), 2: (0,)}[count]  # of 3: two nodes of the tree, or one
+    with DistributedContext(1, 0) as context:
+        context.fold_partials([torch.zeros(3)] * count, ShardOwnership(3, (shards,)), torch.zeros(3))
+
+
+def _groups(count: int) -> None:
+    model = nn.Linear(1, 1)
+    apart: Any = [{"params": [parameter]} for parameter in model.parameters()]
+    optimizer = torch.optim.SGD(apart if count == 1 else model.parameters(), 0.1)
+    saved = {"type": "SGD", "groups": [{"params": [name]} for name in ("weight", "bias")[:count]]}
+    optimizers.load([optimizer], model, [saved], {})
+
+
 def _average(count: int) -> None:
     powersgd._average_together([torch.zeros(count)], lambda flat: torch.zeros(count + 1))
 
@@ -255,6 +278,16 @@ ERRORS: dict[str, tuple[Callable[[int], object], str, str]] = {
         "a list of 1 chunk for 2 ranks",
         "a list of 2 chunks for 1 rank",
     ),
+    "missing shards": (
+        _missing_shards,
+        "over 1 shard: no rank holds shard 0",
+        "over 2 shards: no rank holds shards 0 and 1",
+    ),
+    "partials": (
+        _partials,
+        "1 partial ['float32[3]'] where 2 partials are due, of float32[3]",
+        "2 partials ['float32[3]', 'float32[3]'] where 1 partial is due, of float32[3]",
+    ),
     "a segment": (_segment, "made for 1 rank (", "made for 2 ranks ("),
     "a rendezvous": (_enter, "rank 1 expects 1 rank, rank 0 expects 5", "rank 1 expects 2 ranks, rank 0"),
     "a view": (_view, "in a view of 1 member", "in a view of 2 members"),
@@ -285,6 +318,26 @@ ERRORS: dict[str, tuple[Callable[[int], object], str, str]] = {
         lambda n: spawn(takes_only_a_context, *(0,) * n, workers=1),
         "with the context and 1 argument: ",
         "with the context and 2 arguments: ",
+    ),
+    "parameter groups": (
+        _groups,
+        "1 parameter group, and 2 in this run",
+        "2 parameter groups, and 1 in this run",
+    ),
+    "shards of a rank that is gone": (
+        lambda n: first_owners([[0]], 1 + n, step=9),
+        "shard 1 was left to a rank",
+        "shards 1 and 2 were left to a rank",
+    ),
+    "schedules": (
+        lambda n: run_schedules(n, n, 1, processes=0),
+        "cannot simulate 1 schedule of 1 worker in 0 processes\n",
+        "cannot simulate 2 schedules of 2 workers in 0 processes\n",
+    ),
+    "processes of a simulation": (
+        lambda n: run_schedules(0, 1, 1, processes=n),
+        "of 0 workers in 1 process\n",
+        "of 0 workers in 2 processes\n",
     ),
     "titles": (lambda n: _report(n, 0), "1 title was given for 2 runs", "2 titles were given for 1 run"),
     "journals": (
@@ -382,6 +435,15 @@ def test_no_shared_memory(number: int, text: str, monkeypatch):
     monkeypatch.setattr(shm_segment_layout, "memory_file", refuse)
     with pytest.raises(PacelineError, match=text):
         shm_segment_layout.create_segment(number)
+
+
+@pytest.mark.parametrize(("number", "text"), [(1, "with 1 rank"), (2, "with 2 ranks")])
+def test_the_source_of_measured_links(number: int, text: str, monkeypatch):
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    monkeypatch.setattr(benchmark, "_ring_step", lambda ctx, nbytes: 1e-6)
+    transport = SimpleNamespace(window=None, topology=SimpleNamespace(hosts=1))
+    links = benchmark.calibrate(cast("Any", SimpleNamespace(world_size=number, transport=transport)))
+    assert links.source == f"measured inside the host {text}"
 
 
 @pytest.mark.parametrize(("number", "text"), [(1, "1 sample of 1 number"), (2, "2 samples of 2 numbers")])

@@ -108,6 +108,23 @@ def test_a_timeout_names_the_slot_that_is_late(run):
     assert "rank 1" not in str(error)
 
 
+def test_an_operation_that_is_awaited_names_the_slot(run):
+    def one(ctx: DistributedContext) -> str:
+        if ctx.rank == 0:
+            receiving = ctx.receive(2, async_op=True)
+            with pytest.raises(CommTimeoutError) as caught:
+                receiving.wait(0.0)
+            ctx.send("go", 2)
+            assert receiving.wait(30) == "done"
+            return str(caught.value)
+        if ctx.rank == 2:
+            ctx.receive(0)
+            ctx.send("done", 0)
+        return ""
+
+    assert "receive(source_rank=3) was still under way" in run(one)[0]
+
+
 def test_a_lost_rank_is_named_by_its_slot(run):
     for error in run(lose)[:2]:
         assert error.ranks == (3,)

@@ -112,7 +112,7 @@ def test_unknown_ends_and_resumed_runs_are_said():
     progress.on_end(History(total_time=0.5, state_hash="", stopped="SIGTERM"))
     assert out.getvalue().splitlines() == [
         "training on an unknown number of samples with 1 worker (cpu): batches of 8 to 64, "
-        "going on after step 40",
+        "continuing after step 40",
         "epoch 2, step 41, loss nan, 16 samples/s, 1 worker",
         "stopped (SIGTERM): 0 steps in 500 ms, ? samples/s, loss nan, state ",
     ]

@@ -87,6 +87,14 @@ def test_lives_and_happenings():
     assert made.events[2].since == pytest.approx(5.0)
 
 
+@pytest.mark.parametrize(
+    ("lost", "text"), [([], ""), ([1], " without rank 1"), ([2, 1], " without ranks 1 and 2")]
+)
+def test_the_ranks_that_a_repair_left_out(lost, text):
+    made = timeline([events.Repaired(time=105.2, generation=2, seconds=0.2, lost=lost)])
+    assert [one.text for one in made.events] == [f"repaired in 200 ms{text}"]
+
+
 def test_who_was_asked_to_go_did_not_fail():
     journal = [*repaired_run()[:5], failed(105.0, 1, 11, cause="preempted"), view(105.1, 2, [(0, 10)], 7)]
     made = timeline(journal)

@@ -1,4 +1,4 @@
-"""What differs between two checkpoints: tensors, bit for bit, and the state."""
+"""Compare two checkpoints: tensors, bit for bit, and the state."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class StateChange:
 
 @dataclass(frozen=True)
 class CheckpointDiff:
-    """From checkpoint `before` to checkpoint `after`."""
+    """Difference from checkpoint `before` to checkpoint `after`."""
 
     before: int
     after: int

@@ -1,5 +1,5 @@
-"""Which rank writes which tensor, and short digests of tensors by name: whether ranks hold the same bytes,
-and whether a file's image has them.
+"""Division of tensors among the ranks that write them, and short digests of tensors by name: whether ranks
+hold the same bytes, and whether a file's image has them.
 
 Not a proof against an adversary: it detects what memory or arithmetic has changed.
 """

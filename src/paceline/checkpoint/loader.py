@@ -85,7 +85,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class ExaminedCheckpoint:
-    """What was found in a checkpoint's folder. `gone`: it was deleted, perhaps while it was being read."""
+    """Findings in a checkpoint's folder. `gone`: it was deleted, perhaps while it was being read."""
 
     checkpoint: Checkpoint | None
     damage: tuple[CheckpointDamage, ...]

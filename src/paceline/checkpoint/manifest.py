@@ -71,7 +71,7 @@ class FileRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointInfo:
-    """Which moment of which run a checkpoint is; `parent` is the version the run loaded or saved before.
+    """Moment and run of a checkpoint; `parent` is the version the run loaded or saved before.
 
     `run` is the run's own mark, the same in all its versions: only those does its retention delete.
     """
@@ -105,7 +105,7 @@ class CheckpointManifest:
 
     @property
     def finite(self) -> bool | None:
-        """Whether all weights are; None where that is not known."""
+        """Return whether all weights are finite; None where that is not known."""
         known = [file.finite for file in self.parts]
         return False if False in known else None if None in known else True
 
@@ -147,7 +147,7 @@ class CheckpointManifest:
 DamageKind = Literal["damaged", "unreadable", "unknown format"]
 """damaged: the bytes are not those that were written, so an older version is the best there is. unreadable:
 permissions, the disk or the server refuse; unknown format: another Paceline wrote it. These two prove nothing
-about the bytes: the version may be well, and to go on from an older one would throw it away."""
+about the bytes: the version may be well, and to continue from an older one would throw it away."""
 
 
 @dataclass(frozen=True)

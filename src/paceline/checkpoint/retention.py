@@ -1,4 +1,4 @@
-"""Which checkpoints stay: the last n, the best n, one of every k, all with a tag. Decides, never deletes."""
+"""Retention of checkpoints: the last n, the best n, one of k, all with a tag. Decides, never deletes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.core.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """`keep_every=k` keeps the first checkpoint of each k consecutive versions.
+    """Rules of retention. `keep_every=k` keeps the first checkpoint of each k consecutive versions.
 
     `keep_last=None` keeps all. The best are by `metric`; checkpoints without it, or with NaN, are not among
     them, and of equals the newer one is better.

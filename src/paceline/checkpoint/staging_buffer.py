@@ -55,7 +55,7 @@ class ImageBuffer:
 
     @property
     def nbytes(self) -> int:
-        """Memory that is held."""
+        """The number of bytes that are held."""
         return 0 if self._bytes is None else self._bytes.numel()
 
     def fill(self, tensors: Mapping[str, Tensor], names: Sequence[str]) -> TensorFileLayout:

@@ -325,7 +325,7 @@ class CheckpointStore:
             self._write_tags({tag: version for tag, version in tags.items() if tag != name})
 
     def prune(self, retention: Retention, *, run: str | None = None) -> list[int]:
-        """Delete what need not stay, and what saves that never ended left behind; the versions deleted.
+        """Delete versions that need not stay, and return them; delete also what unfinished saves left behind.
 
         With `run` only versions of that run are counted and deleted.
         """
@@ -362,7 +362,7 @@ class CheckpointStore:
     # -- inside
 
     def _versions(self) -> list[int]:
-        """Versions that have a folder, oldest first."""
+        """Return the versions that have a folder, oldest first."""
         return sorted(v for v in map(version_of, self.storage.names("")) if v is not None)
 
     def _committed(self, versions: Iterable[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Saving while training goes on: the caller waits for one copy into memory, a thread does the rest.
+"""Save while training runs: the caller waits for one copy into memory, a thread does the rest.
 
     save(...)    copies this rank's share into a buffer that is kept, then writes it    caller waits: the copy
     commit(...)  on one rank, when all have written: manifest, latest, retention        caller waits: nothing
@@ -39,7 +39,7 @@ _NICENESS: Final = 10
 
 @dataclass(frozen=True)
 class WriteResult:
-    """What the thread did: a save has `records`, a commit has a `manifest`; `error` when it failed.
+    """Result of the thread: a save has `records`, a commit has a `manifest`; `error` when it failed.
 
     A commit with both a manifest and an error is committed; only deleting older checkpoints failed.
 
@@ -85,7 +85,7 @@ class BackgroundWriter:
 
     @property
     def busy(self) -> bool:
-        """Whether something is under way, or finished and not polled yet."""
+        """Return whether something is under way, or finished and not polled yet."""
         return self._busy
 
     def prepare(self, tensors: Mapping[str, Tensor], *, own: Mapping[str, Tensor] | None = None) -> None:

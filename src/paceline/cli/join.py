@@ -20,7 +20,7 @@ def join(
     workers: Annotated[int, typer.Option("--workers", "-n", help="How many workers to run here.")] = 1,
     certificate: Annotated[Path | None, typer.Option(help="With TLS: this machine's certificate.")] = None,
     key: Annotated[Path | None, typer.Option(help="With TLS: its private key.")] = None,
-    authority: Annotated[Path | None, typer.Option(help="With TLS: who signed the certificates.")] = None,
+    authority: Annotated[Path | None, typer.Option(help="With TLS: the certificate authority.")] = None,
     ports: Annotated[
         str, typer.Option(help="Range of ports at which workers listen here, e.g. 42000-42100.")
     ] = "",

@@ -11,7 +11,7 @@ from typer.core import TyperCommand, TyperGroup
 
 
 class LazyCommand(NamedTuple):
-    """Where a command is: `module:name` of a function or of a `Typer`, and what the list of commands says."""
+    """Location of a command, `module:name` of a function or of a `Typer`, and its line in the list."""
 
     home: str
     summary: str

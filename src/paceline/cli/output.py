@@ -1,4 +1,4 @@
-"""What commands share: their common arguments, and printing of what may come from a run of another user."""
+"""Common arguments of commands, and printing of what may come from a run of another user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measuring all-reduce on this machine: against torch.distributed's Gloo, against memory copies, and for the
+"""Measure all-reduce on this machine: against torch.distributed's Gloo, against memory copies, and for the
 cost model.
 
 The functions here run inside ranks (they take a context) and return plain data; starting ranks, printing and
@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from paceline.comm.context import DistributedContext
 from paceline.comm.cost import LinkCost, LinkCosts
+from paceline.core.wording import counted
 
 SIZES = (4096, 1 << 20, 25 << 20, 100 << 20)
 METHODS = ("direct", "direct, ctx.empty", "canonical", "canonical, ctx.empty", "ring", "tree")
@@ -41,7 +42,7 @@ class Row:
 
     @property
     def speedup(self) -> float:
-        """How many times faster than Gloo in the same run."""
+        """The factor by which this method is faster than Gloo in the same run."""
         return self.gloo_seconds / self.seconds
 
     @property
@@ -109,7 +110,7 @@ def calibrate(ctx: DistributedContext) -> LinkCosts:
         window = LinkCost.fit((int(small * share), low), (int(large * share), high))
     between = inside if ctx.transport.topology.hosts > 1 else defaults.between
     kind = "between hosts and " if ctx.transport.topology.hosts > 1 else ""
-    source = f"measured {kind}inside the host with {ctx.world_size} ranks"
+    source = f"measured {kind}inside the host with {counted(ctx.world_size, 'rank')}"
     return LinkCosts(window, inside, between, overhead=inside.latency / 3, source=source)
 
 

@@ -1,8 +1,8 @@
-"""What a rank is doing: the call it is in, whom it waits for, and the judgement when ranks do not fit
-together.
+"""Status of a rank: the call it is in, the ranks it waits for, and the judgement when the ranks' calls do not
+fit together.
 
 `CollectiveCall` is one collective call as this rank made it. `Status` is what a waiting rank lets its
-peers read. `judge` takes the statuses of all ranks and decides whether waiting on is pointless, and why.
+peers read. `judge` takes the statuses of all ranks and decides whether to wait longer is pointless, and why.
 Pure: reads no clock, no memory, no socket.
 """
 
@@ -56,7 +56,7 @@ class CollectiveCall:
     text: str
     signature: int
     line: str = ""
-    in_background: bool = False  # the rank's own thread may go on meanwhile
+    in_background: bool = False  # the rank's own thread may continue meanwhile
 
     def status(self, waits_for: Iterable[int]) -> Status:
         """Describe what this rank waits for in this call, for its peers to read."""
@@ -121,7 +121,7 @@ class Status:
     sequence: int = -1  # -1: point to point, not part of the order of collectives
     signature: int = 0
     any_of: bool = False  # one of `waits_for` is enough
-    ends_alone: bool = False  # has its own deadline, or another thread of the rank goes on
+    ends_alone: bool = False  # has its own deadline, or another thread of the rank continues
 
     def relabelled(self, labels: Sequence[int]) -> Status:
         """Name the ranks that are waited for by their labels."""
@@ -140,7 +140,7 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class PeerState:
-    """What is known of one rank."""
+    """State of one rank, as far as it is known."""
 
     state: RankState
     status: Status | None = None
@@ -201,7 +201,7 @@ def judge(me: int, peers: Mapping[int, PeerState], stable: bool) -> PacelineErro
 
 
 def _blocked(peers: Mapping[int, PeerState]) -> set[int]:
-    """Return the largest set of ranks in which no rank can go on: each waits for members of the set only (or
+    """Return the largest set of ranks in which no rank can continue: each waits for ranks of the set only (or
     for one it cannot do without)."""
     gone = {rank for rank, peer in peers.items() if peer.state is RankState.LEFT}
     blocked = {

@@ -1,5 +1,5 @@
-"""Which algorithm for which message: an alpha-beta model of the links, and the choice it leads to, with its
-reason.
+"""Cost model: the time of each algorithm for a message, by an alpha-beta model of the links, and the choice
+that it leads to, with its reason.
 
 A link costs `latency + bytes * per_byte`. Defaults are those of an ordinary machine; `paceline bench comm`
 measures this one and saves the result, which later groups load. Rank 0's links are used by the whole group,
@@ -37,7 +37,7 @@ class LinkCost:
 
 @dataclass(frozen=True)
 class LinkCosts:
-    """What the links cost: the window of shared memory, messages inside a host and between hosts."""
+    """Costs of the links: the window of shared memory, messages inside a host and between hosts."""
 
     window: LinkCost = LinkCost(40e-6, 0.35e-9)
     inside: LinkCost = LinkCost(60e-6, 0.8e-9)
@@ -71,7 +71,7 @@ class LinkCosts:
 
 @dataclass(frozen=True)
 class Situation:
-    """All that the choice depends on."""
+    """All that the choice of an algorithm depends on."""
 
     nbytes: int
     ranks: int
@@ -89,7 +89,7 @@ class Situation:
 
 @dataclass(frozen=True)
 class Choice:
-    """An algorithm and why."""
+    """The chosen algorithm and the reason."""
 
     algorithm: str
     seconds: float

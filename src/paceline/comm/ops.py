@@ -23,7 +23,7 @@ from paceline.core.errors import UsageError
 
 
 class ReduceOp(enum.Enum):
-    """How contributions are combined, element by element."""
+    """Operation that combines contributions, element by element."""
 
     SUM = "sum"
     AVERAGE = "average"

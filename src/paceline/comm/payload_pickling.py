@@ -1,5 +1,5 @@
-"""Tensors on their way to and from ranks without the copies that torch's own pickling makes; and modules that
-torch does not pickle at all.
+"""Pickle tensors that travel to and from ranks, without the copies that torch's own pickling makes; and
+modules that torch does not pickle at all.
 
 A plain CPU tensor is one buffer and three facts; a 100 MB one costs a single copy into the memory file.
 Everything else (other devices, gradients, strides, subclasses) is left to torch. A parametrized module
@@ -28,7 +28,8 @@ def reducers() -> dict[type, Callable[[Any], Any]]:
 
 
 class _Reducers(dict[type, Callable[[Any], Any]]):
-    """Classes of parametrized modules are recognised by their name, which is all that they have in common."""
+    """Reducers by class. Classes of parametrized modules are recognised by their name, which is all that they
+    have in common."""
 
     def __missing__(self, kind: type) -> Callable[[Any], Any]:
         if kind.__name__.startswith("Parametrized") and hasattr(kind, "named_parameters"):

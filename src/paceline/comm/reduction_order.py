@@ -114,7 +114,8 @@ class ReductionOrder:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the ranks' partials become the result: input i is partial `sources[i]`, a (rank, position) pair."""
+    """Recipe from the ranks' partials to the result: input i is partial `sources[i]`, a (rank, position)
+    pair."""
 
     order: ReductionOrder
     sources: tuple[tuple[int, int], ...]

@@ -1,4 +1,5 @@
-"""A member's whole state for ranks that lack it: point to point, checked, without a second copy of it.
+"""State transfer: a member's whole state for ranks that lack it, point to point, checked, without a second
+copy of it.
 
     source -> receiver    what there is: names, dtypes, shapes, where it lies, and plain data
     receiver -> source    "read" where the receiver can copy out of the source's memory, else "pieces"
@@ -161,7 +162,7 @@ class _TensorPieces:
 
 @dataclass(frozen=True)
 class _StateHeader:
-    """What the source announces of its state."""
+    """Header of a state transfer: what the source announces of its state."""
 
     names: list[str]
     dtypes: list[torch.dtype]

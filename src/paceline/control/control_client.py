@@ -49,7 +49,7 @@ class ControlHandler(Protocol):
         """Say what the training thread does."""
 
     def receive(self, message: ControlMessage) -> None:
-        """Take a message of the supervisor, in the order of arrival."""
+        """Handle a message of the supervisor; called in the order of arrival."""
 
     def supervisor_away(self) -> None:
         """Note that an attempt to connect has found no supervisor."""
@@ -164,7 +164,7 @@ class ControlClient:
 
     @property
     def gave_up(self) -> bool:
-        """Return whether this client has stopped reconnecting: dismissed, or told so by `stop_reconnecting`."""
+        """Return whether this client no longer reconnects: dismissed, or after `stop_reconnecting`."""
         return self._dismissed
 
     @property
@@ -181,7 +181,7 @@ class ControlClient:
         return 0.0 if lost_at is None else max(0.0, time.monotonic() - lost_at)
 
     def mute(self, seconds: float) -> None:
-        """Neither send nor receive for this long; for fault injection."""
+        """Stop sending and receiving for this long; for fault injection."""
         with self._lock:
             now = time.monotonic()
             if self._channel is not None and now >= self._muted_until:

@@ -4,7 +4,7 @@
     leave    exists while a new start waits for them: workers without a supervisor save and leave at once
 
 The lock of the caller (`run_lock`) is free as soon as the caller is dead, while the processes that it started
-may train on: a new start must neither write beside them nor miss their last steps.
+may continue to train: a new start must neither write beside them nor miss their last steps.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ ENDED: Final = (MemberPhase.LEAVING, MemberPhase.ORPHANED)
 
 
 class MemberState(msgspec.Struct, frozen=True):
-    """State of a worker's membership. A struct: each step makes a new state, which costs a tenth of a dataclass
-    here.
+    """State of a worker's membership. A struct: each step makes a new state, which costs a tenth of a
+    dataclass here.
 
     invited      the view that was accepted last, opened or not; all earlier generations are over
     view         the view that was opened last: the group of the training thread, or the one it left

@@ -2,7 +2,7 @@
 
     both                          the handshake of every connection (`core.handshake`): from whom, to whom
     dialing worker -> listener    LARGE_BYTES
-    listener -> dialing worker    a receipt, with the tag of the session
+    listener -> dialing worker    an acknowledgement, with the tag of the session
 
 Some links carry small packets and lose large ones (a tunnel with a smaller MTU and no ICMP): the handshake
 passes there, and no gradient ever does. So the way of the data is proved with data, in the direction of the
@@ -46,7 +46,7 @@ LARGE_BYTES: Final = 20_000
 LARGE_SECONDS: Final = 3.0
 """For the large part, once the small one was answered: time for four retransmissions."""
 
-_RECEIPT: Final = b"receipt"
+_ACKNOWLEDGEMENT: Final = b"receipt"
 _CONTEXT: Final = struct.Struct("<II")  # from, to
 _AGAIN_SECONDS: Final = 0.1
 _TROUBLE_LENGTH: Final = 1000  # as long as a DialResult allows: an address of another member may be longer
@@ -75,7 +75,7 @@ class _Target:
 @dataclass
 class _Probe:
     """A connection under way to a target. `session` once both have proved themselves: then `unsent` goes
-    there, and a receipt comes back."""
+    there, and an acknowledgement comes back."""
 
     target: _Target
     sock: socket.socket
@@ -210,8 +210,8 @@ class ReachabilityProber:
                     self._close_answered(answered)
 
     def _is_needed(self) -> bool:
-        """Return whether the thread continues. `_thread` is cleared under the same lock, so that `dial` either
-        finds a thread that will look at its targets, or starts another."""
+        """Return whether the thread continues. `_thread` is cleared under the same lock, so that `dial`
+        either finds a thread that will look at its targets, or starts another."""
         with self._lock:
             busy = bool(self._targets) or time.monotonic() < self._until
             if self._holds or not busy:
@@ -267,7 +267,7 @@ class ReachabilityProber:
         except OSError as error:
             self._done(target, error.strerror or str(error))
             return
-        # Never blocking: one peer behind a broken link must not delay the verdict about the others.
+        # Never blocking: one peer behind a broken link must not delay the result about the others.
         sock.setblocking(False)
         code = sock.connect_ex(at)
         if code not in (0, errno.EINPROGRESS):
@@ -306,7 +306,7 @@ class ReachabilityProber:
             self._done(probe.target, "")
 
     def _exchange(self, probe: _Probe, now: float) -> bool:
-        """Do the next part of a probe; True: the receipt is here."""
+        """Do the next part of a probe; True: the acknowledgement is here."""
         sock, connector = probe.sock, probe.connector
         proceed = functools.partial(self._continue, probe)
         if not probe.connected:
@@ -325,11 +325,11 @@ class ReachabilityProber:
         if not data:
             raise ConnectionResetError("the connection was closed there")
         if probe.session is not None:
-            # The receipt carries a tag of the session: no other host on the way can have made it.
+            # The acknowledgement carries a tag of the session: no other host on the way can have made it.
             probe.received += data
             if len(probe.received) < TAG_BYTES:
                 return False
-            probe.session.incoming.check(probe.received, _RECEIPT)
+            probe.session.incoming.check(probe.received, _ACKNOWLEDGEMENT)
             return True
         if answer := connector.feed(data):
             sock.sendall(answer)
@@ -373,7 +373,7 @@ class ReachabilityProber:
             if data and answered.left:
                 return
             if data:
-                answered.proven.sock.sendall(answered.proven.session.outgoing.tag(_RECEIPT))
+                answered.proven.sock.sendall(answered.proven.session.outgoing.tag(_ACKNOWLEDGEMENT))
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:

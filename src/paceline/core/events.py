@@ -37,8 +37,8 @@ _encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 def register(cls: E) -> E:
-    """Make `cls` a frozen dataclass, if it is none, and readable: a class decorator. The `type` of `cls` is its
-    name in snake_case."""
+    """Make `cls` a frozen dataclass, if it is none, and readable: a class decorator. The `type` of `cls` is
+    its name in snake_case."""
     if "__dataclass_params__" not in vars(cls):
         dataclass(frozen=True, kw_only=True)(cls)
     name = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
@@ -109,8 +109,8 @@ class Repaired(Event):
 
 @register
 class Verdict(Event):
-    """The reason why progress stopped: which rank, on which host, doing what, at which line of Python, what the
-    others waited for and what was done about it. `text` is all of it as it stands on the terminal."""
+    """The reason why progress stopped: which rank, on which host, doing what, at which line of Python, what
+    the others waited for and what was done about it. `text` is all of it as it stands on the terminal."""
 
     rank: int
     host: str

@@ -34,7 +34,7 @@ def explain_os_error(error: OSError, what: str) -> PacelineError:
 
 
 def too_many_files(error: OSError, what: str) -> ResourceError:
-    """Return the error for EMFILE (this process has too many files open) or ENFILE (the whole machine has)."""
+    """Return the error for EMFILE (too many files open in this process) or ENFILE (on the whole machine)."""
     if error.errno == errno.ENFILE:
         used, _, most = _read("fs/file-nr").split() or ("?", "", "?")
         return ResourceError(
@@ -55,8 +55,8 @@ def too_many_files(error: OSError, what: str) -> ResourceError:
 
 
 def no_port(error: OSError, what: str) -> ResourceError:
-    """Return the error for EADDRINUSE or EADDRNOTAVAIL: the port is taken, none is left, or the address is not
-    this machine's."""
+    """Return the error for EADDRINUSE or EADDRNOTAVAIL: the port is taken, none is left, or the address is
+    not this machine's."""
     low, high, *_ = *_read("net/ipv4/ip_local_port_range").split(), "?", "?"
     limit = f"{low}-{high}"
     ports = f"net.ipv4.ip_local_port_range={limit}"

@@ -72,7 +72,7 @@ class TlsEnd:
     accepts: bool
 
     def wrap(self, sock: socket.socket, *, handshake: bool = True) -> ssl.SSLSocket:
-        """Wrap a socket. `handshake=False`: the caller calls do_handshake, on a socket that does not block."""
+        """Wrap `sock`. `handshake=False`: the caller does the handshake, on a socket that does not block."""
         return self.context.wrap_socket(sock, server_side=self.accepts, do_handshake_on_connect=handshake)
 
     def bound(self, sock: socket.socket) -> bytes:

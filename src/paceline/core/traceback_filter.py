@@ -22,8 +22,8 @@ def user_frames_of(error: BaseException) -> str:
 
 
 def user_frames(shown: traceback.TracebackException) -> str:
-    """Remove Paceline's own frames from a traceback and from those it was raised from, where any other frame is
-    left; return the innermost lines of the user's code, from the deepest cause that has any."""
+    """Remove Paceline's own frames from a traceback and from those it was raised from, where any other frame
+    is left; return the innermost lines of the user's code, from the deepest cause that has any."""
     innermost = ""
     raised_here = list(chain(shown))
     some = any(_is_users(frame.filename) for item in raised_here for frame in item.stack)

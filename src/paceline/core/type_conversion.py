@@ -152,7 +152,7 @@ def _fields(cls: type) -> Mapping[str, tuple[dataclasses.Field[Any], Any]]:
 
 @functools.lru_cache(maxsize=256)
 def _exact(cls: type) -> Mapping[str, frozenset[type]]:
-    """Return by field the types whose values need no conversion: a journal holds millions of plain numbers."""
+    """Return by field the types whose values need no conversion: journals hold millions of plain numbers."""
 
     def of(hint: Any) -> frozenset[type]:
         hint = plain_hint(hint)

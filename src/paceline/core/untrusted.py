@@ -96,7 +96,7 @@ def redact_credentials(text: str) -> str:
 
 
 def redact_secrets(arguments: Iterable[str]) -> tuple[str, ...]:
-    """Return a command's arguments as they may be recorded: without the values of options that name a secret."""
+    """Return the arguments of a command for a record: without the values of options that name a secret."""
     found: list[str] = []
     hide = False
     for argument in arguments:

@@ -121,7 +121,7 @@ def array_source(data: Any) -> ArraySource | None:
 @final
 @dataclass(frozen=True)
 class Structure:
-    """How parts become a batch: a dict with `keys`, or a `kind` of sequence. A column's child is None."""
+    """Structure of a batch: a dict with `keys`, or a `kind` of sequence. A column's child is None."""
 
     kind: Any
     keys: tuple[Any, ...] | None

@@ -1,4 +1,4 @@
-"""Who computes which samples: positions in a run, slices of a batch, blocks of shards. Pure arithmetic.
+"""Batch plan of a run: positions in it, slices of a batch, blocks of shards for workers. Pure arithmetic.
 
 A run is defined by samples. A step takes the next `global_batch` positions of its epoch, shard j takes slice
 j of them, and a worker computes a contiguous block of shards. None of it depends on the number of workers,
@@ -17,7 +17,7 @@ from paceline.core.wording import counted
 
 @dataclass(frozen=True)
 class DataPosition:
-    """How far a run has come: what was committed, and where the next step reads."""
+    """Position of a run in the data: what was committed, and where the next step reads."""
 
     epoch: int = 0
     offset: int = 0  # positions of this epoch that committed steps have taken

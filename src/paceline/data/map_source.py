@@ -21,7 +21,7 @@ from paceline.data.source_interface import Batch, Indices, Skipped, SkippedSampl
 @final
 @dataclass(frozen=True)
 class Loading:
-    """How a `DataLoader` was asked to read: processes, their start, and pinning."""
+    """Settings of a `DataLoader` for reading: processes, their start, and pinning."""
 
     workers: int = 0
     prefetch: int = 2

@@ -1,4 +1,4 @@
-"""Cutting work into one part per worker: samples into contiguous ranges, tasks of known cost into even loads.
+"""Cut work into one part per worker: samples into contiguous ranges, tasks of known cost into even loads.
 
 Pure arithmetic.
 """

@@ -207,8 +207,8 @@ def _digits(words: _Words, key: np.uint64, radix: np.uint64) -> _Words:
 
 
 def _add(digits: _Words, more: _Words, radix: np.uint64) -> None:
-    """digits = (digits + more) mod radix, both below or at the radix: below it, the difference wraps around
-    to something huge, and the smaller one is right either way."""
+    """Set digits to (digits + more) mod radix, both below or at the radix: below it, the difference wraps
+    around to something huge, and the smaller one is right either way."""
     digits += more
     np.minimum(digits, digits - radix, out=digits)
 

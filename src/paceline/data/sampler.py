@@ -1,5 +1,5 @@
 """A sampler for the user's DataLoaders: torch's DistributedSampler, with nothing repeated, nothing lost,
-and a position that another number of replicas can go on from.
+and a position from which another number of replicas can continue.
 
 Replica r of n reads positions s + r, s + r + n, ... of the epoch's order, where s is where the iteration
 starts (0 at first). Replicas that have trained on k samples each have together trained on positions s to
@@ -41,13 +41,13 @@ class _Pass:
 
 @final
 class DistributedSampler(Sampler[int]):
-    """Takes torch.utils.data.DistributedSampler's place: same arguments, `len`, `set_epoch`, attributes.
+    """Replacement of torch.utils.data.DistributedSampler: same arguments, `len`, `set_epoch`, attributes.
 
     What is different:
       - No padding: replicas differ by at most one sample, each sample is read once. `pad=True` repeats
         samples from the epoch's beginning as torch does, `drop_last=True` leaves out the last few.
       - The order takes no memory and is a function of (dataset size, seed, epoch).
-      - `state_dict` and `load_state_dict` go on in the middle of an epoch, on any number of replicas.
+      - `state_dict` and `load_state_dict` resume in the middle of an epoch, on any number of replicas.
       - A forgotten `set_epoch` is logged, once.
 
     Without `num_replicas` or `rank`, they are those of Paceline's process group, else of torch's.
@@ -115,7 +115,7 @@ class DistributedSampler(Sampler[int]):
         return self._walk(self._pass, order)
 
     def set_epoch(self, epoch: int) -> None:
-        """Call it before each epoch's iteration: another epoch, another order.
+        """Set the epoch, and with it the order; call it before each epoch's iteration.
 
         The epoch that a loaded state is in continues from the state; any other starts at its beginning.
         """
@@ -125,7 +125,7 @@ class DistributedSampler(Sampler[int]):
             if self._resumed and self._share(self._start, 0):
                 _log.warning(
                     "DistributedSampler.set_epoch(%d): the loaded state is in epoch %d at sample %d of %d "
-                    "and is dropped; start the loop at `sampler.epoch` to go on from it",
+                    "and is dropped; start the loop at `sampler.epoch` to continue from it",
                     epoch,
                     self.epoch,
                     self._start,
@@ -137,7 +137,7 @@ class DistributedSampler(Sampler[int]):
         self._pass = None
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
-        """Return where the epoch stands, as plain numbers: for any number of replicas to go on from.
+        """Return where the epoch stands, as plain numbers: for any number of replicas to continue from.
 
         `consumed`: the samples that this replica has trained on in the iteration now running. Without it, all
         that the sampler has handed out count: right for a DataLoader with num_workers=0, too many with
@@ -187,7 +187,7 @@ class DistributedSampler(Sampler[int]):
         replicas, size = self.num_replicas, self._size
         for done in range(0, current.share, _BLOCK):
             numbers = np.arange(done, min(done + _BLOCK, current.share), dtype=np.int64)
-            # Padding goes on at the beginning of the order.
+            # Padding continues at the beginning of the order.
             positions = (current.start + self.rank + numbers * replicas) % size
             for sample in order.at(positions).tolist():
                 current.handed_out += 1

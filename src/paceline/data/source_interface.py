@@ -1,4 +1,4 @@
-"""The words of reading: what is asked of a source of samples, and what comes back.
+"""Interface of a source of samples: requests to it, and the batches that it returns.
 
 A `Source` turns sample numbers into a collated batch, in the calling process.
 """
@@ -47,7 +47,7 @@ class Batch:
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
     """Samples to read together. `key` seeds the randomness of reading them: every process that reads a
-    request, in whatever process, draws the same numbers."""
+    request draws the same numbers."""
 
     key: tuple[int, ...]
     indices: Indices
@@ -59,15 +59,15 @@ class Source(Protocol):
 
     @property
     def size(self) -> int | None:
-        """How many samples there are; None where only reading to the end would show it (a stream)."""
+        """The number of samples; None where only reading to the end would show it (a stream)."""
 
     def fetch(self, indices: Indices) -> Batch:
         """Return the samples with these numbers in this order, as one batch, read in this process."""
 
 
 class SkippedSampleError(PlatformError):
-    """Raised by a dataset for a sample that cannot be read and that its policy leaves out: the batch goes on
-    without it and lists it in `Batch.skipped`."""
+    """A sample cannot be read, and the policy of its dataset, which raises this, leaves it out: the batch
+    lists it in `Batch.skipped`."""
 
     usual_remedy = "read through paceline (which leaves the sample out and reports it), or catch this error"
 

@@ -1,4 +1,4 @@
-"""The door to data: whatever a user has becomes a `Source`, and `read` turns requests into batches.
+"""Make a `Source` of the user's data, whatever its form; `read` turns requests into batches.
 
 tensors, NumPy arrays, pandas, tuples and dicts of them   ArraySource   memory shared, rows copied out
 map-style datasets, Hugging Face datasets, DataLoaders    MapSource     one sample at a time, or many

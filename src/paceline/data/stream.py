@@ -45,7 +45,7 @@ class Stream:
     def __init__(
         self, dataset: Any, *, collate: Callable[[Any], Any] | None = None, resumable: bool = True
     ) -> None:
-        """`resumable=False`: do not trust the dataset's own state_dict."""
+        """Wrap `dataset`; with `resumable=False` do not trust its own state_dict."""
         self._dataset = dataset
         self.name = name_of(dataset)
         self._collate = collate or default_collate

@@ -1,5 +1,5 @@
-"""What a front door may do with the files that supervisors leave in a run's folder: name them, and complete
-the journal.
+"""Name the files that supervisors leave in a run's folder, and complete its journal: all that a front door
+may do with them.
 
 The formats belong to `elastic/supervisor`, and no front door knows them.
 """
@@ -38,7 +38,7 @@ def recover_journal(folder: Path) -> None:
     try:
         secret = supervisor_address.read_secret(folder)
     except PacelineError as error:
-        # Without the secret it is not known whether workers of this run wrote it; the run can go on.
+        # Without the secret it is not known whether workers of this run wrote it; the run can continue.
         _log.warning("the journal lacks what workers left in %s: %s", folder / spool.FOLDER, error)
         return
     with contextlib.closing(JournalWriter(folder / JOURNAL_FILE, MonotonicClock(), WallClock())) as journal:

@@ -98,7 +98,7 @@ def all_gather(
     timeout: float | None = None,
     async_op: bool = False,
 ) -> Any:
-    """`all_gather(data)` returns every rank's data by rank, `all_gather(outputs, tensor)` fills tensors."""
+    """Gather every rank's data. `all_gather(data)` returns it by rank; with outputs it fills them."""
     call = _PlainCall("all_gather", group, timeout, async_op)
     if tensor is None:
         return call.run(data)

@@ -45,13 +45,13 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.25
-_RESUME = 'start again with resume="auto" to go on'
+_RESUME = 'start again with resume="auto" to continue'
 
 
 @final
 @dataclass(frozen=True)
 class FitResult:
-    """What a driver returns.
+    """Result of a driver.
 
     weights      of the trained model, by name; None where the caller's module was trained in place
     stop_signal  why the caller's process was asked to end, also if the run had come to its end by then

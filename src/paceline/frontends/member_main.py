@@ -1,4 +1,4 @@
-"""Entry of each worker of a supervised job: trains as the member that its options name, returns its result.
+"""Entry point of each worker of a supervised job: train as the member that its options name, return a result.
 
 The fork server imports this module once, before any worker, and with it torch.
 """
@@ -12,7 +12,7 @@ from paceline.engines.local.forked_rank import RankTask
 
 
 def main(task: RankTask) -> int:
-    """Entry of the local engine; its result is the descriptor of a payload."""
+    """Run one worker, for the local engine; return the descriptor of its result's payload."""
     __tracebackhide__ = True
     work = rank_call.unpack(task.payload)
     task.shared = work.classes

@@ -27,7 +27,7 @@ from paceline.train.settings.train_config import TrainConfig
 @final
 @dataclass(frozen=True)
 class Command:
-    """What this process runs: a script, its arguments, the folder it was started in, and its overrides."""
+    """Command of this process: a script, its arguments, the folder it was started in, and its overrides."""
 
     script: str
     arguments: tuple[str, ...]
@@ -41,7 +41,7 @@ class Command:
 @final
 @dataclass(frozen=True)
 class Overrides:
-    """What wins over a script.
+    """Settings and hooks that win over a script.
 
     options       settings by name
     assignments   texts such as `checkpoint.keep_last=5`, which win over options

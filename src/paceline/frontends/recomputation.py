@@ -34,7 +34,7 @@ _COMMAND_FILE = "command.json"
 
 
 class FitParts(Protocol):
-    """What a `Trainer` is made of."""
+    """Parts of a `Trainer`."""
 
     model: Any
     objective: Callable[..., Any]

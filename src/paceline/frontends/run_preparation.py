@@ -82,7 +82,7 @@ def running_job(what: str = "fit") -> DistributedContext | None:
 @final
 @dataclass(frozen=True)
 class DataFacts:
-    """What a config is checked against: the number of samples (None: not known), and whether there is
+    """Facts that a config is checked against: the number of samples (None: not known), and whether there is
     validation data."""
 
     samples: int | None

@@ -146,7 +146,7 @@ class TrainingSession:
                     yield changed
 
     def backward(self, loss: Tensor, metrics: Mapping[str, Any] | None = None) -> None:
-        """Take the loss of the last micro-batch, a mean over its samples."""
+        """Compute the gradients of the loss of the last micro-batch, a mean over its samples."""
         if self._run is None:
             raise UsageError(
                 "backward before the first micro-batch",

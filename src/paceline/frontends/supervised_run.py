@@ -288,7 +288,7 @@ class SupervisedRun:
         if not self._job.config.checkpoint.enabled:
             return "nothing is saved, because checkpoints are turned off"
         if self._job.config.resume is not None and not self._following.started:
-            return "the run did not go on: what was saved before this start is as it was"
+            return "the run did not continue: what was saved before this start is as it was"
         return "no version is saved: a run that is started again begins anew"
 
     def _warn_of_chaos(self, last_step: int) -> None:

@@ -38,7 +38,7 @@ _NO_FAILURES = ("preempted", "unattended", "restart")  # the worker left, and wa
 @final
 @dataclass(frozen=True)
 class EpochCoverage:
-    """How much of an epoch was applied: positions 0 to `covered` - 1 of its order."""
+    """Coverage of an epoch: positions 0 to `covered` - 1 of its order were taken."""
 
     epoch: int
     steps: int

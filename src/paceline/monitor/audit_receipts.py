@@ -246,7 +246,7 @@ class _ViewCheck:
             if first > expected:
                 self._report_missing(who, expected, first - 1, shards)
             elif first < expected:
-                twice = f"step {first}" if min(end, expected - 1) == first else f"steps {first} and on"
+                twice = f"step {first}" if min(end, expected - 1) == first else f"steps {first} and later"
                 self.wrong.append(f"{who} has two receipts for {twice} {self._where}")
             covered = max(0, end - max(first, expected) + 1)
             if compare and receipt.shards != shards:

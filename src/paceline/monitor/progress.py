@@ -279,7 +279,7 @@ def _opening(run: RunInfo) -> str:
     config = run.config
     samples = "an unknown number of samples" if run.samples is None else counted(run.samples, "sample")
     total = "" if run.total_steps is None else f", {counted(run.total_steps, 'step')}"
-    again = f", going on after step {run.first_step:,}" if run.first_step else ""
+    again = f", continuing after step {run.first_step:,}" if run.first_step else ""
     dynamic = config.dynamic_batch
     batch = f"{config.global_batch}" if dynamic is None else f"{dynamic.min} to {dynamic.max}"
     workers = counted(run.workers, "worker")

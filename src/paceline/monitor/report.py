@@ -106,7 +106,7 @@ def _page(
     sections = [
         f"<h1>{escape(heading)}</h1>",
         *(f'<p class="note">{escape(note)}</p>' for note in notes),
-        _verdict(histories, names),
+        _bits_comparison(histories, names),
         '<div class="cards">',
         *map(_card, histories, labels),
         "</div>",
@@ -123,7 +123,7 @@ def _page(
     )
 
 
-def _verdict(histories: Sequence[History], names: Sequence[str]) -> str:
+def _bits_comparison(histories: Sequence[History], names: Sequence[str]) -> str:
     """Tell whether the runs ended with the same bits, and from which step on they differ if not."""
     if len(histories) < 2:
         return ""

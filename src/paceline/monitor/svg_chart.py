@@ -110,7 +110,7 @@ def _x_scale(values: Sequence[float], width: int) -> Scale:
     low, high = min(values), max(values)
     if low == high:
         low, high = low - 1.0, high + 1.0
-    # A run is drawn from its beginning, unless it went on from somewhere far away.
+    # A run is drawn from its beginning, unless it resumed far away from there.
     elif low <= 0.5 * high:
         low = 0.0
     return Scale(low, high, _LEFT, width - _RIGHT)

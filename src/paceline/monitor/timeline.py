@@ -13,6 +13,7 @@ from typing import Literal, final
 
 from paceline.core import events
 from paceline.core.events import Event
+from paceline.core.wording import ranks
 from paceline.monitor.number_format import duration
 
 TimelineKind = Literal[
@@ -107,8 +108,8 @@ class _Reader:
             case events.WorkerFailed():
                 self._fail(event, now)
             case events.Repaired():
-                lost = ", ".join(map(str, event.lost))
-                text = f"repaired in {duration(event.seconds)}" + (f" without rank {lost}" if lost else "")
+                lost = f" without {ranks(event.lost)}" if event.lost else ""
+                text = f"repaired in {duration(event.seconds)}{lost}"
                 self._add("repaired", text, since=max(0.0, now - max(0.0, event.seconds)))
             case events.CheckpointSaved():
                 self._add("checkpoint", f"checkpoint {event.version} of step {event.step:,} is durable")

@@ -69,7 +69,8 @@ class BucketSlot:
 @final
 @dataclass(frozen=True)
 class Bucket:
-    """`grads` is the memory behind the slots' views, `wire` what the ranks exchange: on the CPU the same."""
+    """One bucket. `grads` is the memory behind the slots' views, `wire` what the ranks exchange: on the CPU
+    the same."""
 
     index: int
     slots: tuple[int, ...]

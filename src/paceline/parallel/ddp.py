@@ -44,7 +44,7 @@ _paused: ContextVar[bool] = ContextVar("paceline_no_sync", default=False)
 
 @final
 class DistributedDataParallel(nn.Module):
-    """Wraps `model`: backward leaves the average of all ranks' gradients in .grad, the same bits on each.
+    """Wrapper of `model`: backward leaves the average of all ranks' gradients in .grad, the same bits on all.
 
     bucket_size_mb          gradients travel in pieces of at most this many MiB
     find_unused_parameters  allow parameters that a rank's backward does not reach; they count as zero there

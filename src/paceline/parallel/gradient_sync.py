@@ -1,8 +1,8 @@
-"""Averages gradients over the ranks while backward runs, in one fixed order: every rank gets the same bits.
+"""Average gradients over the ranks while backward runs, in one fixed order: every rank gets the same bits.
 
 Hooks tell when a parameter's gradient is complete. Buckets are reduced in their order, never in the order
 of arrival: all ranks make the same calls. Where there are cores to spare, a complete bucket travels in the
-background while backward goes on; the rest follows when backward ends, in a callback of the autograd
+background while backward runs; the rest follows when backward ends, in a callback of the autograd
 engine.
 """
 
@@ -189,7 +189,7 @@ class GradientSync:
             view.copy_(reduced)
 
     def _attach_used(self) -> None:
-        """Parameters that some rank has a gradient for get the average everywhere; others keep none."""
+        """Attach the average, on all ranks, to parameters with a gradient on any rank; others keep none."""
         used = torch.tensor([slot.parameter.grad is not None for slot in self._slots])
         if self._context.world_size > 1:
             used = self._context.all_reduce(used, ReduceOp.MAX)

@@ -36,7 +36,8 @@ class LeakedProcess:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What exists at one moment. `descriptors` are (number, target) pairs."""
+    """Threads, processes, descriptors and shared files that exist at one moment. `descriptors` are (number,
+    target) pairs."""
 
     threads: frozenset[threading.Thread]
     processes: frozenset[LeakedProcess]
@@ -46,7 +47,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Allowed:
-    """What may stay, such as a warm server that outlives its first use."""
+    """Processes and descriptors that may stay, such as a warm server that outlives its first use."""
 
     pids: frozenset[int] = field(default_factory=frozenset)
     descriptors: frozenset[int] = field(default_factory=frozenset)

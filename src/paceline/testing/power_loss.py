@@ -1,4 +1,4 @@
-"""What a disk may hold after the power fails: replayed from a record of calls, pessimistically.
+"""Model of a disk after a power failure: what it may hold, replayed from a record of calls, pessimistically.
 
 Ending a process loses nothing that was handed to the kernel; a power cut loses all that was not flushed, in
 any order. The model: a file keeps what it held at its last fsync, a folder the names it held at its last

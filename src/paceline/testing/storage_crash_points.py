@@ -61,7 +61,7 @@ class RecordedCall:
 
 @final
 class CallRecorder:
-    """Makes every call, and records it; data is copied, because buffers are reused."""
+    """Recorder that makes every call and records it; data is copied, because buffers are reused."""
 
     def __init__(self) -> None:
         self.made: list[RecordedCall] = []
@@ -82,7 +82,7 @@ class CallRecorder:
 
 @final
 class Killer:
-    """Makes every call up to a point, at which it kills the process as `kill -9` does."""
+    """Killer that makes every call up to a point, at which it kills the process as `kill -9` does."""
 
     def __init__(self, point: CrashPoint) -> None:
         self._point = point

@@ -1,4 +1,4 @@
-"""What every transport must do, as tests that the author of a transport can run on it.
+"""Contract of every transport, as tests that the author of a transport can run on it.
 
     class TestMine(TransportContract):
         def run(self, world_size, fn, *args):

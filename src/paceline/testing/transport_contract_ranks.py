@@ -1,4 +1,4 @@
-"""What the ranks do in the tests of transport_contract.py.
+"""Functions of the ranks in the tests of transport_contract.py.
 
 Each function runs on every rank of a group and checks what it sees there; those about ranks that do not fit
 together return what error they got, and how fast. Functions of a module, so that they can travel to other

@@ -85,25 +85,25 @@ class Observer:
     """Watches a run, in one process. Override what is of interest; nothing given here can be changed."""
 
     def on_start(self, run: RunInfo) -> None:
-        """Before the first step."""
+        """Handle the start of the run, before its first step."""
 
     def on_workers(self, workers: int) -> None:
-        """Called when the number of training workers changes: some joined, left or were lost."""
+        """Handle another number of training workers: some joined, left or were lost."""
 
     def on_step(self, record: StepRecord) -> None:
-        """After each committed step."""
+        """Handle a committed step."""
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        """After each pass over the validation data."""
+        """Handle a pass over the validation data, after it."""
 
     def on_epoch(self, record: EpochRecord) -> None:
-        """After each epoch and its evaluation."""
+        """Handle the end of an epoch, after its evaluation."""
 
     def on_checkpoint(self, saved: SavedCheckpoint) -> None:
-        """Once a checkpoint is durable."""
+        """Handle a checkpoint that has become durable."""
 
     def on_end(self, history: History) -> None:
-        """After the last step, also when the run was stopped; not when it failed."""
+        """Handle the end of the run, also when it was stopped; not when it failed."""
 
 
 class Modifier:
@@ -126,7 +126,7 @@ class Modifier:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
 
 
 T = TypeVar("T")
@@ -179,7 +179,7 @@ class Callbacks:
         for modifier, reason in answers:
             if reason is not None and not (isinstance(reason, str) and reason):
                 raise UsageError(
-                    f"{_name(modifier)}.stop returned {reason!r}; a reason is text, and None goes on",
+                    f"{_name(modifier)}.stop returned {reason!r}; a reason is text, or None to continue",
                     remedy='return a sentence such as "the loss is low enough", or None',
                 )
         return next((f"{_name(modifier)}: {reason}" for modifier, reason in answers if reason), None)
@@ -190,7 +190,7 @@ class Callbacks:
         return {key: state for key, state in states.items() if state}
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
-        """Give every modifier its state back; refuse a state that belongs to none of them."""
+        """Restore the state of every modifier; refuse a state that belongs to none of them."""
         known = {_key(i, item): item for i, item in enumerate(self.modifiers)}
         unknown = sorted(set(states) - set(known))
         if unknown:

@@ -1,4 +1,4 @@
-"""What a run was: records of its steps, epochs and evaluations, and the figures that follow from them.
+"""History of a run: records of its steps, epochs and evaluations, and the figures that follow from them.
 
 Plain frozen data that goes to JSON and back.
 """
@@ -158,7 +158,7 @@ class History:
         return [(record.epoch, record.metrics[metric]) for record in self.epochs if metric in record.metrics]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON: the records and the figures that follow from them."""
+        """Return plain data for JSON: the records and the figures that follow from them."""
         figures = ("final_loss", "best_accuracy", "best_epoch", "samples_per_second")
         plain = dataclasses.asdict(self)
         records = {name: list(plain.pop(name)) for name in ("epochs", "evaluations", "steps")}

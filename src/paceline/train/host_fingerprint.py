@@ -1,4 +1,4 @@
-"""What the bits of a run rest on besides its definition: the arithmetic of this machine.
+"""Fingerprint of this machine's arithmetic: what the bits of a run depend on besides its definition.
 
 Two machines with equal fingerprints compute the same bits; others may not, and exact training refuses to
 continue a run on them, naming the difference.
@@ -15,7 +15,7 @@ from paceline.core.errors import PlatformError
 
 
 def fingerprint(device: torch.device, threads: int) -> dict[str, str]:
-    """By name, everything that the kernels' results depend on."""
+    """Return everything that the kernels' results depend on, by name."""
     found = {
         "torch": str(torch.__version__),
         "machine": platform.machine(),
@@ -45,11 +45,11 @@ def differences(saved: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
 
 
 def check(saved: Mapping[str, str], here: Mapping[str, str], whose: str) -> None:
-    """PlatformError that names every difference."""
+    """Raise a PlatformError that names every difference, if there is one."""
     found = differences(saved, here)
     if found:
         raise PlatformError(
             f"{whose} would not compute the same bits as the run so far: {'; '.join(found)}",
-            remedy="run where these agree, or go on without exactness: "
+            remedy="run where these agree, or continue without exactness: "
             'TrainConfig(mode="fast"), or a new run from the exported weights',
         )

@@ -122,7 +122,7 @@ class Objective:
         return ObjectiveResult(self._checked(result), {})
 
     def evaluate(self, model: Callable[..., Any], batch: Any) -> ObjectiveResult:
-        """As `score`, and the accuracy where the loss shows that classes are predicted."""
+        """Return what `score` returns, and the accuracy where the loss shows that classes are predicted."""
         scored = self.score(model, batch)
         if self._classifies and isinstance(scored.output, Tensor) and scored.output.ndim >= 2:
             _, target = split_pair(batch)
@@ -210,7 +210,7 @@ def check_metrics(metrics: Mapping[str, Any]) -> None:
 
 
 def split_pair(batch: Any) -> tuple[Any, Any]:
-    """(input, target) of a batch, or the user's mistake."""
+    """Return (input, target) of a batch; refuse a batch that is no pair."""
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1]
     keys = f" with keys {list(batch)}" if isinstance(batch, Mapping) else ""

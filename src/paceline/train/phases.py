@@ -1,4 +1,4 @@
-"""What this worker does right now, for heartbeats and verdicts; and where faults are injected on demand.
+"""Current phase of this worker, for heartbeats and verdicts; entering a phase injects faults on demand.
 
 The loop calls `enter`; another thread may read `now` at any time.
 """

@@ -52,7 +52,7 @@ class LossScaler:
         self.good_steps = 0  # without an overflow since the scale last changed
 
     def update(self, found_inf: bool) -> None:
-        """After each step: did the global gradient hold anything that is not finite?"""
+        """Adapt the scale after a step. `found_inf`: the global gradient held values that are not finite."""
         if found_inf:
             self.good_steps = 0
             self.scale *= self._settings.backoff

@@ -30,8 +30,8 @@ CTRL_C = "Ctrl-C"
 
 @final
 class StopRequest:
-    """Whether a stop was asked for, and by what: a signal to this process, or one to its starter,
-    which then leaves a file."""
+    """Request to stop, and its `reason`: a signal to this process, or one to its starter, which then leaves a
+    file."""
 
     def __init__(self, file: Path | None = None) -> None:
         self.reason: str | None = None
@@ -68,7 +68,7 @@ def write_stop_file(file: Path, reason: str) -> None:
 
 def saved_sentence(version: int, step: int) -> str:
     """Return a sentence on the version that an ended run can be resumed from."""
-    return f'version {version} of step {step} is saved: start again with resume="auto" to go on from there'
+    return f'version {version} of step {step} is saved: start again with resume="auto" to continue from there'
 
 
 class Stopped(SystemExit):
@@ -84,7 +84,7 @@ class Stopped(SystemExit):
         self.history = history
 
     def __str__(self) -> str:
-        return f"stopped ({self.reason}): start again with resume='auto' to go on"
+        return f"stopped ({self.reason}): start again with resume='auto' to continue"
 
 
 def interrupted(message: str, history: Any = None) -> KeyboardInterrupt:

@@ -12,6 +12,7 @@ from typing import final
 from paceline.comm.collectives.shard_sums import ShardOwnership
 from paceline.comm.context import DistributedContext
 from paceline.core.errors import PeerLostError
+from paceline.core.wording import listed
 from paceline.data.batch_plan import assign
 
 Blocks = tuple[tuple[int, ...], ...]
@@ -88,7 +89,8 @@ def first_owners(computed: Sequence[Sequence[int]], shards: int, step: int) -> S
             owner.setdefault(shard, rank)
     if len(owner) < shards:
         missing = sorted(set(range(shards)) - owner.keys())
-        raise PeerLostError(f"step {step}: shards {missing} were left to a rank that is gone")
+        which = f"shard {missing[0]} was" if len(missing) == 1 else f"shards {listed(missing)} were"
+        raise PeerLostError(f"step {step}: {which} left to a rank that is gone")
     blocks = [
         tuple(shard for shard in sorted(owner) if owner[shard] == rank) for rank in range(len(computed))
     ]

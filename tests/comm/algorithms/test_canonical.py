@@ -153,9 +153,9 @@ def test_other_memory_is_returned_even_by_one_rank_with_one_shard():
 @pytest.mark.parametrize(
     ("held", "words"),
     [
-        ([[0, 1], [3]], ["no rank holds [2]"]),
-        ([[0, 1, 2], [2, 3]], ["shard 2 is held by ranks [0, 1]"]),
-        ([[0, 1], [1]], ["no rank holds [2, 3]", "shard 1"]),
+        ([[0, 1], [3]], ["no rank holds shard 2"]),
+        ([[0, 1, 2], [2, 3]], ["shard 2 is held by ranks 0 and 1"]),
+        ([[0, 1], [1]], ["no rank holds shards 2 and 3", "shard 1 is"]),
         ([[], []], ["no rank has any"]),
     ],
 )

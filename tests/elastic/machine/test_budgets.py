@@ -82,7 +82,8 @@ def test_a_spent_budget_leaves_the_job_smaller_and_then_ends_it():
     assert job.state.phase is JobPhase.RUNNING
     fail(job, 1)
     told = fail(job, 1)
-    assert only(told, RecordVerdict).done == "the job ends"
+    verdict = only(told, RecordVerdict)
+    assert (verdict.waiting, verdict.done) == ("", "the job ends")
     assert only(told, EndJob).ok is False
 
 

@@ -283,7 +283,7 @@ def until_hung(job: Driven, hung: int, steps: int) -> float:
     waiting = {f"m{member}": beat(member, "collective", 0.0, (hung,), steps) for member in others}
     told = keep_beating(job, 60.0, **waiting, hung=beat(hung, "data", 0.0, (), steps))
     verdict = only(told, RecordVerdict)
-    assert (verdict.member, "does not go on" in verdict.what) == (hung, True)
+    assert (verdict.member, "makes no progress" in verdict.what) == (hung, True)
     took = job.now - began
     job.form_view((steps, 0, 0))
     return took

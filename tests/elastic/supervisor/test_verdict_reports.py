@@ -80,6 +80,13 @@ def test_a_stack_that_does_not_come_is_waited_for_so_long_and_the_kill_after_it(
     assert verdict.text == verdicts.last_text == capfd.readouterr().err.rstrip("\n")
 
 
+def test_a_verdict_for_which_no_rank_waits_says_nothing_about_the_others(verdicts, record):
+    verdicts.open(RecordVerdict(5, 2, "collective", "it stands", "", "the job ends"), record)
+    verdicts.close()
+    assert "the others" not in verdicts.last_text
+    assert verdicts.last_text.endswith("what was done: the job ends")
+
+
 def test_without_a_verdict_a_kill_does_not_wait(verdicts):
     assert not verdicts.after(5, lambda: None)
 

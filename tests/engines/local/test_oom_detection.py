@@ -74,8 +74,8 @@ def test_a_kill_for_memory_is_named_with_the_limit(group):
     child = start(group)
     watch.note(child.pid)
     eat(child)
-    assert watch.verdict(child.pid) == "killed by the kernel: out of memory (cgroup limit 48 MiB)"
-    assert watch.verdict(child.pid) is None
+    assert watch.explain(child.pid) == "killed by the kernel: out of memory (cgroup limit 48 MiB)"
+    assert watch.explain(child.pid) is None
 
 
 @pytest.mark.usefixtures("log")
@@ -84,7 +84,7 @@ def test_a_kill_by_hand_is_none(group):
     child = start(group)
     watch.note(child.pid)
     kill(child)
-    assert watch.verdict(child.pid) is None
+    assert watch.explain(child.pid) is None
 
 
 @pytest.mark.usefixtures("log")
@@ -96,8 +96,8 @@ def test_of_two_deaths_in_a_group_one_kill_explains_one(group):
     second = start(group)
     watch.note(second.pid)
     kill(second)
-    assert watch.verdict(first.pid) is not None
-    assert watch.verdict(second.pid) is None
+    assert watch.explain(first.pid) is not None
+    assert watch.explain(second.pid) is None
 
 
 def test_a_kill_in_another_group_does_not_explain_a_death_here(group, monkeypatch):
@@ -109,8 +109,8 @@ def test_a_kill_in_another_group_does_not_explain_a_death_here(group, monkeypatc
     watch.note(child.pid)
     eat(child)
     kill(bystander)
-    assert watch.verdict(bystander.pid) is None
-    assert watch.verdict(child.pid) is not None
+    assert watch.explain(bystander.pid) is None
+    assert watch.explain(child.pid) is not None
 
 
 def test_a_group_that_was_entered_after_the_last_look(group):
@@ -121,7 +121,7 @@ def test_a_group_that_was_entered_after_the_last_look(group):
     eat(child)
     if oom_detection._kills_in_log(time.monotonic()) is None:
         pytest.skip("the kernel's log cannot be read here")
-    assert watch.verdict(child.pid) == "killed by the kernel: out of memory (cgroup limit 48 MiB)"
+    assert watch.explain(child.pid) == "killed by the kernel: out of memory (cgroup limit 48 MiB)"
 
 
 def test_an_old_kill_does_not_explain_a_new_death(group, monkeypatch):
@@ -135,7 +135,7 @@ def test_an_old_kill_does_not_explain_a_new_death(group, monkeypatch):
         now[0] = second
         watch.note(other.pid)
     kill(other)
-    assert watch.verdict(other.pid) is None
+    assert watch.explain(other.pid) is None
 
 
 def test_a_kill_is_not_missed_because_of_a_look_in_between(group, monkeypatch):
@@ -149,16 +149,16 @@ def test_a_kill_is_not_missed_because_of_a_look_in_between(group, monkeypatch):
     for second in (0.6, 1.2, 1.8):
         now[0] = second
         watch.note(other.pid)
-    assert watch.verdict(child.pid) is not None
+    assert watch.explain(child.pid) is not None
     kill(other)
-    assert watch.verdict(other.pid) is None
+    assert watch.explain(other.pid) is None
 
 
 def test_unknown_processes_are_no_trouble():
     watch = OomWatch()
     watch.note(2**22 - 1)
     watch.forget(2**22 - 1)
-    assert watch.verdict(2**22 - 1) is None
+    assert watch.explain(2**22 - 1) is None
 
 
 def test_it_is_cheap():
@@ -167,5 +167,5 @@ def test_it_is_cheap():
     started = time.perf_counter()
     for _ in range(200):
         watch.note(os.getpid())
-        watch.verdict(os.getpid())
+        watch.explain(os.getpid())
     assert (time.perf_counter() - started) / 200 < 0.005

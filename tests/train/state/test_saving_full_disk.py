@@ -65,7 +65,7 @@ def test_training_goes_on_and_older_checkpoints_stay(small_disk, tmp_path, capfd
     assert [manifest.info.step for manifest in store.manifests()] == [4, 8]
     assert len(list((folder / "checkpoints").glob("v*"))) == 2
     told = capfd.readouterr().err
-    assert told.count("could not be written, training goes on; ") == len(failed)
+    assert told.count("could not be written, training continues; ") == len(failed)
     assert "checkpoint of step 12 could not be written" in (folder / "logs" / "rank-0.log").read_text()
     # With room again, the run can be taken up from the older one.
     assert steps_of(folder) == list(range(1, STEPS + 1))

@@ -191,7 +191,7 @@ def test_fold_partials_refuses_what_does_not_fit() -> None:
 def test_fold_partials_refuses_shards_that_no_rank_holds() -> None:
     def one(context: DistributedContext) -> None:
         ownership = ShardOwnership(3, ((0,), (1,)))
-        with pytest.raises(UsageError, match=r"no rank holds \[2\]"):
+        with pytest.raises(UsageError, match="no rank holds shard 2"):
             context.fold_partials([torch.zeros(3)], ownership, torch.zeros(3))
 
     run_ranks(2, one)

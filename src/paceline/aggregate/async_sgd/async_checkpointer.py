@@ -28,7 +28,7 @@ _END_SECONDS = 300.0
 
 @final
 class AsyncCheckpointer:
-    """Saves `contents()` every `every` steps; `emit` takes the journal's events."""
+    """Writer of checkpoints: `contents()` every `every` steps; `emit` takes the journal's events."""
 
     def __init__(
         self, store: CheckpointStore, contents: Contents, emit: Emit, *, every: int, keep_last: int = 3

@@ -234,7 +234,7 @@ class AsyncJob(TrainingJob):
 
 
 def _entry_is_named() -> None:
-    """Stands for a function where only the arguments travel: an order names its entry."""
+    """Do nothing: a placeholder where only the arguments travel, because an order names its entry."""
 
 
 def _end(process: WorkerProcess, limit: float) -> None:

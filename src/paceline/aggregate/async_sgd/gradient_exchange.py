@@ -1,4 +1,4 @@
-"""What the processes of asynchronous SGD exchange: small messages on socket pairs, tensors in shared memory.
+"""Exchange of data in asynchronous SGD: small messages on socket pairs, tensors in shared memory.
 
     server -> worker   compute: epoch, start, stop, version        end
     worker -> server   ready: pid, host                            gradient: loss, count, seconds, unused
@@ -44,7 +44,7 @@ def send(sock: socket.socket, message: dict[str, Any], descriptors: tuple[int, .
 
 @final
 class SharedTensors:
-    """`state` and `gradients` by name, as tensors in a memory file that server and worker lay out alike."""
+    """Tensors in a memory file that server and worker lay out alike: `state` and `gradients`, by name."""
 
     def __init__(self, descriptor: int, state: Mapping[str, Tensor], trained: Sequence[str]) -> None:
         offsets: list[tuple[Tensor, int]] = []

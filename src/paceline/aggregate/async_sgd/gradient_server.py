@@ -53,7 +53,7 @@ class _WorkerConnection:
 
 @final
 class GradientServer:
-    """Serves until every range is applied, or until the caller asks to stop."""
+    """Server of gradients: serves until every range is applied, or until the caller asks to stop."""
 
     def __init__(
         self,

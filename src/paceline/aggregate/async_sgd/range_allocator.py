@@ -31,7 +31,7 @@ class SampleRange:
 
 @final
 class RangeAllocator:
-    """Allocates `epochs` passes over `samples` positions in ranges of `batch`."""
+    """Allocator of `epochs` passes over `samples` positions in ranges of `batch`."""
 
     def __init__(self, samples: int, epochs: int, batch: int) -> None:
         self.samples = whole("samples", samples, 1)

@@ -46,7 +46,7 @@ def constant(staleness: int) -> float:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Staleness:
-    """What becomes of old gradients. `limit` None: four times the number of workers."""
+    """Treatment of old gradients. `limit` None: four times the number of workers."""
 
     weight: Weight = inverse
     limit: int | None = None
@@ -75,7 +75,7 @@ class Staleness:
 @final
 @dataclass
 class GradientCounts:
-    """What became of the gradients of one worker, or of all workers together."""
+    """Counts of the gradients of one worker, or of all workers together, by what became of them."""
 
     applied: int = 0
     samples: int = 0
@@ -103,7 +103,7 @@ class RangeAssignment:
 
 @dataclass(frozen=True)
 class GradientDecision:
-    """What becomes of a gradient. `weight` is None for one that is not applied."""
+    """Decision about a gradient. `weight` is None for one that is not applied."""
 
     assignment: RangeAssignment
     staleness: int
@@ -112,7 +112,8 @@ class GradientDecision:
 
 @final
 class GradientLedger:
-    """Assigns ranges, accepts gradients and decides their weight. Workers are numbers."""
+    """Ledger of ranges and gradients: assigns ranges, accepts gradients, decides their weight. Workers are
+    numbers."""
 
     def __init__(self, allocator: RangeAllocator, staleness: Staleness, workers: int) -> None:
         self.allocator = allocator
@@ -210,8 +211,8 @@ class GradientLedger:
         return self.assigned[worker].version, worker
 
     def _makes_another_too_old(self, worker: int) -> bool:
-        """Applying oldest first makes no gradient too old. A worker may be applied ahead of its turn only if
-        every older one, applied in that order afterwards, still stays within the limit."""
+        """Return whether an older gradient would be beyond the limit if this worker's were applied ahead of
+        its turn and the older ones after it, in order. Applying oldest first makes no gradient too old."""
         order = sorted(self.assigned, key=self._age_order)
         older = order[: order.index(worker)]
         return any(

@@ -64,7 +64,7 @@ _TRAFFIC = ("messages", "bytes_sent", "bytes_received", "header_bytes", "bytes_b
 
 
 class CommunicationStats:
-    """Counts what operations cost, by algorithm. Bytes are payload as it travelled, headers apart."""
+    """Counters of what operations cost, by algorithm. Bytes are payload as it travelled, headers apart."""
 
     def __init__(self) -> None:
         self._tallies: dict[tuple[str, str], dict[str, float]] = {}
@@ -99,7 +99,7 @@ def _with_bandwidth(tally: Mapping[str, float]) -> dict[str, float]:
 
 
 class CallQueue:
-    """Runs the calls of one context, in order."""
+    """Queue of the calls of one context; runs them in order."""
 
     def __init__(self, transport: Transport, timeout: float) -> None:
         self.transport = transport
@@ -162,7 +162,7 @@ class CallQueue:
             self.transport.close(error)
 
     def _break(self, error: BaseException) -> None:
-        # A collective that ends early leaves ranks at different points: the group cannot go on.
+        # A collective that ends early leaves ranks at different points: the group cannot continue.
         # A copy has no traceback, which would hold this object, and with it the group's memory, in a circle.
         known = copy.copy(error) if isinstance(error, PacelineError) else error
         self._broken = self._interrupted or known
@@ -228,7 +228,7 @@ class CallQueue:
             return self.counted(planned.operation, planned.algorithm, lambda: planned.work(call, deadline))
         except BaseException as error:
             if isinstance(error, UsageError) and self._interrupted is None:
-                # Found by every rank alike, from what all ranks have exchanged: the group goes on.
+                # Found by every rank alike, from what all ranks have exchanged: the group continues.
                 raise
             self._break(error)
             raise
@@ -248,7 +248,7 @@ class CallQueue:
 
 
 class PointToPoint:
-    """The messages of one context."""
+    """Point-to-point messages of one context."""
 
     def __init__(self, queue: CallQueue) -> None:
         self._queue = queue
@@ -257,7 +257,7 @@ class PointToPoint:
 
     def send(self, message: Any, dest: int, tag: int, timeout: float | None, async_op: bool) -> Any:
         self._check("dest_rank", dest, tag, timeout)
-        what = f"send(dest_rank={dest})"
+        what = f"send(dest_rank={labels_of(self._transport)[dest]})"
         encoded = encode_message(message, what)
         if async_op:
             encoded = EncodedMessage(encoded.head, encoded.body.clone())
@@ -286,7 +286,8 @@ class PointToPoint:
             start = _LENGTH_BYTES + int.from_bytes(message.body[:_LENGTH_BYTES], "little")
             return decode_message(message.body[_LENGTH_BYTES:start], tensor_of(message.body[start:]))
 
-        return self._perhaps_later(take, source, f"receive(source_rank={source})", async_op)
+        named = "any" if source == ANY_SOURCE else labels_of(self._transport)[source]
+        return self._perhaps_later(take, source, f"receive(source_rank={named})", async_op)
 
     def close(self) -> None:
         """End the threads, after what they have in hand."""

@@ -31,7 +31,7 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class EncodedMessage:
-    """`head` describes, `body` is flat uint8 memory."""
+    """A message as bytes: `head` describes it, `body` is flat uint8 memory."""
 
     head: bytes
     body: Tensor

@@ -40,7 +40,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class ReductionPlan:
-    """What all_reduce will do with data of one dtype and shape."""
+    """Plan of an all_reduce of data of one dtype and shape."""
 
     text: str
     algorithm: str
@@ -61,7 +61,7 @@ _RECIPES = {"direct": direct.recipe, "canonical": canonical.recipe}
 
 
 class Reducer:
-    """Plans and runs reductions of one group."""
+    """Reductions of one group: plans and runs them."""
 
     def __init__(self, transport: Transport, links: LinkCosts, groups: Groups = ()) -> None:
         self._transport = transport

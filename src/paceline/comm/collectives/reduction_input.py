@@ -1,4 +1,4 @@
-"""What callers pass to a collective, as one flat tensor, and back into the same kind of thing.
+"""Input of a reduction: the caller's data as one flat tensor, and back into the same kind of thing.
 
 A tensor, a list or tuple of tensors, a NumPy array or a list of numbers becomes a `ReductionInput`: a flat,
 contiguous CPU tensor plus the recipe that turns a flat result into the caller's kind again.

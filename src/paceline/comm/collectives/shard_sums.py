@@ -1,4 +1,5 @@
-"""Sums of shards that are spread over the ranks in any way: who holds what, and whether it adds up.
+"""Sums of shards that are spread over the ranks in any way: which rank holds which shards, and whether the
+shards are complete.
 
 The arithmetic is in algorithms/canonical.py. Everything that can be wrong with one rank's shards is found
 before anything travels; what is wrong with all ranks' shards together is found by all of them alike.
@@ -25,7 +26,7 @@ from paceline.comm.ops import ReduceOp, check_op, dtype_name, kernel_of
 from paceline.comm.reduction_order import Node, Recipe, covering_nodes, fold_shards
 from paceline.comm.transport.base import Transport, labels_of, peers_of
 from paceline.core.errors import UsageError
-from paceline.core.wording import counted
+from paceline.core.wording import counted, listed, ranks
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,8 @@ def plan_canonical_sum(
 
 @dataclass(frozen=True)
 class ShardOwnership:
-    """Which shards each rank holds, by its index in the group; together every shard once."""
+    """Shards that each rank holds, by its index in the group; `check` refuses those that are not every shard
+    once."""
 
     shards: int
     blocks: tuple[tuple[int, ...], ...]
@@ -106,7 +108,7 @@ class ShardOwnership:
         return WeakKeyDictionary()
 
     def text_in(self, transport: Transport) -> str:
-        """Return who holds what, for the text of a call; ranks by their labels."""
+        """Return which rank holds which shards, for the text of a call; ranks by their labels."""
         # Made once for a group: every step needs it, and to find the labels costs more than all else here.
         text = self._texts.get(transport)
         if text is None:
@@ -123,7 +125,7 @@ class ShardOwnership:
 
     @cached_property
     def recipe(self) -> Recipe:
-        """How the partials become the sum, where `check` finds nothing wrong."""
+        """The recipe from the partials to the sum, where `check` finds nothing wrong."""
         return canonical.recipe_for(self.nodes, self.shards, ReduceOp.SUM)
 
     @cached_property
@@ -142,11 +144,13 @@ class ShardOwnership:
         if not missing and not double:
             return
         labels = labels_of(transport)
-        parts = [f"no rank holds {missing}"] if missing else []
+        noun = "shard" if len(missing) == 1 else "shards"
+        parts = [f"no rank holds {noun} {listed(missing)}"] if missing else []
         for shard, indexes in double.items():
-            parts.append(f"shard {shard} is held by ranks {[labels[index] for index in indexes]}")
+            holders = ranks((labels[index] for index in indexes), all_named=True)
+            parts.append(f"shard {shard} is held by {holders}")
         raise UsageError(
-            f"canonical_sum over {self.shards} shards: {'; '.join(parts)}",
+            f"canonical_sum over {counted(self.shards, 'shard')}: {'; '.join(parts)}",
             remedy="each shard is held by exactly one rank",
         )
 
@@ -166,8 +170,9 @@ def plan_fold_partials(
             partial.shape != out.shape or partial.dtype != out.dtype for partial in partials
         ):
             raise UsageError(
-                f"fold_partials: {len(partials)} partials "
-                f"{[describe(partial) for partial in partials]} where {expected} of {describe(out)} are due",
+                f"fold_partials: {counted(len(partials), 'partial')} "
+                f"{[describe(partial) for partial in partials]} where "
+                f"{counted(expected, 'partial', 'is', 'are')} due, of {describe(out)}",
                 remedy="fold this rank's shards into one tensor per node of ownership.nodes[rank]",
             )
         ownership.check(transport)

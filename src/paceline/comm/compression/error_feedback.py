@@ -37,7 +37,7 @@ _RESIDUAL_PREFIX = "residual."
 
 
 class Codec(Protocol):
-    """Segments to bytes and back: stateless, deterministic, and the same on every rank.
+    """Encoding of segments as bytes: stateless, deterministic, and the same on every rank.
 
     The size of the bytes depends on the number of elements alone, so that a receiver knows it beforehand.
     Non-finite values must stay visible after decoding, as NaN or as infinity.
@@ -45,7 +45,7 @@ class Codec(Protocol):
 
     @property
     def name(self) -> str:
-        """Identifies codec and settings: two codecs of one name understand each other's bytes."""
+        """The name of codec and settings: two codecs of one name understand each other's bytes."""
         ...
 
     def encoded_bytes(self, numel: int) -> int:

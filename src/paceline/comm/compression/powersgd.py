@@ -93,7 +93,7 @@ class PowerSGD:
 
     @property
     def name(self) -> str:
-        """Ranks whose names differ cannot work together."""
+        """The name of the settings: ranks whose names differ cannot work together."""
         return f"powersgd{self.rank}"
 
     def reduce(self, tensors: Sequence[Tensor], average: Average, *, name: str = "gradients") -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""How ranks find each other and get a connected transport.
+"""Rendezvous: ranks find each other and get a connected transport.
 
 `environment` finds in the launcher's variables which rank this process is; ranks meet in a `round`, through a
 `key_value_store`; `transport_setup` leads a rank through it, `topology` makes the transport. `view_group`

@@ -1,5 +1,5 @@
-"""Which rank this process is, of how many, where the ranks meet and by which secret: from arguments first,
-then from what launchers set.
+"""Launch settings of this process: its rank, the number of ranks, the address where they meet and the secret,
+from arguments first, then from what launchers set.
 
 torchrun, OpenMPI and SLURM are known, in this order: the innermost launcher is the one that counts, and a
 torchrun or an mpirun may itself run under SLURM. Where no supervisor gives the ranks a secret, all of them or
@@ -49,7 +49,7 @@ class Address:
 
 @dataclass(frozen=True)
 class LaunchInfo:
-    """Which rank of which group a process is; `source` is where that was found, for messages."""
+    """Rank and group of a process; `source` is where they were found, for messages."""
 
     world_size: int
     rank: int

@@ -60,7 +60,7 @@ class _StoreConnection:
 
 
 class StoreServer:
-    """Serves at `listener`, which it takes over, until it is closed."""
+    """Server of the store at `listener`, which it owns, until it is closed."""
 
     def __init__(self, listener: socket.socket, secret: bytes = b"") -> None:
         self._listener = listener

@@ -1,7 +1,7 @@
-"""Where ranks find each other: a small key-value store that rank 0 serves (or torchrun's agent, or an
+"""One rendezvous of ranks: through a small key-value store that rank 0 serves (or torchrun's agent, or an
 existing group has).
 
-Every rank claims its number and says hello; a rank that waits says for whom in the log, and names them when
+Every rank claims its number and says hello; a rank that waits names the missing ranks in the log, and when
 it gives up. A failure is published in the store too, so that all ranks stop with the same reason. Data is
 JSON. Waits end when what they wait for comes, not at the next turn of asking. The store lives only until
 the group stands: rank 0 closes it, and the address is free for the next group.

@@ -1,4 +1,4 @@
-"""From hellos to a transport: who shares a host, who shares memory, who has to connect.
+"""Make a transport from the hellos: find the ranks that share a host or memory, and those that must connect.
 
 Every rank reads the same hellos and comes to the same plan; where shared memory does not work for one rank,
 none of them uses it.
@@ -41,7 +41,7 @@ _log = logging.getLogger("paceline.comm")
 
 @dataclass(frozen=True)
 class GroupDescription:
-    """What the hellos say."""
+    """Description of a group, from the hellos of its ranks."""
 
     rendezvous: RendezvousRound
     hellos: Mapping[int, Mapping[str, Any]]

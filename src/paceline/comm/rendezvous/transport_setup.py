@@ -1,4 +1,4 @@
-"""How a rank gets its transport: find which rank it is, meet the others, see who shares a host, connect.
+"""Set up a rank's transport: find which rank it is, meet the others, find those that share its host, connect.
 
 one rank                  shared memory of its own, no network
 all ranks on one host     shared memory; the first rank makes it, the others open it through /proc
@@ -161,8 +161,9 @@ def _find_and_join(launch: LaunchInfo, me: RankIntroduction, deadline: float) ->
 
 @dataclass(frozen=True)
 class RankIntroduction:
-    """How a rank comes to a rendezvous; what is not given is found out here, or made up by rank 0. `secret`
-    is that of the connections, where it is known before; `token` the one that the user gave the ranks."""
+    """Introduction of a rank to a rendezvous; what is not given is found out here, or made up by rank 0.
+    `secret` is that of the connections, where it is known before; `token` the one that the user gave the
+    ranks."""
 
     backend: str = "auto"
     host: str = ""

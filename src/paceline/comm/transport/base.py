@@ -1,4 +1,4 @@
-"""What a transport must offer, and what it may offer besides.
+"""Transport interface: the operations of every transport, and optional capabilities.
 
 Collectives and algorithms are written against `Transport`. Everything optional is a small Protocol that a
 transport declares by implementing it: `Interruptible`, `ReportsWaits`, `Labelled`,
@@ -55,7 +55,7 @@ class ReceivedMessage:
 
 @dataclass(frozen=True)
 class Topology:
-    """Which rank is on which host: `host_of[rank]` is the host's number, in order of first appearance."""
+    """Placement of ranks on hosts: `host_of[rank]` is the host's number, in order of first appearance."""
 
     host_of: tuple[int, ...]
     names: tuple[str, ...] = field(default=())
@@ -161,7 +161,7 @@ class WindowTicks(Protocol):
 
 
 class Window(WindowMemory, WindowTicks, Protocol):
-    """Both halves in one object, as algorithms use them."""
+    """Window memory and ticks in one object, as algorithms use them."""
 
 
 class Transport(Protocol):

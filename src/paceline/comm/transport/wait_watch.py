@@ -25,7 +25,7 @@ SILENT_SECONDS = 0.5
 
 
 class StatusChannel(Protocol):
-    """Where a rank posts what it waits for, and reads what the other ranks of its group do.
+    """Channel on which a rank posts what it waits for, and reads what the other ranks of its group do.
 
     `labels` has the number by which each rank is called in sentences and errors: its slot in a supervised
     job. `enclosing` is the channel of the larger group that these ranks are part of, if there is one: their
@@ -64,7 +64,7 @@ class Watch:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        # After an error the status stays readable: peers need it to come to the same verdict.
+        # After an error the status stays readable: peers need it to come to the same finding.
         if error is None:
             self._channel.post(None)
 
@@ -76,7 +76,7 @@ class Watch:
             self._channel.post(status)
 
     def reassure(self) -> None:
-        """Forget a verdict that was not raised: something has arrived since."""
+        """Forget a finding that was not raised: something has arrived since."""
         self._doubted = False
 
     def look(self) -> bool:
@@ -84,16 +84,16 @@ class Watch:
         at once, without a pause, whether what it waits for has come after all."""
         now = time.monotonic()
         peers = self._peers()  # raises if another thread has interrupted this rank
-        # A circle of waits is a verdict about all ranks, whose statuses are read one after the other: it
+        # A circle of waits is a finding about all ranks, whose statuses are read one after the other: it
         # counts only if no status has changed for a while, or ranks that are just moving on look stuck.
         if peers != self._seen:
             self._seen, self._unchanged_since = peers, now
         error = judge(self._me, peers, stable=now - self._unchanged_since >= STABLE_SECONDS)
         if error is not None and not self._too_early(error, peers, now):
             # The caller checked before these statuses were read. A peer may have done its part and left in
-            # between, which looks like a loss: the caller checks once more, and only a second verdict in a
+            # between, which looks like a loss: the caller checks once more, and only a second finding in a
             # row, with nothing arrived since (`reassure`), is raised.
-            # At the deadline there is no time for a second look, and the verdict says more than a timeout.
+            # At the deadline there is no time for a second look, and the finding says more than a timeout.
             if self._doubted or now >= self._deadline:
                 try:
                     raise error
@@ -104,7 +104,7 @@ class Watch:
         # Verdicts come before the deadline: where a peer is lost as well, its loss is the cause to report.
         self._doubted = False
         if now >= self._deadline:
-            # Unlike a verdict, a timeout is this rank's alone: its status must not stay posted, because the
+            # Unlike a finding, a timeout is this rank's alone: its status must not stay posted, because the
             # peers would take it for one that waits for them.
             self._channel.post(None)
             raise timed_out(self._me, peers, self._status, now - self._since)

@@ -178,7 +178,7 @@ def _refused(error: OSError) -> Exception | None:
 
 
 def _read_error(error: Exception) -> OSError:
-    """Return an OSError for an error of the packages below, which may be of any kind: readers catch OSError."""
+    """Return an OSError for an error of any kind of the packages below: readers of files catch OSError."""
     code = errno.EACCES if isinstance(error, PermissionError) else errno.EIO
     return OSError(code, f"{os.strerror(code)} ({type(error).__name__}: {error})")
 

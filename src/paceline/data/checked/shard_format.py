@@ -27,7 +27,7 @@ _FOOT = struct.Struct("<QQ8s")
 
 @final
 class RecordEntry(NamedTuple):
-    """Where a record is and what its bytes must hash to."""
+    """Place of a record in its file, and the hash that its bytes must have."""
 
     offset: int
     length: int

@@ -64,7 +64,7 @@ class ShardManifest:
 
     @staticmethod
     def from_json(text: bytes) -> ShardManifest:
-        """Raise ManifestDamaged with the reason, for bytes that are not a whole manifest."""
+        """Return the manifest; raise ManifestDamaged with the reason for bytes that are not a whole one."""
         try:
             plain = json.loads(text)
             claimed = plain.pop("checksum")
@@ -102,7 +102,7 @@ def _shard(plain: dict[str, Any]) -> ShardRecord:
 
 
 class ManifestDamaged(Exception):  # noqa: N818 - a reason inside this package, never seen outside
-    """Why some bytes are not a manifest."""
+    """Some bytes are not a manifest; the text is the reason."""
 
 
 @final

@@ -1,4 +1,4 @@
-"""Reads checked shards: every record is verified before it is used, and never used when it is wrong.
+"""Read checked shards: every record is verified before it is used, and never used when it is wrong.
 
 A record that does not match is read again (from the disk, not from a cache), then from each replica in turn.
 When no replica has it, the policy decides: "fail" raises an error that names file, shard and record;

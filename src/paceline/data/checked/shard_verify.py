@@ -1,4 +1,4 @@
-"""Looks through a whole checked dataset for damage, and mends files from replicas.
+"""Verify a whole checked dataset, and repair damaged files from replicas.
 
 Every byte of every file is covered, not only records. A file that is good is not changed.
 """
@@ -28,7 +28,7 @@ _CHUNK: Final = 8 << 20
 
 
 def verify(url: str | os.PathLike[str]) -> list[ShardDamage]:
-    """Everything at `url` that is not what was written; empty: the dataset is whole."""
+    """Return everything at `url` that is not what was written; empty: the dataset is whole."""
     folder = open_storage(url, follow_links=True)
     try:
         manifest = read_manifest([folder])

@@ -1,4 +1,4 @@
-"""Writes any data as checked shards: records, index, file by file, and the manifest last.
+"""Write any data as checked shards: records, index, file by file, and the manifest last.
 
 A folder without a manifest is an unfinished one, and writing again begins anew.
 """

@@ -1,4 +1,4 @@
-"""What the machine decides: actions for the shell, all frozen values.
+"""Actions that the machine decides on, for the shell to carry out; all frozen values.
 
 The shell carries actions out in their order: `supervisor/action_executor.py` with real processes,
 `simulation/simulated_supervisor.py` in virtual time.

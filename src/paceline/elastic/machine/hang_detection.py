@@ -78,7 +78,7 @@ def abort_limit(job: JobState, worker: Worker) -> float:
 
 
 def save_alone_limit(job: JobState) -> float:
-    """Return how long a member may take to report when one of them is to save alone: longer than the view
+    """Return how long a member may take to report when one of them has to save alone: longer than the view
     had, because it may be in the middle of a shard, and only a member that reports can save."""
     return 1.5 * job.settings.cut_short_seconds
 
@@ -89,7 +89,7 @@ def install_limit(job: JobState) -> float:
 
 
 def forming_since(job: JobState) -> float:
-    """Return since when a view forms although the job is to stop or a member to leave."""
+    """Return since when a view forms although the job was asked to stop or a member to leave."""
     return max(job.asked_at, job.stop_requested_at) if job.stop_reason is not None else job.asked_at
 
 
@@ -157,7 +157,7 @@ def find_overdue(job: JobState) -> list[FaultFinding]:
                 job
             ) and job.now - job.progressed_at >= silence_limit(job)
             return [
-                _finding(job, job.workers[number], "has not taken over the new view")
+                _finding(job, job.workers[number], "has not installed the new view")
                 for number in (_blocking_installation(job) if late else ())
             ]
     return []
@@ -214,8 +214,8 @@ def _find_hung(job: JobState) -> list[FaultFinding]:
     culprits = [worker for worker in idle if waited_for[worker.number]]
     if not culprits:
         # No idle member is named: blame the one that has been busy for longest. A member in a passive phase
-        # waits, even where it does not say for whom.
-        # One that waits lets go of the interpreter: where that is held, something else goes on than waiting.
+        # waits, even where it does not say for which member.
+        # One that waits lets go of the interpreter: where that is held, the member does not wait.
         busy = [
             worker
             for worker in idle
@@ -233,15 +233,16 @@ def _find_hung(job: JobState) -> list[FaultFinding]:
         # They wait for each other: a link that does not carry everything, a lost message, or a deadlock.
         link = broken_link(job, awaited, [worker.number for worker in late])
         if link is not None:
-            return [_finding(job, link.end, "does not go on", because=link.says)]
+            return [_finding(job, link.end, "makes no progress", because=link.says)]
         # The member that most wait for has to go.
         culprits = [max(late, key=lambda w: (waited_for[w.number], lasted[w.number], w.slot))]
-    return [_finding(job, worker, "does not go on") for worker in culprits]
+    return [_finding(job, worker, "makes no progress") for worker in culprits]
 
 
 def _blocking_installation(job: JobState) -> list[int]:
-    """Of the members that have not installed, return those that are waited for and wait for none, else those
-    that wait for none, else the one that most wait for."""
+    """Return the members that block an installation: of those that have not installed, those that are waited
+    for and wait for none, else those that wait for none, else one end of a broken link, else the one that
+    most wait for."""
     awaited = waiting_for(job)
     waited_for = Counter(peer for peers in awaited.values() for peer in peers)
     idle = [number for number in sorted(job.pending) if number not in awaited]

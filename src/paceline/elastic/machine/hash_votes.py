@@ -30,8 +30,8 @@ MOST_OPEN = 8
 @final
 @dataclass(frozen=True)
 class Dispute:
-    """Which member cast which vote about a step, with no majority for any of them. `trails`: of each of these
-    members, what it had put into the steps before; `assignment`: which rank computed which shards."""
+    """Votes about a step, by member, with no majority for any. `trails`: what each of these members had put
+    into the steps before; `assignment`: the shards of each member of the view."""
 
     hash_key: HashKey
     cast: Mapping[int, str]

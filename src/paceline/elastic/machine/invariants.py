@@ -187,7 +187,7 @@ def _check_workers(state: JobState, numbers: Collection[int], wrong: list[str]) 
         if worker.status is not WorkerStatus.STARTING and number not in state.last_message_at:
             wrong.append(f"invariant 7: no last message of member {number} is noted")
         if worker.leave_reason and worker.status is WorkerStatus.MEMBER:
-            wrong.append(f"invariant 2: member {number} is to leave and does not know")
+            wrong.append(f"invariant 2: member {number} has to leave and was not asked to")
         if not worker.leave_reason and holders[worker.slot] != [number]:
             wrong.append(f"invariant 2: slot {worker.slot} has members {holders[worker.slot]}")
 
@@ -204,7 +204,7 @@ def _check_slots(state: JobState, numbers: Iterable[int], wrong: list[str]) -> N
         if slot.usable and waits and state.stop_reason is None and state.phase is not JobPhase.ENDED:
             wrong.append(f"invariant 6: slot {number} is forgotten")
         if slot.failures > state.settings.max_worker_failures and not slot.given_up:
-            wrong.append(f"invariant 6: slot {number} failed {slot.failures} times and goes on")
+            wrong.append(f"invariant 6: slot {number} failed {slot.failures} times and is not given up")
         if slot.given_up and slot.worker is not None:
             wrong.append(f"invariant 6: slot {number} is given up and has a worker")
 
@@ -229,7 +229,7 @@ def _check_waiting(state: JobState, wrong: list[str]) -> None:
 def _check_end(state: JobState, wrong: list[str]) -> None:
     over = state.phase is JobPhase.ENDED
     if state.phase is JobPhase.RUNNING and state.stop_reason is not None:
-        wrong.append("invariant 8: the job is to stop, and its members were not asked to")
+        wrong.append("invariant 8: the job was asked to stop, and its members were not")
     if over != (state.ended is not None):
         wrong.append("invariant 8: the end is not noted")
     if over == (state.next_tick_at < inf) and (state.workers or state.slots):

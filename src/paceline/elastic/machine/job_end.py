@@ -1,4 +1,4 @@
-"""How a job ends: all done, stopped on request, or beyond help."""
+"""End a job: all done, stopped on request, or beyond help."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def end(job: JobState, ok: bool, reason: str, failed: int | None = None, stopped
 def end_with_verdict(job: JobState, worker: Worker, what: str) -> str:
     """End the job because of this worker: it is at fault, or its loss is one too many."""
     job.actions.append(
-        RecordVerdict(worker.number, worker.slot, phase_of(job, worker), what, "nothing", "the job ends")
+        RecordVerdict(worker.number, worker.slot, phase_of(job, worker), what, "", "the job ends")
     )
     return end(job, ok=False, reason=what, failed=worker.number)
 

@@ -126,7 +126,7 @@ def on_agent_joined(job: JobState, event: events.AgentJoined) -> str:
 
 
 def on_agent_lost(job: JobState, event: events.AgentLost) -> str:
-    """Lose all workers of a host that left; counts as a preemption, not as failures."""
+    """Remove a host that left, with its slots and workers: each counts as a preemption, not as a failure."""
     name = job.agents.pop(event.agent_id, None)
     if name is None:
         return f"host {event.agent_id} is gone, and was not counted on"
@@ -294,7 +294,7 @@ def _check_deadlines(job: JobState) -> list[str]:
         reasons.append(_give_up_missing(job))
     if job.phase is JobPhase.ENDED:
         return reasons
-    # Last: whom to probe, start, dial and admit depends on who is left.
+    # Last: which workers to probe, start, dial and admit depends on which are left.
     quiet = liveness.to_probe(job)
     if quiet:
         job.actions.append(ProbeWorkers(quiet))
@@ -358,7 +358,7 @@ def _refuse_overdue(job: JobState) -> list[str]:
 
 
 def _improve(job: JobState) -> list[str]:
-    """While the view is whole, admit and release workers, and rebalance or replace slow ones."""
+    """Admit and release workers, and rebalance or replace slow ones, while the view is whole."""
     for slow in stragglers.to_replace(job):
         heartbeat = job.heartbeats[slow.number]
         what = f"rank {slow.slot} takes {heartbeat.shard_seconds:.3g} s per shard, far more than the others"

@@ -99,7 +99,7 @@ def is_answer(job: JobState, member: int, result: DialResult) -> bool:
 
 
 def judge(job: JobState) -> list[Worker]:
-    """Once all answers are there, expel members until no broken link is left in the view; return those
+    """Expel members until no broken link is left in the view, once all answers are there; return those
     expelled."""
     if is_open(job):
         return []

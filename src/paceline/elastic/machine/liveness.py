@@ -69,7 +69,7 @@ def interpreter_is_held(job: JobState, number: int) -> bool:
     if found is None or found[1].stopped:
         return False
     at, probe = found
-    # What shows that the interpreter ran: the thread that heartbeats did, or else another phase began. Either may
+    # What shows that the interpreter ran: the heartbeat thread did, or else another phase began. Either may
     # have been just after the last heartbeat. Where neither is known the process has to do.
     shown = probe.ran if probe.ran >= 0 else probe.seconds
     return shown < 0 or at - job.last_message_at[number] - shown <= probe_limit(job)

@@ -48,7 +48,7 @@ _T, _B, _E = JobPhase.STOPPING, JobPhase.RETURNING, JobPhase.ENDED
 @final
 @dataclass(frozen=True)
 class TransitionRow:
-    """What an event can lead to. In phases that are not listed it changes nothing."""
+    """Transitions that an event can cause. In phases that are not listed the event changes nothing."""
 
     event: type[Any]
     handler: Handler
@@ -127,7 +127,7 @@ TABLE: tuple[TransitionRow, ...] = (
     TransitionRow(
         events.StopRequested,
         external.on_stop,
-        "the job is to stop",
+        "the job was asked to stop",
         {_S: (_E,), _R: (_T,), _P: (_P, _I, _S, _E), _I: (_I,), _T: (_T,), _B: (_B,)},
     ),
     TransitionRow(

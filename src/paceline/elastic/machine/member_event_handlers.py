@@ -149,7 +149,7 @@ def _note_progress(job: JobState, progress: Progress | None) -> None:
 def on_report(job: JobState, member: int, report: messages.MemberReport) -> str:
     """Keep what a stopped member has; with the last report the next view is decided."""
     # Only a report of this very generation says where the member is *now*. One of an earlier request was
-    # made before the member went on: the shards it names may since have been summed and thrown away.
+    # made before the member continued: the shards it names may since have been summed and thrown away.
     if job.phase is not JobPhase.PREPARING or report.generation != job.generation:
         return f"a report for generation {report.generation} is not wanted"
     if member not in job.pending:

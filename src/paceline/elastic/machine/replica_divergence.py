@@ -29,7 +29,7 @@ from paceline.elastic.machine.slots import lose
 from paceline.elastic.machine.state import IN_VIEW, JobState, Worker, in_view, rank_names
 
 DISPUTES_BEFORE_THE_END = 3
-"""So often in a row members may differ without a majority; computing again does not help then."""
+"""Disputes in a row that end the job: computing the steps again has not helped."""
 
 REPORT = "report"
 """The kind of the digests in reports."""
@@ -72,8 +72,8 @@ def judge_open(job: JobState) -> tuple[str, list[Worker], bool]:
 
 
 def judge_reports(job: JobState, reports: Mapping[int, MemberReport]) -> tuple[str, list[Worker]]:
-    """Before a view is made, judge what the reports say of the newest step: the member that hands its state
-    on must hold what independent members hold, or all go back."""
+    """Judge, before a view is made, what the reports say of the newest step: the source of the state must
+    hold what independent members hold, or all go back."""
     said, expelled = _judge_reports(job, reports)
     if job.dispute is not None and job.restore and not job.dispute.trails:
         # Now, before the members go back: they forget what they put into the steps that they do again.
@@ -222,7 +222,7 @@ def _agreed(job: JobState, found: VoteResult) -> tuple[str, list[Worker], bool]:
         what = f"was the first to compute something else, in step {step}, than came out the second time"
         if not wrong:
             return f"{said}, and none of them had been right before", [], False
-    expelled = _expel(job, wrong, what, "it was killed; the others go on from where they are")
+    expelled = _expel(job, wrong, what, "it was killed; the others continue from where they are")
     return f"{said}; the ranks that differed are known now", expelled, False
 
 
@@ -234,7 +234,7 @@ def _expel(job: JobState, numbers: Iterable[int], what: str, done: str) -> list[
             continue
         text = f"rank {worker.slot} {what}"
         phase = phase_of(job, worker)
-        job.actions.append(RecordVerdict(number, worker.slot, phase, text, "nothing", done, kind="dissent"))
+        job.actions.append(RecordVerdict(number, worker.slot, phase, text, "", done, kind="dissent"))
         lose(job, worker, "dissent", text, kill=text)
         expelled.append(worker)
     return expelled

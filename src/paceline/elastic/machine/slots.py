@@ -75,7 +75,7 @@ def lose(
 
 def expel(job: JobState, found: FaultFinding) -> None:
     """Record a verdict about a worker, and kill it."""
-    done = "it was killed and left out; the others go on with its shards"
+    done = "it was killed and left out; the others continue with its shards"
     worker = found.worker
     job.actions.append(
         RecordVerdict(
@@ -87,7 +87,7 @@ def expel(job: JobState, found: FaultFinding) -> None:
 
 
 def depart(job: JobState, worker: Worker) -> None:
-    """Dismiss a worker that is to leave and is in no view, or not in the next one."""
+    """Dismiss a worker that has to leave and is in no view, or not in the next one."""
     words = {
         "preempted": "it was asked to go and left at a step boundary",
         "straggler": "it was slow; another one takes its place",

@@ -22,7 +22,7 @@ from paceline.elastic.machine.settings import LOCAL_AGENT, MachineSettings
 
 
 class JobPhase(enum.Enum):
-    """JobPhase of the job."""
+    """Phase of the whole job, from its first workers to its end; `machine.TABLE` lists the transitions."""
 
     STARTING = "starting"  # waits for the first workers (or for replacements of all of them)
     RUNNING = "running"  # a view is installed, its members train
@@ -37,7 +37,7 @@ class JobPhase(enum.Enum):
 
 
 class WorkerStatus(enum.Enum):
-    """Status of a worker."""
+    """Status of a worker, from its start request to the end of the run."""
 
     STARTING = "starting"  # requested, no hello yet
     READY = "ready"  # said hello, in no view

@@ -150,7 +150,7 @@ def decide(job: JobState, why: str) -> str:
         staying = reporters
         lost = missing_private_state(job.settings.shards, list(reports.values()))
         if lost and any_state:
-            # Not even those that leave have it. No view could go on from here: a checkpoint has all of it.
+            # Not even those that leave have it. No view could continue from here: a checkpoint has all of it.
             job.restore = True
             reason = f"{reason}; {name_residuals(lost)}, so all go back to a checkpoint"
             staying = [worker for worker in reporters if not worker.leave_reason] or reporters
@@ -294,8 +294,8 @@ def try_change(job: JobState, why: str) -> str:
 
 
 def admit_and_release(job: JobState) -> str | None:
-    """While the job runs, change the view at a step boundary for workers that are ready and members that
-    leave; None: there are none."""
+    """Change the view of a running job at a step boundary, for workers that are ready and members that leave;
+    None: there are none."""
     if job.phase is not JobPhase.RUNNING:
         return None
     members = in_view(job)
@@ -423,7 +423,7 @@ def _save_alone(job: JobState, reporters: list[Worker], why: str) -> str:
 
 
 def resume_after_restart(job: JobState, why: str) -> str:
-    """After a restart of the supervisor, continue in the old view if all its members are back, else change
+    """Continue in the old view after a restart of the supervisor if all its members are back, else change
     it."""
     members = in_view(job)
     missing = [worker for worker in members if not worker.reconnected]

@@ -17,6 +17,7 @@ from random import Random
 from typing import final
 
 from paceline.core.errors import UsageError
+from paceline.core.wording import counted
 from paceline.elastic.machine.machine_events import SupervisorBegan
 from paceline.elastic.simulation import run_plan, simulated_faults
 from paceline.elastic.simulation.simulated_faults import ScheduledFault
@@ -29,7 +30,7 @@ _MOST_KEPT = 20
 @final
 @dataclass(frozen=True)
 class ScheduleOutcome:
-    """What became of a schedule. `digest` is of everything that happened: equal seeds, equal digests."""
+    """Outcome of a schedule. `digest` is over all steps of the machine: equal seeds, equal digests."""
 
     seed: int
     workers: int
@@ -90,7 +91,7 @@ def run(
 @final
 @dataclass
 class Campaign:
-    """What a number of schedules added up to."""
+    """Totals of a number of schedules."""
 
     workers: int
     first_seed: int
@@ -142,7 +143,8 @@ def run_schedules(
     """Run this number of schedules; call `progress` after each. Ctrl-C ends it with what there is."""
     if workers < 1 or schedules < 1 or processes < 1:
         raise UsageError(
-            f"cannot simulate {schedules} schedules of {workers} workers in {processes} processes",
+            f"cannot simulate {counted(schedules, 'schedule')} of {counted(workers, 'worker')} in "
+            f"{processes} process{'' if processes == 1 else 'es'}",
             remedy="give numbers of at least 1",
         )
     campaign = Campaign(workers, seed, processes)

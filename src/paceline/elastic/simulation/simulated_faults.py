@@ -46,7 +46,7 @@ class ScheduledFault:
 
     @property
     def over_by(self) -> float:
-        """Return when the fault has had all its direct effects."""
+        """Time by which the fault has had all its direct effects."""
         return self.at + self.lasts + KINDS[self.kind].seconds
 
 
@@ -282,7 +282,7 @@ def _agent_joins(world: World, fault: ScheduledFault, living: Members) -> None:
 
 
 def _agent_lost(world: World, fault: ScheduledFault, living: Members) -> None:
-    """Lose a host: its workers end, or continue where no other process reaches them."""
+    """Cut a host off: its workers end, or continue where no other process reaches them."""
     if not world.agents:
         return
     agent_id = sorted(world.agents)[fault.who % len(world.agents)]

@@ -19,7 +19,7 @@ from paceline.elastic.simulation.simulated_process import SimulatedProcess
 
 
 class Contribution(NamedTuple):
-    """What a member brings to the sum of a step; `pauses`, `stops`: it was asked to, before this step."""
+    """Contribution of a member to a step's sum; `pauses`, `stops`: the member was asked to before it."""
 
     parts: list[Part]
     pauses: bool

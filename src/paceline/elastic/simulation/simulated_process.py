@@ -29,11 +29,11 @@ Callback = Callable[[], None]
 
 REACHABILITY_SECONDS = 5.0
 PATIENCE_SECONDS = 6.0
-"""How long a member trains on without a supervisor."""
+"""Seconds that a member trains on without a supervisor."""
 
 
 class ProcessEnvironment(Protocol):
-    """What surrounds a process: time, the supervisor's side of its connection, and faults."""
+    """Environment of a process: time, the supervisor's side of its connection, and faults."""
 
     time: VirtualTime
     rng: Random
@@ -49,7 +49,7 @@ class ProcessEnvironment(Protocol):
 
 
 class MemberEnvironment(ProcessEnvironment, Protocol):
-    """What surrounds the training thread of a process besides that."""
+    """Environment of a process and of its training thread, which also needs storage and raises errors."""
 
     storage: SimulatedStorage
 
@@ -104,7 +104,7 @@ class SimulatedProcess(ABC):
     @property
     @abstractmethod
     def progress(self) -> Progress | None:
-        """How far this member is; None: it has no state."""
+        """Progress of this member; None: it has no state."""
 
     def main(self, seconds: float, act: Callback) -> None:
         """Let the training thread do this next, instead of what was planned."""

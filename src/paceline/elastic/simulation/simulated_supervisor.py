@@ -1,6 +1,6 @@
 """A simulated supervisor: the real machine, with a shell that carries actions out in the simulated world.
 
-It can crash after any action, and begins again with what the machine says is to be remembered; it can stall.
+It can crash after any action, and begins again with the machine's snapshot; it can stall.
 After every event the invariants are checked.
 """
 
@@ -105,7 +105,7 @@ class SimulatedSupervisor:
         return machine.snapshot(self.state)
 
     def stall(self, seconds: float) -> None:
-        """Do not run for a while; what is sent meanwhile waits."""
+        """Stop running for a while; what is sent meanwhile waits."""
         now = self.shell.time.now
         if self.up and now >= self._stalled_until:
             self._stalled_from, self._stalled_until = now, now + seconds
@@ -128,7 +128,7 @@ class SimulatedSupervisor:
             self.step(Tick(seconds))
 
     def receive(self, event: MachineEvent) -> None:
-        """Take an event from outside; a stalled supervisor takes it later."""
+        """Handle an event from outside; a stalled supervisor handles it later."""
         if not self.up:
             return
         if self.shell.time.now < self._stalled_until:

@@ -1,4 +1,4 @@
-"""Virtual time: a heap of what is to happen. Events of one time happen in the order they were asked for."""
+"""Virtual time: a heap of future events. Events of one time happen in the order they were asked for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, final
 
 @final
 class VirtualTime:
-    """`now` moves only when the next thing happens."""
+    """Virtual clock: `now` moves only when the next event happens."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -18,7 +18,7 @@ class VirtualTime:
         self._asked = 0
 
     def at(self, when: float, act: Callable[..., None], *args: Any) -> None:
-        """Do it then, or now if that is over."""
+        """Schedule a call of `act` at `when`, or now if that is over."""
         self._asked += 1
         heapq.heappush(self._heap, (when if when > self.now else self.now, self._asked, act, args))
 
@@ -27,7 +27,7 @@ class VirtualTime:
         heapq.heappush(self._heap, (self.now + seconds, self._asked, act, args))
 
     def next(self) -> bool:
-        """Let the next thing happen; False: nothing is left."""
+        """Run the next event; return False if none is left."""
         if not self._heap:
             return False
         when, _, act, args = heapq.heappop(self._heap)

@@ -1,4 +1,4 @@
-"""Carries out the machine's actions: processes, messages, journal lines."""
+"""Carry out the machine's actions: processes, messages, journal lines."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ActionExecutor:
     probe: ProcessProbe
 
     def execute(self, action: actions.Action, judged: set[int]) -> None:
-        """Carry out one action; `judged` are members about whom the same decision holds a verdict."""
+        """Carry out one action; `judged` are members about which the same decision holds a verdict."""
         match action:
             case actions.StartWorker():
                 self.workers.start(action.member, action.slot, action.agent_id)

@@ -1,4 +1,4 @@
-"""What the supervisor's components may use of its loop, and of each other.
+"""Ports of the supervisor's components: what they may use of its loop, and of each other.
 
 The loop itself is in supervisor.py. A component registers its sockets with the selector (the key's data is a
 function of the mask and the time), and gives the loop a `due` time and a `tick`. What happened is emitted as

@@ -29,7 +29,7 @@ class ConnectionOwner(Protocol):
         """Handle one message; `number` is 0 for messages without one."""
 
     def disconnected(self, connection: Connection, reason: str) -> None:
-        """Called once, and not for a connection that was closed here."""
+        """Handle the end of a connection: called once, and not for one that was closed here."""
 
 
 @final

@@ -340,7 +340,7 @@ def _checked(lines: list[str], base: int) -> list[_JournalLine]:
         kind, step = data["type"], data.get("step", 0)
         if kind in (StepCommitted.type, RunResumed.type) and "step" not in data:
             raise WireError(f"a {kind} line for the journal has no step")
-        # A run may resume at any step, and goes on from there.
+        # A run may resume at any step, and continues from there.
         limit = MOST_STEPS if kind == RunResumed.type else base + _MAX_AHEAD
         if type(step) is not int or not 0 <= step <= limit:
             raise WireError(f"a {kind[:40]!r} line for the journal is of a step that the run cannot have")

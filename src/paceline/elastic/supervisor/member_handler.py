@@ -1,5 +1,4 @@
-"""Handles what members and agents send: who they are, what they did, what went wrong; as events for the
-machine."""
+"""Handle messages of members and agents: their identity, progress and failures, as events for the machine."""
 
 from __future__ import annotations
 
@@ -122,7 +121,8 @@ class MemberHandler:
         # expelled one that reconnects (it was only slow) must not take part in a view that left it out.
         record = self.records.live.get(hello.member)
         if record is None or record.expelled or record.slot != hello.slot:
-            self._refuse(connection, f"worker {hello.member} of rank {hello.slot} is not expected (any more)")
+            what = f"worker {hello.member} of rank {hello.slot}"
+            self._refuse(connection, f"{what} is not expected, or no longer")
             return
         process = record.process
         if process is not None and process.pid not in (0, hello.pid):

@@ -33,12 +33,12 @@ KeptWorkers: TypeAlias = dict[int, tuple[int, tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class SupervisedJob:
-    """What a supervisor keeps alive.
+    """Job that a supervisor keeps alive.
 
     entry     "module:function", called in each worker with a `RankTask`
     preload   modules that the fork server imports once
     folder    the run's: journal, control.json, control.secret
-    options   for each worker; the supervisor adds who it is
+    options   for each worker; the supervisor adds those of one worker, such as member and slot
     bind      where the control port listens; anything but loopback lets other hosts join
     port      0: any that is free
     listening the range of every listening socket's port, and an interface other than that of `bind`
@@ -57,7 +57,7 @@ class SupervisedJob:
 
 @dataclass(frozen=True)
 class JobOutcome:
-    """How a job ended. Descriptors belong to the receiver.
+    """Outcome of a job. Descriptors belong to the receiver.
 
     stopped   why it was asked to stop, if it was
     result    file of what the first member returned

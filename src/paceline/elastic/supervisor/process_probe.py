@@ -1,4 +1,4 @@
-"""Where a worker's process is: its Python stack, the kernel's state of it, and the phase on its page.
+"""Probes of a worker's process: its Python stack, the kernel's state of it, and the phase on its page.
 
 StackProbe asks a worker of this host for its stack: for a verdict. ProcessProbe asks whether the processes
 of workers without heartbeats run: their interpreter may be held by a call, so that they cannot be asked, but
@@ -91,7 +91,7 @@ class ProcessProbe:
                     self.loop.emit(self._probed(member, stopped))
 
     def reply(self, reply: StackReply) -> None:
-        """Take the answer of an agent."""
+        """Handle the answer of an agent."""
         if reply.stopped is not None:
             self.loop.emit(ProcessProbed(reply.member, reply.stopped))
 

@@ -3,7 +3,7 @@
     members, agents, tools --messages--> events --> machine.step --> actions --> messages, processes, journal
 
 The machine decides; the components of this package know sockets, processes and files. The supervisor can be
-killed at any moment: workers train on, and the next supervisor goes on with the snapshot in the run's folder
+killed at any moment: workers train on, and the next supervisor resumes from the snapshot in the run's folder
 and with the sockets that the parent kept.
 """
 
@@ -142,7 +142,7 @@ class Supervisor:
         self._components = self._open(options)
 
     def _open(self, options: WorkerOptions) -> tuple[Component, ...]:
-        """Let members, agents and tools in; return all components that have times to act at."""
+        """Accept members, agents and tools; return all components that have times to act at."""
         clock = self._loop.clock
         members = MemberHandler(
             self._loop,

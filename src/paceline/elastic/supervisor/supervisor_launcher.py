@@ -118,7 +118,7 @@ class SupervisorLauncher:
         self._request("stop", reason=reason)
 
     def scale(self, workers: int) -> None:
-        """Have the job go on with this number of workers."""
+        """Have the job continue with this number of workers."""
         self._request("scale", workers=workers)
 
     def kill(self) -> None:

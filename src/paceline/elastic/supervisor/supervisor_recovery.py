@@ -1,4 +1,4 @@
-"""What a supervisor that takes over begins with: the snapshot of the one before it, else the journal.
+"""Recovery of a supervisor that takes over: from the snapshot of its predecessor, else from the journal.
 
 The snapshot is a small file in the run's folder, replaced whole. Where it is lost, the workers of this
 machine train on all the same, and the parent kept their sockets. The journal tells which rank each process is
@@ -29,7 +29,7 @@ STATE_FILE: Final = "supervisor.json"
 
 @dataclass(frozen=True)
 class SupervisorSnapshot:
-    """What the next supervisor needs.
+    """Snapshot for the next supervisor.
 
     began        the machine's state
     fingerprint, model   of the first member; in exact mode all others must match them
@@ -78,7 +78,7 @@ class SnapshotFile:
         try:
             replace_file(self._path, json.dumps(asdict(snapshot)).encode())
         except PlatformError:
-            # Disk full: training goes on; a supervisor that took over now would know a little less.
+            # Disk full: training continues; a supervisor that took over now would know a little less.
             return
         self._written = snapshot
 

@@ -101,12 +101,12 @@ def _not_running(folder: Path) -> NotRunningError:
     if isinstance(last, RunEnded | RunFailed):
         return NotRunningError(
             f"the run in {folder} has ended after step {last.step}: {printable(last.reason)}",
-            remedy='see `paceline audit`; resume="auto" goes on with it where there is more to do',
+            remedy='see `paceline audit`; resume="auto" continues it where there is more to do',
             exit_code=ENDED_EXIT_CODE,
         )
     return NotRunningError(
         f"the run in {folder} was killed: no supervisor runs there and the journal has no end",
-        remedy='start it again with resume="auto": it goes on from its newest checkpoint',
+        remedy='start it again with resume="auto": it continues from its newest checkpoint',
         exit_code=KILLED_EXIT_CODE,
     )
 

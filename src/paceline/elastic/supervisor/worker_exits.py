@@ -1,4 +1,4 @@
-"""How workers' processes ended, and the files they left: results, failure reports, exceptions."""
+"""Ends of workers' processes, and the files they left: results, failure reports, exceptions."""
 
 from __future__ import annotations
 
@@ -125,9 +125,9 @@ def describe_exit(process: WorkerProcess, status: int, oom: OomWatch) -> tuple[b
     if status == -signal.SIGKILL:
         # The kernel's kill for memory looks like any other: the counters of the cgroup, noted while the
         # process lived, tell them apart. Asked once: each kill that was counted explains one death.
-        verdict = oom.verdict(process.pid)
-        if verdict is not None:
-            return True, verdict
+        explanation = oom.explain(process.pid)
+        if explanation is not None:
+            return True, explanation
     oom.forget(process.pid)
     reason = exit_reason(status)[1]
     frames = process.frames() if status < 0 else []

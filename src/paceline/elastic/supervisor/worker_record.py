@@ -1,4 +1,4 @@
-"""What the supervisor knows of each worker: its process, its connection, its last messages.
+"""Records of workers, one for each: its process, its connection, its last messages.
 
 A record is one incarnation of a worker, a member: the replacement of a worker has the same slot and another
 member number. The table sends messages and acknowledgements; it decides nothing.

@@ -227,7 +227,7 @@ class Workers:
         self._watch_process(record, process)
 
     def _watch_process(self, record: WorkerRecord, process: WorkerProcess) -> None:
-        """See the end of a process, also where no fork server is left to report it."""
+        """Watch for the end of a process, also where no fork server is left to report it."""
         if record.watched or process.watch < 0:
             return
 
@@ -346,7 +346,7 @@ class Shutdown:
                 workers.kill(record, end.reason)
 
     def tick(self, now: float) -> None:
-        """See which workers are left."""
+        """Check which workers are left; kill them once their time is over."""
         live = list(self._records.live.values())
         if all(_is_unreachable(record) for record in live):
             self.over = True

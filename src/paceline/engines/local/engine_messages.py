@@ -43,7 +43,7 @@ class EngineMessage:
 
 @dataclass(frozen=True)
 class LaunchOrder:
-    """What the server and its children need to start one group of ranks, as plain data.
+    """Order to start one group of ranks, for the server and its children, as plain data.
 
     first_rank, world_size   for the ranks' environment, where the group is part of a larger job
     outlives_parent          the group is not killed when its parent is gone: its ranks end by themselves

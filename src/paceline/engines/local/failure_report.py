@@ -16,7 +16,7 @@ from paceline.core.errors import CommTimeoutError, DisagreementError, PacelineEr
 
 
 class FailureRole(enum.IntEnum):
-    """The lower, the more likely a failure is the root cause."""
+    """Role of a failure: the lower, the more likely it is the root cause."""
 
     CAUSE = 0
     DISAGREEMENT = 1

@@ -97,7 +97,7 @@ def _serve(control: socket.socket, parent_pid: int) -> None:
 
 
 def _patience(masters: set[int], fleet: ForkedRanks, limit: float, *, first: bool) -> float:
-    """Return until when ranks may go on without the parent; `first`: its process or its socket went just
+    """Return until when ranks may run without the parent; `first`: its process or its socket went just
     now."""
     # A limit is set when a master vanishes, and kept: ranks that come and go do not prolong it.
     if not masters and fleet.sockets():
@@ -197,11 +197,11 @@ class ForkedRanks:
 
     @property
     def outlives_parent(self) -> bool:
-        """Whether there are ranks that may go on without the parent."""
+        """Return whether there are ranks that may run without the parent."""
         return bool(self._orphans) or any(rank.outlives and rank.pid for rank in self._ranks.values())
 
     def sockets(self) -> set[int]:
-        """Job sockets on which the parent may speak."""
+        """Return the job sockets on which the parent may send."""
         return set(self._ranks)
 
     def start(self, order: LaunchOrder, jobs: Sequence[socket.socket], descriptors: Sequence[int]) -> None:
@@ -247,7 +247,7 @@ class ForkedRanks:
         elif rank.pid:
             linux.kill_process_group(rank.pid)
         if message is None:
-            # Nothing can be sent; reaping goes on without the socket.
+            # Nothing can be sent; reaping continues without the socket.
             self._forget(rank)
 
     def reap(self) -> None:
@@ -297,7 +297,7 @@ class ForkedRanks:
         rank.job.close()
 
     def _leave_server(self, job: socket.socket) -> None:
-        """In a fresh child: close what belongs to the server and to other ranks. A copy of another rank's
+        """Close, in a fresh child, what belongs to the server and to other ranks. A copy of another rank's
         job socket would hide from that rank's parent that server and rank are gone."""
         signal.set_wakeup_fd(-1)
         for descriptor in self._private:

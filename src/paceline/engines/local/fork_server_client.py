@@ -60,8 +60,8 @@ class ForkServer:
         return f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
 
     def lend(self) -> tuple[int, int]:
-        """Control socket and watch for another process, which makes a Server of them with `adopt_server`.
-        Until `lent` is lowered again, this process's end does not end the server."""
+        """Return control socket and watch for another process, which makes a ForkServer of them with
+        `adopt_server`. Until `lent` is lowered again, this process's end does not end the server."""
         with self.lock:
             self._check_open()
             self.lent += 1
@@ -108,7 +108,7 @@ class ForkServer:
             self._release()
 
     def forget(self) -> None:
-        """In a forked copy of the owner: let go without touching the server."""
+        """Release the server in a forked copy of the owner, without touching it."""
         self.control.close()
         if self.process is not None:
             # Not our child, so there is nothing to wait for, and Popen should not complain about that.

@@ -50,7 +50,7 @@ _BROKEN_CODE = 70
 @final
 @dataclass
 class RankTask:
-    """What an entry gets: its rank, its payload, and a way to report a failure before peers notice."""
+    """Argument of an entry: its rank, its payload, and a way to report a failure before peers notice."""
 
     rank: int
     workers: int
@@ -83,7 +83,7 @@ class RankTask:
 def run(
     order: LaunchOrder, rank: int, server_pid: int, job: socket.socket, descriptors: Sequence[int]
 ) -> NoReturn:
-    """Be rank `rank`; never returns. `descriptors`: payload, stdout, stderr, then the caller's own."""
+    """Run as rank `rank`; never return. `descriptors`: payload, stdout, stderr, then the caller's own."""
     code = _BROKEN_CODE
     try:
         os.setsid()
@@ -163,8 +163,8 @@ def _take_stdio(stdout: int, stderr: int) -> None:
 
 
 class _Output(io.FileIO):
-    """Where this rank prints to. Where that is a pipe without a reader, a terminal that is gone or a full
-    disk, what is printed is dropped: lost output is no reason to lose the rank."""
+    """Standard output or error of this rank. Where that is a pipe without a reader, a terminal that is gone
+    or a full disk, what is printed is dropped: lost output is no reason to lose the rank."""
 
     def write(self, data: Any, /) -> int:
         try:
@@ -211,7 +211,7 @@ def _offer_stacks(job: socket.socket) -> None:
 
 def _reseed_generators() -> None:
     """Seed the global generators of NumPy and torch from the system, as in any fresh process. They were
-    seeded when the fork server imported them: every rank of every group would go on from the same numbers.
+    seeded when the fork server imported them: every rank of every group would continue from the same numbers.
     (Python's `random` reseeds itself after a fork.)"""
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
         numpy_random.seed()

@@ -97,17 +97,17 @@ class RankGroup:
 
     @property
     def done(self) -> bool:
-        """Whether no further message will come."""
+        """Return whether no further message will come."""
         return all(rank.done for rank in self._ranks)
 
     @property
     def refusal(self) -> PacelineError | None:
-        """Why a rank was not started."""
+        """The error of a rank that was not started; None: there is no such rank."""
         return next((rank.refusal for rank in self._ranks if rank.refusal is not None), None)
 
     @property
     def all_ready(self) -> bool:
-        """Whether every rank has been running."""
+        """Return whether every rank runs, or has run."""
         return all(rank.is_ready for rank in self._ranks)
 
     @property
@@ -119,7 +119,7 @@ class RankGroup:
         return [number for number, rank in enumerate(self._ranks) if rank.status is None]
 
     def listen(self, seconds: float) -> None:
-        """Wait for up to `seconds` for messages and take them in."""
+        """Wait for up to `seconds` for messages, and handle them."""
         poll = select.poll()
         poll.register(self._watch, select.POLLIN)
         waiting = [rank for rank in self._ranks if not rank.done]
@@ -175,7 +175,7 @@ class RankGroup:
         return failures
 
     def results(self) -> Iterator[tuple[int, int]]:
-        """Rank and result file of every rank."""
+        """Yield rank and result file of every rank."""
         for number, rank in enumerate(self._ranks):
             if not rank.returned:
                 raise InternalError(f"rank {number} ended without a result and without an error")
@@ -330,7 +330,7 @@ def order_from_caller(
 
 
 def check(launch: Launch) -> None:
-    """UsageError for a launch that cannot work, before anything is started."""
+    """Raise UsageError for a launch that cannot work, before anything is started."""
     if not callable(launch.function):
         raise UsageError(
             f"the first argument must be a function, and {launch.function!r} cannot be called",
@@ -348,7 +348,7 @@ def check(launch: Launch) -> None:
 
 
 def check_seconds(name: str, value: object) -> None:
-    """UsageError unless `value` is None or a number of seconds that one can wait."""
+    """Raise UsageError unless `value` is None or a number of seconds above 0."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
         raise UsageError(
             f"{name} must be a number of seconds above 0, or None, not {value!r}",

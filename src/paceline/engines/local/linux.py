@@ -26,7 +26,7 @@ def adopt_orphans() -> None:
 
 
 def own_children() -> list[int]:
-    """Process ids of this process's children, zombies included."""
+    """Return the process ids of this process's children, zombies included."""
     children: list[int] = []
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -35,21 +35,21 @@ def own_children() -> list[int]:
 
 
 def own_thread_count() -> int:
-    """Threads of this process as the kernel counts them, those of C libraries included."""
+    """Return the threads of this process as the kernel counts them, those of C libraries included."""
     return sum(1 for _ in Path("/proc/self/task").iterdir())
 
 
 def kill_process_group(pid: int) -> None:
-    """SIGKILL the process and everything in the process group it leads."""
+    """Kill the process and everything in the process group it leads."""
     for target, kill in ((pid, os.kill), (pid, os.killpg)):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(target, signal.SIGKILL)
 
 
 def kill_orphans_of(pid: int) -> None:
-    """SIGKILL what a process that has ended left in the group that it led. A number is not given to another
-    process while a group has it, so where it stands for a living process the group is gone and it is not
-    ours."""
+    """Kill what a process that has ended left in the group that it led. A number is not given to another
+    process while a group has it, so where it stands for a living process the group is gone and that process
+    is not ours."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):

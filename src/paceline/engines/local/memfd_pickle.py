@@ -87,7 +87,7 @@ def load(descriptor: int, *, shared: Sequence[type] = (), mapped: bool = False) 
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Sends large buffers out of band, shared classes as numbers, and notes what travels by value."""
+    """Pickler with large buffers out of band and shared classes as numbers; notes what travels by value."""
 
     def __init__(
         self,

@@ -32,7 +32,8 @@ _FIRST_NAMESPACE = 0xEFFFFFFC
 
 @final
 class OomWatch:
-    """`note` while a process lives, `verdict` after it died by SIGKILL. Not for several threads at once."""
+    """Watch of processes for kills for memory: `note` while a process lives, `explain` after it died by
+    SIGKILL. Not for several threads at once."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -59,7 +60,7 @@ class OomWatch:
             if group.path not in self._groups:
                 self._groups[group.path] = _Counter(group.kills(), now)
 
-    def verdict(self, pid: int) -> str | None:
+    def explain(self, pid: int) -> str | None:
         """Return a sentence if the kernel killed the process for memory, else None. Call once, soon after the
         death.
 
@@ -171,7 +172,7 @@ def _log_records() -> Iterator[tuple[float, str]]:
             try:
                 record = os.read(log, _LOG_RECORD).decode(errors="replace")
             except BrokenPipeError:
-                continue  # overwritten while it was read; the next read goes on with the oldest that is left
+                continue  # overwritten while it was read; the next read continues with the oldest left
             except OSError:
                 return
             prefix, _, text = record.partition(";")

@@ -21,7 +21,7 @@ from paceline.engines.local import memfd_pickle
 
 @dataclass(frozen=True)
 class RankCall:
-    """What a rank calls; `classes` are those that came by value, in an order both sides know."""
+    """Call of a rank; `classes` are those that came by value, in an order both sides know."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]

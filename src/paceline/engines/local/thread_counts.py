@@ -1,4 +1,4 @@
-"""How many threads a rank's numeric libraries may use, so that ranks share the cores instead of fighting.
+"""Thread counts of a rank's numeric libraries, so that ranks share the cores instead of fighting.
 
 Libraries that are loaded are set by a call; those loaded later read the environment. The server itself is
 started with one thread for each library, because a process must be single-threaded to fork safely.
@@ -55,7 +55,7 @@ def apply(count: int) -> None:
 
 
 def loaded(name: str) -> set[str]:
-    """Shared libraries mapped into this process whose file name contains `name`."""
+    """Return the shared libraries mapped into this process whose file name contains `name`."""
     with open("/proc/self/maps") as maps:
         paths = {line.split(maxsplit=5)[-1].strip() for line in maps if name in line}
     return {path for path in paths if name in Path(path).name and os.path.exists(path)}

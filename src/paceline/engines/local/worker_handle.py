@@ -76,8 +76,8 @@ class WorkerProcess:
 
     @classmethod
     def adopt(cls, pid: int, files: Sequence[int]) -> Self:
-        """Take up what `descriptors` gave; `files`: the socket, and the stack file where there was one. A pid
-        of 0: it was not forked yet, as far as was known."""
+        """Return the handle of an adopted rank. `files`: what `descriptors` gave, the socket and, where there
+        was one, the stack file. A pid of 0: it was not forked yet, as far as was known."""
         worker = cls(socket.socket(fileno=files[0]))
         if len(files) > 1:
             worker._stack_file = files[1]
@@ -98,14 +98,14 @@ class WorkerProcess:
             self.signal(signal.SIGKILL)
 
     def descriptors(self) -> tuple[int, ...]:
-        """Descriptors, still ours, with which another process can adopt this rank."""
+        """Return the descriptors, still ours, with which another process can adopt this rank."""
         return (self._descriptor, self._stack_file) if self._stack_file >= 0 else (self._descriptor,)
 
     def fileno(self) -> int:
         return self._descriptor
 
     def receive(self) -> None:
-        """Take the messages that have arrived."""
+        """Handle the messages that have arrived."""
         while not self.done:
             try:
                 message = engine_messages.receive(self._socket)
@@ -127,12 +127,12 @@ class WorkerProcess:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the rank itself runs, or has run."""
+        """Return whether the rank itself runs, or has run."""
         return self._stack_file >= 0 or self.status is not None
 
     @property
     def has_failed(self) -> bool:
-        """Whether it raised, or ended in another way than a rank that has returned."""
+        """Return whether the rank raised, or ended in another way than one that has returned."""
         return bool(self.failed) or (self.status is not None and (not self.returned or self.status != 0))
 
     def kill_orphans(self) -> None:

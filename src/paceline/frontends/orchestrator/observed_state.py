@@ -1,4 +1,4 @@
-"""What can be observed during a training: workers, shards with their checksums, metrics and versions."""
+"""Observable state of a training: workers, shards with their checksums, metrics and versions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 class WorkerState(Enum):
-    """What a worker is doing, according to the run's journal."""
+    """State of a worker, according to the run's journal."""
 
     CREATED = "created"  # only a number so far
     IDLE = "idle"  # can be started at once
@@ -53,9 +53,9 @@ class WorkerNode:
 @final
 @dataclass(frozen=True)
 class DataShard:
-    """A part of the data that one worker is responsible for.
+    """Slice of every step that one worker computes, and a part of the data with its checksum.
 
-    range     the numbers of its samples
+    range     the numbers of these samples; a step takes its samples from all of the data
     checksum  XXH3 over these samples as they were at the start; None where data is made while it is read
     owner     the worker that computes this shard of every step; None: none at the moment
     moves     how often it went to another worker

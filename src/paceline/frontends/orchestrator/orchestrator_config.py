@@ -21,7 +21,7 @@ _SMALLEST_MODEL = 64
 
 
 class AggregationStrategy(Enum):
-    """How the workers' gradients become one.
+    """Strategy by which the workers' gradients become one.
 
     ALL_REDUCE, RING_ALL_REDUCE and HIERARCHICAL are synchronous; with `exact` they give the same bits.
     In ASYNC_SGD workers never wait for each other. `register_aggregation` adds user-defined ones.

@@ -114,7 +114,8 @@ class RunTracker:
         return tuple(self._as_of_now(self.workers[number]) for number in sorted(self.workers))
 
     def _as_of_now(self, node: WorkerNode) -> WorkerNode:
-        """Without measurements, a committed step is the heartbeat of every worker in the view."""
+        """Return a worker as of now: without measurements, a committed step is the heartbeat of every worker
+        in the view."""
         if self._measured or node.state is not WorkerState.TRAINING:
             return node
         if self._committed_at <= node.last_heartbeat:

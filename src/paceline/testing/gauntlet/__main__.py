@@ -13,7 +13,7 @@ from paceline.testing.gauntlet.features import FEATURES
 
 
 def main() -> int:
-    """Exit with 1 where a run went wrong."""
+    """Run the plans; return 1 where a run went wrong."""
     parser = argparse.ArgumentParser(prog="python -m paceline.testing.gauntlet", description=__doc__)
     add = parser.add_argument
     add("--runs", type=int, default=200, help="how many runs, spread over the features")

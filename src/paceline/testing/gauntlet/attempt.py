@@ -25,7 +25,7 @@ from paceline.train.stop_signals import Stopped
 @final
 @dataclass(frozen=True)
 class AttemptResult:
-    """What one run showed. `wrong` is empty where weights, losses and audit are right; `met` counts the
+    """Result of one run. `wrong` is empty where weights, losses and audit are right; `met` counts the
     failures that really came; `kept` is the folder of a run that went wrong."""
 
     feature: str
@@ -46,7 +46,7 @@ class AttemptResult:
 
 @final
 class Gauntlet:
-    """Runs plans in this process, and each feature once undisturbed. `keep`: where wrong runs are left."""
+    """Runs of plans in this process, and of each feature once undisturbed. `keep`: where wrong runs stay."""
 
     def __init__(self, keep: Path | None = None) -> None:
         self._keep = keep

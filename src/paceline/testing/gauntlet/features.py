@@ -37,7 +37,7 @@ _DIVISIBLE_BATCH: Final = 12
 @final
 @dataclass(frozen=True)
 class RunResult:
-    """What a run came to: the hash of its weights, and the loss of each step."""
+    """Result of a run: the hash of its weights, and the loss of each step."""
 
     hash: str
     losses: tuple[float, ...]
@@ -61,7 +61,7 @@ class FeatureSetup:
 
     @property
     def takes_chaos(self) -> bool:
-        """Whether its front door lets workers inject failures into themselves."""
+        """Return whether its front door lets workers inject failures into themselves."""
         return self.drive is None
 
     def config(self, folder: str, workers: int, **changes: Any) -> TrainConfig:

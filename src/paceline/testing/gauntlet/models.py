@@ -109,7 +109,7 @@ def loader() -> DataLoader[tuple[Tensor, Tensor]]:
 
 
 def classify(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Cross entropy and accuracy, in no less than `PASS_SECONDS`."""
+    """Return cross entropy and accuracy; in training, in no less than `PASS_SECONDS`."""
     x, y = batch
     if model.training:
         time.sleep(PASS_SECONDS)

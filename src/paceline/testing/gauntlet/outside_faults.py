@@ -31,7 +31,7 @@ _ASK_SECONDS = 5.0
 
 @final
 class OutsideFaults:
-    """Carries out the acts beside a run that starts meanwhile; `done` counts those that met something."""
+    """Executor of the acts beside a run that starts meanwhile; `done` counts those that met something."""
 
     def __init__(self, folder: Path, acts: Sequence[OutsideAction]) -> None:
         self._folder, self._acts = folder, list(acts)

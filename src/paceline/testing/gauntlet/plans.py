@@ -1,4 +1,4 @@
-"""From a seed to failures: pure, so that a seed is enough to run a plan again."""
+"""Draw failures from a seed: pure, so that a seed is enough to run a plan again."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class OutsideAction:
 @final
 @dataclass(frozen=True)
 class FaultPlan:
-    """What one run meets. `resumed_on`: the numbers of workers of later starts, after it was ended."""
+    """Plan of one run. `resumed_on`: the numbers of workers of later starts, after it was ended."""
 
     workers: int
     chaos: tuple[Fault, ...]
@@ -78,7 +78,7 @@ def _from_inside(dice: random.Random, workers: int, steps: int) -> list[Fault]:
             later = round((delay or 0.0) + dice.uniform(0.0, _APART), 6)
             return [first, Fault(kind="kill", rank=other, step=step, phase=phase, after=later)]
         case "joiner":
-            # The replacement, while it waits for its view or takes the state over.
+            # The replacement, while it waits for its view or receives the state.
             wait = round(dice.uniform(0.0, 0.15), 6)
             return [first, Fault(kind="kill", rank=rank, phase="wait", attempt=2, after=wait)]
         case "survivor":

@@ -1,5 +1,5 @@
-"""What all ranks do together between two steps: which duties are due, and what each of them does. How they
-are worked off, also across groups, is in state/duty_progress.py.
+"""Duties of all ranks between two steps: which of them are due, and what each does. How they are worked off,
+also across groups, is in state/duty_progress.py.
 """
 
 from __future__ import annotations

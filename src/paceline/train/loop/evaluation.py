@@ -35,7 +35,7 @@ _EVALUATING = 2  # marks keys of evaluation, apart from those of training
 
 @dataclass(frozen=True)
 class Forward:
-    """What a pass over data needs of the run."""
+    """Parts of the run that a pass over data needs."""
 
     team: Team
     module: nn.Module
@@ -58,12 +58,12 @@ class Forward:
 
 
 def evaluate(forward: Forward, objective: Objective, source: Source) -> tuple[dict[str, float], int]:
-    """Means of loss and metrics over all samples, and how many samples there were; on every rank."""
+    """Return the means of loss and metrics over all samples, and the number of samples; on every rank."""
     rows: list[list[Any]] = []
     with forward.evaluating():
         for number, batch in _my_batches(forward, source):
             for skipped in batch.skipped:
-                _log.warning("evaluation goes on without sample %d: %s", skipped.index, skipped.reason)
+                _log.warning("evaluation continues without sample %d: %s", skipped.index, skipped.reason)
             if not batch.count:
                 continue
             scored = objective.evaluate(forward.call, to_device(batch.data, forward.device))
@@ -143,7 +143,7 @@ def predict(forward: Forward, source: Source) -> Any:
 
 
 def _my_batches(forward: Forward, source: Source) -> Iterator[tuple[int, Batch]]:
-    """This rank's batches, with their numbers in the order of the data."""
+    """Yield this rank's batches, with their numbers in the order of the data."""
     numbered = (
         _stream_batches(forward, source) if isinstance(source, Stream) else _indexed_batches(forward, source)
     )

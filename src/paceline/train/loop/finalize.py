@@ -59,7 +59,7 @@ def conclude(run: Run, started: float) -> History | None:
             f"stopped after step {state.position.step} ({state.ended}), and this state could not be saved: "
             f"{unsaved}",
             remedy='make room, or see why the storage does not answer; then start again with resume="auto", '
-            "which goes on from the newest version there is",
+            "which continues from the newest version there is",
         )
     return history
 

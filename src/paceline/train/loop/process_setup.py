@@ -1,5 +1,5 @@
-"""How a process is prepared to compute a run's bits: device, threads, deterministic kernels, the compiler's
-settings; and put back afterwards.
+"""Prepare a process to compute a run's bits: device, threads, deterministic kernels, the compiler's settings;
+and restore them afterwards.
 
 `WorkerProcessTuning` (fp32 precision, malloc) is for good, and only for processes that were started for
 training, never for the caller's. Freed memory is kept there: a training step allocates and frees the same

@@ -1,4 +1,4 @@
-"""Computes steps of a run again, in this process, and compares what comes out with what the run recorded.
+"""Compute steps of a run again, in this process, and compare the results with what the run recorded.
 
 `replay_shard` computes one shard's gradient of one step and compares its hash. The state before the step
 comes from the newest good checkpoint that is early enough, else from the beginning; the steps in between are
@@ -55,9 +55,9 @@ from paceline.train.stop_signals import StopRequest
 @final
 @dataclass(frozen=True)
 class ReplayedShard:
-    """What came out. `same` is None where the journal has no hash of this shard.
+    """Result of a replay. `same` is None where the journal has no hash of this shard.
 
-    rank         who computed it in the run, as far as the journal knows
+    rank         of the worker that computed it in the run, as far as the journal knows
     loss         the mean over the shard's samples; NaN where it has none
     samples      their numbers in the data
     checkpoint   the version that the replay began with; None: the beginning of the run
@@ -79,7 +79,7 @@ class ReplayedShard:
 
 
 class RecordedRun(Protocol):
-    """What the journal of a run tells; `monitor.journal_index.AuditRecord` is one."""
+    """Facts from the journal of a run; `monitor.journal_index.AuditRecord` is one."""
 
     started: RunStarted | None
     ended: RunEnded | None
@@ -243,7 +243,7 @@ def _settings(config: TrainConfig, step: int) -> TrainConfig:
     )
     if config.schedule in ("linear", "cosine"):
         return quiet
-    # A run may have gone on beyond the end that its script names.
+    # A run may have continued beyond the end that its script names.
     return dataclasses.replace(quiet, epochs=None, max_steps=step)
 
 
@@ -292,8 +292,8 @@ class StepDifference:
 @final
 @dataclass(frozen=True)
 class VerifiedRun:
-    """What was computed again. `compared`: how often each kind of evidence was the same; `complete`: every
-    step of the run from its beginning was."""
+    """Result of computing steps again. `compared`: how often each kind of evidence was the same; `complete`:
+    every step of the run was computed again, from its beginning."""
 
     steps: int
     complete: bool

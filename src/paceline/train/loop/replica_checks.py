@@ -1,4 +1,4 @@
-"""Checks that the ranks of a run hold the same state, and that memory holds what the last update left there.
+"""Check that the ranks of a run hold the same state, and that memory holds what the last update left there.
 
 Three moments: a sample of the weights with every step (step/replica_agreement.py), everything that a
 checkpoint is written from, and the weights at the end. A rank that trains alone compares its weights with

@@ -189,7 +189,7 @@ class Run:
         self._commit()
 
     def backward(self, loss: Tensor, metrics: Mapping[str, Any] | None = None) -> None:
-        """Take the loss (a mean) of the micro-batch that was handed out last."""
+        """Compute the gradients of the loss (a mean) of the micro-batch that was handed out last."""
         if not self._pending:
             raise UsageError("backward was called without a micro-batch, or twice for one", remedy=_ONCE)
         count, self._pending = self._pending, 0
@@ -307,7 +307,7 @@ class Run:
         noise.observe(means, self._counts, float(applied.measured) ** 2)
 
     def _check_learns(self, reduced: ReducedStep) -> None:
-        """In the first step of this process: refuse a loss that no parameter of the model takes part in."""
+        """Refuse, in the first step of this process, a loss that no parameter of the model takes part in."""
         if self._learns or not reduced.applied:
             return
         if len(reduced.unused) == len(self.parts.transaction.trained):

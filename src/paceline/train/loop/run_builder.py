@@ -1,4 +1,4 @@
-"""Builds a run from what the user gave (model, optimizer, data, settings) and closes its parts after it.
+"""Build a run from what the user gave (model, optimizer, data, settings), and close its parts after it.
 
 The state of the run is `RunState`, its loop is `Run`; neither knows the builder.
 """
@@ -52,7 +52,7 @@ from paceline.train.team import Team
 
 @dataclass(frozen=True)
 class RunSpec:
-    """What a run is made of, on every rank alike. `config` is resolved."""
+    """Parts that a run is built from, on every rank alike. `config` is resolved."""
 
     module: nn.Module
     optimizer: OptimizerFactory | torch.optim.Optimizer | Sequence[torch.optim.Optimizer]

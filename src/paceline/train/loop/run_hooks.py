@@ -1,4 +1,4 @@
-"""What a run is built from, and the hooks that it calls: the vocabulary of run.py."""
+"""Parts of a run, and the hooks that it calls: the vocabulary of run.py."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class GroupChangedError(Exception):
 
 
 class StepHooks(Protocol):
-    """What a run asks of its supervision while it computes steps; see member/step_reports.py."""
+    """Hooks that a supervised run calls while it computes steps; see member/step_reports.py."""
 
     @property
     def wants_pause(self) -> bool:
@@ -53,7 +53,7 @@ class StepHooks(Protocol):
 
 
 class ReplicaHooks(Protocol):
-    """Where a run reports that ranks hold the same state, or do not. `state` is this rank's, at the step that
+    """Hooks for reporting that ranks hold the same state, or do not. `state` is this rank's, at the step that
     is compared; `digest` is what the comparison sees of it."""
 
     def replicas_agree(self, state: RunState, digest: str) -> None:
@@ -70,7 +70,7 @@ class ReplicaHooks(Protocol):
 
 @dataclass(frozen=True)
 class SupervisedHooks:
-    """What differs under a supervisor: it keeps the journal and the folder, and members join and leave, some
+    """Hooks of a run under a supervisor, which keeps the journal and the folder: members join and leave, some
     on machines that do not see the folder. `slot` is this worker's rank."""
 
     steps: StepHooks

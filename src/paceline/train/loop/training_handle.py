@@ -24,7 +24,7 @@ PRELOAD = ("paceline.train.loop.worker_tasks", "torch._inductor.config")
 @final
 @dataclass(frozen=True)
 class TrainingOutcome:
-    """What became of a training; `stopped` is why it ended early."""
+    """Outcome of a training; `stopped` is why it ended early."""
 
     history: History
     weights: dict[str, Tensor]

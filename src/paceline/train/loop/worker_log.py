@@ -109,7 +109,7 @@ class WorkerLog:
 @final
 class _RunLogHandler(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
-        """Nothing: a full disk must not fill the terminal with complaints about its log."""
+        """Do nothing: a full disk must not fill the terminal with complaints about its log."""
 
 
 @final

@@ -1,4 +1,4 @@
-"""What one worker does for `Trainer`: all of training, of an evaluation or of a prediction.
+"""Tasks of one worker for `Trainer`: all of training, of an evaluation or of a prediction.
 
 `train_steps` is the training loop; what happens between two micro-batches is in run.py.
 """
@@ -58,7 +58,7 @@ class TrainJob:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What comes back from a worker; only the main rank sends history and weights."""
+    """Result of a worker's training; only the main rank sends history and weights."""
 
     history: History | None
     weights: dict[str, Tensor]
@@ -67,7 +67,7 @@ class TrainResult:
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """What a worker has before it knows its group."""
+    """Model, objective and data of a worker, built before it knows its group."""
 
     module: nn.Module
     call: Callable[..., Any]  # the module, compiled where that was asked for
@@ -84,7 +84,7 @@ class BuiltModel:
 
 
 def build(job: TrainJob, stack: ExitStack, number: int, observers: Sequence[Observer] = ()) -> BuiltModel:
-    """Model, objective and data of a job, on the device of worker `number`."""
+    """Build model, objective and data of a job, on the device of worker `number`."""
     config = job.config
     device = process_setup.choose_device(config, number)
     module = process_setup.build_model(job.model, config.seed).to(device).train()
@@ -164,7 +164,7 @@ def train_steps(run: Run, built: BuiltModel) -> None:
 
 
 def compute(run: Run, built: BuiltModel, micro: MicroBatch) -> Tensor:
-    """Forward and backward of one micro-batch; return its loss, detached."""
+    """Compute forward and backward of one micro-batch; return its loss, detached."""
     with autocast(run.parts.config.precision, built.device):
         scored = built.objective.score(built.call, run.parts.callbacks.change_batch(micro.data))
     run.backward(scored.loss, scored.metrics)
@@ -224,7 +224,7 @@ def find_micro_batch(context: DistributedContext, job: TrainJob) -> int:
 
 
 def evaluate(context: DistributedContext, job: TrainJob) -> dict[str, float]:
-    """Loss and metrics of the model on `job.train`."""
+    """Return loss and metrics of the model on `job.train`."""
     with _passing(context, job) as forward:
         objective = Objective(job.objective)
         objective.to(forward.device)

@@ -32,7 +32,7 @@ from paceline.train.state.model_state import quick_hash
 
 @final
 class MemberMessages:
-    """What one member can say about itself. `address` is that of its listener, where peers reach it."""
+    """Messages of one member about itself. `address` is that of its listener, where peers reach it."""
 
     def __init__(
         self, options: WorkerOptions, run: Run, shell: MachineShell, reports: StepReports, address: Any

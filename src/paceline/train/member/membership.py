@@ -135,7 +135,7 @@ class Membership:
     def rejoin(self, error: BaseException | None) -> None:
         """Leave the view, which failed with `error` or has agreed on a pause, and return in the next one."""
         while True:
-            # First: this releases peers that wait for this worker, who cannot report before. Only then is the
+            # First: this releases peers that wait for this worker and cannot report before. Only then is the
             # machine fed: its report may be the last that the supervisor needs for the next view.
             self._leave_group(error)
             # `invited`, not `view`: the failed one may never have been opened, and its number is what the

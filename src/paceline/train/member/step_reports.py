@@ -1,4 +1,4 @@
-"""What a run asks and reports while it computes steps under a supervisor: its hooks (loop/run_hooks.py).
+"""Hooks of a run that computes steps under a supervisor (loop/run_hooks.py): what it asks and reports.
 
 Speculative execution (the backup policy): a rank that has computed its own shards waits a moment for those of
 the others, then computes the last of the missing ones; a slow rank skips what another has computed. Two ranks

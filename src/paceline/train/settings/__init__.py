@@ -1,1 +1,1 @@
-"""What the user chooses, checked: plain data without torch, and what follows from it (schedules, batches)."""
+"""Settings of the user, checked: plain data without torch, and what follows from it (schedules, batches)."""

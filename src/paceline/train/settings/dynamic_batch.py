@@ -1,4 +1,4 @@
-"""The global batch grows when the gradient is mostly noise; a function of global state only.
+"""Grow the global batch when the gradient is mostly noise; a function of global state only.
 
 What is measured. Shard j averages the gradients of its n_j samples to g_j, the whole batch of N = sum n_j
 samples averages to g = sum (n_j / N) g_j. Let G be the true gradient and S the trace of the covariance of one
@@ -93,7 +93,7 @@ class GradientNoise:
     def observe(
         self, shard_square_norms: Sequence[float], shard_counts: Sequence[int], mean_square_norm: float
     ) -> int:
-        """Take in one step's gradient and return the next global batch.
+        """Add one step's gradient to the measurement and return the next global batch.
 
         `shard_square_norms` are |g_j|^2 of the shards' mean gradients, `shard_counts` their samples,
         `mean_square_norm` is |g|^2. Shards without samples do not count; a step with fewer than two others,
@@ -125,7 +125,7 @@ class GradientNoise:
         return self.batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers; floats survive JSON bit for bit."""
+        """Return plain numbers; floats survive JSON bit for bit."""
         return {
             "batch": self.batch,
             "noise": self._noise,

@@ -18,7 +18,7 @@ _TLS = ("certificate", "key", "authority")
 @final
 @dataclass(frozen=True, kw_only=True)
 class FaultTolerance:
-    """What a run survives. None of it changes a result.
+    """Settings of supervision: which failures a run survives. None of them changes a result.
 
     enabled               a supervisor replaces workers that fail; else the first failure ends the run
     min_workers           with fewer than these the run stops with a verdict

@@ -24,13 +24,13 @@ _DIGITS = 12
 
 
 def steps_per_epoch(samples: int, global_batch: int, *, drop_last: bool) -> int:
-    """Steps of one pass: a short last batch is a step too unless it is dropped."""
+    """Return the steps of one pass: a short last batch is a step too unless it is dropped."""
     return samples // global_batch if drop_last else -(-samples // global_batch)
 
 
 def total_steps(config: TrainConfig, samples: int | None) -> int | None:
-    """Steps of the whole run, whichever of `epochs` and `max_steps` ends it first; None if that cannot be
-    known.
+    """Return the steps of the whole run, whichever of `epochs` and `max_steps` ends it first; None if that
+    cannot be known.
 
     Under a dynamic batch the steps of an epoch depend on the noise that will be measured.
     """
@@ -99,7 +99,7 @@ class EarlyStopper:
         self._waited = 0
 
     def observe(self, metrics: Mapping[str, float]) -> str | None:
-        """Take in one evaluation and return the reason to stop, or None. NaN is never an improvement."""
+        """Count one evaluation and return the reason to stop, or None. NaN is never an improvement."""
         settings = self._settings
         if settings.metric not in metrics:
             raise UsageError(

@@ -104,7 +104,7 @@ class EarlyStopping:
 @final
 @dataclass(frozen=True, kw_only=True)
 class GradientCompression:
-    """How gradients are made smaller before they travel; `keep` is the share that top-k sends."""
+    """Compression of gradients before they travel; `keep` is the share that top-k sends."""
 
     kind: Literal["fp16", "bf16", "int8", "int4", "top-k"]
     keep: float = 0.01
@@ -124,7 +124,7 @@ class GradientCompression:
 @final
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """When checkpoints are written, where, and which of them stay.
+    """Settings of checkpoints: when and where they are written, and which of them stay.
 
     `url` is any fsspec URL (default: the run's folder). `keep_best` is by `metric` and `mode`; `keep_every`
     keeps the first of that number of consecutive versions.
@@ -159,8 +159,8 @@ class TrainConfig:
     """Everything about a run but the model, the objective, the optimizer and the data.
 
     `workers` decides how fast, never what comes out. Steps, batches and intervals are global. With `audit`
-    all workers hash their weights every `audit_every` steps (100 where that is not said), and who differs is
-    named.
+    all workers hash their weights every `audit_every` steps (100 where that is not set), and workers that
+    differ are named.
     """
 
     workers: int = 1
@@ -282,7 +282,7 @@ def changes_of_definition(before: Mapping[str, Any], after: Mapping[str, Any]) -
 
 
 def to_toml(config: TrainConfig) -> str:
-    """TOML that `core.config.load(TrainConfig, ...)` reads back to an equal object.
+    """Return TOML that `core.config.load(TrainConfig, ...)` reads back to an equal object.
 
     A schedule that is a function is written as its name, for people: loading it is refused, because a file
     cannot hold it.

@@ -1,4 +1,4 @@
-"""What every settings class of training checks about its own values: the type, then the range.
+"""Checks of every settings class of training on its own values: the type, then the range.
 
 Messages name the class, the setting, its value and the bound.
 """

@@ -1,5 +1,5 @@
-"""When a run's checkpoints are written, and how its ranks agree that one is complete: a two-phase commit that
-rides on the exchange of the steps.
+"""Checkpoints of a run: when they are written, and how its ranks agree that one is complete, by a two-phase
+commit that rides on the exchange of the steps.
 
     begin     every rank copies its part and continues training; a thread writes the copy
     written   with each step's exchange every rank reports whether its part is on storage, or failed
@@ -46,7 +46,7 @@ _PATIENCE_SECONDS = 1800.0
 
 @dataclass(frozen=True)
 class RunContents:
-    """What a version holds: tensors that are equal on all ranks, those of this rank alone, plain data."""
+    """Contents of a version: tensors that are equal on all ranks, those of this rank alone, plain data."""
 
     tensors: Mapping[str, Tensor]
     own: Mapping[str, Tensor]
@@ -132,7 +132,7 @@ class Checkpointer:
             _log.warning("the memory for checkpoints could not be set aside: %s", str(error))
 
     def digests(self, contents: RunContents) -> list[str]:
-        """Digest of each writer's part, from this rank's own memory: equal on ranks that hold the same."""
+        """Return the digest of each writer's part, from this rank's own memory: equal where states are."""
         return share_digests(contents.tensors, max(1, len(self.writers)))
 
     def begin(
@@ -356,7 +356,7 @@ class Checkpointer:
         return self._writes and self._team.rank == self._first
 
     def _with_others(self, own: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Tensors of this rank alone; on the first writer also those of ranks that write nothing."""
+        """Return the tensors of this rank alone; on the first writer also those of ranks that write none."""
         if len(self.writers) == self._team.world_size:
             return own
         gathered = self._team.context.gather({} if self._writes else dict(own), self._first)
@@ -392,7 +392,7 @@ class Checkpointer:
         if self._team.rank != self._first:
             return
         _log.error(
-            "checkpoint of step %d could not be written, training goes on; %s: %s",
+            "checkpoint of step %d could not be written, training continues; %s: %s",
             step,
             "there is no version yet"
             if self.newest is None

@@ -20,14 +20,14 @@ RESIDUAL = "residual/"
 
 
 def model_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, each once however often it is used; not copied."""
+    """Return parameters and buffers by name, each once however often it is used; not copied."""
     found: dict[str, Tensor] = {name: parameter.detach() for name, parameter in module.named_parameters()}
     found.update({name: buffer.detach() for name, buffer in module.named_buffers()})
     return found
 
 
 def state_hash(module: nn.Module) -> str:
-    """SHA-256 over parameters and buffers in the order of their names.
+    """Return the SHA-256 over parameters and buffers in the order of their names.
 
     Of each: the name in UTF-8, a zero byte, the dtype, a zero byte, the shape as "2,3", a zero byte, the
     elements' raw bytes in row-major order.

@@ -30,7 +30,7 @@ def digests(callbacks: Callbacks) -> dict[str, str]:
 
 
 def check_batch_changers(before: Mapping[str, str], callbacks: Callbacks) -> None:
-    """After the first step of a rank: change_batch must not have changed any state."""
+    """Refuse modifiers whose change_batch has changed their state; called after the first step of a rank."""
     changed = _different(before, digests(callbacks))
     if changed:
         raise UsageError(

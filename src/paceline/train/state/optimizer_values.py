@@ -32,7 +32,7 @@ _MEMORY = (deque, bytearray, np.ndarray, torch.Generator, np.random.Generator)
 
 
 def tensors_in(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a value, with where it is."""
+    """Yield every tensor of a value, with its path."""
     if isinstance(value, Tensor) and value.is_sparse:
         yield from sparse_parts(value, path)
     elif isinstance(value, Tensor):
@@ -99,7 +99,7 @@ def on_device(value: Any, device: torch.device) -> Any:
 
 
 def setting_to_plain(value: Any, what: str) -> Any:
-    """Tuples and tensors of a setting (betas, a learning rate tensor) as JSON has them."""
+    """Return a setting (betas, a learning rate tensor) with its tuples and tensors as JSON has them."""
     if isinstance(value, Tensor):
         return {"tensor": value.tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
     if isinstance(value, tuple | list):
@@ -157,7 +157,8 @@ def load_attributes(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
 
 
 def _is_tool(value: Any) -> bool:
-    """Functions, modules, parameters in a list: what an optimizer works with, not what it remembers."""
+    """Return whether an optimizer works with a value (functions, modules, parameters in a list) rather than
+    remembers it."""
     if isinstance(value, list | tuple | dict):
         return any(map(_is_tool, value.values() if isinstance(value, dict) else value))
     return callable(value) or isinstance(value, torch.nn.Parameter)

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer
 
 from paceline.core.errors import UsageError
-from paceline.core.wording import with_article
+from paceline.core.wording import counted, with_article
 from paceline.train.state.optimizer_values import (
     OWN,
     from_plain,
@@ -37,7 +37,7 @@ OptimizerFactory = Callable[["Parameters"], Optimizer | Sequence[Optimizer]]
 
 @final
 class Parameters(list[Parameter]):
-    """What an optimizer factory gets: the parameters that are trained, and their names in `named`.
+    """Argument of an optimizer factory: the parameters that are trained, and their names in `named`.
 
     lambda p: torch.optim.AdamW([{"params": [t for n, t in p.named.items() if t.ndim > 1]}, ...])
     """
@@ -110,7 +110,7 @@ def _check_cover(optimizers: Sequence[Optimizer], named: Mapping[str, Parameter]
 
 
 def tensors_of(optimizers: Sequence[Optimizer], module: nn.Module) -> dict[str, Tensor]:
-    """Every tensor of the optimizers' state, as "optimizer/<number>/<parameter>/<key>"; not copied."""
+    """Return every tensor of the optimizers' state, as "optimizer/<number>/<parameter>/<key>"; not copied."""
     found: dict[str, Tensor] = {}
     for number, optimizer in enumerate(optimizers):
         for name, state in _state_by_name(optimizer, module).items():
@@ -215,7 +215,7 @@ def _check_groups(optimizer: Optimizer, module: nn.Module, saved: Mapping[str, A
     if here == kept:
         return [name for group in ordered for name in group]
     if len(here) != len(kept):
-        what = f"{len(kept)} parameter groups, and {len(here)} in this run"
+        what = f"{counted(len(kept), 'parameter group')}, and {len(here)} in this run"
     else:
         moved = sorted(set().union(*(a ^ b for a, b in zip(here, kept, strict=True))))
         what = f"other parameters in its groups: {', '.join(moved[:5])}{' ...' if len(moved) > 5 else ''}"
@@ -233,11 +233,12 @@ def _log_changed(kind: str, group: Mapping[str, Any], saved: Mapping[str, Any]) 
         if key in group and key not in ("params", "lr") and setting_to_plain(group[key], key) != saved[key]
     ]
     if changed:
-        _log.warning("the run goes on with the settings of %s that it has had: %s", kind, ", ".join(changed))
+        _log.warning("the run continues with the settings of %s that it had: %s", kind, ", ".join(changed))
 
 
 def _put_back_bits(optimizer: Optimizer, state: Mapping[int, Mapping[str, Any]]) -> None:
-    """torch casts loaded state to the dtype of its parameter, which is not what every optimizer keeps."""
+    """Restore the bits of loaded state: torch casts it to its parameter's dtype, which not every optimizer
+    keeps."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, entries in state.items():
         kept = optimizer.state[parameters[index]]

@@ -1,4 +1,4 @@
-"""What is known about steps, and when: numbers come from the device a little later than the step is done.
+"""Record committed steps: their numbers come from the device a little later than the step is done.
 
 A step's record is complete once its loss has arrived. On a GPU that is a step or two behind, so that the loop
 does not wait for the device; on the CPU at once. Records go to the history, the journal and the observers, in
@@ -55,7 +55,7 @@ class PendingStep:
 
 @final
 class EpochSums:
-    """What the records of one epoch add up to; saved with checkpoints, so that it survives a resume."""
+    """Sums over the records of one epoch; saved with checkpoints, so that they survive a resume."""
 
     def __init__(self, state: dict[str, Any] | None = None) -> None:
         state = state or {}
@@ -122,14 +122,14 @@ class Recorder:
         self.evaluations: list[Evaluation] = []
         self.sums = EpochSums()
         self._said_not_finite = False
-        self._events: deque[tuple[float, _Kept]] = deque()  # the last ones, with when they were taken in
+        self._events: deque[tuple[float, _Kept]] = deque()  # the last ones, with when they were recorded
 
     def start_clock(self) -> None:
         """Start the next step's time now: loading and evaluating before it do not count."""
         self._last = time.perf_counter()
 
     def commit(self, step: PendingStep) -> StepRecord | None:
-        """Take a step in; return its record where that is complete already."""
+        """Record a committed step; return its record where that is complete already."""
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
         event = None

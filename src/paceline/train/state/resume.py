@@ -1,5 +1,5 @@
-"""Before a run starts or continues: check that the ranks start alike and that a checkpoint belongs to the
-run, and fetch it. Putting the state back is `RunState.load`.
+"""Check, before a run starts or continues, that the ranks start alike and that a checkpoint belongs to the
+run; and fetch the checkpoint. Putting the state back is `RunState.load`.
 """
 
 from __future__ import annotations

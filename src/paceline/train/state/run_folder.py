@@ -67,7 +67,7 @@ class RunFolder:
 
     @property
     def stop_file(self) -> Path:
-        """Where a launcher that was signalled tells its workers to stop."""
+        """File by which a launcher that was signalled asks its workers to stop."""
         return self.path / "stop"
 
     def checkpoint_url(self, config: TrainConfig) -> str:
@@ -86,7 +86,7 @@ class RunFolder:
             if folder.config_file.exists() or folder.journal_file.exists():
                 if config.resume is not None:
                     raise UsageError(
-                        f"{folder.path} holds a run that cannot go on: its config.toml is missing",
+                        f"{folder.path} holds a run that cannot continue: its config.toml is missing",
                         remedy="put config.toml back from a copy (every checkpoint's state has it as "
                         "`config`: paceline checkpoint show), or choose another run_dir",
                     )
@@ -147,8 +147,8 @@ class RunFolder:
         return folder if folder.config_file.is_file() else None
 
     def check_no_links(self) -> None:
-        """UsageError where a file that a run writes leads elsewhere. `checkpoints` may be a link to another
-        disk: a store touches nothing below it but its versions."""
+        """Raise UsageError where a file that a run writes leads elsewhere. `checkpoints` may be a link to
+        another disk: a store touches nothing below it but its versions."""
         untrusted.check_no_links(self.path, _WRITTEN)
         for inner in ("logs", "unheard"):
             untrusted.check_no_links(self.path / inner)

@@ -1,4 +1,4 @@
-"""What a run is on one rank: the one home of its state, for checkpoints, state transfer and resume alike.
+"""State of a run on one rank: its one home, for checkpoints, state transfer and resume alike.
 
     export   tensors by name and plain data: everything another process needs to continue with the same bits
     load     the reverse: model, optimizers, scaler, modifiers, data position, records
@@ -109,12 +109,12 @@ class RunState:
 
     @property
     def progress(self) -> Progress:
-        """How far this rank is; ranks that trained together differ by what one collective decides."""
+        """Progress of this rank; ranks that trained together differ by what one collective decides."""
         return self.position.step, self.position.epoch, self.agenda.done
 
     def hash(self) -> str:
-        """Digest of the parameters and the optimizers' state. Without the buffers, which move while the
-        shards of an open step are computed."""
+        """Return the digest of the parameters and the optimizers' state, without the buffers, which move
+        while the shards of an open step are computed."""
         module = self._parts.module
         tensors = {model_state.MODEL + name: one.detach() for name, one in module.named_parameters()}
         tensors |= optimizers.tensors_of(self._parts.optimizers, module)
@@ -154,7 +154,7 @@ class RunState:
         return RunContents(tensors, own, plain)
 
     def load(self, saved: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Become the state that `export` returned, at its position, with an empty agenda. Residuals are not
+        """Load the state that `export` returned, at its position, with an empty agenda. Residuals are not
         part of it: their shards may belong to other ranks now."""
         parts = self._parts
         # First: abandoning the open step restores the buffers that it began with.

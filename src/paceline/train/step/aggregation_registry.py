@@ -54,7 +54,7 @@ def register(name: str, aggregation: Aggregation, *, builtin: frozenset[str] = f
 
 
 def check(aggregation: object) -> None:
-    """UsageError unless it is an object whose `combine` takes a context and a tensor."""
+    """Raise UsageError unless it is an object whose `combine` takes a context and a tensor."""
     if isinstance(aggregation, type):
         raise UsageError(
             f"the aggregation is the class {aggregation.__name__} itself, not an object of it",

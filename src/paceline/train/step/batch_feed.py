@@ -1,4 +1,4 @@
-"""Which batches a rank reads for a step, and reading ahead of it.
+"""Feed a rank the batches of its steps, reading ahead.
 
 A feed is asked for the step at a position; it answers with how many samples the whole step has, and hands out
 the micro-batches of this rank's shards. Map-style data is read by number, by the rank that computes it; a
@@ -42,7 +42,7 @@ class BatchFeed(ABC):
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 - samples by number need none
-        """Before the first step of a resumed run."""
+        """Restore what `state_dict` returned, before the first step of a resumed run."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -225,7 +225,7 @@ def open_feed(source: Source, config: TrainConfig, team: Team) -> BatchFeed:
 
 
 def to_device(data: Any, device: torch.device) -> Any:
-    """`data` with every tensor on the device; what can move by itself (a PackedSequence) does."""
+    """Return `data` with every tensor on the device; what can move by itself (a PackedSequence) does."""
 
     def moved_object(thing: Any) -> Any:
         move = getattr(thing, "to", None)

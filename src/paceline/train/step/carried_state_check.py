@@ -70,8 +70,8 @@ class CarriedState:
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Tensors without a gradient, numbers and the states of generators (as text) that modules keep in
-    themselves, with where they are."""
+    """Yield tensors without a gradient, numbers and the states of generators (as text) that modules keep in
+    themselves, with their paths."""
     for path, child in module.named_modules():
         for name, value in list(vars(child).items()):
             if name not in _OF_TORCH:

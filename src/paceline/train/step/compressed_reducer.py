@@ -89,8 +89,8 @@ class CompressedReducer(GradientReducer, Residuals):
         return self
 
     def rebind(self, *, keep: bool) -> None:
-        """Nothing: what is held lies in this process's own memory, and whether another rank has decided the
-        step with the bytes that were sent shows only later (`settle`)."""
+        """Do nothing: what is held lies in this process's own memory, and whether another rank has decided
+        the step with the bytes that were sent shows only later (`settle`)."""
 
     def add_shard(self, shard: int, gradients: Sequence[Tensor | None], scalars: Tensor) -> None:
         # Decoding wrote between the gradients as well, where a NaN of an earlier step would spoil blocks.
@@ -154,8 +154,8 @@ class CompressedReducer(GradientReducer, Residuals):
 
     @property
     def private_shards(self) -> PrivateShards:
-        """Return the shards whose residuals this rank holds: after the last committed step and, if its data
-        was sent, after the open one."""
+        """The shards whose residuals this rank holds: after the last committed step and, if its data was
+        sent, after the open one."""
         if not self.kept:
             return ()
         now = (self._step, tuple(sorted(self._known)))

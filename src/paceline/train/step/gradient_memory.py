@@ -63,13 +63,13 @@ class FlatGradients:
         self.counters = self.memory[torch.float32][layout.counters_start :]
 
     def clear(self) -> None:
-        """Zeros everywhere."""
+        """Set all memory to zero."""
         for tensor in self.memory.values():
             tensor.zero_()
 
     @property
     def without_counters(self) -> list[Tensor]:
-        """What the shards contribute: all memory but the counters."""
+        """Contribution of the shards: all memory but the counters."""
         ends = {torch.float32: self.layout.counters_start}
         return [memory[: ends.get(dtype)] for dtype, memory in self.memory.items()]
 
@@ -187,7 +187,7 @@ class SparseGradients:
         ]
 
     def apply(self, gathered: Sequence[Rows]) -> None:
-        """Every parameter's gradient becomes the sum over the shards of all ranks; None where no shard has
+        """Set every parameter's gradient to the sum over the shards of all ranks; None where no shard has
         one. Of a shard that several ranks computed the bits are equal."""
         by_shard: dict[int, list[Any]] = {shard: pairs for rows in gathered for shard, pairs in rows}
         for position, parameter in enumerate(self._parameters.values()):

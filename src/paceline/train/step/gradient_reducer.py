@@ -73,10 +73,10 @@ class Residuals:
         return {}
 
     def load(self, residuals: Mapping[str, Tensor], step: int) -> None:
-        """Take those of a checkpoint of `step`; the residual of a shard that has none there is zero."""
+        """Load the residuals of a checkpoint of `step`; that of a shard that has none there is zero."""
 
     def share(self) -> None:
-        """Give each rank the residuals of the shards that it computes now; a collective call."""
+        """Send each rank the residuals of the shards that it computes now; a collective call."""
 
 
 NO_RESIDUALS = Residuals()
@@ -111,7 +111,7 @@ class GradientReducer(ABC):
 
 
 def new_flat_gradients(team: Team, layout: GradientLayout, device: torch.device) -> FlatGradients:
-    """Flat gradients for this team: on the CPU, with several ranks, in memory that peers can reach."""
+    """Return flat gradients for this team: on the CPU, with several ranks, in memory that peers can reach."""
 
     def memory(size: int, dtype: torch.dtype, where: torch.device) -> Tensor:
         if where.type == "cpu" and team.world_size > 1:

@@ -1,5 +1,5 @@
-"""What a step refuses, in words: habits of a plain loop that would train something else here, at the call or
-at the next backward; and numbers that training cannot continue from.
+"""Refuse habits of a plain loop that would train something else here, at the call or at the next backward;
+and numbers that training cannot continue from.
 
 A step sums the gradients of its shards and applies them once, so `zero_grad`, `step`, `clip_grad_norm_` or a
 `backward` beside the run's own lose or double gradients. `guarded` refuses the calls by name; `GradientWatch`
@@ -40,8 +40,8 @@ _read: Callable[[int, int], bytes] = ctypes.string_at
 
 @final
 class GradientWatch:
-    """Between `opened` and the sum of a step, only the run's own `backward` changes gradients, and nothing
-    changes the parameters that are trained.
+    """Check that, from `opened` to the sum of a step, only the run's own `backward` changes gradients, and
+    nothing changes the parameters that are trained.
 
     Of a model with many parameters every step looks at some, in turn: what such a line does to all of them
     is seen at once, what it does to one of them within a few steps, and a look costs some microseconds. The
@@ -69,7 +69,7 @@ class GradientWatch:
         self._weights = self._contents(self._parameters)
 
     def start_shard(self) -> None:
-        """No parameter has a gradient."""
+        """Begin a shard: no parameter has a gradient yet."""
         self._gradients, self._changes, self._memory = [None] * len(self._parameters), 0, []
 
     def after_backward(self) -> None:
@@ -173,8 +173,8 @@ class Applies(Protocol):
 
 @contextmanager
 def guarded(optimizers: Sequence[Optimizer], update: Applies) -> Iterator[None]:
-    """While the loop runs, `step` and `zero_grad` of its optimizers are refused. Not those of the module,
-    which the loop may copy or pickle with all its attributes; `GradientWatch` sees what they do."""
+    """Refuse `step` and `zero_grad` of its optimizers while the loop runs. Not those of the module, which the
+    loop may copy or pickle with all its attributes; `GradientWatch` sees what they do."""
     with ExitStack() as stack:
         for optimizer in optimizers:
             kind = type(optimizer).__name__
@@ -285,7 +285,7 @@ def refuse_loss(given: Any) -> NoReturn:
 
 
 class NonFiniteLossError(UsageError):
-    """The summed loss of a step is not a number that training can go on from; the step was not applied."""
+    """The summed loss of a step is not a number that training can continue from; the step was not applied."""
 
 
 def check_finite(loss: Tensor, step: int) -> None:
@@ -298,8 +298,8 @@ def check_finite(loss: Tensor, step: int) -> None:
         raise NonFiniteLossError(
             f"the loss of step {step} is {value}: the step was not applied, and the run ends "
             '(nonfinite="stop")',
-            remedy="look at the samples of this step, at the learning rate and at clip_norm; then go on from "
-            "the last version with finite weights (`paceline checkpoint ls` says which are not)",
+            remedy="look at the samples of this step, at the learning rate and at clip_norm; then continue "
+            "from the last version with finite weights (`paceline checkpoint ls` says which are not)",
             step=step,
         )
 

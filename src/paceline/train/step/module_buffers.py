@@ -1,4 +1,4 @@
-"""What the model's buffers become in a step, whichever rank computed which shard.
+"""Update the model's buffers in a step, the same way whichever rank computed which shard.
 
 The rule: every shard starts from the buffers of the step before; afterwards a floating-point buffer has moved
 by the average of its movements in the shards, weighted by their samples, and any other buffer (counters) has
@@ -49,8 +49,8 @@ class ModuleBuffers:
 
     @torch.no_grad()
     def movement(self, weight: float, *, counters: bool, out: Tensor) -> None:
-        """Return how the buffers moved since `remember`, times `weight`; counters as they are, or not at
-        all."""
+        """Write to `out` how the buffers moved since `remember`, times `weight`; counters as they are, or
+        not at all."""
         for group, part in self._parts(out):
             if group.is_float:
                 now, before = group.flat(), group.before

@@ -78,7 +78,8 @@ class PartialSums:
             self._held[node] = new
 
     def _whole(self, node: Node) -> Node:
-        """At the ragged end a node whose sibling lies beyond the last shard stands for its parent too."""
+        """Return the highest node that stands for the same shards: at the ragged end a node whose sibling
+        lies beyond the last shard stands for its parent too."""
         top = max(self._shards - 1, 0).bit_length()
         while node.level < top and node.index % 2 == 0 and (node.index + 1) << node.level >= self._shards:
             node = Node(node.index >> 1, node.level + 1)

@@ -1,4 +1,4 @@
-"""Whether all ranks hold the same weights: a sample of them with every step, and which rank is odd.
+"""Check that all ranks hold the same weights, by a sample of them with every step; name those that differ.
 
 The sample travels with the counters of the step's own exchange, as whole numbers that are summed exactly.
 Every rank sees the same sums, so all of them find a difference in the same step, before that step is applied:
@@ -171,7 +171,7 @@ class WeightSample:
 
 @final
 class WeightWatch:
-    """Whether this rank's weights are still what its last update left there, by a hash taken after it.
+    """Check that this rank's weights are still what its last update left there, by a hash taken after it.
 
     A change since then that torch has not counted (every write through torch increments a tensor's version)
     is damage to memory, unless user code writes past torch, through `parameter.data`. Such code shows itself:
@@ -265,7 +265,7 @@ def are_equal(sums: Sequence[int]) -> bool:
 
 @functools.cache
 def _base(world: int) -> int:
-    """Digits below it can be squared and summed over all ranks exactly."""
+    """Return the base of a sample's digits, which can be squared and summed over all ranks exactly."""
     base = 256
     while base > 2 and world * (base - 1) ** 2 >= _EXACT:
         base //= 2

@@ -25,7 +25,7 @@ STEP_COUNTERS: Final = 6
 
 @dataclass(frozen=True)
 class StepRequests:
-    """What one rank brings to the step besides gradients."""
+    """Requests and facts that one rank adds to a step besides gradients."""
 
     stop: bool = False
     part_written: bool = False  # of the checkpoint under way
@@ -36,7 +36,7 @@ class StepRequests:
 
 @dataclass(frozen=True)
 class ReducedStep:
-    """What all ranks know after the exchange. Loss and metrics may still be on the device."""
+    """Result of a step's exchange, known to all ranks. Loss and metrics may still be on the device."""
 
     numbers: Tensor  # the loss, then the metrics
     metrics: tuple[str, ...]
@@ -51,8 +51,8 @@ class ReducedStep:
 
 @dataclass(frozen=True)
 class ComputedShard:
-    """What the counters tell of a shard: samples that were really in it, samples that were left out because
-    they are damaged, and which parameters it used."""
+    """Counters of a shard: samples that were really in it, samples that were left out because they are
+    damaged, and which parameters it used."""
 
     applied: int
     left_out: int
@@ -88,7 +88,7 @@ class ShardMetrics:
         return tuple(self._names or ())
 
     def start(self) -> None:
-        """Another shard."""
+        """Begin another shard, without values."""
         self.values = []
 
     def add(self, metrics: Mapping[str, Any], weight: float) -> None:

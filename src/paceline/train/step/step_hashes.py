@@ -24,7 +24,7 @@ CHUNK_BYTES: Final = 4096
 
 
 def shard_hash(gradients: Iterable[Tensor | None], scalars: Tensor | None = None) -> str:
-    """xxh3_128 over the gradients of the trained parameters in their order, then over the tail.
+    """Return the xxh3_128 over the gradients of the trained parameters in their order, then over the tail.
 
     Of each gradient: its kind ("none", "dense" or "sparse"), dtype and shape, a zero byte after each, and the
     raw bytes in row-major order; of a sparse one the rows' numbers and then their values, in the order of the

@@ -1,4 +1,4 @@
-"""What a summed gradient does to the model: unscale, clip, change by modifiers, learning rate, optimizer.
+"""Apply a summed gradient to the model: unscale, clip, change by modifiers, learning rate, optimizer.
 
 The second half of a step, the commit. Every rank does the same to the same numbers, so every rank ends with
 the same bits.
@@ -26,7 +26,7 @@ ChangeGradients = Callable[[Mapping[str, Parameter]], None]
 
 @dataclass(frozen=True)
 class AppliedUpdate:
-    """How the step went; the norm may still be on the device, and is None when it was not needed."""
+    """Result of an update; the norm may still be on the device, and is None when it was not needed."""
 
     norm: Tensor | None
     skipped: bool  # an overflow of fp16: the parameters are as they were

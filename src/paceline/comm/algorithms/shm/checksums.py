@@ -27,8 +27,8 @@ Pieces = Callable[[int], Iterable[Tensor]]
 
 @dataclass(frozen=True)
 class ChecksumRequest:
-    """Asks for checksums in a reduction. `after` is called when this rank's checksums are taken and no peer
-    has read its data yet: tests and chaos put faults in there."""
+    """Request for checksums in a reduction. `after` is called when this rank's checksums are taken and no
+    peer has read its data yet: tests and chaos put faults in there."""
 
     after: Callable[[], None] | None = None
 

@@ -1,5 +1,5 @@
-"""Reading and writing a peer's ordinary memory: one copy, straight between its tensor and ours, by the
-kernel (process_vm_readv, process_vm_writev).
+"""Read and write a peer's ordinary memory: one copy, straight between its tensor and ours, by the kernel
+(process_vm_readv, process_vm_writev).
 
 Works between processes of one user where the kernel allows it; whether it does is tried out, not guessed:
 every rank publishes the address of a word with a random value, and every peer reads it. Where a process may
@@ -24,7 +24,7 @@ class _Iovec(ctypes.Structure):
 
 
 class CrossMemory:
-    """This rank's means to read one group's peers."""
+    """Access of this rank to the memory of one group's peers."""
 
     def __init__(self) -> None:
         self.word = ctypes.c_uint64(secrets.randbits(63) | 1)

@@ -1,4 +1,4 @@
-"""What the system knows of another process of this host. Reads /proc; sends no signal."""
+"""Facts of the system about processes of this host. Reads /proc; sends no signal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who does what: one row per rank, written by that rank alone and read by all.
+"""Status board: one row per rank, written by that rank alone and read by all.
 
 A row holds the rank's tick and bells (words to wait on), its process, its state, and, while it waits, its
 status as text. Reading a row never blocks; a row that changes while it is read is read again.
@@ -149,7 +149,7 @@ class StatusBoard:
                 futex.wake(self.address(peer, index))
 
     def post(self, status: Status | None) -> None:
-        """Publish what this rank waits for; None: it goes on."""
+        """Publish what this rank waits for; None: it no longer waits."""
         with self._life:
             if not self._left:
                 self._post(status)

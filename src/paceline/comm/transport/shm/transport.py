@@ -1,7 +1,7 @@
 """The shared-memory transport: one segment, mapped by every rank of a host.
 
 Collectives use lane 1 and the window, point-to-point messages use lane 0, so that one can wait while the
-other goes on.
+other continues.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ class ShmTransport:
         return received[0]
 
     def next_message(self, source: int, tag: int | None) -> tuple[ReceivedMessage | None, bool]:
-        """Take the oldest message that fits, if there is one by now; and whether anything arrived."""
+        """Return the oldest message that fits, if there is one by now, and whether anything arrived."""
         moved = self._collect()
         with self._mail_lock:
             message = take_first(self._mailbox, source, tag)

@@ -135,7 +135,7 @@ class ShmWindow:
         megabyte of the next one.
 
         The answer must be the same on all ranks, because it decides which way they reduce. So each rank
-        publishes its verdict, and all compute the answer from the same verdicts after the same tick.
+        publishes its vote, and all compute the answer from the same votes after the same tick.
         """
         board, longs = self._board, self._longs
         # Published with plain stores; the tick below is what makes them readable: a peer that has seen it
@@ -151,7 +151,7 @@ class ShmWindow:
             self._reach.try_word(board.words[board.word(rank, PID)], *longs[at : at + 2])
             for rank, at in ((rank, board.long(rank, WORD)) for _, rank in self._others)
         )
-        verdict = _NO
+        vote = _NO
         if allowed and self._others:
             peer = (self._rank + 1) % self._world
             slot, into = self.staging[0, peer], torch.zeros(_TRIAL, dtype=torch.uint8, device="cpu")
@@ -159,15 +159,15 @@ class ShmWindow:
             reading = _fastest(lambda: self.read(peer, address, into, call, deadline))
             copying = _fastest(lambda: into[: slot.numel()].copy_(slot)) * _TRIAL / slot.numel()
             # In containers that intercept system calls a read works, and is slower than two copies.
-            verdict = _YES if reading < copying * _WORTH else _SLOW
-        board.words[board.word(self._rank, REACHES)] = verdict
-        # The second tick closes two races: no rank reads a verdict that is not written yet, and no rank frees
+            vote = _YES if reading < copying * _WORTH else _SLOW
+        board.words[board.word(self._rank, REACHES)] = vote
+        # The second tick closes two races: no rank reads a vote that is not written yet, and no rank frees
         # `buffer` while a peer still measures with it.
         self.wait(self.signal(), call, deadline)
-        verdicts = [board.words[board.word(rank, REACHES)] for rank in range(self._world)]
+        votes = [board.words[board.word(rank, REACHES)] for rank in range(self._world)]
         # One refusal rules it out, since every rank reaches every other. Speed is a matter of noise: the
         # majority decides.
-        return _NO not in verdicts and verdicts.count(_YES) * 2 >= self._world
+        return _NO not in votes and votes.count(_YES) * 2 >= self._world
 
     def read(self, rank: int, address: int, into: Tensor, call: CollectiveCall, deadline: float) -> None:
         self._copy(self._reach.read, rank, address, into, call, deadline)

@@ -1,8 +1,8 @@
-"""Connecting to a peer before there are frames: waits that end at a deadline, or when they are called off.
+"""Connect to a peer before there are frames: waits end at a deadline, or when they are called off.
 
 A group may be given up while a rank still waits for a connection (a peer has failed, a supervisor interrupts
 the rank). So no wait here blocks for longer than a few milliseconds: between two looks at the socket it calls
-`look`, which raises when the wait is to end.
+`look`, which raises when the wait must end.
 """
 
 from __future__ import annotations

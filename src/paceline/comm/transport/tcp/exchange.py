@@ -34,7 +34,7 @@ from paceline.core.errors import InternalError, PeerLostError
 
 
 class PendingOperation(Protocol):
-    """Moves in steps: `advance` gives (all done, something moved), `status` what is still missing."""
+    """Operation in steps: `advance` gives (all done, something moved), `status` what is still missing."""
 
     def advance(self) -> tuple[bool, bool]: ...
     def status(self) -> Status: ...
@@ -126,7 +126,7 @@ def raise_lost(mesh: Mesh, transfer: BulkTransfer, status: Status, patience: flo
 
 
 class SentCounter:
-    """Counts what leaves this rank, and which of it leaves the host."""
+    """Counter of what leaves this rank, and of what leaves the host."""
 
     def __init__(self, rank: int, topology: Topology, traffic: Traffic) -> None:
         self.traffic = traffic
@@ -143,7 +143,7 @@ class SentCounter:
 
 
 class MessageNumbers:
-    """Counts the large messages of each pair, in both directions; both ends give a message one number."""
+    """Numbers of the large messages of each pair, in both directions; both ends give a message one number."""
 
     def __init__(self, world_size: int) -> None:
         self._sent, self._expected = [0] * world_size, [0] * world_size

@@ -73,7 +73,7 @@ class Frame:
 
 
 class FramedSocket:
-    """Many threads may put frames in, one thread reads."""
+    """A proven connection that carries frames: many threads may put frames in, one thread reads."""
 
     def __init__(self, proven: AuthenticatedSocket, max_message: int = 1 << 40) -> None:
         self.sock = proven.sock

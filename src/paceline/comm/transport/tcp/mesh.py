@@ -1,5 +1,5 @@
-"""Control between the ranks of a group that does not share memory: small messages, who does what, who is
-gone.
+"""Control connections between the ranks of a group that does not share memory: small messages, what each rank
+does, which ranks are gone.
 
 One thread reads all connections, so questions are answered and endings are noticed also while the rank's
 own code is busy. A connection that ends after a BYE is a rank that left; after a FAILURE, one that failed;
@@ -110,7 +110,7 @@ class Mesh:
 
     @property
     def version(self) -> int:
-        """Grows with everything that arrives or completes."""
+        """Counter of everything that arrives or completes."""
         return self._version
 
     def wait(self, seen: int, seconds: float) -> None:
@@ -274,8 +274,8 @@ class Mesh:
             for frame in frames:
                 self._handle(peer, frame)
         except Exception as error:
-            # Any exception concerns this peer alone (a frame may be too large for the memory): the others
-            # are read on.
+            # Any exception concerns this peer alone (a frame may be too large for the memory): reading the
+            # others continues.
             self._lost(peer, f"{self._names[peer]} sent what is not a message of Paceline: {error}")
             ended = True
         if ended:
@@ -307,7 +307,7 @@ class Mesh:
                 with self._changed:
                     self._mailbox.append(ReceivedMessage(peer, frame.sequence, memoryview(frame.body)))
             case FrameKind.STATUS:
-                # Empty: the peer goes on. The status replaces the line that an earlier HERE told.
+                # Empty: the peer no longer waits. The status replaces the line of an earlier HERE.
                 status = Status.from_plain(json.loads(frame.body)) if frame.body else None
                 self._set(peer, PeerState(RankState.RUNNING, status))
             case FrameKind.WHERE:

@@ -115,7 +115,7 @@ def connect_all(
 
 @dataclass(frozen=True)
 class ConnectionClaim:
-    """What a caller claims of a connection, covered by both proofs. `called_offers` is what the caller read
+    """Claim of a caller about a connection, covered by both proofs. `called_offers` is what the caller read
     of the other end in the rendezvous, which may not be protected."""
 
     caller: int
@@ -134,7 +134,7 @@ class ConnectionClaim:
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """Which connection of the group it is: caller, called rank and stream."""
+        """The identity of the connection in its group: caller, called rank and stream."""
         return self.caller, self.called, self.stream
 
     def session(self, session: SessionKeys) -> SessionKeys:

@@ -73,7 +73,7 @@ class NetworkTransport:
         self.wait_for(self.begin(call, sends, receives), deadline)
 
     def begin(self, call: CollectiveCall, sends: Messages, receives: Messages) -> Exchange:
-        """Start an exchange that goes on whenever `advance` is called."""
+        """Start an exchange that continues whenever `advance` is called."""
         return Exchange(self.mesh, self._bulk, self._numbers, self.tally, call, sends, receives)
 
     def pipeline(self, ranks: Sequence[int]) -> Pipeline | None:

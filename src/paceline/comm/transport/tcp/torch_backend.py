@@ -1,4 +1,4 @@
-"""The backend's own all-reduce (Gloo, NCCL, MPI), behind one face.
+"""The backend's own all-reduce (Gloo, NCCL, MPI), behind one interface.
 
 The order of summation, the precision on the way and the dtypes are the backend's, and so is who may
 connect: nothing that these groups carry is authenticated. So there is no group of Gloo until all ranks have
@@ -41,8 +41,8 @@ _GLOO_DTYPES = frozenset(
 
 
 class BackendGroup:
-    """`make(deadline)` gives a group or backend of torch, the first time one is needed; `device` is where it
-    wants tensors (None: where they are)."""
+    """Group of a backend. `make(deadline)` gives a group or backend of torch, the first time one is needed;
+    `device` is where it wants tensors (None: where they are)."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class BackendGroup:
 
 @final
 class _NoteStore(Store):
-    """What a process group of torch needs of a store to come up: every key is set by one rank, once."""
+    """Store over the mesh, for a process group of torch to come up: every key is set by one rank, once."""
 
     def __init__(self, mesh: Mesh, deadline: float) -> None:
         super().__init__()
