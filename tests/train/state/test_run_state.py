@@ -169,7 +169,7 @@ def test_changed_settings_of_an_optimizer_are_said(tmp_path: Path, caplog: pytes
     first_part(tmp_path)
     caplog.clear()
     resumed = second_part(tmp_path, optimizer=lambda p: torch.optim.SGD(p, 0.7, momentum=0.5))
-    assert "settings of SGD that it has had: momentum=0.9 (here 0.5), lr=0.1 (here 0.7)" in caplog.text
+    assert "settings of SGD that it had: momentum=0.9 (here 0.5), lr=0.1 (here 0.7)" in caplog.text
     assert resumed.hash == train(job(mlp(), DATA, max_steps=4)).hash
     caplog.clear()
     second_part(tmp_path)
