@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import NoReturn, final
 
 from paceline.control.control_client import ControlClient
@@ -91,6 +92,7 @@ class StepReports:
         self.claims = ShardClaims()
         self.shard_seconds = self.step_seconds = 0.0  # running means
         self._committed_at = time.monotonic()
+        self.watches_weights = True
 
     def start_clock(self) -> None:
         """Count the time of the next step from now."""
@@ -103,22 +105,23 @@ class StepReports:
 
     def shards_to_compute(self, step: int, missing: Sequence[int]) -> Iterator[int]:
         team = self._team
-        for shard in missing:
+        for shard in chain(missing, self._spares(step)) if team.backup else missing:
             self._shell.check()
-            if not (team.backup and self.claims.has(team.generation, step, shard)):
-                yield shard
-        while team.backup:
-            spare = self.claims.wait_for_spare(step, team, self.shard_seconds, self._shell.check)
-            if spare is None:
-                return
-            yield spare
+            if team.backup and self.claims.has(team.generation, step, shard):
+                continue
+            started = time.perf_counter()
+            yield shard
+            seconds = time.perf_counter() - started
+            self.shard_seconds = _mean(self.shard_seconds, seconds + self._injector.slow(seconds))
+            if team.backup:
+                self.claims.add(team.generation, step, shard)
+                self._client.send(ShardComputed(generation=team.generation, step=step, shard=shard))
 
-    def shard_done(self, step: int, shard: int, seconds: float) -> None:
-        self.shard_seconds = _mean(self.shard_seconds, seconds + self._injector.slow(seconds))
-        generation = self._team.generation
-        if self._team.backup:
-            self.claims.add(generation, step, shard)
-            self._client.send(ShardComputed(generation=generation, step=step, shard=shard))
+    def _spares(self, step: int) -> Iterator[int]:
+        """Yield shards to compute instead of slow ranks, until all are computed."""
+        team, check = self._team, self._shell.check
+        while (spare := self.claims.wait_for_spare(step, team, self.shard_seconds, check)) is not None:
+            yield spare
 
     def committed(
         self, state: RunState, step: StepCommitted, shards: tuple[int, ...], hashes: Mapping[int, str]

@@ -340,6 +340,14 @@ class Checkpointer:
             return None
         return self._failure[1]
 
+    def discard_after(self, step: int) -> None:
+        """Remove the versions of later steps, which may hold what a faulty worker has spoiled: no run may
+        resume from them. Done by the first writer."""
+        for manifest in self._writer.store.manifests() if self._commits else ():
+            if manifest.info.step > step:
+                _log.warning("version %d of step %d is removed", manifest.version, manifest.info.step)
+                self._writer.store.discard(manifest.version)
+
     def close(self) -> None:
         """Wait for what is under way, unless a wait has failed already."""
         for writer in self._left_behind:
