@@ -136,7 +136,7 @@ class Duties:
     def save(self) -> None:
         """Start a checkpoint of the state as it is, unless this step has one."""
         parts, state = self._parts, self._state
-        if parts.checkpointer is None or parts.checkpointer.saved_step == state.position.step:
+        if parts.checkpointer is None or parts.checkpointer.begun_step == state.position.step:
             return
         parts.phases.enter(CHECKPOINT)
         parts.recorder.flush()
@@ -163,7 +163,7 @@ class Duties:
             and state.ended is None
             and checkpointer.due_after_epoch(state.position.epoch)
         ):
-            checkpointer.saved_step = -1  # a version of this step does not have that the epoch has turned
+            checkpointer.save_again()  # a version of this step does not have that the epoch has turned
         parts.recorder.start_clock()
 
     def _close_last_epoch(self) -> None:

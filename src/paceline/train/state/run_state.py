@@ -263,4 +263,4 @@ class RunState:
         checkpointer = self.parts.checkpointer
         if checkpointer is None or not self.at_boundary or self.failing:
             return False
-        return self.position.step > checkpointer.saved_step
+        return self.position.step > checkpointer.begun_step
