@@ -25,7 +25,8 @@ class ReplicaChecks:
         parts, state = self._parts, self._state
         hooks, vote = parts.replica_hooks, f"{kind}:{digest}"
         if parts.team.world_size == 1:
-            self._check_memory(None)
+            if hooks.watches_weights:
+                self._check_memory(None)
         else:
             try:
                 digests = parts.team.context.all_gather(digest)
@@ -51,17 +52,18 @@ class ReplicaChecks:
         if alone and not state.sample.at_hand:
             return None
         sample = state.sample.of(state.position.step)
-        if alone:
+        if alone and self._parts.replica_hooks.watches_weights:
             self._check_memory(sample)
         return sample
 
-    def sample_agreed(self, sample: int) -> None:
-        """Note that all ranks hold this sample: the exchange of the step has compared it."""
+    def sample_agreed(self, sample: int) -> str:
+        """Note that all ranks hold this sample, as the exchange of the step has shown; return it as text."""
         parts, state, text = self._parts, self._state, replica_agreement.to_hex(sample)
         self._note_contribution(text)
         if parts.team.world_size > 1:
             state.watch.agreed(state.position.step, sample)
         parts.replica_hooks.replicas_agree(state, f"sample:{text}")
+        return text
 
     def sample_differs(self, sample: int) -> NoReturn:
         """Raise because the exchange of the step has shown that not all ranks hold the same sample."""
@@ -78,8 +80,6 @@ class ReplicaChecks:
         """Remember what the update has left: for this rank to compare with, and for the other ranks should
         this one be gone by then."""
         parts, state = self._parts, self._state
-        if not parts.replica_hooks.watches_weights:
-            return
         state.watch.leave(state.position.step, alone=parts.team.world_size == 1)
         left = state.watch.left(state.position.step)
         if left is not None:
@@ -88,7 +88,7 @@ class ReplicaChecks:
     def _check_memory(self, sample: int | None) -> None:
         """Check, on a rank that trains alone, that its weights are those its last update left."""
         step = self._state.position.step
-        if not self._parts.replica_hooks.watches_weights or not self._state.watch.has_changed(step, sample):
+        if not self._state.watch.has_changed(step, sample):
             return
         self._parts.transaction.abandon()
         raise GroupInterruptedError(f"the weights of this worker changed in its memory after step {step}")

@@ -195,8 +195,7 @@ class Run:
         reduced, sample = self._reduce()
         # Buffers have moved: until the update is through, the state is that of no step.
         state.at_boundary = False
-        if sample is not None:
-            self._replicas.sample_agreed(sample)
+        hashed = None if sample is None else self._replicas.sample_agreed(sample)
         self._check_learns(reduced)
         parts.phases.enter(OPTIMIZER)
         step, epoch = position.step, position.epoch
@@ -215,11 +214,12 @@ class Run:
         if parts.noise is not None:
             self._observe_noise(reduced, applied)
         state.position = position.after(self._planned, reduced.applied)
-        self._replicas.updated()
+        if parts.replica_hooks.watches_weights:
+            self._replicas.updated()
         self._pause = reduced.pauses > 0
         self.duties.plan_after_step(reduced)
         state.at_boundary = True
-        self._record(reduced, applied, position, sample)
+        self._record(reduced, applied, position, hashed)
         if parts.checkpointer is not None:
             if not self._saver_prepared:
                 # Now, after a first step, optimizers have all the state that they will have.
@@ -246,7 +246,7 @@ class Run:
             self._replicas.sample_differs(sample)
 
     def _record(
-        self, reduced: ReducedStep, applied: AppliedUpdate, before: DataPosition, sample: int | None
+        self, reduced: ReducedStep, applied: AppliedUpdate, before: DataPosition, sample: str | None
     ) -> None:
         parts, state = self.parts, self.state
         step, audit = state.position.step, parts.config.audit_every
@@ -267,7 +267,7 @@ class Run:
             loss=math.nan,  # known once the device has computed it
             samples=reduced.applied,
             hash=state.weights_hash() if audit and step % audit == 0 else None,
-            sample=None if sample is None else replica_agreement.to_hex(sample),
+            sample=sample,
             offset=before.offset,
             taken=self._planned,
             learning_rate=applied.learning_rate,

@@ -157,7 +157,7 @@ class RunBuilder:
         )
         feed = open_feed(spec.data, config, team)
         self._closing.callback(feed.close)
-        acked_at = time.monotonic if hooks is None else hooks.journal_acked_at
+        acked_at = None if hooks is None else hooks.journal_acked_at
         steps, replicas = (FixedGroup(team),) * 2 if hooks is None else (hooks.steps, hooks.replicas)
         saves = self._folder is not None and config.checkpoint.enabled
         return RunParts(
