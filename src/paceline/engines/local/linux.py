@@ -8,6 +8,8 @@ import os
 import signal
 from pathlib import Path
 
+from paceline.core import process_state
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -50,11 +52,7 @@ def kill_orphans_of(pid: int) -> None:
     """SIGKILL what a process that has ended left in the group that it led. A number is not given to another
     process while a group has it, so where it stands for a living process the group is gone and it is not
     ours."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        state = "X"
-    if state in "ZX":
+    if process_state.has_ended(pid):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
 

@@ -14,7 +14,6 @@ from typing import Literal, final
 from paceline.comm.context import DistributedContext
 from paceline.comm.cost import LinkCosts
 from paceline.comm.rendezvous.view_group import ViewGroup, ViewPeer, open_view
-from paceline.comm.transport.shm.process_facts import start_time
 from paceline.control import member_machine, spool
 from paceline.control.control_client import ControlClient
 from paceline.control.member_state import (
@@ -36,6 +35,7 @@ from paceline.control.messages import ControlMessage, DialRequest, Heartbeat, Me
 from paceline.control.reachability import ReachabilityProber
 from paceline.control.worker_options import WorkerOptions
 from paceline.core.errors import GroupInterruptedError, PacelineError, RendezvousError
+from paceline.core.process_state import start_time
 from paceline.core.time_limits import COLLECTIVE_SECONDS
 from paceline.train import phases as phase_names
 from paceline.train.loop.run import Run
