@@ -13,7 +13,7 @@ from paceline.core.errors import UsageError
 
 if TYPE_CHECKING:
     from paceline.control.messages import ToolReply
-    from paceline.control.run_status import WorkerStatus
+    from paceline.control.run_status import WorkerFacts
 
 RunFolderArgument = Annotated[Path, typer.Argument(help="The folder of a run that trains now.")]
 Token = Annotated[
@@ -65,7 +65,7 @@ def status(run: RunFolderArgument, as_json: AsJson = False, token_file: Token = 
         echo(_line(worker))
 
 
-def _line(worker: WorkerStatus) -> str:
+def _line(worker: WorkerFacts) -> str:
     heard = "no heartbeat yet" if worker.heard is None else f"heartbeat {worker.heard:.1f} s ago"
     shards = ",".join(map(str, worker.shards)) or "none"
     return (

@@ -13,7 +13,7 @@ from paceline.core.errors import WireError
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class WorkerStatus:
+class WorkerFacts:
     """One worker. `place`: the agent of its machine; `heard`: seconds since its last heartbeat."""
 
     rank: int
@@ -41,7 +41,7 @@ class RunStatus:
     attempt: int = 1
     refused: int = 0
     dropped: int = 0
-    workers: tuple[WorkerStatus, ...] = ()
+    workers: tuple[WorkerFacts, ...] = ()
 
     def to_plain(self) -> dict[str, Any]:
         plain: dict[str, Any] = msgspec.to_builtins(self)

@@ -24,7 +24,7 @@ from paceline.control.messages import (
     ToolRequest,
     View,
 )
-from paceline.control.run_status import RunStatus, WorkerStatus
+from paceline.control.run_status import RunStatus, WorkerFacts
 from paceline.core import limit_errors
 from paceline.core.clock import Clock
 from paceline.core.errors import PacelineError, RendezvousError, UsageError, WireError
@@ -205,11 +205,11 @@ class ToolHandler:
         return ToolReply(done=False, text=f"the supervisor cannot {request.what} {request.number}")
 
 
-def worker_statuses(records: Iterable[WorkerRecord], view: View | None, now: float) -> Iterator[WorkerStatus]:
+def worker_facts(records: Iterable[WorkerRecord], view: View | None, now: float) -> Iterator[WorkerFacts]:
     """Yield what each worker does, by rank."""
     shards = dict(zip(view.members, view.shards, strict=True)) if view is not None else {}
     for record in sorted(records, key=lambda record: (record.slot, record.member)):
-        yield WorkerStatus(
+        yield WorkerFacts(
             rank=record.slot,
             member=record.member,
             pid=record.pid,

@@ -38,7 +38,7 @@ from paceline.elastic.supervisor.action_executor import ActionExecutor
 from paceline.elastic.supervisor.agents import Agents
 from paceline.elastic.supervisor.component_ports import Component, Loop
 from paceline.elastic.supervisor.connection import Connection, InvalidPeers
-from paceline.elastic.supervisor.control_port import PendingHellos, RefusedPeers, ToolHandler, worker_statuses
+from paceline.elastic.supervisor.control_port import PendingHellos, RefusedPeers, ToolHandler, worker_facts
 from paceline.elastic.supervisor.journal_writer import JOURNAL_FILE, JournalWriter
 from paceline.elastic.supervisor.member_handler import (
     AgentHandler,
@@ -385,7 +385,7 @@ class Supervisor:
             attempt=self._spec.attempt,
             refused=self._unproven.refused,
             dropped=self._invalid_peers.dropped,
-            workers=tuple(worker_statuses(records, self._views.latest, now)),
+            workers=tuple(worker_facts(records, self._views.latest, now)),
         )
 
     def _on_sigterm(self, *_: object) -> None:

@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, final
 
-from paceline.control.run_status import WorkerStatus
+from paceline.control.run_status import WorkerFacts
 from paceline.core import events
 from paceline.core.events import Event
 from paceline.data.batch_plan import assign, split_evenly
@@ -90,7 +90,7 @@ class RunTracker:
                 self.ended = event
         return None, moved
 
-    def measure(self, now: float, workers: Sequence[WorkerStatus]) -> None:
+    def measure(self, now: float, workers: Sequence[WorkerFacts]) -> None:
         """Apply what the supervisor said of its workers at the time `now`: how long ago each was heard, and
         its mean time per shard (0: none yet). Ignored for processes that were replaced since."""
         for measured in workers:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final, final
 
 from paceline.control.messages import ToolRequest
-from paceline.control.run_status import RunStatus, WorkerStatus
+from paceline.control.run_status import RunStatus, WorkerFacts
 from paceline.core.errors import PacelineError
 from paceline.elastic.supervisor import tool_client
 from paceline.frontends.fit_drivers import train_spawned
@@ -74,7 +74,7 @@ class SyncJob(TrainingJob):
         yield
 
 
-def measurements(folder: Path) -> tuple[float, Sequence[WorkerStatus]]:
+def measurements(folder: Path) -> tuple[float, Sequence[WorkerFacts]]:
     """Ask the run's supervisor what it has measured of each worker; return the time and the workers.
 
     No worker if none answers: a supervisor that starts, restarts or ends is not a failure of the training.
