@@ -45,7 +45,7 @@ def one_group() -> Iterator[None]:
         try:
             raise failure
         finally:
-            # As where it was raised first: nobody wants to read how it came here.
+            # The traceback that users read is that of the failure alone.
             failure.__context__ = context
 
 
