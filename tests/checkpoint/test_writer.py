@@ -37,7 +37,7 @@ def test_every_rank_writes_its_share(tmp_path):
     writers = [BackgroundWriter(CheckpointStore(tmp_path), rank, 3) for rank in range(3)]
     version = store.next_version()
     for writer in writers:
-        writer.save(version, tensors_at(1), state_at(1) if writer.rank == 0 else None)
+        writer.save(version, tensors_at(1), state_at(1) if writer.part == 0 else None)
     records = [record for writer in writers for record in finished(writer).records]
     assert len(records) == 4
     writers[0].commit(version, records, CheckpointInfo(step=1))
@@ -195,7 +195,7 @@ def test_bad_input_is_refused_before_anything_is_written(tmp_path):
         assert not writer.busy
     with pytest.raises(UsageError, match="closed"):
         writer.save(1, {}, {})
-    with pytest.raises(UsageError, match="rank 2 of 2"):
+    with pytest.raises(UsageError, match="part 2 of 2"):
         BackgroundWriter(CheckpointStore(tmp_path), 2, 2)
     assert list(tmp_path.iterdir()) == []
 
@@ -243,7 +243,7 @@ def test_shares_are_a_balanced_partition(sizes, world):
     assert max(loads) <= max([sum(sizes) / world * 4 / 3, *sizes], default=0) + max(sizes, default=0) / 3
 
 
-def test_share_of_a_rank_that_is_not():
+def test_share_of_a_part_that_is_not():
     with pytest.raises(UsageError):
         share_of({}, 1, 1)
 

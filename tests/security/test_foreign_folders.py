@@ -21,6 +21,7 @@ from paceline.cli import main
 from paceline.control import supervisor_address
 from paceline.control.channel import Channel
 from paceline.control.messages import ToolReply
+from paceline.control.run_status import RunStatus, WorkerFacts
 from paceline.control.supervisor_address import new_secret
 from paceline.core import record_signing
 from paceline.core.errors import PlatformError, UsageError
@@ -354,7 +355,8 @@ def test_what_the_supervisor_of_a_folder_answers_reaches_the_terminal_without_es
     """control.json and control.secret of an unpacked folder lead to a supervisor of its maker."""
     supervisor_address.write_secret(tmp_path, new_secret())
     whereabouts(tmp_path, 1)
-    facts = {"phase": HOSTILE, "generation": HOSTILE, "step": HOSTILE, "workers": []}
+    worker = WorkerFacts(rank=0, member=1, pid=2, host=HOSTILE, place=0, phase=HOSTILE, step=3)
+    facts = RunStatus(phase=HOSTILE, generation=1, step=3, workers=(worker,)).to_plain()
     for command in (["status"], ["status", "--json"], ["stop"], ["scale", "-n", "2"]):
         ours, theirs = socket.socketpair()
         maker = Channel(theirs, session_keys(b"s" * 32, b"", accepts=True))

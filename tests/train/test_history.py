@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+from typing import Any, get_type_hints
 
 import pytest
 
+from paceline.core import events
 from paceline.core.errors import PlatformError, UsageError
+from paceline.train.callbacks import SavedCheckpoint
 from paceline.train.history import EpochRecord, Evaluation, History, StepRecord
 
 
@@ -122,3 +126,41 @@ def test_final_loss_of_an_epoch_that_was_stopped_and_partly_done_by_an_earlier_s
     history = History(total_time=1.0, state_hash="", steps=(step,), unfinished=unfinished)
     assert history.final_loss == 2.0
     assert History.from_dict(history.to_dict()) == history
+
+
+# Fields of a view whose default is not that of its event, with the reason.
+OLD_LINES = (
+    "lines from before the field was kept read as its default; a view that is made without it is unknown"
+)
+OPTIONAL = "every line has it; users may make a view without, for an observer of theirs"
+OTHER_DEFAULTS = {
+    (StepRecord, "learning_rate"): OLD_LINES,
+    (SavedCheckpoint, "epoch"): OLD_LINES,
+    (Evaluation, "samples"): OPTIONAL,
+    (EpochRecord, "seconds"): OPTIONAL,
+    (SavedCheckpoint, "bytes"): OPTIONAL,
+    (SavedCheckpoint, "seconds"): OPTIONAL,
+}
+NOT_IN_THE_JOURNAL = {(SavedCheckpoint, "url")}
+
+
+@pytest.mark.parametrize(
+    ("view", "event"),
+    [
+        (StepRecord, events.StepCommitted),
+        (Evaluation, events.Evaluated),
+        (EpochRecord, events.EpochEnded),
+        (SavedCheckpoint, events.CheckpointSaved),
+    ],
+)
+def test_a_view_repeats_names_types_and_defaults_of_its_event(view: type[Any], event: type[Any]) -> None:
+    types, fields = get_type_hints(event), {one.name: one for one in dataclasses.fields(event)}
+    other = set()
+    for one in dataclasses.fields(view):
+        if (view, one.name) in NOT_IN_THE_JOURNAL:
+            continue
+        assert get_type_hints(view)[one.name] == types[one.name]
+        same = fields[one.name]
+        if (one.default, one.default_factory) != (same.default, same.default_factory):
+            other.add((view, one.name))
+    assert other == {key for key in OTHER_DEFAULTS if key[0] is view}

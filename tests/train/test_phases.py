@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import pytest
+from tests.virtual_clock import VirtualClock
 
 from paceline.train import phases as names
 from paceline.train.phases import Phases
 
 
 @pytest.fixture
-def clock(monkeypatch):
-    """Seconds that pass only when told to."""
-    now = [100.0]
-    monkeypatch.setattr("paceline.train.phases.time.monotonic", lambda: now[0])
-    return now
+def clock() -> VirtualClock:
+    return VirtualClock(100.0)
 
 
-def passing(phases: Phases, clock: list[float], *walk: tuple[str, float]) -> None:
+def passing(phases: Phases, clock: VirtualClock, *walk: tuple[str, float]) -> None:
     for phase, seconds in walk:
         phases.enter(phase)
-        clock[0] += seconds
+        clock.advance(seconds)
 
 
 def test_the_longest_of_those_that_not_every_step_has(clock):
-    phases = Phases()
+    phases = Phases(clock=clock)
     assert phases.longest(names.EVALUATION) == 0.0
     passing(
         phases, clock, (names.EVALUATION, 3.0), (names.DATA, 9.0), (names.EVALUATION, 2.0), (names.DATA, 0)
@@ -34,7 +32,7 @@ def test_the_longest_of_those_that_not_every_step_has(clock):
 
 
 def test_one_that_was_broken_off_says_nothing(clock):
-    phases = Phases()
+    phases = Phases(clock=clock)
     passing(phases, clock, (names.EVALUATION, 0.1), (names.WAIT, 1.0), (names.EVALUATION, 0.2))
     assert phases.longest(names.EVALUATION) == 0.0
     passing(phases, clock, (names.COLLECTIVE, 1.0))
@@ -43,12 +41,12 @@ def test_one_that_was_broken_off_says_nothing(clock):
 
 def test_a_view_change_meets_no_fault_and_tells_nothing_about_saving(clock):
     met: list[tuple[str, int]] = []
-    phases = Phases(lambda phase, step: met.append((phase, step)))
+    phases = Phases(lambda phase, step: met.append((phase, step)), clock=clock)
     phases.enter(names.WAIT)
     for phase in (names.COLLECTIVE, names.CHECKPOINT, names.COLLECTIVE):
         phases.enter(phase, in_view_change=True)
         assert phases.now == (phase, 0.0)
-        clock[0] += 5.0
+        clock.advance(5.0)
     phases.enter(names.DATA)
     assert met == [(names.WAIT, 0), (names.DATA, 0)]
     assert phases.longest(names.CHECKPOINT) == 0.0

@@ -67,21 +67,21 @@ def _add_header(digest: Any, name: str, dtype: str, shape: tuple[int, ...]) -> N
     digest.update(f"{name}\0{dtype}\0{','.join(map(str, shape))}\0".encode())
 
 
-def share_of(tensors: Mapping[str, Tensor], rank: int, world: int) -> list[str]:
-    """Return the names that `rank` of `world` writes: whole tensors, balanced by bytes, largest first.
+def share_of(tensors: Mapping[str, Tensor], part: int, parts: int) -> list[str]:
+    """Return the names in part `part` of `parts`: whole tensors, balanced by bytes, largest first.
 
     Every rank computes the same division, from names and sizes alone, whatever the order of the mapping.
     """
-    if not 0 <= rank < world:
-        raise UsageError(f"rank {rank} of {world}", remedy="give 0 <= rank < world")
+    if not 0 <= part < parts:
+        raise UsageError(f"part {part} of {parts}", remedy="give 0 <= part < parts")
     found = [(name, require_tensor(name, tensor)) for name, tensor in tensors.items()]
     sizes = sorted((-tensor.numel() * tensor.element_size(), name) for name, tensor in found)
-    loads = [(0, index) for index in range(world)]
+    loads = [(0, index) for index in range(parts)]
     mine: list[str] = []
     for negative, name in sizes:
         load, index = heapq.heappop(loads)
         heapq.heappush(loads, (load - negative, index))
-        if index == rank:
+        if index == part:
             mine.append(name)
     return sorted(mine)
 

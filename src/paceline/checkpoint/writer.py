@@ -65,16 +65,16 @@ class WriteResult:
 class BackgroundWriter:
     """One rank's writer into a store. Use it from one thread; close it, or use it with `with`.
 
-    `rank` is the index among the `world` writers, which decides the share. `label` is the rank by which
-    messages name this writer: in a supervised job the slot, whichever members write.
+    It writes part `part` of `parts`, one for each writer. `label` is the rank by which messages name this
+    writer: in a supervised job the slot, whichever members write.
     """
 
-    def __init__(self, store: CheckpointStore, rank: int = 0, world: int = 1) -> None:
-        if not 0 <= rank < world:
-            raise UsageError(f"rank {rank} of {world}", remedy="give 0 <= rank < world")
+    def __init__(self, store: CheckpointStore, part: int = 0, parts: int = 1) -> None:
+        if not 0 <= part < parts:
+            raise UsageError(f"part {part} of {parts}", remedy="give 0 <= part < parts")
         self.store = store
-        self.rank = self.label = rank
-        self.world = world
+        self.part = self.label = part
+        self.parts = parts
         self._buffer = ImageBuffer()
         self._change = threading.Condition()
         self._job: Callable[[], WriteResult] | None = None
@@ -117,8 +117,8 @@ class BackgroundWriter:
         def write() -> WriteResult:
             self._buffer.wait()
             image = self._buffer.image(layout)
-            part = self.store.write_image(version, self.rank, self.world, image, len(layout.entries))
-            records = [replace(part, own=private, finite=self._buffer.finite(layout, MODEL))]
+            file = self.store.write_image(version, self.part, self.parts, image, len(layout.entries))
+            records = [replace(file, own=private, finite=self._buffer.finite(layout, MODEL))]
             if encoded is not None:
                 records.append(self.store.write_state_bytes(version, encoded))
             digest = image_digest(layout, image, private)
@@ -205,7 +205,7 @@ class BackgroundWriter:
                 f"{min(both)!r} is among the tensors of all ranks and among rank {self.label}'s own",
                 remedy="give what a rank has for itself a name that has its rank or shard in it",
             )
-        shared = share_of(tensors, self.rank, self.world)
+        shared = share_of(tensors, self.part, self.parts)
         return self._buffer.fill({**tensors, **own}, [*shared, *own])
 
     def _require_idle(self, what: str) -> None:

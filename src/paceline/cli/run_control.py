@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,6 +13,7 @@ from paceline.core.errors import UsageError
 
 if TYPE_CHECKING:
     from paceline.control.messages import ToolReply
+    from paceline.control.run_status import WorkerFacts
 
 RunFolderArgument = Annotated[Path, typer.Argument(help="The folder of a run that trains now.")]
 Token = Annotated[
@@ -52,22 +53,24 @@ def status(run: RunFolderArgument, as_json: AsJson = False, token_file: Token = 
 
     Example: paceline status runs/20250301-120000-train
     """
-    facts = _ask(run, token_file, "status").facts
+    from paceline.control.run_status import RunStatus
+
+    found = RunStatus.from_plain(_ask(run, token_file, "status").facts)
     if as_json:
-        typer.echo(json.dumps(facts))
+        typer.echo(json.dumps(found.to_plain()))
         return
     # The supervisor that control.json names may be of another user, like the folder.
-    echo(f"{facts['phase']}, generation {facts['generation']}, step {facts['step']}")
-    for worker in facts["workers"]:
+    echo(f"{found.phase}, generation {found.generation}, step {found.step}")
+    for worker in found.workers:
         echo(_line(worker))
 
 
-def _line(worker: dict[str, Any]) -> str:
-    heard = "no heartbeat yet" if worker["heard"] is None else f"heartbeat {worker['heard']:.1f} s ago"
-    shards = ",".join(map(str, worker["shards"])) or "none"
+def _line(worker: WorkerFacts) -> str:
+    heard = "no heartbeat yet" if worker.heard is None else f"heartbeat {worker.heard:.1f} s ago"
+    shards = ",".join(map(str, worker.shards)) or "none"
     return (
-        f"rank {worker['rank']}  pid {worker['pid']}  {worker['host'] or '-'}  {worker['phase']}  "
-        f"step {worker['step']}  shards {shards}  {heard}"
+        f"rank {worker.rank}  pid {worker.pid}  {worker.host or '-'}  {worker.phase}  "
+        f"step {worker.step}  shards {shards}  {heard}"
     )
 
 

@@ -14,7 +14,6 @@ import queue
 import select
 import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Final, Protocol, final
@@ -22,6 +21,7 @@ from typing import Final, Protocol, final
 from paceline.control import channel
 from paceline.control.channel import Channel
 from paceline.control.messages import Ack, ControlMessage, Dismissed, Heartbeat, MemberAccepted, MemberHello
+from paceline.core.clock import Clock, MonotonicClock
 from paceline.core.errors import PacelineError, RendezvousError
 from paceline.core.kernel_deadline import KernelDeadline
 from paceline.core.tls import Tls
@@ -61,6 +61,7 @@ class ControlClient:
 
     lookup   asked before each reconnect: where the supervisor is now; None: where it was
     on_turn  called in the client's thread at least once per heartbeat, whenever it has the interpreter
+    clock    of heartbeats and of absences; waits for sockets take real time
     """
 
     def __init__(
@@ -71,7 +72,9 @@ class ControlClient:
         tls: Tls | None = None,
         lookup: Callable[[], HostPort | None] | None = None,
         on_turn: Callable[[], None] = lambda: None,
+        clock: Clock | None = None,
     ) -> None:
+        self._clock: Clock = clock or MonotonicClock()
         self._address, self._secret = address, secret
         self._tls = tls.client() if tls is not None else None
         self._lookup, self._on_turn = lookup, on_turn
@@ -89,7 +92,7 @@ class ControlClient:
         self._patience = 0.0  # of a worker without a supervisor; the first supervisor sets it
         self._deadline = KernelDeadline()
         self._next_heartbeat = 0.0
-        self._lost_at = time.monotonic()
+        self._lost_at = self._clock.now()
         self._muted_until = 0.0
         self._answers: queue.SimpleQueue[MemberAccepted | Dismissed] = queue.SimpleQueue()
         self._trouble = "no process answered"
@@ -163,27 +166,22 @@ class ControlClient:
         self._answers.put(Dismissed(reason=reason))
 
     @property
-    def gave_up(self) -> bool:
-        """Return whether this client no longer reconnects: dismissed, or after `stop_reconnecting`."""
-        return self._dismissed
-
-    @property
     def lost_at(self) -> float | None:
-        """The time at which the supervisor was lost, on the monotonic clock; None while connected."""
+        """The time at which the supervisor was lost, on the client's clock; None while connected."""
         with self._lock:
-            connected = self._channel is not None and time.monotonic() >= self._muted_until
+            connected = self._channel is not None and self._clock.now() >= self._muted_until
             return None if connected else self._lost_at
 
     @property
     def away(self) -> float:
         """Seconds without a supervisor; 0.0 while connected."""
         lost_at = self.lost_at
-        return 0.0 if lost_at is None else max(0.0, time.monotonic() - lost_at)
+        return 0.0 if lost_at is None else max(0.0, self._clock.now() - lost_at)
 
     def mute(self, seconds: float) -> None:
         """Stop sending and receiving for this long; for fault injection."""
         with self._lock:
-            now = time.monotonic()
+            now = self._clock.now()
             if self._channel is not None and now >= self._muted_until:
                 self._lost_at = now
             self._muted_until = max(self._muted_until, now + seconds)
@@ -216,7 +214,7 @@ class ControlClient:
     def _run(self, handler: ControlHandler) -> None:
         failures = unanswered = 0
         while not self._closing and not self._dismissed:
-            while not self._closing and (left := self._muted_until - time.monotonic()) > 0:
+            while not self._closing and (left := self._muted_until - self._clock.now()) > 0:
                 self._on_turn()
                 self._wait(min(left, self._heartbeat))
             self._on_turn()
@@ -269,22 +267,22 @@ class ControlClient:
             # find itself the newest message, and be sent before those that wait.
             self._sent = 0
             self._push()
-        self._next_heartbeat = time.monotonic()
+        self._next_heartbeat = self._clock.now()
         return opened
 
     def _serve(self, handler: ControlHandler, opened: Channel) -> None:
         limit = float("inf")
-        while not opened.closed and time.monotonic() < limit:
+        while not opened.closed and self._clock.now() < limit:
             if self._closing:
-                limit = min(limit, time.monotonic() + _CLOSE_SECONDS)
-                if not opened.wants_write or time.monotonic() < self._muted_until:
+                limit = min(limit, self._clock.now() + _CLOSE_SECONDS)
+                if not opened.wants_write or self._clock.now() < self._muted_until:
                     break
             self._turn(handler, opened)
         with self._lock:
             # From here on `send` only keeps messages; what was sent and not acknowledged is kept as well.
             self._channel = None
-            if time.monotonic() >= self._muted_until:
-                self._lost_at = time.monotonic()
+            if self._clock.now() >= self._muted_until:
+                self._lost_at = self._clock.now()
             self._trouble = opened.closed
         opened.close()
         if self._patience and not self._dismissed and not self._closing:
@@ -299,7 +297,7 @@ class ControlClient:
         never while the handler is called: the handler sends.
         """
         self._on_turn()
-        now = time.monotonic()
+        now = self._clock.now()
         if now < self._muted_until:
             self._wait(min(self._muted_until - now, self._heartbeat))
             return
@@ -318,10 +316,10 @@ class ControlClient:
         # `_poke` ends the wait: another thread has something to send that did not fit into the socket's
         # buffer, or closes the client.
         poll.register(self._wake, select.POLLIN)
-        ready = dict(poll.poll(max(0.0, self._next_heartbeat - time.monotonic()) * 1000))
+        ready = dict(poll.poll(max(0.0, self._next_heartbeat - self._clock.now()) * 1000))
         if self._wake in ready:
             self._drain()
-        if not ready.get(opened.fileno(), 0) or time.monotonic() < self._muted_until:
+        if not ready.get(opened.fileno(), 0) or self._clock.now() < self._muted_until:
             return
         with self._lock:
             opened.flush()
@@ -336,7 +334,7 @@ class ControlClient:
             case Ack(number=number):
                 # Cumulative: the supervisor acknowledges only what is in the journal, in order. Messages that
                 # were given up for lack of room may be missing at the front.
-                self.acked_at = time.monotonic()
+                self.acked_at = self._clock.now()
                 with self._lock:
                     while self._unacked and self._unacked[0][0] <= number:
                         self._unacked_bytes -= len(self._unacked.popleft()[1])
@@ -354,7 +352,7 @@ class ControlClient:
     def _push(self) -> bool:
         """Send what was not sent on this connection, with the lock held; True when some of it waits."""
         opened = self._channel
-        if opened is None or time.monotonic() < self._muted_until:
+        if opened is None or self._clock.now() < self._muted_until:
             return False
         if self._sent < self._number:
             # The usual case, one new message, must not copy the queue. The queue may be empty: after a

@@ -25,13 +25,13 @@ import selectors
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final, final
 
 from paceline.control.messages import DialResult
 from paceline.core.authenticated_listener import AuthenticatedListener, AuthenticatedSocket
+from paceline.core.clock import Clock, MonotonicClock
 from paceline.core.handshake import DIAL, Connector, HandshakeError, OtherProtocolError
 from paceline.core.session_auth import TAG_BYTES, SessionKeys
 
@@ -109,7 +109,9 @@ class ReachabilityProber:
         secret: bytes,
         listener: socket.socket,
         report: Callable[[DialResult], None],
+        clock: Clock | None = None,
     ) -> None:
+        self._clock: Clock = clock or MonotonicClock()
         self._member = member
         self._slot = slot
         self._secret = secret
@@ -129,7 +131,7 @@ class ReachabilityProber:
     def dial(self, peers: Iterable[Peer]) -> None:
         """Probe these peers, and answer probes for a while. Never blocks; a peer that is being probed is not
         probed twice."""
-        now = time.monotonic()
+        now = self._clock.now()
         with self._lock:
             self._until = now + LINGER_SECONDS
             for peer in peers:
@@ -148,7 +150,7 @@ class ReachabilityProber:
         finally:
             with self._lock:
                 self._holds -= 1
-                if self._targets or time.monotonic() < self._until:
+                if self._targets or self._clock.now() < self._until:
                     self._start()
 
     def close(self) -> None:
@@ -213,14 +215,14 @@ class ReachabilityProber:
         """Return whether the thread continues. `_thread` is cleared under the same lock, so that `dial`
         either finds a thread that will look at its targets, or starts another."""
         with self._lock:
-            busy = bool(self._targets) or time.monotonic() < self._until
+            busy = bool(self._targets) or self._clock.now() < self._until
             if self._holds or not busy:
                 self._thread = None
                 return False
             return True
 
     def _poll_once(self, listener: AuthenticatedListener) -> None:
-        now = time.monotonic()
+        now = self._clock.now()
         with self._lock:
             # A copy: `dial` adds targets from the control thread, and wakes this one for them.
             targets = list(self._targets.values())
@@ -236,8 +238,8 @@ class ReachabilityProber:
         limits = [self._until, listener.due, *(probe.limit for probe in self._probes.values())]
         limits += [answered.limit for answered in self._answered.values()]
         limits += [target.again_at for target in targets if target.again_at]
-        ready = self._selector.select(max(0.01, min(limits) - time.monotonic()))
-        now = time.monotonic()
+        ready = self._selector.select(max(0.01, min(limits) - self._clock.now()))
+        now = self._clock.now()
         # What is ready before what is over: an answer that arrived in time counts, however late it is read.
         for key, mask in ready:
             key.data(mask, now)
@@ -359,7 +361,7 @@ class ReachabilityProber:
     def _answer(self, context: bytes, proven: AuthenticatedSocket) -> None:
         """Expect the large part of a peer that has our proof."""
         # Twice the dialing end's time: that end gives up first, and reports why.
-        answered = _AnsweredPeer(proven, time.monotonic() + 2 * LARGE_SECONDS)
+        answered = _AnsweredPeer(proven, self._clock.now() + 2 * LARGE_SECONDS)
         receive = functools.partial(self._receive, answered)
         self._selector.register(proven.sock, selectors.EVENT_READ, receive)
         self._answered[proven.sock] = answered

@@ -33,7 +33,7 @@ from paceline.train.loop import process_setup
 from paceline.train.loop.finalize import conclude, save_unsupervised
 from paceline.train.loop.run import Run
 from paceline.train.loop.run_builder import RunBuilder, RunSpec
-from paceline.train.loop.run_hooks import MicroBatch
+from paceline.train.loop.run_hooks import MicroBatch, one_group
 from paceline.train.loop.worker_tasks import new_team
 from paceline.train.precision import autocast
 from paceline.train.settings.conflicts import check
@@ -139,7 +139,7 @@ class TrainingSession:
 
     def _handed_out(self, run: Run) -> Generator[MicroBatch, None, None]:
         guard = guarded(run.parts.optimizers, run.parts.update)
-        with guard, closing(run.microbatches()) as micros:
+        with guard, one_group(), closing(run.microbatches()) as micros:
             for micro in micros:
                 changed = dataclasses.replace(micro, data=run.parts.callbacks.change_batch(micro.data))
                 with autocast(self.config.precision, self._device):
@@ -166,7 +166,8 @@ class TrainingSession:
         if self._run is None:
             return
         self._micros.close()
-        self.history = conclude(self._run, self._started)
+        with one_group():
+            self.history = conclude(self._run, self._started)
         self.stopped = self._run.state.ended if self._run.state.stopped_on_request else None
 
     def _close(

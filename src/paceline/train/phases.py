@@ -5,10 +5,10 @@ The loop calls `enter`; another thread may read `now` at any time.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import final
 
+from paceline.core.clock import Clock, MonotonicClock
 from paceline.core.phase_page import PhasePage
 
 START, DATA, FORWARD, BACKWARD = "start", "data", "forward", "backward"
@@ -26,11 +26,13 @@ Inject = Callable[[str, int], None]
 
 @final
 class Phases:
-    def __init__(self, inject: Inject | None = None, page: PhasePage | None = None) -> None:
-        self._inject = inject
-        self._page = page
+    def __init__(
+        self, inject: Inject | None = None, page: PhasePage | None = None, clock: Clock | None = None
+    ) -> None:
+        self._inject, self._page = inject, page
+        self._clock: Clock = clock or MonotonicClock()
         self.step = 0  # being computed: committed steps + 1
-        self._now: tuple[str, float] = (START, time.monotonic())
+        self._now: tuple[str, float] = (START, self._clock.now())
         self._longest: dict[str, float] = {}
 
     def enter(self, phase: str, *, in_view_change: bool = False) -> None:
@@ -40,7 +42,7 @@ class Phases:
         meant for the phase of a step; and no duration is remembered, because loading a checkpoint says
         nothing about how long saving one may take.
         """
-        (before, since), now = self._now, time.monotonic()
+        (before, since), now = self._now, self._clock.now()
         # A phase that ended in a group failure was not completed.
         if before in OCCASIONAL and phase != WAIT and not in_view_change:
             self._longest[before] = max(self._longest.get(before, 0.0), now - since)
@@ -59,7 +61,7 @@ class Phases:
     def now(self) -> tuple[str, float]:
         """The phase, and the seconds since it began."""
         phase, since = self._now
-        return phase, time.monotonic() - since
+        return phase, self._clock.now() - since
 
     def longest(self, phase: str) -> float:
         """Return the longest previous duration of an occasional phase, in seconds; 0: none yet."""

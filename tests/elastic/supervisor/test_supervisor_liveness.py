@@ -14,7 +14,7 @@ from tests.elastic.supervised_jobs import Run, drop, running
 from tests.waiting import wait_for
 
 from paceline.core.events import Note, SupervisorStarted, Verdict, ViewChanged, WorkerFailed
-from paceline.elastic.supervisor.process_probe import is_stopped, kernel_state
+from paceline.elastic.supervisor.process_probe import kernel_state
 from paceline.elastic.supervisor.supervisor_recovery import STATE_FILE
 
 STOPPED_SECONDS = 3.5  # longer than the 2 s after which silence is judged
@@ -200,20 +200,3 @@ def test_a_supervisor_whose_predecessors_memory_is_gone_says_so_and_goes_on(tmp_
     assert note.text in capfd.readouterr().err
     assert not run.of(WorkerFailed)
     assert run.steps == list(range(1, len(run.steps) + 1))
-
-
-def test_what_the_kernel_says_of_a_process():
-    assert is_stopped(os.getpid()) is False
-    assert kernel_state(os.getpid()) == ""
-    assert is_stopped(2**22 + 1) is None
-    child = os.fork()
-    if child == 0:
-        signal.pause()
-    try:
-        os.kill(child, signal.SIGSTOP)
-        os.waitpid(child, os.WUNTRACED)
-        assert is_stopped(child) is True
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    assert is_stopped(child) is None

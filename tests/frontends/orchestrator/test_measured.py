@@ -91,4 +91,4 @@ def test_without_a_supervisor_workers_share_what_all_of_them_do(tmp_path):
 
 
 def test_where_no_supervisor_answers_nothing_is_measured(tmp_path: Path):
-    assert sync_job.measurements(tmp_path) == (0.0, [])
+    assert sync_job.measurements(tmp_path) == (0.0, ())

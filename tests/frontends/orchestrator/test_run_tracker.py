@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from paceline.control.run_status import WorkerFacts
 from paceline.core import events
 from paceline.core.errors import PlatformError
 from paceline.data.sources import as_source
@@ -48,10 +48,13 @@ def step(number: int, when: float, samples: int = 8, seconds: float = 0.5, **met
     )
 
 
-def said(rank: int, pid: int, heard: float | None, shard_seconds: float) -> dict[str, Any]:
+def said(rank: int, pid: int, heard: float | None, shard_seconds: float) -> WorkerFacts:
     """What a supervisor says at the time NOW of a worker that it heard at the time `heard`."""
     ago = None if heard is None else NOW - heard
-    return {"rank": rank, "pid": pid, "heard": ago, "shard_seconds": shard_seconds}
+    return WorkerFacts(
+        rank=rank, member=rank, pid=pid, host="", place=0, phase="data", step=1,
+        heard=ago, shard_seconds=shard_seconds,
+    )  # fmt: skip
 
 
 def test_workers_and_shards_through_a_failure_and_a_replacement():

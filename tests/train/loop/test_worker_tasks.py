@@ -16,11 +16,12 @@ from paceline.core import events
 from paceline.core.errors import GroupInterruptedError
 from paceline.train.loop import process_setup
 from paceline.train.loop.run import Run
-from paceline.train.loop.run_builder import RunBuilder
-from paceline.train.loop.run_hooks import GroupChangedError, SupervisedHooks
+from paceline.train.loop.run_builder import RunBuilder, SupervisedHooks
+from paceline.train.loop.run_hooks import GroupChangedError, one_group
 from paceline.train.loop.worker_tasks import BuiltModel, build, new_team, train_to_end
 from paceline.train.state.duty_progress import Duty
 from paceline.train.state.model_state import state_hash
+from paceline.train.state.resume import resume
 from paceline.train.state.run_state import RunState
 from paceline.train.stop_signals import StopRequest
 
@@ -30,6 +31,8 @@ STEPS = 5
 
 class Scripted:
     """Hooks of a member whose group changes at these points: `interrupts` are (step, shards computed)."""
+
+    watches_weights = True
 
     def __init__(self, pauses: Sequence[int] = (), interrupts: Sequence[tuple[int, int]] = ()) -> None:
         self.pauses, self.interrupts = set(pauses), set(interrupts)
@@ -52,9 +55,7 @@ class Scripted:
                 raise GroupInterruptedError("a member is lost")
             if shard is not None:
                 yield shard
-
-    def shard_done(self, step: int, shard: int, seconds: float) -> None:
-        self.computed.append((step, shard))
+                self.computed.append((step, shard))
 
     def committed(
         self, state: RunState, step: events.StepCommitted, shards: tuple[int, ...], hashes: Mapping[int, str]
@@ -79,7 +80,7 @@ def drive(hooks: Scripted, walk: Callable[[Run, BuiltModel], None]) -> str:
         supervised = SupervisedHooks(hooks, hooks, lambda event: None, time.monotonic, slot=0)
         builder = RunBuilder(team, built.spec, built.device, StopRequest(), hooks=supervised)
         run = stack.enter_context(builder).run()
-        run.state.resume(None)
+        resume(run.state, None)
         walk(run, built)
         return state_hash(built.module)
 
@@ -127,8 +128,11 @@ def test_without_a_driver_that_rejoins_the_change_is_raised():
             train_to_end(run, built)
         assert isinstance(caught.value.cause, GroupInterruptedError)
         assert run.state.position.step == 2
+        with pytest.raises(GroupInterruptedError, match="a member is lost") as failure, one_group():
+            train_to_end(run, built)
+        assert failure.value.__context__ is None
 
-    drive(Scripted(interrupts=[(3, 1)]), walk)
+    drive(Scripted(interrupts=[(3, 1), (4, 0)]), walk)
 
 
 def test_a_group_that_goes_back_to_the_beginning_while_it_concludes_trains_again(undisturbed):
@@ -144,7 +148,7 @@ def test_a_group_that_goes_back_to_the_beginning_while_it_concludes_trains_again
             built.module.load_state_dict(fresh)
             for optimizer in run.parts.optimizers:
                 optimizer.state.clear()
-            run.state.resume(None, fresh=False)
+            resume(run.state, None, fresh=False)
 
         def once(duty: Duty, numbers: Sequence[int]) -> None:
             if run.state.agenda.concluding and not went_back:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from tests.control.member_driver import ME, abort, accepted, failure, finished, prepare, view
@@ -11,6 +13,7 @@ from tests.train.member.unconnected_worker import ALONE, Worker, alone
 from tests.waiting import wait_for
 
 from paceline.control import supervisor_address
+from paceline.control.control_client import ControlHandler
 from paceline.control.member_state import (
     Exit,
     GroupLeft,
@@ -19,9 +22,11 @@ from paceline.control.member_state import (
     SendReport,
 )
 from paceline.control.messages import Dismissed, Stop, ViewInstalled
-from paceline.core.errors import GroupInterruptedError
+from paceline.core.errors import GroupInterruptedError, RendezvousError
 from paceline.testing.thread_transport import run_ranks
 from paceline.train.phases import COLLECTIVE
+
+NOTHING_TO_SAY = cast(ControlHandler, SimpleNamespace(supervisor_away=lambda: None))
 
 
 @pytest.fixture
@@ -182,7 +187,9 @@ def test_an_orphan_that_trains_stops_with_its_group():
 def test_a_worker_of_an_earlier_start_gives_its_supervisor_up(tmp_path):
     worker = Worker(tmp_path)
     worker.shell.tick()
-    assert worker.client.gave_up, "the folder has no secret any longer"
+    # The folder has no secret any longer.
+    with pytest.raises(RendezvousError, match="was not accepted"):
+        worker.client.start(NOTHING_TO_SAY, 60.0)
     worker.close()
 
 
@@ -190,5 +197,6 @@ def test_a_worker_of_this_start_looks_on_for_its_supervisor(tmp_path):
     supervisor_address.write_secret(tmp_path, b"s" * 32)
     worker = Worker(tmp_path)
     worker.shell.tick()
-    assert not worker.client.gave_up
+    with pytest.raises(RendezvousError, match="did not accept this worker"):
+        worker.client.start(NOTHING_TO_SAY, 0.1)
     worker.close()

@@ -27,6 +27,7 @@ from paceline.train import phases
 from paceline.train.loop.run_hooks import GroupChangedError
 from paceline.train.member.membership import OrphanedError, ReleasedError, StartOverError
 from paceline.train.settings.train_config import CheckpointConfig
+from paceline.train.state import resume
 
 # A segment of shared memory that no process has: the view cannot be opened.
 NO_SEGMENT = (os.getpid(), 1 << 20, 1, 1)
@@ -49,9 +50,7 @@ def test_a_checkpoint_is_loaded_in_its_own_phase(monkeypatch):
     """Its limit is that of a slow phase, and not that of a collective."""
     with member() as one:
         during: list[str] = []
-        monkeypatch.setattr(
-            type(one.run.state), "resume", lambda *_, **__: during.append(one.worker.phases.name)
-        )
+        monkeypatch.setattr(resume, "resume", lambda *_, **__: during.append(one.worker.phases.name))
         one.join()
         assert during == [phases.CHECKPOINT]
 

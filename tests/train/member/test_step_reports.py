@@ -8,8 +8,10 @@ from typing import cast
 import pytest
 from tests.control.member_driver import ME, abort, prepare, view
 from tests.train.member.unconnected_worker import Worker
+from tests.virtual_clock import VirtualClock
 
 from paceline.control.messages import ShardComputed, StepReceipt
+from paceline.core.clock import Clock
 from paceline.core.errors import GroupInterruptedError
 from paceline.core.events import StepCommitted
 from paceline.data.batch_plan import DataPosition
@@ -27,9 +29,9 @@ def worker():
     made.close()
 
 
-def reports(worker: Worker) -> StepReports:
-    injector = FaultInjector(None, slot=0)
-    return StepReports(worker.shell, worker.client, Outbox(worker.client, worker.team), worker.team, injector)
+def reports(worker: Worker, clock: Clock | None = None) -> StepReports:
+    injector, outbox = FaultInjector(None, slot=0), Outbox(worker.client, worker.team)
+    return StepReports(worker.shell, worker.client, outbox, worker.team, injector, clock)
 
 
 def state(step: int, agreed: int = 0) -> RunState:
@@ -64,8 +66,10 @@ def test_no_shard_is_begun_after_an_abort(worker):
 
 
 def test_without_the_backup_policy_shards_are_not_announced(worker):
-    hooks = reports(worker)
-    hooks.shard_done(1, 0, 0.5)
+    clock = VirtualClock()
+    hooks = reports(worker, clock)
+    for _ in hooks.shards_to_compute(1, [0]):
+        clock.advance(0.5)
     assert hooks.shard_seconds == 0.5
     assert not [one for one in worker.client.undelivered() if isinstance(one, ShardComputed)]
 
@@ -73,7 +77,7 @@ def test_without_the_backup_policy_shards_are_not_announced(worker):
 def test_with_the_backup_policy_shards_are_announced_and_skipped(worker):
     hooks = reports(worker)
     worker.team.backup = True
-    hooks.shard_done(1, 0, 0.5)
+    assert list(hooks.shards_to_compute(1, [0])) == [0]
     assert worker.client.undelivered()[-1] == ShardComputed(generation=1, step=1, shard=0)
     assert list(hooks.shards_to_compute(1, [0])) == []
 

@@ -2,37 +2,43 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from tests.virtual_clock import VirtualClock
 
 from paceline.core import events
 from paceline.train.callbacks import Callbacks
 from paceline.train.state.recorder import PendingStep, Recorder
 
 
-class Clock:
+class Journal:
+    """When it was last known to have what it was sent, on a clock that moves only when told to."""
+
     def __init__(self) -> None:
-        self.now = 100.0
-        self.heard = 100.0
+        self.clock = VirtualClock(100.0)
+        self.acked_at = 100.0
+
+    def acknowledge(self) -> None:
+        self.acked_at = self.clock.now()
 
 
 @pytest.fixture
-def clock(monkeypatch) -> Clock:
-    made = Clock()
-    monkeypatch.setattr("paceline.train.state.recorder.time.monotonic", lambda: made.now)
-    return made
+def journal() -> Journal:
+    return Journal()
 
 
-def recorder(clock: Clock, told: list[events.Event] | None = None) -> Recorder:
+def recorder(journal: Journal, told: list[events.Event] | None = None) -> Recorder:
     tell = None if told is None else told.append
-    return Recorder(Callbacks([]), tell, torch.device("cpu"), acked_at=lambda: clock.heard)
+    acked_at = partial(getattr, journal, "acked_at")
+    return Recorder(Callbacks([]), tell, torch.device("cpu"), acked_at=acked_at, clock=journal.clock)
 
 
-def take(made: Recorder, clock: Clock, *numbers: int) -> None:
+def take(made: Recorder, journal: Journal, *numbers: int) -> None:
     for number in numbers:
-        clock.now += 1.0
+        journal.clock.advance(1.0)
         event = events.StepCommitted(time=0.0, step=number, epoch=0, loss=0.0, samples=1, generation=1)
         made.commit(PendingStep(event, torch.zeros(1), False, ()))
 
@@ -46,50 +52,51 @@ def resumed(number: int) -> events.RunResumed:
     return events.RunResumed(time=1.0, version=1, step=number, epoch=0, workers=1)
 
 
-def test_only_what_is_newer_than_the_last_word_of_the_journal(clock):
-    made = recorder(clock)
-    take(made, clock, *range(1, 7))
+def test_only_what_is_newer_than_the_last_word_of_the_journal(journal):
+    made = recorder(journal)
+    take(made, journal, *range(1, 7))
     assert held(made) == [1, 2, 3, 4, 5, 6]
-    clock.heard = clock.now
+    journal.acknowledge()
     assert held(made) == [4, 5, 6]  # what was told in the last two seconds may be on its way
 
 
-def test_it_goes_from_checkpoint_to_checkpoint_until_it_is_acknowledged(clock):
-    first = recorder(clock)
-    take(first, clock, 25, 26)
+def test_it_goes_from_checkpoint_to_checkpoint_until_it_is_acknowledged(journal):
+    first = recorder(journal)
+    take(first, journal, 25, 26)
     told: list[events.Event] = []
-    second = recorder(clock, told)
+    second = recorder(journal, told)
     second.load_state_dict(first.state_dict())
     recalled = second.recall()
     assert [event.generation for event in recalled if isinstance(event, events.StepCommitted)] == [-1, -1]
     second.note(resumed(26))
-    take(second, clock, 27)
+    take(second, journal, 27)
     assert held(second) == [25, 26, "resumed 26", 27]
-    clock.now = clock.heard = clock.now + 10.0
-    take(second, clock, 28)
+    journal.clock.advance(10.0)
+    journal.acknowledge()
+    take(second, journal, 28)
     assert held(second) == [28]
 
 
-def test_steps_that_were_done_again_are_there_once_and_after_the_resume(clock):
-    made = recorder(clock)
-    take(made, clock, 1, 2, 3, 4)
+def test_steps_that_were_done_again_are_there_once_and_after_the_resume(journal):
+    made = recorder(journal)
+    take(made, journal, 1, 2, 3, 4)
     made.note(resumed(2))
-    take(made, clock, 3)
+    take(made, journal, 3)
     assert held(made) == [1, 2, "resumed 2", 3]
     assert [event.step for event in made.events_after(1)] == [2, 3]  # type: ignore[attr-defined]
 
 
-def test_what_is_remembered_is_bounded(clock):
-    made = recorder(clock)
-    take(made, clock, *range(1, 9001))
+def test_what_is_remembered_is_bounded(journal):
+    made = recorder(journal)
+    take(made, journal, *range(1, 9001))
     assert held(made) == list(range(9001 - 8192, 9001))
-    clock.heard = clock.now
-    take(made, clock, 9001)
+    journal.acknowledge()
+    take(made, journal, 9001)
     assert len(made.events_after(0)) == 256
 
 
-def test_a_checkpoint_from_before_it_held_any(clock):
-    made = recorder(clock)
+def test_a_checkpoint_from_before_it_held_any(journal):
+    made = recorder(journal)
     state = made.state_dict()
     del state["unconfirmed"]
     made.load_state_dict(state)

@@ -23,7 +23,6 @@ from torch.distributed import DistError, Store, TCPStore  # type: ignore[attr-de
 
 from paceline.comm.rendezvous.environment import SECRET_VARIABLE, Address
 from paceline.comm.rendezvous.key_value_store import StoreClient, StoreServer
-from paceline.comm.transport.shm.process_facts import start_time
 from paceline.comm.transport.tcp.dial import MAX_PAUSE, Deadline, Look, no_check
 from paceline.core.errors import GroupInterruptedError, RendezvousError, WireError
 from paceline.core.handshake import KeyedDifferentlyError, VersionError
@@ -34,6 +33,7 @@ from paceline.core.listen_address import (
     local_address,
     resolves_to_loopback,
 )
+from paceline.core.process_state import start_time
 from paceline.core.wording import counted, ranks
 
 T = TypeVar("T")

@@ -24,11 +24,12 @@ from paceline.core.clock import Clock, MonotonicClock
 from paceline.core.errors import PacelineError, RendezvousError, WireError
 from paceline.core.host import host_identity, host_name
 from paceline.core.listen_address import ANY_PORT, ListenAddress
+from paceline.core.process_state import is_stopped_or_frozen
 from paceline.core.sandbox_fallbacks import memory_file
 from paceline.core.tls import Tls
 from paceline.core.wording import counted
 from paceline.elastic.supervisor.agents import payload_digest
-from paceline.elastic.supervisor.process_probe import PROBE_POLL_SECONDS, StackProbe, is_stopped
+from paceline.elastic.supervisor.process_probe import PROBE_POLL_SECONDS, StackProbe
 from paceline.elastic.supervisor.tool_client import open_channel
 from paceline.elastic.supervisor.worker_exits import describe_exit
 from paceline.engines.local import fork_server_client, launch
@@ -193,7 +194,7 @@ class Agent:
                     self._start(message)
             case messages.StackRequest(member=member, probe=True):
                 process = self._workers.get(member)
-                stopped = is_stopped(process.pid) if process is not None and process.pid else None
+                stopped = is_stopped_or_frozen(process.pid) if process is not None and process.pid else None
                 if stopped is not None:
                     self._send(messages.StackReply(member=member, state="", frames=(), stopped=stopped))
             case messages.StackRequest(member=member):

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Final, final
+from typing import Final, final
 
 from paceline.control.message_codec import ForeignVersion
 from paceline.control.messages import (
@@ -24,6 +24,7 @@ from paceline.control.messages import (
     ToolRequest,
     View,
 )
+from paceline.control.run_status import RunStatus, WorkerFacts
 from paceline.core import limit_errors
 from paceline.core.clock import Clock
 from paceline.core.errors import PacelineError, RendezvousError, UsageError, WireError
@@ -177,12 +178,12 @@ class PendingHellos(_TimedConnections):
 @final
 @dataclass(frozen=True)
 class ToolHandler:
-    """`refuse_size` gives the reason why the job cannot have a number of workers, or None; `status` the facts
-    of `paceline status`."""
+    """`refuse_size` gives the reason why the job cannot have a number of workers, or None; `status` what
+    `paceline status` tells."""
 
     loop: EventLoop
     refuse_size: Callable[[int], str | None]
-    status: Callable[[], dict[str, Any]]
+    status: Callable[[], RunStatus]
 
     def answer(self, request: ToolRequest) -> ToolReply:
         """Do what a tool asks for."""
@@ -198,27 +199,26 @@ class ToolHandler:
                 self.loop.emit(StopRequested(printable(request.text) or "paceline stop"))
                 return ToolReply(done=True, text="the job is asked to save and end")
             case "status":
-                facts = self.status()
-                return ToolReply(done=True, text=f"{facts['phase']}, step {facts['step']}", facts=facts)
+                status = self.status()
+                text = f"{status.phase}, step {status.step}"
+                return ToolReply(done=True, text=text, facts=status.to_plain())
         return ToolReply(done=False, text=f"the supervisor cannot {request.what} {request.number}")
 
 
-def worker_facts(records: Iterable[WorkerRecord], view: View | None, now: float) -> list[dict[str, Any]]:
-    """Return what each worker does, by rank."""
+def worker_facts(records: Iterable[WorkerRecord], view: View | None, now: float) -> Iterator[WorkerFacts]:
+    """Yield what each worker does, by rank."""
     shards = dict(zip(view.members, view.shards, strict=True)) if view is not None else {}
-    return [
-        {
-            "rank": record.slot,
-            "member": record.member,
-            "pid": record.pid,
-            "host": record.hostname,
-            "place": record.agent_id,
-            "phase": record.phase,
-            "step": record.progress[0] if record.progress is not None else 0,
-            "shards": list(shards.get(record.member, ())),
-            "heard": round(now - record.heartbeat_at, 2) if record.heartbeat_at else None,
-            "shard_seconds": record.heartbeat.shard_seconds if record.heartbeat is not None else 0.0,
-            "rss": record.heartbeat.rss if record.heartbeat is not None else 0,
-        }
-        for record in sorted(records, key=lambda record: (record.slot, record.member))
-    ]
+    for record in sorted(records, key=lambda record: (record.slot, record.member)):
+        yield WorkerFacts(
+            rank=record.slot,
+            member=record.member,
+            pid=record.pid,
+            host=record.hostname,
+            place=record.agent_id,
+            phase=record.phase,
+            step=record.progress[0] if record.progress is not None else 0,
+            shards=shards.get(record.member, ()),
+            heard=round(now - record.heartbeat_at, 2) if record.heartbeat_at else None,
+            shard_seconds=record.heartbeat.shard_seconds if record.heartbeat is not None else 0.0,
+            rss=record.heartbeat.rss if record.heartbeat is not None else 0,
+        )

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Final, final
 
 from paceline.control.messages import StackReply, StackRequest
-from paceline.core import available_resources, phase_page
+from paceline.core import phase_page
+from paceline.core.process_state import is_stopped_or_frozen, state_letter
 from paceline.elastic.machine.machine_events import ProcessProbed
 from paceline.elastic.machine.settings import LOCAL_AGENT
 from paceline.elastic.supervisor.agents import Agents
@@ -59,7 +60,7 @@ class StackProbe:
             return True
         if now < self._began + STACK_SECONDS:
             return False
-        return now >= self._began + MAX_STACK_SECONDS or _state_letter(self._process.pid) != "R"
+        return now >= self._began + MAX_STACK_SECONDS or state_letter(self._process.pid) != "R"
 
     def frames(self) -> list[str]:
         """Return the frames, innermost first."""
@@ -86,7 +87,7 @@ class ProcessProbe:
             if record.agent_id != LOCAL_AGENT:
                 self.agents.request(record.agent_id, StackRequest(member=member, probe=True))
             elif process is not None and process.pid and not process.has_ended:
-                stopped = is_stopped(process.pid)
+                stopped = is_stopped_or_frozen(process.pid)
                 if stopped is not None:
                     self.loop.emit(self._probed(member, stopped))
 
@@ -105,20 +106,10 @@ class ProcessProbe:
         return ProcessProbed(member, stopped, page.phase, max(0.0, now - page.since), ran)
 
 
-def is_stopped(pid: int) -> bool | None:
-    """Return whether the kernel keeps a process of this host from running; None: there is none."""
-    state = _state_letter(pid)
-    if not state or state in "ZXx":
-        return None
-    if state in "Tt":
-        return True
-    return available_resources.is_frozen(Path(f"/proc/{pid}"))
-
-
 def kernel_state(pid: int) -> str:
     """Describe the kernel's state of a process of this host; empty where it runs or cannot be seen."""
-    letter = _state_letter(pid)
-    if letter not in "Tt" and is_stopped(pid):
+    letter = state_letter(pid)
+    if letter not in "Tt" and is_stopped_or_frozen(pid):
         return "the process is frozen (cgroup freezer)"
     return {
         "T": "the process is stopped (SIGSTOP)",
@@ -126,10 +117,3 @@ def kernel_state(pid: int) -> str:
         "D": "the process waits for the kernel (disk or network file system)",
         "Z": "the process has ended",
     }.get(letter, "")
-
-
-def _state_letter(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""

@@ -15,10 +15,11 @@ import os
 import signal
 import socket
 from collections.abc import Callable
-from typing import Any, Final, final
+from typing import Final, final
 
 from paceline.control import channel, supervisor_address
 from paceline.control.channel import Channel
+from paceline.control.run_status import RunStatus
 from paceline.control.supervisor_address import SupervisorAddress
 from paceline.control.worker_options import AgentLaunch, WorkerOptions
 from paceline.core import fd_messages
@@ -375,16 +376,17 @@ class Supervisor:
             Connection(opened, host, self._loop.selector, self._handshakes, self._invalid_peers.add)
         )
 
-    def _status(self) -> dict[str, Any]:
-        return {
-            "phase": self._state.phase.value,
-            "generation": self._state.generation,
-            "step": self._journal.journaled,
-            "attempt": self._spec.attempt,
-            "refused": self._unproven.refused,
-            "dropped": self._invalid_peers.dropped,
-            "workers": worker_facts(self._records.live.values(), self._views.latest, self._loop.clock.now()),
-        }
+    def _status(self) -> RunStatus:
+        records, now = self._records.live.values(), self._loop.clock.now()
+        return RunStatus(
+            phase=self._state.phase.value,
+            generation=self._state.generation,
+            step=self._journal.journaled,
+            attempt=self._spec.attempt,
+            refused=self._unproven.refused,
+            dropped=self._invalid_peers.dropped,
+            workers=tuple(worker_facts(records, self._views.latest, now)),
+        )
 
     def _on_sigterm(self, *_: object) -> None:
         self._got_sigterm = True

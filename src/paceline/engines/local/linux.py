@@ -8,6 +8,8 @@ import os
 import signal
 from pathlib import Path
 
+from paceline.core import process_state
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -48,13 +50,9 @@ def kill_process_group(pid: int) -> None:
 
 def kill_orphans_of(pid: int) -> None:
     """Kill what a process that has ended left in the group that it led. A number is not given to another
-    process while a group has it, so where it stands for a living process the group is gone and that process
-    is not ours."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        state = "X"
-    if state in "ZX":
+    process while a group has it, so where it stands for a living process the group is gone and it is not
+    ours."""
+    if process_state.has_ended(pid):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
 

@@ -6,11 +6,12 @@ Pure: one event in, state changed. The orchestrator's results are dicts made fro
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, final
 
+from paceline.control.run_status import WorkerFacts
 from paceline.core import events
 from paceline.core.events import Event
 from paceline.data.batch_plan import assign, split_evenly
@@ -89,19 +90,19 @@ class RunTracker:
                 self.ended = event
         return None, moved
 
-    def measure(self, now: float, workers: Sequence[Mapping[str, Any]]) -> None:
+    def measure(self, now: float, workers: Sequence[WorkerFacts]) -> None:
         """Apply what the supervisor said of its workers at the time `now`: how long ago each was heard, and
         its mean time per shard (0: none yet). Ignored for processes that were replaced since."""
         for measured in workers:
-            node = self.workers.get(measured["rank"])
-            if node is None or node.pid != measured["pid"] or node.state not in _PRESENT:
+            node = self.workers.get(measured.rank)
+            if node is None or node.pid != measured.pid or node.state not in _PRESENT:
                 continue
-            if measured["heard"] is None:
+            if measured.heard is None:
                 continue
             speed = node.speed
-            if measured["shard_seconds"] > 0.0 and self._step_samples > 0.0:
-                speed = self._step_samples / self._assigned / measured["shard_seconds"]
-            heard = max(node.last_heartbeat, now - measured["heard"])
+            if measured.shard_seconds > 0.0 and self._step_samples > 0.0:
+                speed = self._step_samples / self._assigned / measured.shard_seconds
+            heard = max(node.last_heartbeat, now - measured.heard)
             self.workers[node.id] = replace(node, last_heartbeat=heard, speed=speed)
 
     def end(self) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Final, final
 
 from paceline.control.messages import ToolRequest
+from paceline.control.run_status import RunStatus, WorkerFacts
 from paceline.core.errors import PacelineError
 from paceline.elastic.supervisor import tool_client
 from paceline.frontends.fit_drivers import train_spawned
@@ -73,13 +74,13 @@ class SyncJob(TrainingJob):
         yield
 
 
-def measurements(folder: Path) -> tuple[float, list[dict[str, Any]]]:
+def measurements(folder: Path) -> tuple[float, Sequence[WorkerFacts]]:
     """Ask the run's supervisor what it has measured of each worker; return the time and the workers.
 
     No worker if none answers: a supervisor that starts, restarts or ends is not a failure of the training.
     """
     try:
-        answer = tool_client.ask(folder, ToolRequest(what="status"), _ASK_SECONDS)
+        facts = tool_client.ask(folder, ToolRequest(what="status"), _ASK_SECONDS).facts
+        return time.time(), RunStatus.from_plain(facts).workers
     except (PacelineError, OSError):
-        return 0.0, []
-    return time.time(), answer.facts.get("workers", [])
+        return 0.0, ()

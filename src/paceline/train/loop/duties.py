@@ -18,7 +18,6 @@ from paceline.train.phases import CHECKPOINT, COLLECTIVE, EVALUATION
 from paceline.train.state import modifier_states
 from paceline.train.state.checkpointing import TRAIN_LOSS
 from paceline.train.state.duty_progress import Duty
-from paceline.train.state.model_state import state_hash
 from paceline.train.state.run_state import RunState
 from paceline.train.step.step_counters import ReducedStep
 
@@ -137,7 +136,7 @@ class Duties:
     def save(self) -> None:
         """Start a checkpoint of the state as it is, unless this step has one."""
         parts, state = self._parts, self._state
-        if parts.checkpointer is None or parts.checkpointer.saved_step == state.position.step:
+        if parts.checkpointer is None or parts.checkpointer.begun_step == state.position.step:
             return
         parts.phases.enter(CHECKPOINT)
         parts.recorder.flush()
@@ -164,7 +163,7 @@ class Duties:
             and state.ended is None
             and checkpointer.due_after_epoch(state.position.epoch)
         ):
-            checkpointer.saved_step = -1  # a version of this step does not have that the epoch has turned
+            checkpointer.save_again()  # a version of this step does not have that the epoch has turned
         parts.recorder.start_clock()
 
     def _close_last_epoch(self) -> None:
@@ -179,7 +178,7 @@ class Duties:
         parts, state = self._parts, self._state
         parts.phases.enter(COLLECTIVE)
         unsaved = parts.checkpointer.unsaved(state.position.step) if parts.checkpointer is not None else None
-        digest = state_hash(parts.module)
+        digest = state.weights_hash()
         state.final_hashes = parts.team.context.all_gather([digest, parts.stop.asked(), unsaved])
         self._replicas.compare("end", digest)
 

@@ -139,7 +139,7 @@ def save_unsupervised(run: Run, error: BaseException) -> None:
     if isinstance(error, ReplicasDifferError):
         return  # no rank is known to be right: no state may become a version
     step, several = run.state.position.step, run.parts.team.world_size > 1
-    if run.state.at_boundary and not run.state.agenda.concluded and step > checkpointer.saved_step:
+    if run.state.at_boundary and not run.state.agenda.concluded and step > checkpointer.begun_step:
         with _one_at_a_time(run):
             save_alone(run) if several else save_in_group(run)
     if checkpointer.newest is not None:

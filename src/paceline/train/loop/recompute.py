@@ -42,10 +42,11 @@ from paceline.train.callbacks import Modifier
 from paceline.train.loop import process_setup
 from paceline.train.loop.run import Run
 from paceline.train.loop.run_builder import RunBuilder
+from paceline.train.loop.run_hooks import one_group
 from paceline.train.loop.worker_tasks import BuiltModel, TrainJob, build, compute, new_team
 from paceline.train.settings.fault_tolerance import FaultTolerance
 from paceline.train.settings.train_config import TrainConfig, changes_of_definition, definition
-from paceline.train.state.model_state import state_hash
+from paceline.train.state.resume import resume
 from paceline.train.state.run_folder import RunFolder
 from paceline.train.step import replica_agreement
 from paceline.train.step.step_hashes import shard_hash
@@ -118,7 +119,7 @@ def replay_shard(
     with alone(job, record, step) as (built, replayed):
         state, store = replayed.state, kept_versions(job, run)
         if store is not None:
-            state.resume("auto", step - 1, store=store)
+            resume(state, "auto", step - 1, store=store)
         state.ended = None
         first = state.position.step
         digest, loss = _walk(replayed, built, step, shard)
@@ -165,6 +166,7 @@ def alone(job: TrainJob, record: RecordedRun, last: int) -> Iterator[tuple[Built
         validation=None, folder=None, stop_file=None, process=None,
     )  # fmt: skip
     with ExitStack() as stack:
+        stack.enter_context(one_group())
         stack.enter_context(set_aside())
         stack.enter_context(process_setup.prepared(config))
         context = stack.enter_context(DistributedContext(1, 0))
@@ -376,7 +378,7 @@ class _Walk:
         self.walked.append(interval)
         run = self._run
         if interval.version is not None:
-            run.state.resume(interval.version, store=self._store)
+            resume(run.state, interval.version, store=self._store)
         run.state.ended = None
         after = before = interval.first - 1  # steps whose results, and whose weights, were looked at
         steps = run.microbatches()
@@ -408,7 +410,7 @@ class _Walk:
         if commit is not None and newest is not None and newest.step == step:
             self._same(step, "loss", commit.loss.hex(), newest.loss.hex())
         if commit is not None and commit.hash is not None:
-            self._same(step, "hash", commit.hash, state_hash(self._built.module))
+            self._same(step, "hash", commit.hash, self._run.state.weights_hash())
         version = self._versions.get(step)
         if version is not None and self._store is not None:
             saved = self._store.open(version)
@@ -416,7 +418,7 @@ class _Walk:
             self._same(step, "checkpoint", digest_of(dict(saved.tensors())), digest_of(mine))
         ended = self._record.ended
         if ended is not None and ended.step == step:
-            self._same(step, "end", ended.hash, state_hash(self._built.module))
+            self._same(step, "end", ended.hash, self._run.state.weights_hash())
 
     def _same(self, step: int, what: str, recorded: str, computed: str) -> None:
         if recorded == computed:

@@ -2,8 +2,7 @@
 
 Three moments: a sample of the weights with every step (step/replica_agreement.py), everything that a
 checkpoint is written from, and the weights at the end. A rank that trains alone compares its weights with
-what its own last update left (`WeightWatch`). A difference is reported to the supervisor, which
-decides what follows; without a supervisor it ends the run.
+what its own last update left (`WeightWatch`). What follows from a difference is up to `ReplicaHooks`.
 """
 
 from __future__ import annotations
@@ -24,9 +23,10 @@ class ReplicaChecks:
     def compare(self, kind: str, digest: str) -> None:
         """Compare `digest` with all ranks: it is equal after this step, or none of them continues."""
         parts, state = self._parts, self._state
-        step, hooks, vote = state.position.step, parts.hooks, f"{kind}:{digest}"
+        hooks, vote = parts.replica_hooks, f"{kind}:{digest}"
         if parts.team.world_size == 1:
-            self._check_memory(None)
+            if hooks.watches_weights:
+                self._check_memory(None)
         else:
             try:
                 digests = parts.team.context.all_gather(digest)
@@ -34,14 +34,12 @@ class ReplicaChecks:
                 # The first rank that sees a difference has all others interrupted, also those that are still
                 # in this exchange. Buffers are in no report: without this vote the odd one of two ranks could
                 # not be named.
-                if hooks is not None:
-                    hooks.replicas.comparison_interrupted(state, vote)
+                hooks.comparison_interrupted(state, vote)
                 raise
             if len(set(digests)) > 1:
                 self.differ(kind, digest)
-        state.agreed_step = step
-        if hooks is not None:
-            hooks.replicas.replicas_agree(state, vote)
+        state.agreed_step = state.position.step
+        hooks.replicas_agree(state, vote)
 
     def sample(self) -> int | None:
         """Return the sample of the weights that the open step was computed with.
@@ -54,39 +52,34 @@ class ReplicaChecks:
         if alone and not state.sample.at_hand:
             return None
         sample = state.sample.of(state.position.step)
-        if alone:
+        if alone and self._parts.replica_hooks.watches_weights:
             self._check_memory(sample)
         return sample
 
-    def sample_agreed(self, sample: int) -> None:
-        """Note that all ranks hold this sample: the exchange of the step has compared it."""
-        parts, state = self._parts, self._state
-        self._note_contribution(sample)
+    def sample_agreed(self, sample: int) -> str:
+        """Note that all ranks hold this sample, as the exchange of the step has shown; return it as text."""
+        parts, state, text = self._parts, self._state, replica_agreement.to_hex(sample)
+        self._note_contribution(text)
         if parts.team.world_size > 1:
             state.watch.agreed(state.position.step, sample)
-        if parts.hooks is not None:
-            text = replica_agreement.to_hex(sample)
-            parts.hooks.replicas.replicas_agree(state, f"sample:{text}")
+        parts.replica_hooks.replicas_agree(state, f"sample:{text}")
+        return text
 
     def sample_differs(self, sample: int) -> NoReturn:
         """Raise because the exchange of the step has shown that not all ranks hold the same sample."""
-        self._note_contribution(sample)
-        self.differ("sample", replica_agreement.to_hex(sample))
+        text = replica_agreement.to_hex(sample)
+        self._note_contribution(text)
+        self.differ("sample", text)
 
     def differ(self, kind: str, digest: str) -> NoReturn:
-        parts, state = self._parts, self._state
         # What was summed in the open step has been overwritten, with the gradients of an odd rank in it.
-        parts.transaction.abandon()
-        if parts.hooks is not None:
-            parts.hooks.replicas.replicas_differ(state, f"{kind}:{digest}")
-        raise replica_agreement.differ_error(state.position.step, parts.team.context.all_gather(digest))
+        self._parts.transaction.abandon()
+        self._parts.replica_hooks.replicas_differ(self._state, f"{kind}:{digest}")
 
     def updated(self) -> None:
         """Remember what the update has left: for this rank to compare with, and for the other ranks should
         this one be gone by then."""
         parts, state = self._parts, self._state
-        if parts.hooks is None:
-            return
         state.watch.leave(state.position.step, alone=parts.team.world_size == 1)
         left = state.watch.left(state.position.step)
         if left is not None:
@@ -95,12 +88,11 @@ class ReplicaChecks:
     def _check_memory(self, sample: int | None) -> None:
         """Check, on a rank that trains alone, that its weights are those its last update left."""
         step = self._state.position.step
-        if self._parts.hooks is None or not self._state.watch.has_changed(step, sample):
+        if not self._state.watch.has_changed(step, sample):
             return
         self._parts.transaction.abandon()
         raise GroupInterruptedError(f"the weights of this worker changed in its memory after step {step}")
 
-    def _note_contribution(self, sample: int) -> None:
+    def _note_contribution(self, text: str) -> None:
         transaction, step = self._parts.transaction, self._state.position.step + 1
-        text = replica_agreement.to_hex(sample)
         self._state.hashes.add(step, transaction.counted, text, transaction.contribution_hash)

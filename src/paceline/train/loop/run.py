@@ -35,7 +35,6 @@ from paceline.train.loop.replica_checks import ReplicaChecks
 from paceline.train.loop.run_hooks import GROUP_FAILURES, GroupChangedError, MicroBatch, RunParts
 from paceline.train.phases import BACKWARD, COLLECTIVE, DATA, FORWARD, OPTIMIZER
 from paceline.train.state import modifier_states
-from paceline.train.state.model_state import state_hash
 from paceline.train.state.recorder import PendingStep
 from paceline.train.state.run_state import RunState
 from paceline.train.step import replica_agreement
@@ -137,8 +136,6 @@ class Run:
         except GROUP_FAILURES as failure:
             # A pause that was agreed on is overtaken: the driver changes the group now.
             self._pause = False
-            if self.parts.hooks is None:
-                raise  # without supervision no other group comes: the failure itself ends the run
             raise GroupChangedError(failure) from failure
 
     # one step
@@ -159,9 +156,7 @@ class Run:
         transaction.open(position.epoch, position.step, self._counts, scaler.scale if scaler else 1.0)
         first = position.step == 0 and not self._modifiers_checked
         modifiers = modifier_states.digests(parts.callbacks) if first else {}
-        missing, hooks = transaction.missing, None if parts.hooks is None else parts.hooks.steps
-        for shard in missing if hooks is None else hooks.shards_to_compute(phases.step, missing):
-            started = time.perf_counter()
+        for shard in parts.step_hooks.shards_to_compute(phases.step, transaction.missing):
             transaction.start_shard(shard)
             for batch in feed.batches(shard):
                 if batch.skipped:
@@ -181,8 +176,6 @@ class Run:
                     )
                 phases.enter(DATA)  # the next batch is fetched
             transaction.finish_shard(shard)
-            if hooks is not None:
-                hooks.shard_done(phases.step, shard, time.perf_counter() - started)
         if first:
             self._modifiers_checked = True
             modifier_states.check_batch_changers(modifiers, parts.callbacks)
@@ -202,8 +195,7 @@ class Run:
         reduced, sample = self._reduce()
         # Buffers have moved: until the update is through, the state is that of no step.
         state.at_boundary = False
-        if sample is not None:
-            self._replicas.sample_agreed(sample)
+        hashed = None if sample is None else self._replicas.sample_agreed(sample)
         self._check_learns(reduced)
         parts.phases.enter(OPTIMIZER)
         step, epoch = position.step, position.epoch
@@ -222,11 +214,12 @@ class Run:
         if parts.noise is not None:
             self._observe_noise(reduced, applied)
         state.position = position.after(self._planned, reduced.applied)
-        self._replicas.updated()
+        if parts.replica_hooks.watches_weights:
+            self._replicas.updated()
         self._pause = reduced.pauses > 0
         self.duties.plan_after_step(reduced)
         state.at_boundary = True
-        self._record(reduced, applied, position, sample)
+        self._record(reduced, applied, position, hashed)
         if parts.checkpointer is not None:
             if not self._saver_prepared:
                 # Now, after a first step, optimizers have all the state that they will have.
@@ -238,7 +231,7 @@ class Run:
         """Exchange gradients, counters and a sample of the weights with all ranks: the point of decision."""
         parts = self.parts
         written, failed = parts.checkpointer.written if parts.checkpointer is not None else (False, False)
-        pause = parts.hooks is not None and parts.hooks.steps.wants_pause
+        pause = parts.step_hooks.wants_pause
         parts.phases.enter(COLLECTIVE)
         sample = self._replicas.sample()
         requests = StepRequests(parts.stop.asked(), written, failed, pause, sample or 0)
@@ -253,7 +246,7 @@ class Run:
             self._replicas.sample_differs(sample)
 
     def _record(
-        self, reduced: ReducedStep, applied: AppliedUpdate, before: DataPosition, sample: int | None
+        self, reduced: ReducedStep, applied: AppliedUpdate, before: DataPosition, sample: str | None
     ) -> None:
         parts, state = self.parts, self.state
         step, audit = state.position.step, parts.config.audit_every
@@ -273,8 +266,8 @@ class Run:
             epoch=before.epoch,
             loss=math.nan,  # known once the device has computed it
             samples=reduced.applied,
-            hash=state_hash(parts.module) if audit and step % audit == 0 else None,
-            sample=None if sample is None else replica_agreement.to_hex(sample),
+            hash=state.weights_hash() if audit and step % audit == 0 else None,
+            sample=sample,
             offset=before.offset,
             taken=self._planned,
             learning_rate=applied.learning_rate,
@@ -282,9 +275,7 @@ class Run:
             generation=parts.team.generation,
         )
         record = parts.recorder.commit(PendingStep(event, numbers, applied.norm is not None, reduced.metrics))
-        if parts.hooks is not None:
-            transaction = parts.transaction
-            parts.hooks.steps.committed(state, event, transaction.counted, transaction.shard_hashes)
+        parts.step_hooks.committed(state, event, parts.transaction.counted, parts.transaction.shard_hashes)
         if parts.callbacks.may_stop:
             record = record or parts.recorder.flush()
             assert record is not None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -28,7 +29,7 @@ from paceline.data.sources import Source
 from paceline.train import host_fingerprint
 from paceline.train.callbacks import Callbacks, Modifier, Observer, RunInfo
 from paceline.train.loop.run import Run
-from paceline.train.loop.run_hooks import Evaluate, RunParts, SupervisedHooks
+from paceline.train.loop.run_hooks import Evaluate, FixedGroup, ReplicaHooks, RunParts, StepHooks
 from paceline.train.loop.worker_log import WorkerLog
 from paceline.train.phases import Phases
 from paceline.train.precision import LossScaler
@@ -39,11 +40,13 @@ from paceline.train.state import optimizers
 from paceline.train.state.checkpointing import Checkpointer
 from paceline.train.state.optimizers import OptimizerFactory
 from paceline.train.state.recorder import Recorder
+from paceline.train.state.resume import note_start, resume
 from paceline.train.state.run_folder import RunFolder
 from paceline.train.state.run_lock import held
 from paceline.train.state.run_state import RunState
 from paceline.train.step.aggregation_registry import Aggregation
 from paceline.train.step.batch_feed import open_feed
+from paceline.train.step.gradient_reducer import GradientChecks
 from paceline.train.step.transaction import StepTransaction
 from paceline.train.step.weight_update import WeightUpdate
 from paceline.train.stop_signals import StopRequest
@@ -62,6 +65,20 @@ class RunSpec:
     folder: Path | None = None
     observers: Sequence[Observer] = field(default_factory=tuple)  # of the main rank only
     aggregation: Aggregation | None = None
+
+
+@dataclass(frozen=True)
+class SupervisedHooks:
+    """What differs under a supervisor: it keeps the journal and the folder, and members join and leave, some
+    on machines that do not see the folder. `slot` is this worker's rank."""
+
+    steps: StepHooks
+    replicas: ReplicaHooks
+    tell: Callable[[events.Event], None]
+    journal_acked_at: Callable[[], float]  # on this process's clock
+    slot: int
+    checks: GradientChecks = field(default_factory=GradientChecks)
+    sees_folder: bool = True
 
 
 @final
@@ -100,7 +117,11 @@ class RunBuilder:
         if parts.store is not None:
             parts.checkpointer = self._checkpointer(parts.store, parts, state.run_id)
         if self._hooks is None:
-            state.resume(parts.config.resume)
+            resume(state, parts.config.resume)
+            processes = self._team.context.all_gather([os.getpid(), socket.gethostname()])
+            for rank, (pid, host) in enumerate(processes):
+                parts.recorder.note(events.WorkerStarted(time=time.time(), rank=rank, pid=pid, host=host))
+            note_start(state)
         return Run(parts, state)
 
     def info(self, run: Run) -> RunInfo:
@@ -136,7 +157,8 @@ class RunBuilder:
         )
         feed = open_feed(spec.data, config, team)
         self._closing.callback(feed.close)
-        acked_at = time.monotonic if hooks is None else hooks.journal_acked_at
+        acked_at = None if hooks is None else hooks.journal_acked_at
+        steps, replicas = (FixedGroup(team),) * 2 if hooks is None else (hooks.steps, hooks.replicas)
         saves = self._folder is not None and config.checkpoint.enabled
         return RunParts(
             team=team,
@@ -155,11 +177,11 @@ class RunBuilder:
             early=None if config.early_stopping is None else EarlyStopper(config.early_stopping),
             store=CheckpointStore(self._folder.checkpoint_url(config)) if self._folder and saves else None,
             journal_file=None if self._journal is None else self._journal.path,
-            supervised=hooks is not None,
             schedule=Schedule(config, total_steps(config, spec.data.size)),
             stop=self._stop,
             evaluate=evaluate,
-            hooks=hooks,
+            step_hooks=steps,
+            replica_hooks=replicas,
             phases=self._phases,
             folder=self._folder,
             draws_after_exchange=bool(callbacks.modifiers)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol, final
 
@@ -13,8 +14,9 @@ from paceline.train.phases import Phases
 from paceline.train.settings.schedule import Schedule
 from paceline.train.state.run_folder import RunFolder
 from paceline.train.state.run_state import RunState, StateParts
-from paceline.train.step.gradient_reducer import GradientChecks
+from paceline.train.step.replica_agreement import differ_error
 from paceline.train.stop_signals import StopRequest
+from paceline.train.team import Team
 
 Evaluate = Callable[[], tuple[dict[str, float], int]]
 
@@ -32,19 +34,32 @@ class GroupChangedError(Exception):
         self.cause = cause
 
 
+@contextmanager
+def one_group() -> Iterator[None]:
+    """Raise the failure of the group itself, not GroupChangedError: for a driver without another group."""
+    try:
+        yield
+    except GroupChangedError as change:
+        failure = change.cause or change
+        context = failure.__context__
+        try:
+            raise failure
+        finally:
+            # The traceback that users read is that of the failure alone.
+            failure.__context__ = context
+
+
 class StepHooks(Protocol):
-    """Hooks that a supervised run calls while it computes steps; see member/step_reports.py."""
+    """Hooks that a run calls while it computes steps; under a supervisor, member/step_reports.py."""
 
     @property
     def wants_pause(self) -> bool:
         """Whether the group should change after the next step that all ranks commit."""
 
-    def shards_to_compute(self, step: int, missing: Sequence[int]) -> Iterator[int]:
-        """Yield the shards that this rank computes: those it lacks and, under the backup policy, some of slow
-        ranks. Raises one of GROUP_FAILURES if the group has to change at once."""
-
-    def shard_done(self, step: int, shard: int, seconds: float) -> None:
-        """Note that this rank computed a shard in `seconds`."""
+    def shards_to_compute(self, step: int, missing: Sequence[int]) -> Iterable[int]:
+        """Return the shards that this rank computes: those it lacks and, under the backup policy, some of
+        slow ranks. Each is computed when the next one is asked for. Raises one of GROUP_FAILURES, also while
+        iterated, if the group has to change at once."""
 
     def committed(
         self, state: RunState, step: events.StepCommitted, shards: tuple[int, ...], hashes: Mapping[int, str]
@@ -56,30 +71,46 @@ class ReplicaHooks(Protocol):
     """Hooks for reporting that ranks hold the same state, or do not. `state` is this rank's, at the step that
     is compared; `digest` is what the comparison sees of it."""
 
+    @property
+    def watches_weights(self) -> bool:
+        """Whether a rank compares its weights with what its last update left: where they have changed in
+        memory, another group can go back to a checkpoint."""
+
     def replicas_agree(self, state: RunState, digest: str) -> None:
         """Note that all ranks hold this hash."""
 
     def replicas_differ(self, state: RunState, digest: str) -> NoReturn:
-        """Raise one of GROUP_FAILURES because the ranks' states differ: the supervisor decides which rank is
-        right."""
+        """Raise because the ranks' states differ: one of GROUP_FAILURES where a supervisor decides which rank
+        is right."""
 
     def comparison_interrupted(self, state: RunState, digest: str) -> None:
         """Note that the comparison was interrupted, perhaps because another rank has found a difference
         already."""
 
 
-@dataclass(frozen=True)
-class SupervisedHooks:
-    """Hooks of a run under a supervisor, which keeps the journal and the folder: members join and leave, some
-    on machines that do not see the folder. `slot` is this worker's rank."""
+@final
+class FixedGroup:
+    """The StepHooks and ReplicaHooks of a run whose group never changes: nothing is reported, and replicas
+    that differ end the run."""
 
-    steps: StepHooks
-    replicas: ReplicaHooks
-    tell: Callable[[events.Event], None]
-    journal_acked_at: Callable[[], float]  # on this process's clock
-    slot: int
-    checks: GradientChecks = field(default_factory=GradientChecks)
-    sees_folder: bool = True
+    wants_pause = watches_weights = False
+
+    def __init__(self, team: Team) -> None:
+        self._team = team
+
+    def shards_to_compute(self, step: int, missing: Sequence[int]) -> Iterable[int]:
+        return missing
+
+    def committed(
+        self, state: RunState, step: events.StepCommitted, shards: tuple[int, ...], hashes: Mapping[int, str]
+    ) -> None: ...
+
+    def replicas_agree(self, state: RunState, digest: str) -> None: ...
+
+    def replicas_differ(self, state: RunState, digest: str) -> NoReturn:
+        raise differ_error(state.position.step, self._team.context.all_gather(digest))
+
+    def comparison_interrupted(self, state: RunState, digest: str) -> None: ...
 
 
 @final
@@ -108,8 +139,9 @@ class RunParts(StateParts):
 
     schedule: Schedule
     stop: StopRequest
+    step_hooks: StepHooks
+    replica_hooks: ReplicaHooks
     evaluate: Evaluate | None = None
-    hooks: SupervisedHooks | None = None
     phases: Phases = field(default_factory=Phases)
     folder: RunFolder | None = None
     draws_after_exchange: bool = True  # modifiers, or optimizers that may use randomness

@@ -27,7 +27,7 @@ from paceline.train.loop.micro_batch_finder import find_for_run, is_out_of_memor
 from paceline.train.loop.process_setup import WorkerProcessTuning, compiled
 from paceline.train.loop.run import Run
 from paceline.train.loop.run_builder import RunBuilder, RunSpec
-from paceline.train.loop.run_hooks import GroupChangedError, MicroBatch
+from paceline.train.loop.run_hooks import GroupChangedError, MicroBatch, one_group
 from paceline.train.objective import Objective
 from paceline.train.precision import autocast
 from paceline.train.settings.train_config import TrainConfig
@@ -118,8 +118,8 @@ def train_to_end(run: Run, built: BuiltModel, rejoin: Rejoin | None = None) -> N
     `Run` raises GroupChangedError when its group has failed or a pause was agreed on. `rejoin` then has to
     return with three things done: the team has a context of the next group (`Team.install`), the run's state
     is bound to it (`RunState.rebind`), and it is that of the most advanced member (`RunState.synchronize`) or
-    of a checkpoint (`RunState.resume`). An open step continues with the shards that this rank still holds;
-    duties continue after the last one that was done. Without `rejoin` the group's failure ends the run.
+    of a checkpoint (`resume.resume`). An open step continues with the shards that this rank still holds;
+    duties continue after the last one that was done.
     """
     while True:
         try:
@@ -191,8 +191,9 @@ def train(context: DistributedContext, job: TrainJob) -> TrainResult:
         if context.is_master:
             run.parts.callbacks.notify(Observer.on_start, builder.info(run))
         try:
-            train_to_end(run, built)
-            history = conclude(run, started)
+            with one_group():
+                train_to_end(run, built)
+                history = conclude(run, started)
         except Exception as error:
             save_unsupervised(run, error)
             raise

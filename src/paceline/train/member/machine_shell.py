@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,6 +32,7 @@ from paceline.control.member_state import (
 )
 from paceline.control.messages import View
 from paceline.control.worker_options import WorkerOptions
+from paceline.core.clock import Clock, MonotonicClock
 from paceline.core.errors import GroupInterruptedError, PacelineError
 from paceline.train.phases import COLLECTIVE, OUTSIDE_GROUP, Phases
 from paceline.train.stop_signals import StopRequest
@@ -55,7 +55,9 @@ class MachineShell:
         phases: Phases,
         stop: StopRequest,
         folder: Path | None,
+        clock: Clock | None = None,
     ) -> None:
+        self._clock: Clock = clock or MonotonicClock()
         self.state = MemberState(options.member, options.patience)
         self.cancelled = threading.Event()  # ends the opening of a view
         self.secret, self.folder = bytes.fromhex(options.secret), folder
@@ -70,7 +72,7 @@ class MachineShell:
         # One lock around the step and its actions: otherwise two threads could step the machine in one order
         # and carry the actions out in the other, and the supervisor would see them reversed.
         with self._lock:
-            self.state, actions = member_machine.step(self.state, event, time.monotonic())
+            self.state, actions = member_machine.step(self.state, event, self._clock.now())
             if self._actions:
                 self._actions = deque(member_machine.still_due(event, self._actions))
             for action in actions:
@@ -137,7 +139,7 @@ class MachineShell:
             return
         # A worker that has waited in a collective for as long as the supervisor is unreachable is probably
         # partitioned from its peers too, and no supervisor will interrupt it: the machine does.
-        blocked = time.monotonic() - self._phases.now[1] if self.waits_for() else None
+        blocked = self._clock.now() - self._phases.now[1] if self.waits_for() else None
         restarting = self.folder is not None and liveness_lock.is_leave_requested(self.folder)
         replaced = self.state.invited is None and self._is_folder_taken()
         self.feed(SupervisorAway(lost_at, blocked_since=blocked, restarting=restarting, replaced=replaced))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from typing import Any, final
 
-from paceline.comm.transport.shm.process_facts import resident_bytes
 from paceline.control.field_types import Progress
 from paceline.control.messages import (
     CollectiveFailed,
@@ -23,6 +22,7 @@ from paceline.control.worker_options import WorkerOptions
 from paceline.core import phase_page
 from paceline.core.errors import CommTimeoutError, CorruptDataError, PacelineError, PeerLostError
 from paceline.core.host import host_identity, host_name
+from paceline.core.process_state import resident_bytes
 from paceline.core.wording import first_line
 from paceline.train.loop.run import Run
 from paceline.train.member.machine_shell import MachineShell, members_in

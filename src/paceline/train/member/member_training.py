@@ -36,8 +36,7 @@ from paceline.train.history import History
 from paceline.train.loop import process_setup
 from paceline.train.loop.finalize import conclude, history_of, save_alone, save_in_group
 from paceline.train.loop.run import Run
-from paceline.train.loop.run_builder import RunBuilder, local_place
-from paceline.train.loop.run_hooks import SupervisedHooks
+from paceline.train.loop.run_builder import RunBuilder, SupervisedHooks, local_place
 from paceline.train.loop.worker_tasks import (
     BuiltModel,
     TrainJob,

@@ -14,7 +14,6 @@ from typing import Literal, final
 from paceline.comm.context import DistributedContext
 from paceline.comm.cost import LinkCosts
 from paceline.comm.rendezvous.view_group import ViewGroup, ViewPeer, open_view
-from paceline.comm.transport.shm.process_facts import start_time
 from paceline.control import member_machine, spool
 from paceline.control.control_client import ControlClient
 from paceline.control.member_state import (
@@ -36,6 +35,7 @@ from paceline.control.messages import ControlMessage, DialRequest, Heartbeat, Me
 from paceline.control.reachability import ReachabilityProber
 from paceline.control.worker_options import WorkerOptions
 from paceline.core.errors import GroupInterruptedError, PacelineError, RendezvousError
+from paceline.core.process_state import start_time
 from paceline.core.time_limits import COLLECTIVE_SECONDS
 from paceline.train import phases as phase_names
 from paceline.train.loop.run import Run
@@ -44,6 +44,7 @@ from paceline.train.member.machine_shell import MachineShell
 from paceline.train.member.member_messages import MemberMessages, collective_failed
 from paceline.train.member.outbox import Outbox, worth_keeping
 from paceline.train.member.step_reports import StepReports
+from paceline.train.state import resume
 from paceline.train.stop_signals import StopRequest
 
 _log = logging.getLogger(__name__)
@@ -225,10 +226,11 @@ class Membership:
 
     def _restore(self, action: Restore) -> None:
         self._parts.transaction.abandon()
-        if action.before >= 0:
-            self._state.discard_after(action.before)
+        if action.before >= 0 and self._parts.checkpointer is not None:
+            self._parts.checkpointer.discard_after(action.before)
         which = self._parts.config.resume if action.first else "auto"
-        self._state.resume(which, action.before, fresh=action.fresh)
+        resume.resume(self._state, which, action.before, fresh=action.fresh)
+        resume.note_start(self._state, disowned=action.before >= 0)
         if member_machine.must_start_over(action, has_checkpoint=self._state.parent is not None):
             raise StartOverError("there is no checkpoint to go back to")
 

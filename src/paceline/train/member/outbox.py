@@ -6,14 +6,15 @@ Both are filled by the training thread and sent by any: with the next heartbeat,
 from __future__ import annotations
 
 import json
+import math
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, final
 
 from paceline.control.messages import ControlMessage, JournalLines, StepReceipt
 from paceline.core import events
+from paceline.core.clock import Clock, MonotonicClock
 from paceline.train.team import Team
 
 # Longer than the time between two heartbeats: the lines of steps travel with heartbeats, and cost no wake-up.
@@ -41,20 +42,21 @@ class _PendingReceipt:
 class Outbox:
     """Journal lines and receipts of one worker, each sent in the order in which they came."""
 
-    def __init__(self, client: MessageSender, team: Team) -> None:
+    def __init__(self, client: MessageSender, team: Team, clock: Clock | None = None) -> None:
         self._client, self._team = client, team
+        self._clock: Clock = clock or MonotonicClock()
         # Held while sending: of two threads that send, the one with the earlier steps is first. The
         # supervisor ignores receipts for steps before the last one that it has seen.
         self._lock = threading.Lock()
         self._lines: list[str] = []
-        self._lines_sent_at = 0.0
+        self._lines_sent_at = -math.inf
         self._receipts: list[_PendingReceipt] = []
 
     def tell(self, event: events.Event) -> None:
         """Send an event to the journal; steps that follow each other quickly are sent together."""
         with self._lock:
             self._lines.append(events.to_json(event))
-            recent = time.monotonic() - self._lines_sent_at < _BATCH_SECONDS
+            recent = self._clock.now() - self._lines_sent_at < _BATCH_SECONDS
             if not (recent and isinstance(event, events.StepCommitted)):
                 self._send_lines()
 
@@ -86,7 +88,7 @@ class Outbox:
 
     def _send_lines(self) -> None:
         lines, self._lines = self._lines, []
-        self._lines_sent_at = time.monotonic()
+        self._lines_sent_at = self._clock.now()
         for start in range(0, len(lines), _MAX_LINES):
             part = tuple(lines[start : start + _MAX_LINES])
             self._client.send(JournalLines(generation=self._team.generation, lines=part))

@@ -8,12 +8,13 @@ may compute the same shard: the bits are equal, and the step decides whose count
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import NoReturn, final
 
 from paceline.control.control_client import ControlClient
 from paceline.control.messages import ShardComputed, StepReceipt
+from paceline.core.clock import Clock, MonotonicClock
 from paceline.core.errors import GroupInterruptedError
 from paceline.core.events import StepCommitted
 from paceline.train.member.fault_injection import FaultInjector
@@ -33,7 +34,8 @@ class ShardClaims:
     """The shards of the current step that some member has computed. A claim belongs to one attempt at a step,
     that of one generation: after another view its gradients are gone, or their member is."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock: Clock = clock or MonotonicClock()
         self._changed = threading.Condition()
         self._attempt = (0, 0)  # generation and step; a later view may go back to an earlier step
         self._done: set[int] = set()
@@ -59,7 +61,7 @@ class ShardClaims:
 
         Each rank begins elsewhere in the list, so that idle ranks rarely choose the same shard.
         """
-        until = time.monotonic() + max(_LEAST_SECONDS, _PATIENCE * shard_seconds)
+        until = self._clock.now() + max(_LEAST_SECONDS, _PATIENCE * shard_seconds)
         while True:
             check()
             with self._changed:
@@ -67,7 +69,7 @@ class ShardClaims:
                 missing = [shard for shard in range(team.shards) if shard not in done]
                 if not missing:
                     return None
-                left = until - time.monotonic()
+                left = until - self._clock.now()
                 if left > 0:
                     self._changed.wait(min(left, _POLL_SECONDS))
                     continue
@@ -85,16 +87,19 @@ class StepReports:
         outbox: Outbox,
         team: Team,
         injector: FaultInjector,
+        clock: Clock | None = None,
     ) -> None:
+        self._clock: Clock = clock or MonotonicClock()
         self._shell, self._client, self._outbox = shell, client, outbox
         self._team, self._injector = team, injector
-        self.claims = ShardClaims()
+        self.claims = ShardClaims(self._clock)
         self.shard_seconds = self.step_seconds = 0.0  # running means
-        self._committed_at = time.monotonic()
+        self._committed_at = self._clock.now()
+        self.watches_weights = True
 
     def start_clock(self) -> None:
         """Count the time of the next step from now."""
-        self._committed_at = time.monotonic()
+        self._committed_at = self._clock.now()
 
     @property
     def wants_pause(self) -> bool:
@@ -103,27 +108,28 @@ class StepReports:
 
     def shards_to_compute(self, step: int, missing: Sequence[int]) -> Iterator[int]:
         team = self._team
-        for shard in missing:
+        for shard in chain(missing, self._spares(step)) if team.backup else missing:
             self._shell.check()
-            if not (team.backup and self.claims.has(team.generation, step, shard)):
-                yield shard
-        while team.backup:
-            spare = self.claims.wait_for_spare(step, team, self.shard_seconds, self._shell.check)
-            if spare is None:
-                return
-            yield spare
+            if team.backup and self.claims.has(team.generation, step, shard):
+                continue
+            started = self._clock.now()
+            yield shard
+            seconds = self._clock.now() - started
+            self.shard_seconds = _mean(self.shard_seconds, seconds + self._injector.slow(seconds))
+            if team.backup:
+                self.claims.add(team.generation, step, shard)
+                self._client.send(ShardComputed(generation=team.generation, step=step, shard=shard))
 
-    def shard_done(self, step: int, shard: int, seconds: float) -> None:
-        self.shard_seconds = _mean(self.shard_seconds, seconds + self._injector.slow(seconds))
-        generation = self._team.generation
-        if self._team.backup:
-            self.claims.add(generation, step, shard)
-            self._client.send(ShardComputed(generation=generation, step=step, shard=shard))
+    def _spares(self, step: int) -> Iterator[int]:
+        """Yield shards to compute instead of slow ranks, until all are computed."""
+        team, check = self._team, self._shell.check
+        while (spare := self.claims.wait_for_spare(step, team, self.shard_seconds, check)) is not None:
+            yield spare
 
     def committed(
         self, state: RunState, step: StepCommitted, shards: tuple[int, ...], hashes: Mapping[int, str]
     ) -> None:
-        now = time.monotonic()
+        now = self._clock.now()
         self.step_seconds = _mean(self.step_seconds, now - self._committed_at)
         self._committed_at = now
         self._outbox.committed(step, shards, hashes)

@@ -86,7 +86,7 @@ class Checkpointer:
         self._shares: list[str] = []  # what each writer's part must hash to
         self._committing: tuple[int, float, float] | None = None  # version, begun, stall; on the first rank
         self._begun = self._stall = 0.0
-        self.saved_step = -1  # the last that a save was begun of
+        self.begun_step = -1  # the last that a save was begun of
         self.waits_for_storage = False
         self._failure: tuple[int, str] | None = None  # of the last save: its step, and why; on the first rank
         self._retention = Retention(**{one.name: getattr(config, one.name) for one in fields(Retention)})
@@ -94,10 +94,14 @@ class Checkpointer:
     def begin_from(self, parent: int | None, step: int, run: str) -> None:
         """Start from this version, or from the beginning."""
         self.newest, self.newest_step, self._run = parent, step, run
-        self.saved_step = -1 if parent is None else step
+        self.begun_step = -1 if parent is None else step
         # A save that was interrupted belongs to steps that no longer count. A member that has just joined
         # does not know of it, and all members have to begin the same saves.
         self.again = False
+
+    def save_again(self) -> None:
+        """Let a save of this step begin although one was: its version lacks something, or is given up."""
+        self.begun_step = -1
 
     def due_after_step(self, step: int) -> bool:
         every = self._config.every_steps
@@ -190,7 +194,7 @@ class Checkpointer:
             # No memory for the copy: this rank's part has failed. The others have begun theirs, so it is
             # reported with the next step's exchange, like a part that could not be written.
             self._mine = WriteResult(version, error=error)
-        self.saved_step = position.step
+        self.begun_step = position.step
         self._begun, self._stall = started, time.perf_counter() - started
 
     def poll(self, *, wait: bool = False) -> None:
@@ -294,7 +298,7 @@ class Checkpointer:
             # and saved again after the next step. `again` is part of a state transfer, so that members that
             # have just joined begin the same save.
             self.again = True
-            self.saved_step = -1
+            self.save_again()
             if self._commits:
                 _log.info("version %d is given up, because the group changed", self._version)
         self._version, self._mine = None, None
@@ -311,8 +315,8 @@ class Checkpointer:
             self._left_behind.append(self._writer)
             self._writer = BackgroundWriter(self._writer.store)
         if self._writes:
-            index, label = self.writers.index(self._team.rank), self._team.context.labels[self._team.rank]
-            self._writer.rank, self._writer.world, self._writer.label = index, len(self.writers), label
+            self._writer.part, self._writer.parts = self.writers.index(self._team.rank), len(self.writers)
+            self._writer.label = self._team.context.labels[self._team.rank]
         for writer in [writer for writer in self._left_behind if writer.poll() is not None]:
             self._left_behind.remove(writer)
             writer.close()
@@ -328,10 +332,10 @@ class Checkpointer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a member that joins has to know to begin the same saves as the others."""
-        return {"again": self.again, "saved_step": self.saved_step, "run": self._run}
+        return {"again": self.again, "begun_step": self.begun_step, "run": self._run}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.again, self.saved_step, self._run = state["again"], state["saved_step"], state["run"]
+        self.again, self.begun_step, self._run = state["again"], state["begun_step"], state["run"]
 
     def unsaved(self, step: int) -> str | None:
         """Return why the state after `step` is in no version although a save was begun; the first writer
@@ -339,6 +343,14 @@ class Checkpointer:
         if self._failure is None or self._failure[0] != step or self.has(step):
             return None
         return self._failure[1]
+
+    def discard_after(self, step: int) -> None:
+        """Remove the versions of later steps, which may hold what a faulty worker has spoiled: no run may
+        resume from them. Done by the first writer."""
+        for manifest in self._writer.store.manifests() if self._commits else ():
+            if manifest.info.step > step:
+                _log.warning("version %d of step %d is removed", manifest.version, manifest.info.step)
+                self._writer.store.discard(manifest.version)
 
     def close(self) -> None:
         """Wait for what is under way, unless a wait has failed already."""

@@ -13,19 +13,21 @@ from typing import Any, final
 
 @final
 class Duty(enum.StrEnum):
-    """The values travel to members that join: another value is another protocol."""
+    """The names travel to members that join, which run the same version of Paceline; no file holds them."""
 
-    COMMIT_CHECKPOINT = "settle"  # with two numbers: the ranks that have written their part, that failed to
-    EVALUATE = "evaluate"
-    EVALUATE_AT_END = "evaluate-extra"
-    STOP = "stop"
-    SAVE = "save"
-    SAVE_LAST = "save-last"
-    DRAIN_CHECKPOINTS = "finish-saving"
-    CLOSE_EPOCH = "close-epoch"
-    CLOSE_LAST_EPOCH = "close-last-epoch"
-    COMPARE_MODIFIERS = "compare-modifiers"
-    COMPARE_WEIGHTS = "compare"
+    COMMIT_CHECKPOINT = (
+        enum.auto()
+    )  # with two numbers: the ranks that have written their part, that failed to
+    EVALUATE = enum.auto()
+    EVALUATE_AT_END = enum.auto()
+    STOP = enum.auto()
+    SAVE = enum.auto()
+    SAVE_LAST = enum.auto()
+    DRAIN_CHECKPOINTS = enum.auto()
+    CLOSE_EPOCH = enum.auto()
+    CLOSE_LAST_EPOCH = enum.auto()
+    COMPARE_MODIFIERS = enum.auto()
+    COMPARE_WEIGHTS = enum.auto()
 
 
 @final

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from paceline.core import events
+from paceline.core.clock import Clock, MonotonicClock
 from paceline.train.callbacks import Callbacks, Observer
 from paceline.train.history import EpochRecord, Evaluation, StepLog, StepRecord
 
@@ -99,7 +100,7 @@ class Recorder:
     """Completes committed steps on every rank; the main rank, which may change, sends them to the journal and
     to the observers among its callbacks.
 
-    `acked_at`: when the journal was last known to have what had been sent, on this process's clock. What is
+    `acked_at`: when the journal was last known to have what had been sent, on `clock`; None: at once. What is
     newer goes into checkpoints, so that nothing is missing in the journal when all are killed.
     """
 
@@ -109,14 +110,16 @@ class Recorder:
         tell: Tell | None,
         device: torch.device,
         is_main: Callable[[], bool] = lambda: True,
-        acked_at: Callable[[], float] = time.monotonic,
+        acked_at: Callable[[], float] | None = None,
+        clock: Clock | None = None,
     ) -> None:
+        self._clock: Clock = clock or MonotonicClock()
         self._callbacks = callbacks
         self._tell = tell or (lambda event: None)  # a run without a folder has no journal
-        self._is_main, self._acked_at = is_main, acked_at
+        self._is_main, self._acked_at = is_main, acked_at or self._clock.now
         self._behind = _BEHIND if device.type == "cuda" else 0
         self._waiting: deque[tuple[PendingStep, Tensor, torch.cuda.Event | None, float]] = deque()
-        self._last = time.perf_counter()
+        self._last = self._clock.now()
         self.steps = StepLog()
         self.epochs: list[EpochRecord] = []
         self.evaluations: list[Evaluation] = []
@@ -126,11 +129,11 @@ class Recorder:
 
     def start_clock(self) -> None:
         """Start the next step's time now: loading and evaluating before it do not count."""
-        self._last = time.perf_counter()
+        self._last = self._clock.now()
 
     def commit(self, step: PendingStep) -> StepRecord | None:
         """Record a committed step; return its record where that is complete already."""
-        now = time.perf_counter()
+        now = self._clock.now()
         seconds, self._last = now - self._last, now
         event = None
         numbers = step.numbers
@@ -198,7 +201,7 @@ class Recorder:
         self.epochs = [EpochRecord(**record) for record in state["epochs"]]
         self.evaluations = [Evaluation(**evaluation) for evaluation in state["evaluations"]]
         # Until the journal is known to have them, they are part of what this process saves, too.
-        now = time.monotonic()
+        now = self._clock.now()
         lines = map(events.from_json, state.get("unconfirmed", ()))
         self._events = deque(
             (now, e) for e in lines if isinstance(e, events.StepCommitted | events.RunResumed)
@@ -240,7 +243,7 @@ class Recorder:
         last = event.step - _is_step(event)
         while self._events and self._events[-1][1].step > last:
             self._events.pop()  # all went back to a checkpoint: later steps never were
-        now = time.monotonic()
+        now = self._clock.now()
         self._events.append((now, event))
         while len(self._events) > _REMEMBERED and (
             len(self._events) > _MOST_REMEMBERED

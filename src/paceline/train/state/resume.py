@@ -1,9 +1,10 @@
-"""Check, before a run starts or continues, that the ranks start alike and that a checkpoint belongs to the
-run; and fetch the checkpoint. Putting the state back is `RunState.load`.
+"""The start of a run, from its beginning or from a checkpoint: check that the ranks start alike and that the
+checkpoint belongs to the run, fetch it, have `RunState` load it, and note the start in the journal.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +18,101 @@ from paceline.comm.state_transfer import receive_state, send_state
 from paceline.core import events, journal
 from paceline.core.errors import ConfigError, UnavailableError, UsageError
 from paceline.core.wording import ranks
+from paceline.data.batch_plan import DataPosition
 from paceline.train import host_fingerprint
 from paceline.train.history import StepRecord
 from paceline.train.settings.train_config import TrainConfig, changes_of_definition, definition
-from paceline.train.state.model_state import quick_hash
+from paceline.train.state.duty_progress import Duty
+from paceline.train.state.model_state import RESIDUAL, quick_hash
+from paceline.train.state.run_state import FORMAT, RunState
 
-FORMAT = 1
+
+def resume(
+    state: RunState,
+    which: str | int | None,
+    before: int = -1,
+    *,
+    fresh: bool = True,
+    store: CheckpointStore | None = None,
+) -> None:
+    """Start from the beginning or from a checkpoint; a collective call of all ranks.
+
+    `before` >= 0: the newest version of at most that step. `fresh`: this rank still has the weights that its
+    model was built with. `store`: another one than the run's own.
+    """
+    parts, context = state.parts, state.parts.team.context
+    check_same_start(context, parts.config, parts.fingerprint, parts.module, fresh=fresh)
+    residuals = _load_version(state, which, before, store or parts.store)
+    step = state.position.step
+    parts.transaction.residuals.load(residuals, step)
+    state.run_id = str(context.broadcast(state.run_id))
+    state.first_step = step
+    if parts.checkpointer is not None:
+        parts.checkpointer.begin_from(state.parent, step, state.run_id)
+    every = parts.config.evaluate_every
+    if state.parent is None or state.ended is not None or every is None:
+        return
+    if step and step % every == 0 and state.evaluated_step != step:
+        state.agenda.add(Duty.EVALUATE)  # it failed, or was cut off, after this step was saved
+
+
+def _load_version(
+    state: RunState, which: str | int | None, before: int, store: CheckpointStore | None
+) -> dict[str, Tensor]:
+    """Load a version, or begin anew where there is none; return the residuals of its shards."""
+    parts = state.parts
+    found = None
+    if which is not None and store is not None:
+        readers = None if parts.checkpointer is None else parts.checkpointer.writers
+        found = fetch(parts.team.context, store, which, before, readers)
+    if found is None:
+        state.begin_at(DataPosition())
+        state.parent = state.evaluated_step = None
+        return {}
+    check_same_run(found, parts.config, parts.samples)
+    state.load(found.state, found.tensors)
+    state.parent, state.run_id = found.version, found.run or state.run_id
+    return {
+        name.removeprefix(RESIDUAL): tensor
+        for name, tensor in found.tensors.items()
+        if name.startswith(RESIDUAL)
+    }
+
+
+def note_start(state: RunState, *, disowned: bool = False) -> None:
+    """Write the first lines of this start to the journal. Events that a checkpoint holds, because all workers
+    were killed before the journal had them, come first."""
+    parts, team, recorder = state.parts, state.parts.team, state.parts.recorder
+    if state.parent is None:
+        recorder.note(
+            events.RunStarted(
+                time=time.time(),
+                workers=team.world_size,
+                shards=team.shards,
+                samples=parts.samples,
+                definition=definition(parts.config),
+                fingerprint=parts.fingerprint,
+                disowned=disowned,
+            )
+        )
+        return
+    recalled = recorder.recall()
+    if parts.journal_file is not None and team.is_master:
+        # Written in order: only the end may be missing. A supervisor drops duplicates by itself.
+        known = journaled(parts.journal_file)
+        recalled = [one for one in recalled if one.step > known and one.type != events.RunResumed.type]
+    for event in recalled if team.is_master else ():
+        recorder.note_here(event)
+    recorder.note(
+        events.RunResumed(
+            time=time.time(),
+            version=state.parent,
+            step=state.position.step,
+            epoch=state.position.epoch,
+            workers=team.world_size,
+            disowned=disowned,
+        )
+    )
 
 
 def check_same_start(

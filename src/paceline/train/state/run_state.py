@@ -4,7 +4,7 @@
     load     the reverse: model, optimizers, scaler, modifiers, data position, records
     hash     of parameters and optimizer state: equal on ranks that are equally far
 
-A checkpoint writes what `export` returns (checkpointing.py), a resume reads it back (`resume`), a member that
+A checkpoint writes what `export` returns (checkpointing.py), a resume loads it (resume.py), a member that
 lacks the state gets it from one that has it (`synchronize`) together with the agenda, which no checkpoint
 holds. Tensors: parameters and buffers as "model/<name>", optimizer state as
 "optimizer/<number>/<parameter>/<key>", residuals of compression as "residual/<dtype>/<shard>"; complex128 as
@@ -14,11 +14,7 @@ position is enough. The loop that changes this state is in loop/run.py.
 
 from __future__ import annotations
 
-import logging
-import os
 import secrets
-import socket
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,14 +28,13 @@ from paceline.checkpoint.digests import digest_of
 from paceline.checkpoint.store import CheckpointStore
 from paceline.comm.state_transfer import receive_state, send_state
 from paceline.control.field_types import Progress
-from paceline.core import events
 from paceline.data.batch_plan import DataPosition
 from paceline.train import host_fingerprint
 from paceline.train.callbacks import Callbacks
 from paceline.train.settings.dynamic_batch import GradientNoise
 from paceline.train.settings.schedule import EarlyStopper
 from paceline.train.settings.train_config import TrainConfig, definition, recorded_toml
-from paceline.train.state import model_state, modifier_states, optimizers, resume
+from paceline.train.state import model_state, modifier_states, optimizers
 from paceline.train.state.checkpointing import Checkpointer, RunContents
 from paceline.train.state.duty_progress import Agenda, Duty
 from paceline.train.state.recorder import Recorder
@@ -50,7 +45,7 @@ from paceline.train.step.transaction import StepTransaction
 from paceline.train.step.weight_update import WeightUpdate
 from paceline.train.team import Team
 
-_log = logging.getLogger(__name__)
+FORMAT = 1
 
 
 @dataclass(kw_only=True)
@@ -77,7 +72,6 @@ class StateParts:
     store: CheckpointStore | None = None
     checkpointer: Checkpointer | None = None
     journal_file: Path | None = None
-    supervised: bool = False
 
 
 @final
@@ -86,7 +80,7 @@ class RunState:
     which belong to the shards that a rank computes."""
 
     def __init__(self, parts: StateParts) -> None:
-        self._parts = parts
+        self.parts = parts
         self.run_id = secrets.token_hex(8)  # in all versions of this run
         self.position = DataPosition()
         self.agenda = Agenda()  # since the last commit
@@ -112,19 +106,23 @@ class RunState:
         """Progress of this rank; ranks that trained together differ by what one collective decides."""
         return self.position.step, self.position.epoch, self.agenda.done
 
+    def weights_hash(self) -> str:
+        """Return the hash of the model that journal and history have: of parameters and buffers."""
+        return model_state.state_hash(self.parts.module)
+
     def hash(self) -> str:
         """Return the digest of the parameters and the optimizers' state, without the buffers, which move
         while the shards of an open step are computed."""
-        module = self._parts.module
+        module = self.parts.module
         tensors = {model_state.MODEL + name: one.detach() for name, one in module.named_parameters()}
-        tensors |= optimizers.tensors_of(self._parts.optimizers, module)
+        tensors |= optimizers.tensors_of(self.parts.optimizers, module)
         return digest_of(tensors)
 
     # export and load
 
     def export(self) -> RunContents:
         """Return all of the state. Tensors are views of the live ones, not copies."""
-        parts, module, scaler = self._parts, self._parts.module, self._parts.update.scaler
+        parts, module, scaler = self.parts, self.parts.module, self.parts.update.scaler
         tensors = {model_state.MODEL + n: t for n, t in model_state.model_tensors(module).items()}
         tensors |= optimizers.tensors_of(parts.optimizers, module)
         modifiers, modified = modifier_states.split(parts.callbacks.state_dict())
@@ -132,7 +130,7 @@ class RunState:
         tensors, pairs = model_state.as_pairs(tensors)
         own = {model_state.RESIDUAL + n: t for n, t in parts.transaction.residuals.export().items()}
         plain = {
-            "format": resume.FORMAT,
+            "format": FORMAT,
             "position": vars(self.position),
             # A run that was asked to stop, or whose loop the user left, continues when it is resumed.
             "ended": None if self.stopped_on_request or self.loop_left else self.ended,
@@ -156,9 +154,9 @@ class RunState:
     def load(self, saved: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Load the state that `export` returned, at its position, with an empty agenda. Residuals are not
         part of it: their shards may belong to other ranks now."""
-        parts = self._parts
+        parts = self.parts
         # First: abandoning the open step restores the buffers that it began with.
-        self._begin_at(DataPosition(**saved["position"]))
+        self.begin_at(DataPosition(**saved["position"]))
         tensors = model_state.from_pairs(tensors, saved["pairs"])
         model_state.load_model(parts.module, tensors)
         optimizers.load(parts.optimizers, parts.module, saved["optimizers"], tensors)
@@ -181,8 +179,9 @@ class RunState:
                 saved["fingerprint"], parts.fingerprint, f"rank {context.labels[context.rank]}"
             )
 
-    def _begin_at(self, position: DataPosition) -> None:
-        self._parts.transaction.abandon()
+    def begin_at(self, position: DataPosition) -> None:
+        """Be at a step boundary, with an empty agenda; the weights are the caller's."""
+        self.parts.transaction.abandon()
         self.position, self.agreed_step = position, position.step
         self.hashes.clear()
         self.watch.forget()
@@ -190,121 +189,16 @@ class RunState:
         self.ended, self.stopped_on_request = None, False
 
     def _patience(self) -> dict[str, Any] | None:
-        settings = self._parts.config.early_stopping
+        settings = self.parts.config.early_stopping
         return None if settings is None else asdict(settings)
-
-    # resume
-
-    def resume(
-        self,
-        which: str | int | None,
-        before: int = -1,
-        *,
-        fresh: bool = True,
-        store: CheckpointStore | None = None,
-    ) -> None:
-        """Start from the beginning or from a checkpoint; a collective call of all ranks.
-
-        `before` >= 0: the newest version of at most that step. `fresh`: this rank still has the weights that
-        its model was built with. `store`: another one than the run's own.
-        """
-        parts, context = self._parts, self._parts.team.context
-        resume.check_same_start(context, parts.config, parts.fingerprint, parts.module, fresh=fresh)
-        residuals = self._load_version(which, before, store or parts.store)
-        parts.transaction.residuals.load(residuals, self.position.step)
-        self.run_id = str(context.broadcast(self.run_id))
-        self.first_step = self.position.step
-        self._note_start(disowned=before >= 0)
-        if parts.checkpointer is not None:
-            parts.checkpointer.begin_from(self.parent, self.position.step, self.run_id)
-        every, step = parts.config.evaluate_every, self.position.step
-        if self.parent is None or self.ended is not None or every is None:
-            return
-        if step and step % every == 0 and self.evaluated_step != step:
-            self.agenda.add(Duty.EVALUATE)  # it failed, or was cut off, after this step was saved
-
-    def _load_version(
-        self, which: str | int | None, before: int, store: CheckpointStore | None
-    ) -> dict[str, Tensor]:
-        """Load a version, or begin anew where there is none; return the residuals of its shards."""
-        parts = self._parts
-        found = None
-        if which is not None and store is not None:
-            readers = None if parts.checkpointer is None else parts.checkpointer.writers
-            found = resume.fetch(parts.team.context, store, which, before, readers)
-        if found is None:
-            self._begin_at(DataPosition())
-            self.parent = self.evaluated_step = None
-            return {}
-        resume.check_same_run(found, parts.config, parts.samples)
-        self.load(found.state, found.tensors)
-        self.parent, self.run_id = found.version, found.run or self.run_id
-        return {
-            name.removeprefix(model_state.RESIDUAL): tensor
-            for name, tensor in found.tensors.items()
-            if name.startswith(model_state.RESIDUAL)
-        }
-
-    def _note_start(self, *, disowned: bool) -> None:
-        """Write the first lines of this start to the journal. Events that a checkpoint holds, because all
-        workers were killed before the journal had them, come first."""
-        parts, team, note = self._parts, self._parts.team, self._parts.recorder.note
-        if not parts.supervised:
-            for rank, (pid, host) in enumerate(team.context.all_gather([os.getpid(), socket.gethostname()])):
-                note(events.WorkerStarted(time=time.time(), rank=rank, pid=pid, host=host))
-        if self.parent is None:
-            note(
-                events.RunStarted(
-                    time=time.time(),
-                    workers=team.world_size,
-                    shards=team.shards,
-                    samples=parts.samples,
-                    definition=definition(parts.config),
-                    fingerprint=parts.fingerprint,
-                    disowned=disowned,
-                )
-            )
-            return
-        recalled = parts.recorder.recall()
-        if parts.journal_file is not None and team.is_master:
-            # Written in order: only the end may be missing. A supervisor drops duplicates by itself.
-            known = resume.journaled(parts.journal_file)
-            recalled = [one for one in recalled if one.step > known and one.type != events.RunResumed.type]
-        for event in recalled if team.is_master else ():
-            parts.recorder.note_here(event)
-        note(
-            events.RunResumed(
-                time=time.time(),
-                version=self.parent,
-                step=self.position.step,
-                epoch=self.position.epoch,
-                workers=team.world_size,
-                disowned=disowned,
-            )
-        )
-
-    def discard_after(self, step: int) -> None:
-        """Remove the versions of later steps, which may hold what a faulty worker has spoiled: no run may
-        resume from them. Done by the first rank that sees them."""
-        store, checkpointer = self._parts.store, self._parts.checkpointer
-        if (
-            store is None
-            or checkpointer is None
-            or self._parts.team.rank != next(iter(checkpointer.writers), None)
-        ):
-            return
-        for manifest in store.manifests():
-            if manifest.info.step > step:
-                _log.warning("version %d of step %d is removed", manifest.version, manifest.info.step)
-                store.discard(manifest.version)
 
     # state transfer: a checkpoint that never touches a disk
 
     def rebind(self) -> None:
         """Adapt to the team's new group. An open step continues with the shards that are held."""
-        self._parts.transaction.rebind()
-        if self._parts.checkpointer is not None:
-            self._parts.checkpointer.rebind()
+        self.parts.transaction.rebind()
+        if self.parts.checkpointer is not None:
+            self.parts.checkpointer.rebind()
 
     def synchronize(self, source: int, stale: Sequence[int]) -> None:
         """Bring the ranks `stale` to the state of rank `source`; a collective call of the new group.
@@ -312,7 +206,7 @@ class RunState:
         Residuals do not travel with the state: the ranks that compute the shards from now on get them from
         the ranks that have them.
         """
-        context, transaction = self._parts.team.context, self._parts.transaction
+        context, transaction = self.parts.team.context, self.parts.transaction
         if context.rank == source and stale:
             contents = self._export_for_transfer()
             send_state(context, stale, contents.tensors, contents.state)
@@ -324,9 +218,9 @@ class RunState:
         transaction.residuals.share()
 
     def _export_for_transfer(self) -> RunContents:
-        self._parts.recorder.flush()
-        self._parts.transaction.residuals.settle(self.position.step)
-        contents, checkpointer = self.export(), self._parts.checkpointer
+        self.parts.recorder.flush()
+        self.parts.transaction.residuals.settle(self.position.step)
+        contents, checkpointer = self.export(), self.parts.checkpointer
         agenda = {
             **self.agenda.state_dict(),
             "ended": self.ended,
@@ -342,8 +236,8 @@ class RunState:
     def _import_transferred(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         self.load(state, tensors)
         self.first_step = state["first_step"]
-        if self._parts.checkpointer is not None and state["saving"] is not None:
-            self._parts.checkpointer.load_state_dict(state["saving"])
+        if self.parts.checkpointer is not None and state["saving"] is not None:
+            self.parts.checkpointer.load_state_dict(state["saving"])
         agenda = state["agenda"]
         self.agenda.load_state_dict(agenda)
         self.ended, self.agreed_step = agenda["ended"], agenda["agreed"]
@@ -355,10 +249,10 @@ class RunState:
     def save_and_end(self, reason: str) -> None:
         """Replace the agenda: this rank, like all others, saves the state of the last committed step and
         ends. No code of the user's is called: it is what failed."""
-        self._parts.transaction.abandon()
+        self.parts.transaction.abandon()
         self.ended, self.stopped_on_request, self.failing = reason, True, True
         self.agenda.clear(concluding=True)
-        if self._parts.checkpointer is not None:
+        if self.parts.checkpointer is not None:
             self.agenda.add(Duty.SAVE_LAST)
             self.agenda.add(Duty.DRAIN_CHECKPOINTS)
         self.agenda.add(Duty.COMPARE_WEIGHTS)
@@ -366,7 +260,7 @@ class RunState:
     @property
     def worth_saving(self) -> bool:
         """Whether a rank whose code has raised holds a state that no version has yet."""
-        checkpointer = self._parts.checkpointer
+        checkpointer = self.parts.checkpointer
         if checkpointer is None or not self.at_boundary or self.failing:
             return False
-        return self.position.step > checkpointer.saved_step
+        return self.position.step > checkpointer.begun_step

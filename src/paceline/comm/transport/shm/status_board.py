@@ -16,9 +16,9 @@ from typing import Any
 
 from paceline.comm.call_status import PeerState, RankState, Status
 from paceline.comm.transport.shm import futex
-from paceline.comm.transport.shm.process_facts import is_stopped, start_time
 from paceline.comm.transport.wait_watch import LOOK_SECONDS, StatusChannel
 from paceline.core.errors import GroupInterruptedError
+from paceline.core.process_state import is_stopped, start_time
 from paceline.core.shm_segment_layout import SegmentLayout
 
 # 32-bit words of a row; words that others wait on have a cache line of their own.

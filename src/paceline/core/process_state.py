@@ -1,8 +1,11 @@
-"""Facts of the system about processes of this host. Reads /proc; sends no signal."""
+"""Facts of the kernel about a process of this host: state, start, memory. Reads /proc; sends no signal."""
 
 from __future__ import annotations
 
 import mmap
+from pathlib import Path
+
+from paceline.core import available_resources
 
 
 def start_time(pid: int) -> int:
@@ -20,10 +23,28 @@ def resident_bytes() -> int:
         return 0
 
 
+def state_letter(pid: int) -> str:
+    """Return the state as proc(5) writes it: R, S, D, T, ...; empty if there is no such process."""
+    fields = _stat(pid)
+    return fields[0].decode() if fields else ""
+
+
+def has_ended(pid: int) -> bool:
+    """Return whether the process is gone, or a zombie."""
+    return state_letter(pid) in ("", "Z", "X", "x")
+
+
 def is_stopped(pid: int) -> bool:
     """Return whether the process is halted by a signal or a debugger."""
-    fields = _stat(pid)
-    return bool(fields) and fields[0] in (b"T", b"t")
+    return state_letter(pid) in ("T", "t")
+
+
+def is_stopped_or_frozen(pid: int) -> bool | None:
+    """Return whether the process is kept from running, also by the freezer of its cgroup; None: it has
+    ended."""
+    if has_ended(pid):
+        return None
+    return is_stopped(pid) or available_resources.is_frozen(Path(f"/proc/{pid}"))
 
 
 def _stat(pid: int) -> list[bytes]:
