@@ -70,7 +70,11 @@ AREAS = (
         "member machine",
         70,
         ("src/paceline/control/member_machine.py", "src/paceline/control/member_state.py"),
-        ("tests/control/test_member_machine.py", "tests/control/test_member_machine_random.py"),
+        (
+            "tests/control/test_member_machine.py",
+            "tests/control/test_member_machine_rare.py",
+            "tests/control/test_member_machine_random.py",
+        ),
         SCHEDULES,
     ),
     Area(
