@@ -47,7 +47,7 @@ format: $(STAMP) ## rewrite the sources the way `make check` wants them
 gauntlet: $(STAMP) ## train in every way under seeded failures, and compare the bits with one process
 	$(BIN)/python -m paceline.testing.gauntlet --runs $(or $(RUNS),200) --jobs $(or $(JOBS),2)
 
-# SEED=N draws others, COUNT=N more of them. Seconds per mutant, on 2 cores.
+# SEED=N draws others, COUNT=N more of them. About a quarter of an hour on 2 cores.
 mutants: $(STAMP) ## plant small bugs in the deciding code, count how many the fast tests find
 	$(BIN)/python -m bench.mutants --seed $(or $(SEED),13) --mutants $(or $(COUNT),300) --jobs $(or $(JOBS),2)
 

@@ -14,7 +14,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import cycle
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -110,11 +110,16 @@ def drawn(seed: int, count: int, only: str, root: Path = ROOT) -> list[Mutant]:
     each mutant's own text: a change elsewhere in the source does not draw others."""
     orders = [_in_drawing_order(seed, area, only, root) for area in AREAS]
     counts = allotted(count, [area.share for area in AREAS], [len(order) for order in orders])
-    return [one for order, most in zip(orders, counts, strict=True) for one in order[:most]]
+    texts = {path: (root / path).read_text(encoding="utf-8") for area in AREAS for path in area.paths(root)}
+    return [
+        one
+        for order, most in zip(orders, counts, strict=True)
+        for one in islice((one for one in order if compiles(one.applied(texts[one.path]))), most)
+    ]
 
 
 def _in_drawing_order(seed: int, area: Area, only: str, root: Path) -> list[Mutant]:
-    """List every mutant of an area that compiles, in the order in which the seed draws them."""
+    """List every mutant of an area, in the order in which the seed draws them."""
     found: list[tuple[str, Mutant]] = []
     for path in area.paths(root):
         if only not in path:
@@ -124,8 +129,7 @@ def _in_drawing_order(seed: int, area: Area, only: str, root: Path) -> list[Muta
         for mutant in mutants_of(path, text):
             seen[mutant.key] += 1
             name = f"{seed}|{mutant.key}|{seen[mutant.key]}"
-            if compiles(mutant.applied(text)):
-                found.append((hashlib.sha256(name.encode()).hexdigest(), mutant))
+            found.append((hashlib.sha256(name.encode()).hexdigest(), mutant))
     return [mutant for _, mutant in sorted(found, key=lambda pair: pair[0])]
 
 

@@ -35,7 +35,7 @@ def impurities(tree: ast.Module) -> Iterator[str]:
             )
         elif isinstance(node, ast.Name) and node.id in IMPURE_BUILTINS:
             yield node.id
-    seeded = {id(node.func.value) for node in ast.walk(tree) if is_seeded_generator(node)}
+    seeded = set(map(id, seeded_modules(tree)))
     yield from ("random" for node in ast.walk(tree) if is_name(node, "random") and id(node) not in seeded)
 
 
@@ -43,15 +43,18 @@ def is_name(node: ast.AST, name: str) -> bool:
     return isinstance(node, ast.Name) and node.id == name
 
 
-def is_seeded_generator(node: ast.AST) -> bool:
-    """Whether this is `random.Random(seed)`, with a seed that is made of something."""
-    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
-        return False
-    if not (is_name(node.func.value, "random") and node.func.attr == "Random" and not node.keywords):
-        return False
-    if len(node.args) != 1 or isinstance(node.args[0], ast.Starred):
-        return False
-    return any(isinstance(part, ast.Name) for part in ast.walk(node.args[0]))
+def seeded_modules(tree: ast.Module) -> Iterator[ast.expr]:
+    """The `random` of each `random.Random(seed)`, with a seed that is made of something."""
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+            continue
+        if not is_name(node.func.value, "random") or node.func.attr != "Random":
+            continue
+        match node.args, node.keywords:
+            case [ast.Starred()], []:
+                pass
+            case [seed], [] if any(isinstance(part, ast.Name) for part in ast.walk(seed)):
+                yield node.func.value
 
 
 @pytest.mark.parametrize(

@@ -41,9 +41,11 @@ def _eventually(condition: Callable[[], object], mesh: Mesh) -> None:
 
 def _message(mesh: Mesh, source: int, tag: int | None) -> ReceivedMessage:
     """The message from `source`, when it has arrived."""
-    found: list[ReceivedMessage] = []
-    _eventually(lambda: found.extend(filter(None, [mesh.next_message(source, tag)])) or found, mesh)
-    return found[0]
+    end = _soon(5)
+    while (message := mesh.next_message(source, tag)) is None:
+        assert time.monotonic() < end, "it never came"
+        mesh.wait(mesh.version, 0.01)
+    return message
 
 
 def linked(left: socket.socket, right: socket.socket) -> tuple[FramedSocket, FramedSocket]:
