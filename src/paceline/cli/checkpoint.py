@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 
-RunOrCheckpointsArgument = Annotated[str, typer.Argument(help="A run's folder, or the folder or URL of its checkpoints.")]
+RunOrCheckpointsArgument = Annotated[
+    str, typer.Argument(help="A run's folder, or the folder or URL of its checkpoints.")
+]
 Which = Annotated[str, typer.Argument(help="A version, a tag, 'latest' or 'best'.")]
 
 

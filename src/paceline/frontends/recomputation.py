@@ -4,8 +4,8 @@ Shared by `Trainer.replay`, `paceline replay` and `paceline verify`.
 
 A folder from elsewhere belongs, once it is unpacked, to the user who unpacked it. The owner of a file is
 no evidence of its author, so the record of a script that will be run carries a tag by a key that only the
-user has. The key is in the user's own folder for state (XDG_STATE_HOME, else ~/.local/state), never in a run's
-folder. Where there can be no key nothing is tagged, and no command trusts such a record.
+user has. The key is in the user's own folder for state (XDG_STATE_HOME, else ~/.local/state), never in a
+run's folder. Where there can be no key nothing is tagged, and no command trusts such a record.
 """
 
 from __future__ import annotations
