@@ -10,7 +10,7 @@ PYTEST_ARGS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup system demo test test-network check format bench bench-peers gauntlet clean
+.PHONY: help setup system demo test test-network check format bench bench-peers gauntlet mutants clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,6 +46,10 @@ format: $(STAMP) ## rewrite the sources the way `make check` wants them
 # A failing seed replays: see what it prints. RUNS=2000 takes about an hour and a half on 2 cores.
 gauntlet: $(STAMP) ## train in every way under seeded failures, and compare the bits with one process
 	$(BIN)/python -m paceline.testing.gauntlet --runs $(or $(RUNS),200) --jobs $(or $(JOBS),2)
+
+# SEED=N draws others, COUNT=N more of them. About a quarter of an hour on 2 cores.
+mutants: $(STAMP) ## plant small bugs in the deciding code, count how many the fast tests find
+	$(BIN)/python -m bench.mutants --seed $(or $(SEED),13) --mutants $(or $(COUNT),300) --jobs $(or $(JOBS),2)
 
 bench: $(STAMP) ## run the benchmarks, write their tables and plots
 	$(BIN)/python -m bench

@@ -14,9 +14,10 @@ import io
 import re
 import tokenize
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from pathlib import Path
+from typing import TypeGuard
 
 import pytest
 
@@ -29,14 +30,21 @@ FILE_LINES = 450
 FUNCTION_LINES = 80
 ARGUMENTS = 8
 PROTOCOL_METHODS = 5
-PRIVATE_ACCESSES = 82
+PRIVATE_ACCESSES = 40
 """How often tests look at a private attribute of what they test. The number may only fall."""
 
 # What may be over a limit, with the reason.
 MANY_ARGUMENTS = {
     "paceline.cli.train:train": "one argument for each option of `paceline train`, as typer wants them",
 }
-MANY_METHODS: dict[str, str] = {}
+MANY_METHODS = {
+    "paceline.comm.transport.base:Window": "WindowMemory and WindowTicks together, for a step that copies "
+    "and signals; who needs one half asks for it",
+    "paceline.elastic.simulation.simulated_process:MemberEnvironment": "ProcessEnvironment, and two "
+    "questions of a member that trains",
+    "paceline.elastic.simulation.simulated_supervisor:SimulatedShell": "SimulatedHosts and RunObserver "
+    "together: the world is both, and is passed once",
+}
 SHARED_FILE_NAMES = {
     "__main__.py": "Python's own name for what `python -m` runs",
     "audit.py": "the command and the audit that it prints, as for every command of that name",
@@ -51,12 +59,14 @@ BUILT_ON_SUBFOLDERS = {
     "paceline.comm.transport.hybrid": "one transport of shm/ and one of tcp/ as one",
 }
 
-# (importer, imported): arrows that a review found and that must not come back.
+# (importer, imported): the four arrows that a review found and that must not come back. The last one is a
+# fifth: `control` came out of `core` since, and `elastic` would reach `comm` through it.
 GONE = [
     ("paceline.elastic", "paceline.comm"),
-    ("paceline.control", "paceline.comm"),
     ("paceline.train", "paceline.engines"),
     ("paceline.comm", "paceline"),
+    ("paceline.frontends", "paceline.elastic.supervisor.journal_writer"),
+    ("paceline.control", "paceline.comm"),
 ]
 
 # (importer, imported): the arrows that would close a cycle and are allowed, with the reason.
@@ -66,6 +76,14 @@ LAZY_ARROWS = {
         "paceline.monitor.plot",
     ): "users expect `history.plot()` on what `fit` returns; "
     "imported when it is called, so that neither a worker nor the history needs the charts",
+}
+
+# Modules that import by a name which is not in the source, with the reason.
+COMPUTED_IMPORTS = {
+    "paceline": "the root maps public names to modules, and is no part of the graph",
+    "paceline.cli.main": "the table of commands; a command does not import `main`",
+    "paceline.engines.local.fork_server": "what the caller of `spawn` wants loaded before ranks are forked",
+    "paceline.engines.local.forked_rank": "the user's function, which travels by its name",
 }
 
 # The modules of `elastic/supervisor` that other folders may import, with the reason.
@@ -102,9 +120,31 @@ def imported(tree: ast.Module) -> Iterator[str]:
             for name in node.names:
                 inner = f"{node.module}.{name.name}"
                 yield inner if inner in modules() else node.module
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
-            names = [ast.literal_eval(name) for name in node.args[:1] if isinstance(name, ast.Constant)]
-            yield from (name for name in names if name in modules())
+        elif is_import_call(node):
+            start, is_whole = named_import(node)
+            yield from (
+                name
+                for name in modules()
+                if name == start or (start and not is_whole and name.startswith(start))
+            )
+
+
+def is_import_call(node: ast.AST) -> TypeGuard[ast.Call]:
+    return isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in (
+        "import_module",
+        "__import__",
+    )
+
+
+def named_import(call: ast.Call) -> tuple[str, bool]:
+    """How the name that is imported begins in the source, and whether that is all of it."""
+    if not call.args:
+        return "", False
+    name = call.args[0]
+    first = name.values[0] if isinstance(name, ast.JoinedStr) and name.values else name
+    if not isinstance(first, ast.Constant):
+        return "", False
+    return str(first.value), first is name
 
 
 @cache
@@ -206,12 +246,28 @@ def test_imports_of_all_kinds_are_counted():
         "from typing import TYPE_CHECKING\nimport paceline.core.errors\n"
         "if TYPE_CHECKING:\n    from paceline.core import events\n"
         "def late():\n    from paceline.core.journal import Journal\n"
+        "    importlib.import_module('paceline.core.log')\n"
+        "    import_module(f'paceline.core.storage.{late}')\n"
+        "    import_module(late)\n    import_module(f'{late}.core')\n"
     )
-    assert {*imported(ast.parse(source))} == {
+    storage = {name for name in modules() if name.startswith("paceline.core.storage.")}
+    assert len(storage) > 3
+    assert {*imported(ast.parse(source))} == storage | {
         "paceline.core.errors",
         "paceline.core.events",
         "paceline.core.journal",
+        "paceline.core.log",
     }
+
+
+def test_a_module_that_is_imported_by_a_computed_name_has_a_reason():
+    found = {
+        module
+        for module, tree in modules().items()
+        for node in ast.walk(tree)
+        if is_import_call(node) and named_import(node) == ("", False)
+    }
+    assert found == COMPUTED_IMPORTS.keys()
 
 
 def test_no_module_imports_itself_through_others():
@@ -290,23 +346,63 @@ def test_functions_have_few_arguments():
     assert over(((name, count(node)) for name, node in functions()), ARGUMENTS, MANY_ARGUMENTS) == []
 
 
+def base_names(node: ast.ClassDef) -> list[str]:
+    bases = (base.value if isinstance(base, ast.Subscript) else base for base in node.bases)
+    return [ast.unparse(base).rpartition(".")[2] for base in bases]
+
+
+def all_methods(node: ast.ClassDef, by_name: Mapping[str, ast.ClassDef]) -> set[str]:
+    """The methods and properties of a class, those that it inherits from a class of the package too."""
+    own = {part.name for part in node.body if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)}
+    return own.union(*(all_methods(by_name[base], by_name) for base in base_names(node) if base in by_name))
+
+
+def test_inherited_methods_are_counted():
+    source = (
+        "class A(Protocol):\n def f(self): ...\n def g(self): ...\n"
+        "class B(A, Protocol[T]):\n def f(self): ...\n"
+    )
+    parts = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
+    assert all_methods(parts["B"], parts) == {"f", "g"}
+    assert base_names(parts["B"]) == ["A", "Protocol"]
+
+
 def test_protocols_have_few_methods():
-    def is_protocol(node: ast.ClassDef) -> bool:
-        bases = (base.value if isinstance(base, ast.Subscript) else base for base in node.bases)
-        return any(isinstance(base, ast.Name) and base.id == "Protocol" for base in bases)
-
-    def methods(node: ast.ClassDef) -> int:
-        return sum(isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef) for part in node.body)
-
-    sizes = ((name, methods(node)) for name, node in classes() if is_protocol(node))
+    # One name stands for one class, so a base is found by its name.
+    by_name = {node.name: node for _, node in classes()}
+    sizes = (
+        (name, len(all_methods(node, by_name))) for name, node in classes() if "Protocol" in base_names(node)
+    )
     assert over(sizes, PROTOCOL_METHODS, MANY_METHODS) == []
 
 
+def named_types(tree: ast.Module) -> Iterator[str]:
+    """Classes, and what a module assigns to a name in CapWords: aliases, `Annotated`, `Literal`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            yield node.name
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        for target in targets:
+            if isinstance(target, ast.Name) and re.fullmatch(
+                "_?[A-Z][A-Za-z0-9]*[a-z][A-Za-z0-9]*", target.id
+            ):
+                yield target.id
+
+
+def test_classes_and_aliases_are_found():
+    source = (
+        "Way = int\n_Far: TypeAlias = str\nT = TypeVar('T')\nMOST = 2\nlow = 1\ndef f():\n  class In: ...\n"
+    )
+    assert sorted(named_types(ast.parse(source))) == ["In", "Way", "_Far"]
+
+
 def test_one_name_stands_for_one_thing():
-    public = defaultdict(list)
-    for name, node in classes():
-        public[node.name.lstrip("_")].append(name)
-    assert {name: places for name, places in public.items() if len(places) > 1} == {}
+    places = defaultdict(list)
+    for module, tree in modules().items():
+        for name in named_types(tree):
+            places[name.lstrip("_")].append(module)
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}
     files = Counter(path.name for path in ROOT.rglob("*.py") if path.name != "__init__.py")
     assert {name for name, times in files.items() if times > 1} == {*SHARED_FILE_NAMES}
 

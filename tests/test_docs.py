@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import re
 import subprocess
@@ -10,9 +9,11 @@ import sys
 import tomllib
 from functools import cache
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
+from tests import called_functions
 
 ROOT = Path(__file__).parent.parent
 _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -139,31 +140,33 @@ def _draw_walks() -> ModuleType:
     return module
 
 
-@cache
-def _functions(file: str) -> dict[str, list[ast.FunctionDef]]:
-    """The functions and methods of a source file, by name; nested ones too."""
-    found: dict[str, list[ast.FunctionDef]] = {}
-    for node in ast.walk(ast.parse((ROOT / "src" / "paceline" / file).read_text(encoding="utf-8"))):
-        if isinstance(node, ast.FunctionDef):
-            found.setdefault(node.name, []).append(node)
-    return found
+def _wrong_call(caller: Any, call: Any, port: str | None) -> str:
+    """Why the source does not say that `caller` calls `call`; empty: it does. `port`: the name that is
+    called, where it is not a plain call."""
+    name = port or call.function
+    found = [one for one in called_functions.calls(caller.file, caller.function) if one.name == name]
+    if not found:
+        read = called_functions.reads(caller.file, caller.function, name)
+        is_property = read and called_functions.is_property(call.file, name)
+        return "" if is_property else f"{caller.file}:{caller.function} does not call {name}"
+    if port is not None:
+        return ""
+    if all(one.passed_in for one in found):
+        return f"{caller.file}:{caller.function} calls a {name} that was passed in: mark it with via"
+    homes = {one.file for one in found if not one.passed_in}
+    if None not in homes and call.file not in homes:
+        return f"{caller.file}:{caller.function} calls the {name} of {', '.join(sorted(map(str, homes)))}"
+    return ""
 
 
-def _calls(file: str, function: str, name: str) -> bool:
-    """Whether the body of a function calls `name(...)`, or uses `something.name`: a method or a property."""
-    return any(
-        (isinstance(node, ast.Attribute) and node.attr == name)
-        or (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name)
-        for definition in _functions(file).get(function, ())
-        for statement in definition.body
-        for node in ast.walk(statement)
-    )
-
-
-# Folders of one layer, lowest first; loose modules of a layer are below its folders.
+# Folders of one layer, lowest first; loose modules of a layer are below its folders, except those named here.
 STOREYS = {
     "train": ("settings", "step", "state", "loop", "member"),
     "elastic": ("machine", "supervisor"),
+    "comm": (
+        *("compression", "transport", "rendezvous", "algorithms", "collectives"),
+        *("context.py", "state_transfer.py"),
+    ),
 }
 
 
@@ -202,13 +205,13 @@ def test_the_walks_are_true_and_never_go_back_up():
                 here = f"{name}: {call.file}:{call.function}"
                 callers = list(lane.callers(call))
                 via = re.match(r"via (\S+\.py)(?: as (\w+))?", call.remark)
-                if call.function not in _functions(call.file):
+                if not any(called_functions.scopes(call.file, call.function)):
                     wrong.append(f"{here} does not exist")
                 for caller in callers[:1]:
                     declared, port = via.groups() if via else (caller.file, None)
                     called = port or call.function
-                    if not _calls(caller.file, caller.function, called):
-                        wrong.append(f"{here}: {caller.file}:{caller.function} does not call {called}")
+                    if problem := _wrong_call(caller, call, called if via else None):
+                        wrong.append(f"{here}: {problem}")
                     if via and not re.search(rf"\b{called}\b", source(declared)):
                         wrong.append(f"{here} is not declared in {declared}")
                     if _height(declared) > _height(caller.file):
@@ -240,6 +243,51 @@ def test_the_walks_say_how_many_calls_are_answered_in_a_higher_folder():
         f"{total.capitalize()} drawn calls ({step} of the step, {kill} of the kill, "
         f"{checkpoint} of the checkpoint) are answered in a higher folder; each goes through a port."
     ) in text
+
+
+def test_a_picture_sets_calls_through_ports_apart_and_counts_them():
+    module = _draw_walks()
+    for name, lanes in module.walks().items():
+        picture = module.draw(name, lanes)
+        legend = re.search(r">(\d+) direct calls<.*?>(\d+) calls \"via FILE\"", picture, re.DOTALL)
+        assert legend is not None
+        direct, through = map(int, legend.groups())
+        assert through == sum(call.remark.startswith("via ") for lane in lanes for call in lane.calls)
+        # One line of each kind is the legend's.
+        assert (picture.count('class="hop"'), picture.count('class="hop port"')) == (direct + 1, through + 1)
+
+
+def test_a_call_that_is_none_is_found(tmp_path, monkeypatch):
+    """A name that is only mentioned, another module's function, another class's method, and a function that
+    was passed in are no plain calls of a walk."""
+    (tmp_path / "below.py").write_text("def helper(): ...\n\nclass Part:\n    def run(self): ...\n")
+    (tmp_path / "other.py").write_text("from paceline.below import helper\n\ndef run(): ...\n")
+    (tmp_path / "above.py").write_text(
+        "from paceline import below\nfrom paceline.other import helper\nfrom paceline.below import Part\n\n"
+        "class Job:\n"
+        "    start: Callable\n    part: Part\n"
+        "    def go(self, given):\n        self.start()\n        self.part.run()\n        helper()\n"
+        "        given()\n        self.left.run_later\n        self.stop()\n"
+        "    def stop(self): ...\n"
+    )
+    monkeypatch.setattr(called_functions, "PACKAGE", tmp_path)
+    found = {one.name: (one.file, one.passed_in) for one in called_functions.calls("above.py", "go")}
+    assert found == {
+        "start": (None, True),
+        "run": ("below.py", False),
+        "helper": ("below.py", False),
+        "given": (None, True),
+        "stop": ("above.py", False),
+    }
+    go = SimpleNamespace(file="above.py", function="go")
+
+    def wrong(file: str, function: str, port: str | None = None) -> str:
+        return _wrong_call(go, SimpleNamespace(file=file, function=function), port)
+
+    assert wrong("below.py", "helper") == wrong("below.py", "run") == wrong("any.py", "begin", "start") == ""
+    assert "was passed in" in wrong("below.py", "start")
+    assert "calls the run of below.py" in wrong("other.py", "run")
+    assert "does not call run_later" in wrong("below.py", "run_later")
 
 
 def test_the_pictures_of_the_walks_are_those_of_the_text():

@@ -135,7 +135,7 @@ def _view(count: int) -> None:
 
 
 def _store_keys(count: int) -> None:
-    key_value_store._checked_keys([3] * count)
+    key_value_store.checked_keys([3] * count)
 
 
 def _store_value(count: int) -> None:
@@ -220,12 +220,12 @@ def _groups(count: int) -> None:
 
 
 def _average(count: int) -> None:
-    powersgd._average_together([torch.zeros(count)], lambda flat: torch.zeros(count + 1))
+    powersgd.average_together([torch.zeros(count)], lambda flat: torch.zeros(count + 1))
 
 
 ERRORS: dict[str, tuple[Callable[[int], object], str, str]] = {
     "a batch of predictions": (
-        lambda n: evaluation._per_sample(torch.tensor(1.0), n, "", set()),
+        lambda n: evaluation.per_sample(torch.tensor(1.0), n, "", set()),
         "for a batch of 1 sample: ",
         "for a batch of 2 samples: ",
     ),
@@ -384,7 +384,7 @@ def test_a_last_batch_that_is_too_small(size: int, shards: int, text: str):
     spec = SimpleNamespace(
         config=_config(global_batch=4, workers=1, shards=shards), data=SimpleNamespace(size=size)
     )
-    assert text in worker_tasks._where(MicroBatch(None, 1, 0, 0, 0), cast("Any", spec))
+    assert text in worker_tasks.position_note(MicroBatch(None, 1, 0, 0, 0), cast("Any", spec))
 
 
 @pytest.mark.parametrize(
@@ -460,7 +460,7 @@ def test_a_task_that_does_not_fit(number: int, text: str, monkeypatch):
 def test_a_module_that_starts_threads(number: int, text: str, monkeypatch):
     monkeypatch.setattr(linux, "own_thread_count", lambda: 1 + number)
     with pytest.raises(UsageError, match=text):
-        fork_server._import("json")
+        fork_server.preload_module("json")
 
 
 @pytest.mark.parametrize(
@@ -485,7 +485,7 @@ def test_processes_of_an_earlier_start(
 
     monkeypatch.setattr(liveness_lock, "wait_until_free", wait)
     with pytest.raises(UsageError) as caught:
-        run_preparation._wait_for_earlier_start(RunFolder(tmp_path), 1.0)
+        run_preparation.wait_for_earlier_start(RunFolder(tmp_path), 1.0)
     assert who in caught.value.message
     assert caught.value.remedy.startswith(end)
     assert who in caplog.text
@@ -513,14 +513,14 @@ def _record(size: int, **definition: Any) -> Any:
 def test_an_audit_of_skipped_samples(number: int, text: str):
     wrong: list[str] = []
     skipped = dict.fromkeys(range(number), 0)
-    audit._check_samples(_record(8), _step(samples=number, taken=number), skipped, wrong)
+    audit.check_samples(_record(8), _step(samples=number, taken=number), skipped, wrong)
     assert wrong == [text]
 
 
 @pytest.mark.parametrize(("number", "text"), [(1, "took 1 position from 0"), (2, "took 2 positions from 0")])
 def test_an_audit_of_a_batch(number: int, text: str):
     wrong: list[str] = []
-    audit._check_taken(_record(8, global_batch=4), _step(offset=0, taken=number), wrong)
+    audit.check_taken(_record(8, global_batch=4), _step(offset=0, taken=number), wrong)
     assert text in wrong[0]
 
 
@@ -535,7 +535,7 @@ def test_an_audit_of_a_batch(number: int, text: str):
 )
 def test_an_audit_of_an_epoch(taken: int, size: int, text: str):
     wrong: list[str] = []
-    audit._check_end(_record(size), 0, taken, True, wrong)
+    audit.check_end(_record(size), 0, taken, True, wrong)
     assert wrong == [text]
 
 
@@ -544,7 +544,7 @@ def test_an_audit_of_an_epoch(taken: int, size: int, text: str):
 )
 def test_an_audit_of_positions(offset: int, text: str):
     wrong: list[str] = []
-    audit._covered([_step(offset=offset, taken=1)], wrong)
+    audit.count_covered([_step(offset=offset, taken=1)], wrong)
     assert wrong[0].endswith(text)
 
 
@@ -562,7 +562,7 @@ def test_a_report_of_equal_steps(losses: list[float], others: list[float], text:
         SimpleNamespace(steps=[SimpleNamespace(step=step, loss=loss) for step, loss in enumerate(values)])
         for values in (losses, others)
     ]
-    assert text in report._equal_steps(cast("Any", histories))
+    assert text in report.equal_steps(cast("Any", histories))
 
 
 @pytest.mark.parametrize(
@@ -574,7 +574,7 @@ def test_a_report_of_equal_steps(losses: list[float], others: list[float], text:
 )
 def test_a_comparison_of_checkpoints(number: int, texts: list[str], capsys):
     change = TensorChange("w", "float32[2]", "float32[2]", number, 0.5)
-    checkpoint._print_difference(CheckpointDiff(1, 2, (), (), (change,), number, ()))
+    checkpoint.print_difference(CheckpointDiff(1, 2, (), (), (change,), number, ()))
     shown = capsys.readouterr().out
     assert all(text in shown for text in texts)
 

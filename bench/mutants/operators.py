@@ -59,6 +59,8 @@ class Mutant:
     def change(self) -> str:
         """The difference in one line."""
         old, new = _one_line(self.old), _one_line(self.new)
+        if self.kind == "case":
+            return f"drop case {old}" if new != "False" else f"drop case if {old}"
         return f"drop {old}" if not new or new == "pass" else f"{old} -> {new}"
 
     @property
@@ -119,16 +121,16 @@ class _Finder(ast.NodeVisitor):
         before = self._lines[line - 1].encode()[:column].decode()
         return self._starts[line - 1] + len(before)
 
-    def _span(self, node: ast.expr | ast.stmt) -> tuple[int, int]:
+    def _span(self, node: ast.expr | ast.stmt | ast.pattern) -> tuple[int, int]:
         assert node.end_lineno is not None
         assert node.end_col_offset is not None
         return self._offset(node.lineno, node.col_offset), self._offset(node.end_lineno, node.end_col_offset)
 
-    def _source(self, node: ast.expr | ast.stmt) -> str:
+    def _source(self, node: ast.expr | ast.stmt | ast.pattern) -> str:
         start, stop = self._span(node)
         return self._text[start:stop]
 
-    def _add(self, node: ast.expr | ast.stmt, new: str, kind: str) -> None:
+    def _add(self, node: ast.expr | ast.stmt | ast.pattern, new: str, kind: str) -> None:
         start, stop = self._span(node)
         self._add_span(start, stop, new, kind)
 
@@ -227,6 +229,17 @@ class _Finder(ast.NodeVisitor):
     def visit_If(self, node: ast.If) -> None:
         self._add(node.test, "True", "condition")
         self._add(node.test, "False", "condition")
+        if node.orelse:
+            self._add(node.test, f"not ({self._source(node.test)})", "branch")
+        self.generic_visit(node)
+
+    def visit_match_case(self, node: ast.match_case) -> None:
+        # An arm that only raises is an assertion, and one that only passes does what no arm does.
+        if not all(isinstance(one, (ast.Raise, ast.Assert, ast.Pass)) for one in node.body):
+            if node.guard is None:
+                self._add(node.pattern, f"{self._source(node.pattern)} if False", "case")
+            else:
+                self._add(node.guard, "False", "case")
         self.generic_visit(node)
 
     def visit_IfExp(self, node: ast.IfExp) -> None:

@@ -28,8 +28,10 @@ EQUIVALENT = Path(__file__).with_name("equivalent.toml")
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a mutant. `by` is empty for one that survived; `excused` is why it is not counted."""
+    """What became of a mutant of an area. `by` is empty for one that survived; `excused` is why it is not
+    counted."""
 
+    area: str
     mutant: Mutant
     by: str
     seconds: float
@@ -69,10 +71,15 @@ class Score:
         ]
         by = Counter(_catcher(one.by) for one in self.caught)
         lines += [f"  {count:4} caught by {name}" for name, count in by.most_common()]
-        lines.append("")
-        rows = Counter((one.mutant.kind, bool(one.by)) for one in self.verdicts if one.by or not one.excused)
-        for kind in sorted({kind for kind, _ in rows}):
-            lines.append(f"  {kind:12} {rows[kind, True]:4} of {rows[kind, True] + rows[kind, False]:4}")
+        counted = [one for one in self.verdicts if one.by or not one.excused]
+        for rows in (
+            Counter((one.area, bool(one.by)) for one in counted),
+            Counter((one.mutant.kind, bool(one.by)) for one in counted),
+        ):
+            lines.append("")
+            for name in sorted({name for name, _ in rows}):
+                caught, whole = rows[name, True], rows[name, True] + rows[name, False]
+                lines.append(f"  {name:20} {caught:4} of {whole:4}  {caught / whole:6.1%}")
         if self.survivors:
             lines.append("\nsurvivors:")
         for one in sorted(self.survivors, key=lambda one: (one.mutant.path, one.mutant.line)):
@@ -99,22 +106,44 @@ def excuses(path: Path = EQUIVALENT) -> dict[tuple[str, str], str]:
 
 
 def drawn(seed: int, count: int, only: str, root: Path = ROOT) -> list[Mutant]:
-    """Draw this number of all possible mutants. Which are drawn depends on the seed and on each mutant's own
-    text: a change elsewhere in the source does not draw others."""
+    """Draw this number of mutants, from each area by its share. Which are drawn depends on the seed and on
+    each mutant's own text: a change elsewhere in the source does not draw others."""
+    orders = [_in_drawing_order(seed, area, only, root) for area in AREAS]
+    counts = allotted(count, [area.share for area in AREAS], [len(order) for order in orders])
+    texts = {path: (root / path).read_text(encoding="utf-8") for area in AREAS for path in area.paths(root)}
+    return [
+        one
+        for order, most in zip(orders, counts, strict=True)
+        for one in islice((one for one in order if compiles(one.applied(texts[one.path]))), most)
+    ]
+
+
+def _in_drawing_order(seed: int, area: Area, only: str, root: Path) -> list[Mutant]:
+    """List every mutant of an area, in the order in which the seed draws them."""
     found: list[tuple[str, Mutant]] = []
-    texts: dict[str, str] = {}
-    for area in AREAS:
-        for path in area.paths(root):
-            if only not in path:
-                continue
-            texts[path] = (root / path).read_text(encoding="utf-8")
-            seen: Counter[tuple[str, str]] = Counter()
-            for mutant in mutants_of(path, texts[path]):
-                seen[mutant.key] += 1
-                name = f"{seed}|{mutant.key}|{seen[mutant.key]}"
-                found.append((hashlib.sha256(name.encode()).hexdigest(), mutant))
-    order = (mutant for _, mutant in sorted(found, key=lambda pair: pair[0]))
-    return list(islice((one for one in order if compiles(one.applied(texts[one.path]))), count))
+    for path in area.paths(root):
+        if only not in path:
+            continue
+        text = (root / path).read_text(encoding="utf-8")
+        seen: Counter[tuple[str, str]] = Counter()
+        for mutant in mutants_of(path, text):
+            seen[mutant.key] += 1
+            name = f"{seed}|{mutant.key}|{seen[mutant.key]}"
+            found.append((hashlib.sha256(name.encode()).hexdigest(), mutant))
+    return [mutant for _, mutant in sorted(found, key=lambda pair: pair[0])]
+
+
+def allotted(count: int, shares: Sequence[int], there: Sequence[int]) -> list[int]:
+    """Divide a number by shares, none above what is there; what an area lacks goes to the others."""
+    counts = [0] * len(shares)
+    for _ in range(min(count, sum(there))):
+        # The area that is furthest behind its share gets the next one.
+        behind = min(
+            (index for index, most in enumerate(there) if counts[index] < most),
+            key=lambda index: (counts[index] + 1) / shares[index],
+        )
+        counts[behind] += 1
+    return counts
 
 
 def area_of(path: str, root: Path = ROOT) -> Area:
@@ -163,7 +192,7 @@ def tried(
     excused: dict[tuple[str, str], str] | None = None,
     report: Callable[[Verdict], None] | None = None,
 ) -> Score:
-    """Try all of them. The source as it is must pass first, else nothing can be problem."""
+    """Try all of them. The source as it is must pass first, else nothing can be said about a mutant."""
     score, began = Score(), time.monotonic()
     waiting: queue.SimpleQueue[Mutant] = queue.SimpleQueue()
     texts = {one.path: (root / one.path).read_text(encoding="utf-8") for one in mutants}
@@ -183,7 +212,7 @@ def tried(
                 request = _request(area, root, timeout, callers)
                 answer = process.ask({**request, "path": mutant.path, "text": text})
                 spent = time.monotonic() - start
-                verdict = Verdict(mutant, answer["by"], spent, reasons.get(mutant.key, ""))
+                verdict = Verdict(area.name, mutant, answer["by"], spent, reasons.get(mutant.key, ""))
                 score.verdicts.append(verdict)
                 if report is not None:
                     report(verdict)

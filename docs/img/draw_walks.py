@@ -38,6 +38,11 @@ class Call:
     depth: int
     parent: int | None
 
+    @property
+    def is_port(self) -> bool:
+        """Whether it goes through a port, a table or a thread: what the page marks with "via"."""
+        return self.remark.startswith("via ")
+
 
 @dataclass
 class Lane:
@@ -79,8 +84,16 @@ def _lanes(text: str) -> list[Lane]:
 
 def draw(name: str, lanes: list[Lane]) -> str:
     """Return the picture of one walk as SVG."""
-    parts: list[str] = []
-    y = 12
+    calls = [call for lane in lanes for call in lane.calls if call.parent is not None]
+    through = sum(call.is_port for call in calls)
+    marked = f'{through} calls "via FILE": a port, a row of a table, a thread'
+    parts = [
+        '<path class="hop" d="M20 20 H56"/>',
+        f'<text class="remark" x="64" y="24">{len(calls) - through} direct calls</text>',
+        '<path class="hop port" d="M220 20 H256"/>',
+        f'<text class="remark" x="264" y="24">{marked}</text>',
+    ]
+    y = 40
     for number, lane in enumerate(lanes):
         height = 34 + _ROW * len(lane.calls)
         parts.append(f'<rect class="lane" x="8" y="{y}" width="{_WIDTH - 16}" height="{height}" rx="6"/>')
@@ -94,7 +107,8 @@ def draw(name: str, lanes: list[Lane]) -> str:
     style = (
         "text{font:12px ui-monospace,Menlo,monospace;fill:#1f2328}.title{font:600 13px sans-serif}"
         ".remark{font:12px sans-serif;fill:#57606a}.lane{fill:#f6f8fa;stroke:#d0d7de}"
-        ".hop{fill:none;stroke:#8c959f}.cross{fill:none;stroke:#1f2328;stroke-width:1.6}"
+        ".hop{fill:none;stroke:#8c959f}.port{stroke:#c2255c;stroke-width:1.6;stroke-dasharray:4 3}"
+        ".cross{fill:none;stroke:#1f2328;stroke-width:1.6}"
     )
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {y}" role="img" aria-label="{name}">'
@@ -107,7 +121,8 @@ def _row(call: Call, y: int, above: int | None) -> list[str]:
     x = _LEFT + _INDENT * call.depth
     parts = []
     if above is not None:
-        parts.append(f'<path class="hop" d="M{x - _INDENT + 4} {above + 12} V{y + 4} H{x - 2}"/>')
+        kind = "hop port" if call.is_port else "hop"
+        parts.append(f'<path class="{kind}" d="M{x - _INDENT + 4} {above + 12} V{y + 4} H{x - 2}"/>')
     folder, _, rest = call.file.partition("/")
     parts.append(f'<circle cx="{x + 3}" cy="{y + 4}" r="3.5" fill="{_COLOURS.get(folder, "#57606a")}"/>')
     parts.append(

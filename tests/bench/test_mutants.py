@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 from bench.mutants.operators import Mutant, mutants_of
 from bench.mutants.planted import PLANTED, planted
 from bench.mutants.reach import function_at
-from bench.mutants.score import ROOT, drawn, excuses, shown, tried
+from bench.mutants.score import ROOT, allotted, area_of, drawn, excuses, shown, tried
 from bench.mutants.targets import AREAS, Area
 
 SOURCE = '''"""Least of two, and a limit."""
@@ -54,7 +55,7 @@ def test_a_planted_bug_is_caught_and_an_equivalent_change_survives_unless_it_is_
             "value > 9 -> value >= 9",
         )
     )
-    area = Area("tiny", ("src/tiny.py",), ("tests/test_tiny.py",))
+    area = Area("tiny", 1, ("src/tiny.py",), ("tests/test_tiny.py",))
     score = tried(
         [bug, same, excused],
         jobs=1,
@@ -70,6 +71,7 @@ def test_a_planted_bug_is_caught_and_an_equivalent_change_survives_unless_it_is_
     assert [one.mutant for one in score.equivalent] == [excused]
     assert score.share == 0.5
     assert "src/tiny.py:5: comparison: one < other -> one <= other" in score.text()
+    assert "  tiny                    1 of    2   50.0%" in score.text()
 
 
 def test_a_loop_without_an_end_is_caught_by_the_processor_time_that_it_uses(tmp_path: Path) -> None:
@@ -80,7 +82,7 @@ def test_a_loop_without_an_end_is_caught_by_the_processor_time_that_it_uses(tmp_
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests/test_tiny.py").write_text(tests)
     loop = changed(mutants_of("src/tiny.py", source), "drop left -= 1")
-    area = Area("tiny", ("src/tiny.py",), ("tests/test_tiny.py",))
+    area = Area("tiny", 1, ("src/tiny.py",), ("tests/test_tiny.py",))
     score = tried(
         [loop], jobs=1, timeout=1.5, root=tmp_path, areas=lambda path: area, preloaded=("pytest",), excused={}
     )
@@ -102,6 +104,37 @@ def test_changes_of_a_file():
     assert all(one.applied(SOURCE) != SOURCE for one in mutants_of("tiny.py", SOURCE))
 
 
+def test_branches_are_swapped_and_arms_of_a_match_dropped_one_at_a_time():
+    text = """def f(x):
+    if x > 1:
+        x = 2
+    else:
+        x = 3
+    if x:
+        x = 4
+    match x:
+        case int():
+            return 1
+        case str() if x:
+            return 2
+        case None:
+            pass
+        case _:
+            raise TypeError(x)
+"""
+    found = [one for one in mutants_of("f.py", text) if one.kind in ("branch", "case")]
+    assert [one.change for one in found] == [
+        "x > 1 -> not (x > 1)",
+        "drop case int()",
+        "drop case if x",
+    ]
+    assert [one.applied(text).splitlines()[one.line - 1].strip() for one in found] == [
+        "if not (x > 1):",
+        "case int() if False:",
+        "case str() if False:",
+    ]
+
+
 def test_words_types_and_assertions_are_left_alone():
     words = 'def f(x: int | None) -> str:\n    assert x == 1\n    return f"{x + 1}"\n'
     text = f"Kind: TypeAlias = int | str\n{words}"
@@ -118,6 +151,22 @@ def test_equal_seeds_draw_equal_mutants_and_others_do_not():
     assert first == [shown(one) for one in drawn(1, 20, "shard_assignment.py")]
     assert first != [shown(one) for one in drawn(2, 20, "shard_assignment.py")]
     assert len(first) == 20
+
+
+def test_a_number_is_divided_by_shares_and_none_gets_more_than_is_there():
+    assert allotted(10, [3, 2], [99, 99]) == [6, 4]
+    assert allotted(10, [3, 2], [99, 1]) == [9, 1]
+    assert allotted(10, [3, 2], [4, 2]) == [4, 2]
+    assert allotted(0, [3, 2], [4, 2]) == [0, 0]
+
+
+def test_every_area_is_drawn_from():
+    found = Counter(area_of(one.path).name for one in drawn(5, 300, ""))
+    assert found.total() == 300
+    assert found["deciding machine"] >= 100
+    assert found["member machine"] >= 60
+    assert found["assignment of shards"] + found["slices of a batch"] >= 60
+    assert found["canonical order"] >= 40
 
 
 def test_every_area_has_files_and_tests():

@@ -94,15 +94,15 @@ def test_at_most_one_is_under_way(tmp_path):
 def test_memory_is_one_copy_of_the_share_and_is_kept(tmp_path):
     tensors = {f"t{index}": torch.ones(1 << 18) for index in range(8)}
     with BackgroundWriter(CheckpointStore(tmp_path), 0, 2) as writer:
-        assert writer._buffer.nbytes == 0
+        assert writer.buffer_bytes == 0
         writer.prepare(tensors)
-        held = writer._buffer.nbytes
+        held = writer.buffer_bytes
         assert (4 << 20) < held < (7 << 20)
         for _ in range(3):
             writer.save(writer.store.next_version(), tensors, {})
             assert finished(writer).error is None
-        assert writer._buffer.nbytes == held
-    assert writer._buffer.nbytes == 0
+        assert writer.buffer_bytes == held
+    assert writer.buffer_bytes == 0
 
 
 def test_tensors_of_one_rank_only(tmp_path):

@@ -41,7 +41,7 @@ def test_what_does_not_agree_is_found(wrong: str):
 class TestCounts:
     @pytest.mark.parametrize("complete", [True, False])
     def test_verify(self, number: int, complete: bool, capsys):
-        verify._print(VerifiedRun(number, complete, ()))
+        verify.print_verified(VerifiedRun(number, complete, ()))
         out = capsys.readouterr().out
         assert agrees(out)
         assert {1: "step: the same bits", 2: "2 steps: the same bits"}[number] in out
@@ -57,7 +57,7 @@ class TestCounts:
             campaign.run(3, 2), events=number, views=number, faults=campaign.run(3, 2).faults[:1] * number
         )
         monkeypatch.setattr(campaign, "run", lambda *args, **more: outcome)
-        assert simulate._replay(3, number, False, False) == 0
+        assert simulate.replay_schedule(3, number, False, False) == 0
         out = capsys.readouterr().out
         assert agrees(out)
         assert {1: "1 worker: 1 fault\n", 2: "2 workers: 2 faults\n"}[number] in out
@@ -85,13 +85,13 @@ class TestCounts:
             shard_hashes=number,
             samples_agreed=number,
         )
-        text = "\n".join(line for _, line in audit._lines(found))
+        text = "\n".join(line for _, line in audit.summary_lines(found))
         assert agrees(text)
         assert {1: "1 audited step, 1 shard\n", 2: "2 audited steps, 2 shards\n"}[number] in text
 
     def test_the_first_line_of_progress(self, number: int):
         config = TrainConfig(global_batch=8)
-        text = progress._opening(
+        text = progress.opening_line(
             RunInfo(config=config, workers=number, total_steps=number, samples=number, run_dir=None)
         )
         assert agrees(text)

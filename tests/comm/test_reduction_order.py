@@ -88,6 +88,10 @@ def test_every_set_of_held_shards_is_covered_by_its_maximal_subtrees(shards):
         )
 
 
+def test_shards_that_do_not_exist_are_held_by_nobody():
+    assert covering_nodes([-1, 1, 4, 9], 4) == covering_nodes([1], 4) == [Node(1, 0)]
+
+
 @pytest.mark.parametrize("shards", range(1, 9))
 def test_every_split_gives_the_bits_of_the_definition(shards):
     tensors = [wide_range(shard, 3) for shard in range(shards)]

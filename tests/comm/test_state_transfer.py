@@ -87,13 +87,13 @@ def test_damage_on_the_way_is_found_and_the_source_named(
     if by_messages:
         monkeypatch.setattr(CrossMemory, "try_word", lambda *_: False)
     tensors = state()
-    checksums = state_transfer._TensorPieces.checksums
+    checksums = state_transfer.TensorPieces.checksums
 
-    def damaged(stock: state_transfer._TensorPieces) -> list[int]:
+    def damaged(stock: state_transfer.TensorPieces) -> list[int]:
         found = checksums(stock)
         return [found[0] ^ 1, *found[1:]]
 
-    monkeypatch.setattr(state_transfer._TensorPieces, "checksums", damaged)
+    monkeypatch.setattr(state_transfer.TensorPieces, "checksums", damaged)
 
     def one(ctx: DistributedContext) -> tuple[int, bool]:
         act = (
@@ -142,9 +142,9 @@ def test_a_handover_is_interrupted_like_anything_else(transport: str) -> None:
 def _source_dies(ctx: DistributedContext, by_messages: bool) -> tuple[int, ...]:
     if ctx.rank == 0:
         if by_messages:
-            state_transfer._send_pieces = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            state_transfer.send_pieces = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         else:
-            state_transfer._TensorPieces.checksums = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,method-assign]
+            state_transfer.TensorPieces.checksums = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,method-assign]
         send_state(ctx, [1], state(), PLAIN)
     elif by_messages:
         CrossMemory.try_word = lambda *_: False  # type: ignore[method-assign]

@@ -23,11 +23,11 @@ from paceline.control.channel import Channel
 from paceline.control.messages import ToolReply
 from paceline.control.run_status import RunStatus, WorkerFacts
 from paceline.control.supervisor_address import new_secret
-from paceline.core import record_signing
 from paceline.core.errors import PlatformError, UsageError
 from paceline.core.journal import Journal
 from paceline.core.session_auth import session_keys
 from paceline.elastic.supervisor import tool_client
+from paceline.frontends import recomputation
 from paceline.train.settings.train_config import TrainConfig
 from paceline.train.state.run_folder import RunFolder
 
@@ -200,7 +200,7 @@ def test_with_the_token_named_a_run_of_another_user_is_shown(tmp_path, capsys):
 
 def recorded(folder: Path, script: Path) -> None:
     command = {"script": str(script), "arguments": [], "folder": str(folder), "settings": []}
-    (folder / "command.json").write_text(json.dumps(record_signing.signed(command)))
+    (folder / "command.json").write_text(json.dumps(recomputation.signed(command)))
 
 
 EVIL = "from pathlib import Path\nPath({!r}).write_text('ran')\n"
@@ -240,9 +240,9 @@ def test_what_an_unpacked_folder_names_is_not_run_unasked(tmp_path, capsys, comm
     # The tag of another user's key is none either; that of one's own holds for what was recorded, and moves.
     with monkeypatch.context() as other:
         other.setenv("XDG_STATE_HOME", str(tmp_path / "theirs"))
-        (folder / "command.json").write_text(json.dumps(record_signing.signed(record)))
+        (folder / "command.json").write_text(json.dumps(recomputation.signed(record)))
     assert paceline(command, folder, *which) == 2
-    signed = record_signing.signed(record)
+    signed = recomputation.signed(record)
     (folder / "command.json").write_text(json.dumps({**signed, "script": "/else.py"}))
     assert paceline(command, folder, *which) == 2
     assert not mark.exists()

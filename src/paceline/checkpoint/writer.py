@@ -88,6 +88,11 @@ class BackgroundWriter:
         """Return whether something is under way, or finished and not polled yet."""
         return self._busy
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Return how much memory is held for the copy of the tensors."""
+        return self._buffer.nbytes
+
     def prepare(self, tensors: Mapping[str, Tensor], *, own: Mapping[str, Tensor] | None = None) -> None:
         """Get the memory for the copy now, so that the first save stalls no longer than the others."""
         self._require_idle("prepare")

@@ -47,7 +47,7 @@ def audit(run: RunArgument, as_json: AsJson = False) -> None:
 
 
 def _print(name: str, found: AuditResult) -> None:
-    for title, text in _lines(found):
+    for title, text in summary_lines(found):
         echo(f"  {title:<9} {text}")
     for note in found.notes:
         echo(f"  note      {note}")
@@ -61,7 +61,7 @@ def _print(name: str, found: AuditResult) -> None:
         echo(f"{name}: not proved, {counted(len(found.wrong), 'thing')} wrong")
 
 
-def _lines(found: AuditResult) -> list[tuple[str, str]]:
+def summary_lines(found: AuditResult) -> list[tuple[str, str]]:
     were = "was" if found.redone == 1 else "were"
     again = f"; {found.redone:,} {were} lost and done again" if found.redone else ""
     resumes = f" after {counted(found.restarts, 'restart')}" if found.redone else ""

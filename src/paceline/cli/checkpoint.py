@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 
-RunArgument = Annotated[str, typer.Argument(help="A run's folder, or the folder or URL of its checkpoints.")]
+RunOrCheckpointsArgument = Annotated[
+    str, typer.Argument(help="A run's folder, or the folder or URL of its checkpoints.")
+]
 Which = Annotated[str, typer.Argument(help="A version, a tag, 'latest' or 'best'.")]
 
 
@@ -37,7 +39,7 @@ def checkpoint() -> None:
 
 
 @app.command("ls")
-def list_all(run: RunArgument, as_json: AsJson = False) -> None:
+def list_all(run: RunOrCheckpointsArgument, as_json: AsJson = False) -> None:
     """List the checkpoints, oldest first. Files are not verified. Exit code 1 when there are some and none
     can be listed.
 
@@ -58,7 +60,7 @@ def list_all(run: RunArgument, as_json: AsJson = False) -> None:
 
 
 @app.command()
-def show(run: RunArgument, which: Which = "latest", as_json: AsJson = False) -> None:
+def show(run: RunOrCheckpointsArgument, which: Which = "latest", as_json: AsJson = False) -> None:
     """Verify one checkpoint and show what it holds: moment, metrics, files, tensors and state.
 
     Example: paceline checkpoint show runs/20250301-120000-train best
@@ -89,7 +91,7 @@ def show(run: RunArgument, which: Which = "latest", as_json: AsJson = False) -> 
 
 @app.command()
 def verify(
-    run: RunArgument,
+    run: RunOrCheckpointsArgument,
     which: Annotated[str | None, typer.Argument(help="Only this one; else all of them.")] = None,
 ) -> None:
     """Read every byte and compare it with the checksums; exit code 1 when something is damaged
@@ -112,7 +114,7 @@ def verify(
 
 
 @app.command()
-def diff(run: RunArgument, before: Which, after: Which, as_json: AsJson = False) -> None:
+def diff(run: RunOrCheckpointsArgument, before: Which, after: Which, as_json: AsJson = False) -> None:
     """Compare two checkpoints bit for bit; exit code 0 in any case.
 
     Example: paceline checkpoint diff runs/20250301-120000-train 11 latest
@@ -121,12 +123,12 @@ def diff(run: RunArgument, before: Which, after: Which, as_json: AsJson = False)
     if as_json:
         echo_json(asdict(difference))
         return
-    _print_difference(difference)
+    print_difference(difference)
 
 
 @app.command()
 def tag(
-    run: RunArgument,
+    run: RunOrCheckpointsArgument,
     which: Which,
     name: Annotated[str | None, typer.Argument(help="The name to give.")] = None,
     remove: Annotated[bool, typer.Option("--remove", help="Take the tag WHICH away instead.")] = False,
@@ -151,7 +153,7 @@ def tag(
 
 @app.command()
 def export(
-    run: RunArgument,
+    run: RunOrCheckpointsArgument,
     which: Which,
     path: Annotated[str, typer.Argument(help="The file to write.")],
     format: Annotated[
@@ -241,7 +243,7 @@ def _print_list(manifests: list[CheckpointManifest], tags: dict[str, int]) -> No
     Console().print(table)
 
 
-def _print_difference(difference: CheckpointDiff) -> None:
+def print_difference(difference: CheckpointDiff) -> None:
     for name in difference.added:
         echo(f"+ {name}")
     for name in difference.removed:

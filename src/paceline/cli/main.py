@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, cast
+from importlib import import_module
+from typing import Annotated, Any, ClassVar, NamedTuple, cast
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 import paceline
-from paceline.cli.lazy_group import LazyCommand, LazyGroup
 from paceline.core.errors import PacelineError, UsageError
 
 # Typer carries its own copy of click since 0.2x and used the real one before: these are whichever it uses.
@@ -28,8 +29,16 @@ class CliState:
     debug: bool = False
 
 
-class Commands(LazyGroup):
-    """The commands, in the order in which users need them."""
+class LazyCommand(NamedTuple):
+    """Where a command is: `module:name` of a function or of a `Typer`, and what the list of commands says."""
+
+    home: str
+    summary: str
+
+
+class Commands(TyperGroup):
+    """The commands, in the order in which users need them. A command is imported when it is named: help needs
+    only names and summaries."""
 
     table: ClassVar[Mapping[str, LazyCommand]] = {
         name: LazyCommand(f"paceline.cli.{home}", summary)
@@ -48,6 +57,33 @@ class Commands(LazyGroup):
             ("checkpoint", "checkpoint:app", "List, verify, compare, tag and export checkpoints."),
         )
     }
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        # Empty commands stand in for those that are not imported: typer lists and suggests their names.
+        self.commands.update({name: TyperCommand(name) for name in self.table})
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return the command itself, or None for an unknown name."""
+        return _load(cmd_name, self.table[cmd_name]) if cmd_name in self.table else None
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the list of commands; the inherited method would import each of them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, summary) for name, (_, summary) in self.table.items()])
+
+
+def _load(name: str, command: LazyCommand) -> TyperCommand | TyperGroup:
+    """Import a command and build its parameters from the signature."""
+    module, _, attribute = command.home.partition(":")
+    found = getattr(import_module(module), attribute)
+    if not isinstance(found, typer.Typer):
+        alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+        alone.command(name)(found)
+        found = alone
+    built = typer.main.get_command(found)
+    assert isinstance(built, TyperCommand | TyperGroup)
+    return built
 
 
 app = typer.Typer(

@@ -33,7 +33,7 @@ def simulate(
     Example: paceline simulate --workers 8 --schedules 1000 --seed 1
     """
     if replay is not None or trace:
-        raise typer.Exit(_replay(seed if replay is None else replay, workers, trace, as_json))
+        raise typer.Exit(replay_schedule(seed if replay is None else replay, workers, trace, as_json))
     from paceline.elastic.simulation.campaign import run_schedules
 
     shown = CampaignProgress(schedules) if not as_json and sys.stderr.isatty() else None
@@ -95,7 +95,7 @@ def text(campaign: Campaign) -> str:
     return "\n".join(lines)
 
 
-def _replay(seed: int, workers: int, trace: bool, as_json: bool) -> int:
+def replay_schedule(seed: int, workers: int, trace: bool, as_json: bool) -> int:
     from paceline.elastic.simulation.campaign import run
 
     outcome = run(seed, workers, tracer=typer.echo if trace else None)

@@ -61,7 +61,7 @@ def verify(
     if as_json:
         echo_json({"same": found.same, **dataclasses.asdict(found)})
     else:
-        _print(found)
+        print_verified(found)
     if not found.same:
         raise typer.Exit(1)
 
@@ -77,7 +77,7 @@ def _number(steps: str) -> int | None:
     return int(match[1])
 
 
-def _print(found: VerifiedRun) -> None:
+def print_verified(found: VerifiedRun) -> None:
     for interval in found.intervals:
         echo(f"computed    {_span(interval)}")
     compared = ", ".join(f"{count:,} of {what}" for what, count in found.compared.items())

@@ -24,10 +24,10 @@ def reducers() -> dict[type, Callable[[Any], Any]]:
         return {}
     import torch
 
-    return _Reducers({torch.Tensor: _reduce})
+    return _TensorReducers({torch.Tensor: _reduce})
 
 
-class _Reducers(dict[type, Callable[[Any], Any]]):
+class _TensorReducers(dict[type, Callable[[Any], Any]]):
     """Reducers by class. Classes of parametrized modules are recognised by their name, which is all that they
     have in common."""
 

@@ -54,7 +54,7 @@ def send_state(
     if not ranks:
         return
     deadline = time.monotonic() + timeout
-    stock = _TensorPieces(tensors)
+    stock = TensorPieces(tensors)
     reach = CrossMemory()
     reach.allow_siblings()
     about = {
@@ -69,7 +69,7 @@ def send_state(
     for rank in ranks:
         context.send(about, rank, tag=_ABOUT, timeout=timeout)
     ways = {rank: context.receive(rank, tag=_WAY, timeout=timeout) for rank in ranks}
-    _send_pieces(context, [rank for rank, way in ways.items() if way != _READ], stock, deadline)
+    send_pieces(context, [rank for rank, way in ways.items() if way != _READ], stock, deadline)
     for rank in ranks:
         context.send(stock.checksums(), rank, tag=_CHECKSUMS, timeout=timeout)
     damaged = {rank: context.receive(rank, tag=_END, timeout=timeout) for rank in ranks}
@@ -120,7 +120,7 @@ def receive_state(
 
 
 @final
-class _TensorPieces:
+class TensorPieces:
     """The source's tensors, flat; hashed while they are sent, or when the checksums are asked for."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -214,8 +214,8 @@ def _copied(
     return state
 
 
-def _send_pieces(
-    context: DistributedContext, ranks: Sequence[int], stock: _TensorPieces, deadline: float
+def send_pieces(
+    context: DistributedContext, ranks: Sequence[int], stock: TensorPieces, deadline: float
 ) -> None:
     sent = 0
     for piece in stock.pieces():

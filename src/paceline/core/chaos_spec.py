@@ -143,7 +143,7 @@ def _fields(words: list[str], allowed: tuple[str, ...], kind: str, statement: st
         field = {"for": "seconds", "from": "first"}.get(name, name)
         if field in values:
             refuse(f"{name} is given twice in {statement!r}", f"keep one of them: {name}={text}", name)
-        read, complaint, example = _READERS.get(name, _WHOLE)
+        read, complaint, example = _PARSERS.get(name, _WHOLE)
         try:
             values[field] = read(text)
         except ValueError:
@@ -163,12 +163,12 @@ def _duration(text: str) -> float:
 
 
 # By field: how its text is read, and what to say of a text that cannot be.
-_Reader = tuple[Callable[[str], Any], str, str]
-_WHOLE: _Reader = (int, "is not a whole number", "{}=3")
-_NUMBER: _Reader = (float, "is not a number", "{}=0.5")
-_ONE_OR_ALL: _Reader = (_whole_or_all, "is neither a number nor `all`", "{}=1")
-_LENGTH: _Reader = (_duration, "is no duration", "{0}=5s, {0}=200ms or {0}=1m")
-_READERS: dict[str, _Reader] = {
+_ValueParser = tuple[Callable[[str], Any], str, str]
+_WHOLE: _ValueParser = (int, "is not a whole number", "{}=3")
+_NUMBER: _ValueParser = (float, "is not a number", "{}=0.5")
+_ONE_OR_ALL: _ValueParser = (_whole_or_all, "is neither a number nor `all`", "{}=1")
+_LENGTH: _ValueParser = (_duration, "is no duration", "{0}=5s, {0}=200ms or {0}=1m")
+_PARSERS: dict[str, _ValueParser] = {
     "rank": _ONE_OR_ALL,
     "attempt": _ONE_OR_ALL,
     "factor": _NUMBER,

@@ -1,21 +1,28 @@
 """Record which script made a run; compute parts of it again, with a `Trainer` or with that script.
 
 Shared by `Trainer.replay`, `paceline replay` and `paceline verify`.
+
+A folder from elsewhere belongs, once it is unpacked, to the user who unpacked it. The owner of a file is
+no evidence of its author, so the record of a script that will be run carries a tag by a key that only the
+user has. The key is in the user's own folder for state (XDG_STATE_HOME, else ~/.local/state), never in a
+run's folder. Where there can be no key nothing is tagged, and no command trusts such a record.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hmac
 import json
 import os
+import secrets
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, final
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast, final
 
-from paceline.core import journal, record_signing, untrusted
-from paceline.core.atomic_file import replace_file
+from paceline.core import journal, untrusted
+from paceline.core.atomic_file import create_once, replace_file
 from paceline.core.errors import ConfigError, PacelineError, PlatformError, UsageError
 from paceline.frontends import overrides
 from paceline.frontends.run_preparation import as_recorded
@@ -31,6 +38,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _COMMAND_FILE = "command.json"
+_TAG: Final = "tag"
+_KEY_BYTES: Final = 32
 
 
 class FitParts(Protocol):
@@ -104,7 +113,7 @@ def record_command(folder: RunFolder) -> None:
         "settings": [untrusted.redact_credentials(text) for text in command.settings],
     }
     with contextlib.suppress(PlatformError):  # a full disk: the run itself is not in danger
-        record = json.dumps(record_signing.signed(plain)).encode()
+        record = json.dumps(signed(plain)).encode()
         replace_file(folder.path / _COMMAND_FILE, record, mode=0o600)
 
 
@@ -121,15 +130,46 @@ def recorded_command(run: str | os.PathLike[str]) -> tuple[overrides.Command | N
             folder=str(plain["folder"]),
             settings=tuple(map(str, plain.get("settings", ()))),
         )
-        return command, record_signing.is_signed_by_user(plain) and all(
-            map(untrusted.is_owned_by_user, (folder, file))
-        )
+        return command, is_signed_by_user(plain) and all(map(untrusted.is_owned_by_user, (folder, file)))
     except FileNotFoundError:
         return None, False
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UsageError(
             f"{file} does not say what made the run: {error}", remedy="give the script with --script"
         ) from error
+
+
+def signed(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record with the user's tag."""
+    key = _key(make=True)
+    return {**record, _TAG: _tag(key, record)} if key else dict(record)
+
+
+def is_signed_by_user(record: Mapping[str, Any]) -> bool:
+    """Return whether this user made the record as it is."""
+    key, tag = _key(make=False), record.get(_TAG)
+    body = {name: value for name, value in record.items() if name != _TAG}
+    return bool(key) and isinstance(tag, str) and hmac.compare_digest(tag.encode(), _tag(key, body).encode())
+
+
+def _tag(key: bytes, record: Mapping[str, Any]) -> str:
+    return hmac.digest(key, json.dumps(record, sort_keys=True).encode(), "sha256").hex()
+
+
+def _key(*, make: bool) -> bytes:
+    """Return the user's key; empty where there is none, or where another user can read it."""
+    try:
+        base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+        path = Path(base) / "paceline" / "records.key"
+        if make and not path.exists():
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            create_once(path, secrets.token_bytes(_KEY_BYTES), mode=0o600)
+        if not untrusted.is_owned_by_user(path) or os.lstat(path).st_mode & 0o077:
+            return b""
+        key = untrusted.read_regular(path)
+        return key if len(key) == _KEY_BYTES else b""
+    except (OSError, RuntimeError):
+        return b""  # no home, or none that can be written to
 
 
 def command_to_run(

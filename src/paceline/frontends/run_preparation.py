@@ -181,12 +181,12 @@ def _make_folder(config: TrainConfig, data: DataFacts | None) -> RunFolder:
         _check_not_lost(folder, config)
     if liveness_lock.was_ever_held(folder.path) or spool.has_spool(folder.path):
         with held(folder.lock_file, str(folder.path)):
-            _wait_for_earlier_start(folder, config.fault_tolerance.patience)
+            wait_for_earlier_start(folder, config.fault_tolerance.patience)
             recover_journal(folder.path)
     return folder
 
 
-def _wait_for_earlier_start(folder: RunFolder, patience: float) -> None:
+def wait_for_earlier_start(folder: RunFolder, patience: float) -> None:
     """Wait until the processes of an earlier start, whose caller was killed, have saved and exited: this
     start continues from what they saved."""
 

@@ -168,12 +168,12 @@ def _check_positions(record: AuditRecord, wrong: list[str], notes: list[str]) ->
     for epoch, steps in sorted(by_epoch.items()):
         skipped: set[int] = set()
         for step in steps:
-            _check_taken(record, step, wrong)
-            skipped |= _check_samples(record, step, unreadable.pop(step.step, {}), wrong)
-        covered = None if any(step.offset < 0 for step in steps) else _covered(steps, wrong)
+            check_taken(record, step, wrong)
+            skipped |= check_samples(record, step, unreadable.pop(step.step, {}), wrong)
+        covered = None if any(step.offset < 0 for step in steps) else count_covered(steps, wrong)
         applied = sum(step.samples for step in steps)
         taken = covered if covered is not None else applied + len(skipped)
-        _check_end(record, epoch, taken, epoch < last, wrong)
+        check_end(record, epoch, taken, epoch < last, wrong)
         coverage.append(EpochCoverage(epoch, len(steps), covered, applied, tuple(sorted(skipped))))
     if any(epoch.covered is None for epoch in coverage):
         notes.append("some steps are from before positions were kept: samples of their epochs are counted")
@@ -182,7 +182,7 @@ def _check_positions(record: AuditRecord, wrong: list[str], notes: list[str]) ->
     return coverage
 
 
-def _covered(steps: list[events.StepCommitted], wrong: list[str]) -> int:
+def count_covered(steps: list[events.StepCommitted], wrong: list[str]) -> int:
     expected = 0
     for step in steps:
         if step.offset != expected:
@@ -197,7 +197,7 @@ def _covered(steps: list[events.StepCommitted], wrong: list[str]) -> int:
     return expected
 
 
-def _check_taken(record: AuditRecord, step: events.StepCommitted, wrong: list[str]) -> None:
+def check_taken(record: AuditRecord, step: events.StepCommitted, wrong: list[str]) -> None:
     """Check that the step took a global batch, or what was left at the end of an epoch."""
     batch = record.definition.get("global_batch")
     if step.taken < 0 or record.definition.get("dynamic_batch") is not None or not isinstance(batch, int):
@@ -209,7 +209,7 @@ def _check_taken(record: AuditRecord, step: events.StepCommitted, wrong: list[st
         wrong.append(f"step {step.step} took {taken} from {step.offset} on, not {planned}")
 
 
-def _check_end(record: AuditRecord, epoch: int, taken: int, complete: bool, wrong: list[str]) -> None:
+def check_end(record: AuditRecord, epoch: int, taken: int, complete: bool, wrong: list[str]) -> None:
     size, definition = record.size, record.definition
     if size is None:
         return
@@ -225,7 +225,7 @@ def _check_end(record: AuditRecord, epoch: int, taken: int, complete: bool, wron
         wrong.append(f"epoch {epoch} ended after {taken:,} of {counted(size, 'position')}")
 
 
-def _check_samples(
+def check_samples(
     record: AuditRecord, step: events.StepCommitted, skipped: dict[int, int], wrong: list[str]
 ) -> set[int]:
     """Check and return the samples that the step took and did not apply."""

@@ -63,7 +63,7 @@ class ProgressDisplay(Observer):
         if console.is_terminal and not console.is_dumb_terminal and not self._unwritable:
             with self._writing():
                 self._bar = _Bar(console, self._meter)
-        self._say(_opening(run))
+        self._say(opening_line(run))
 
     def on_workers(self, workers: int) -> None:
         if self._meter is not None:
@@ -275,7 +275,7 @@ class _Figures(ProgressColumn):
         return text
 
 
-def _opening(run: RunInfo) -> str:
+def opening_line(run: RunInfo) -> str:
     config = run.config
     samples = "an unknown number of samples" if run.samples is None else counted(run.samples, "sample")
     total = "" if run.total_steps is None else f", {counted(run.total_steps, 'step')}"

@@ -141,11 +141,11 @@ def _bits_comparison(histories: Sequence[History], names: Sequence[str]) -> str:
     all_of = "Both" if len(histories) == 2 else f"All {len(histories)}"
     return (
         f'<div class="verdict same"><strong>Same bits.</strong> {all_of} runs ended with the state '
-        f"<code>{escape(first.state_hash)}</code>{_equal_steps(histories)}</div>"
+        f"<code>{escape(first.state_hash)}</code>{equal_steps(histories)}</div>"
     )
 
 
-def _equal_steps(histories: Sequence[History]) -> str:
+def equal_steps(histories: Sequence[History]) -> str:
     losses = [{record.step: record.loss for record in history.steps} for history in histories]
     common = set.intersection(*(set(by_step) for by_step in losses))
     if not common:

@@ -31,7 +31,7 @@ class _DiskFolder:
     flushed: dict[str, _DiskFile | _DiskFolder] = field(default_factory=dict)
 
 
-_Node = _DiskFile | _DiskFolder
+_DiskEntry = _DiskFile | _DiskFolder
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class _Model:
     def __init__(self, root: str) -> None:
         self._root = root
         self._top = _DiskFolder()
-        self._descriptors: dict[int, _Node] = {}
+        self._descriptors: dict[int, _DiskEntry] = {}
         self._folders: list[tuple[str, _DiskFolder]] = [("", self._top)]
 
     def apply(self, call: RecordedCall) -> None:

@@ -185,7 +185,7 @@ def test_a_manifest_that_is_whole_and_wrong(data: Path, change: Any) -> None:
     plain = json.loads((data / "manifest.json").read_bytes())
     plain.pop("checksum")
     change(plain)
-    plain["checksum"] = shard_manifest._own_checksum(plain)
+    plain["checksum"] = shard_manifest.own_checksum(plain)
     (data / "manifest.json").write_text(json.dumps(plain))
     with pytest.raises(CorruptShardError, match=r"manifest\.json"):
         CheckedShards(data)

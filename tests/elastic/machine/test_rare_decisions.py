@@ -8,10 +8,17 @@ from tests.elastic.machine.machine_driver import exception_of, only, vote_of
 from tests.elastic.machine.made_states import NOW, after, beat, change, job_with_limits, made
 
 from paceline.control.messages import ViewPlan
-from paceline.elastic.machine import hang_detection, liveness, machine, view_change
+from paceline.elastic.machine import (
+    hang_detection,
+    job_event_handlers,
+    link_probes,
+    liveness,
+    machine,
+    view_change,
+)
 from paceline.elastic.machine.actions import EndJob
 from paceline.elastic.machine.hash_votes import Dispute
-from paceline.elastic.machine.machine_events import ProcessProbed, Tick
+from paceline.elastic.machine.machine_events import ProcessProbed, SupervisorBegan, Tick
 from paceline.elastic.machine.state import JobPhase, Slot, Worker, WorkerStatus
 
 
@@ -133,3 +140,30 @@ def test_a_tick_that_refuses_a_newcomer_also_ends_a_link_probe_without_answers()
     job, _ = after(job, Tick())
     assert 3 not in job.workers
     assert job.pending_dials == frozenset()
+
+
+def test_links_without_a_way_are_no_meetings_however_many_of_their_dials_were_answered():
+    """Of two links that are blocked the same end goes, whichever of them both ends told of."""
+    gone = []
+    for twice, once in (((1, 3), (2, 4)), ((2, 4), (1, 3))):
+        job = made((0, 0, 1, 1))
+        job.dials_sent_at = NOW
+        job.dial_results = {twice: "no way", twice[::-1]: "no way", once: "no way"}
+        gone.append(link_probes.judge(job)[0].number)
+    assert gone[0] == gone[1]
+
+
+def test_a_job_that_fails_is_looked_at_when_the_time_to_save_is_over():
+    job = made()
+    job.committed, job.next_tick_at = True, NOW + 10**6
+    job, _ = after(job, exception_of(1, "ValueError: bad", "user", 7, 0))
+    assert job.fatal_failure is not None
+    assert job.next_tick_at > NOW
+
+
+def test_a_job_begins_once_also_where_only_workers_or_only_slots_are_left():
+    workers, slots = made((0,)), made((0,))
+    workers.slots, slots.workers = {}, {}
+    for job in (workers, slots):
+        assert job_event_handlers.on_began(job, SupervisorBegan(generation=9)) == "the job has begun already"
+        assert job.generation == 3

@@ -146,6 +146,15 @@ def test_one_that_was_to_leave_for_another_reason_leaves():
     assert started(actions) == [1]
 
 
+def test_one_that_leaves_for_another_reason_while_its_slot_is_wanted_again_leaves():
+    job = running(0, 0)
+    change(job, 2, status=WorkerStatus.LEAVING, leave_reason="preempted")
+    job.slots[1] = replace(job.slots[1], wanted=False)
+    job, _ = after(job, ScaleRequested(2))
+    assert job.slots[1].wanted
+    assert (job.workers[2].status, job.workers[2].leave_reason) == (WorkerStatus.LEAVING, "preempted")
+
+
 def test_a_done_member_that_was_to_leave_stays_done():
     job = running(0, 0)
     change(job, 2, status=WorkerStatus.DONE, leave_reason="scaled")

@@ -100,6 +100,12 @@ def test_the_first_that_put_something_else_into_a_step():
     assert hash_votes.first_to_differ(before, AGAIN, [1, 2]) == (6, (1,))
 
 
+def test_those_who_differ_are_named_in_order():
+    again = [trail(s5="0/a"), trail(s5="1/c"), trail(s5="2/e")]
+    before = {1: trail(s5="0/x"), 2: trail(s5="1/c"), 3: trail(s5="2/y")}
+    assert hash_votes.first_to_differ(before, again, [3, 2, 1]) == (5, (1, 3))
+
+
 def test_where_all_differ_at_once_none_is_named():
     before = {1: trail(s5="0/x", s6="0/b"), 2: trail(s5="1/z", s6="1/y")}
     assert hash_votes.first_to_differ(before, AGAIN, [1, 2]) == (-1, ())

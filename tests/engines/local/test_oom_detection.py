@@ -119,7 +119,7 @@ def test_a_group_that_was_entered_after_the_last_look(group):
     watch.note(os.getpid())
     child = start(group)
     eat(child)
-    if oom_detection._kills_in_log(time.monotonic()) is None:
+    if oom_detection.kills_in_log(time.monotonic()) is None:
         pytest.skip("the kernel's log cannot be read here")
     assert watch.explain(child.pid) == "killed by the kernel: out of memory (cgroup limit 48 MiB)"
 

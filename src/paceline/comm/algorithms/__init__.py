@@ -8,36 +8,14 @@ module is imported when its name is first asked for.
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
 
-from torch import Tensor
-
-from paceline.comm.call_status import CollectiveCall
-from paceline.comm.compression.error_feedback import Compression
+from paceline.comm.algorithms.reduce_request import ReduceRequest
 from paceline.comm.cost import Choice, LinkCosts, Situation, decide
-from paceline.comm.ops import ReduceOp
-from paceline.comm.transport.base import Transport
 from paceline.core.errors import UsageError
 
 NAMES = ("direct", "ring", "tree", "hierarchical", "canonical", "native")
-
-
-@dataclass(slots=True)
-class ReduceRequest:
-    """One all-reduce. `flat` is this rank's contribution, `out` takes the result and may be the same memory;
-    both are flat CPU tensors of one dtype."""
-
-    transport: Transport
-    call: CollectiveCall
-    op: ReduceOp
-    flat: Tensor
-    out: Tensor
-    deadline: float
-    compression: Compression | None = None
-    name: str = ""  # whose error-feedback residual it is
-    groups: tuple[tuple[int, ...], ...] = ()  # ranks by host, for hierarchical; empty: the transport's
 
 
 class Algorithm(Protocol):

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.comm.algorithms import ReduceRequest
+from paceline.comm.algorithms.reduce_request import ReduceRequest
 from paceline.comm.algorithms.shm.all_reduce import reduce_in_window
 from paceline.comm.algorithms.shm.checksums import ChecksumRequest, corrupt, digest
 from paceline.comm.algorithms.shm.task import ReductionTask, mark_untouched

@@ -18,7 +18,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from paceline.comm.algorithms import ReduceRequest
+from paceline.comm.algorithms.reduce_request import ReduceRequest
 from paceline.comm.algorithms.segment_moves import MessageSteps
 from paceline.comm.algorithms.shm.all_reduce import reduce_in_window
 from paceline.comm.algorithms.shm.task import ReductionTask

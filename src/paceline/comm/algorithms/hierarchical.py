@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from paceline.comm.algorithms import ReduceRequest, direct, ring
+from paceline.comm.algorithms import direct, ring
+from paceline.comm.algorithms.reduce_request import ReduceRequest
 from paceline.comm.call_status import CollectiveCall
 from paceline.comm.cost import LinkCosts, Situation
 from paceline.comm.ops import ReduceOp, accumulator_dtype, finish

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import cast
 
-from paceline.comm.algorithms import ReduceRequest
+from paceline.comm.algorithms.reduce_request import ReduceRequest
 from paceline.comm.cost import LinkCosts, Situation
 from paceline.comm.transport.base import NativeAllReduce
 

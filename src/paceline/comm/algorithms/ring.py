@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.comm.algorithms import ReduceRequest
+from paceline.comm.algorithms.reduce_request import ReduceRequest
 from paceline.comm.algorithms.segment_moves import MessageSteps
 from paceline.comm.cost import LinkCosts, Situation
 from paceline.comm.ops import accumulator_dtype

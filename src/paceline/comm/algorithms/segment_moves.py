@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paceline.comm.algorithms import ReduceRequest
+from paceline.comm.algorithms.reduce_request import ReduceRequest
 from paceline.comm.ops import accumulator_dtype, finish, kernel_of
 from paceline.comm.reduction_order import Segment
 

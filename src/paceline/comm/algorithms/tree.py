@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 
-from paceline.comm.algorithms import ReduceRequest
+from paceline.comm.algorithms.reduce_request import ReduceRequest
 from paceline.comm.algorithms.segment_moves import MessageSteps
 from paceline.comm.cost import LinkCosts, Situation
 from paceline.comm.reduction_order import Segment, cut

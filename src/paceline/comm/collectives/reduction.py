@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from paceline.comm import algorithms
-from paceline.comm.algorithms import ReduceRequest, canonical, direct
+from paceline.comm.algorithms import canonical, direct
+from paceline.comm.algorithms.reduce_request import ReduceRequest
 from paceline.comm.algorithms.shm.all_reduce import SmallReduce, small_reduce
 from paceline.comm.call_status import CollectiveCall, PlannedCall, signature_of
 from paceline.comm.collectives.arguments import check_rank

@@ -119,13 +119,13 @@ class PowerSGD:
 
         first = [marks, *(tensors[i].detach().to(dtype) for i in plain)]
         first += [given @ start for given, start in zip(inputs, starts, strict=True)]
-        seen, *averaged = _average_together(first, average)
+        seen, *averaged = average_together(first, average)
         if matrices:
             self._check_marks(seen, name, step)
 
         lefts = [_orthonormal(left) for left in averaged[len(plain) :]]
         own = [given.T @ left for given, left in zip(inputs, lefts, strict=True)]
-        rights = _average_together(own, average)
+        rights = average_together(own, average)
 
         results: list[Tensor] = [torch.empty(0)] * len(tensors)
         for i, value in zip(plain, averaged[: len(plain)], strict=True):
@@ -230,7 +230,7 @@ class PowerSGD:
             )
 
 
-def _average_together(parts: Sequence[Tensor], average: Average) -> list[Tensor]:
+def average_together(parts: Sequence[Tensor], average: Average) -> list[Tensor]:
     """Average many tensors in one call; no call at all if they hold nothing."""
     total = sum(part.numel() for part in parts)
     if total == 0:

@@ -147,7 +147,7 @@ class StoreServer:
                 raise ValueError("not a request")
         match operation, arguments:
             case "await", [list(keys), list(instead)]:
-                client.awaited = (_checked_keys(keys), _checked_keys(instead))
+                client.awaited = (checked_keys(keys), checked_keys(instead))
                 self._answer_if_present(client)
                 return False
             case "set", [str(key), str(value)]:
@@ -160,14 +160,14 @@ class StoreServer:
                 _reply(client, total)
                 return True
             case "get", [list(keys)]:
-                values = [self._values.get(key) for key in _checked_keys(keys)]
+                values = [self._values.get(key) for key in checked_keys(keys)]
                 if sum(len(value) for value in values if value is not None) > _MAX_ANSWER:
                     # The same large value a thousand times, say.
                     raise ValueError(f"the answer for {counted(len(values), 'key')} would be too long")
                 _reply(client, [None if value is None else _to_base64(value) for value in values])
                 return False
             case "has", [list(keys)]:
-                _reply(client, all(key in self._values for key in _checked_keys(keys)))
+                _reply(client, all(key in self._values for key in checked_keys(keys)))
                 return False
         raise ValueError("not a request")
 
@@ -195,7 +195,7 @@ def _reply(client: _StoreConnection, answer: Any) -> None:
     client.link.put(FrameKind.MESSAGE, [memoryview(json.dumps([client.request, answer]).encode())])
 
 
-def _checked_keys(keys: list[Any]) -> list[str]:
+def checked_keys(keys: list[Any]) -> list[str]:
     if len(keys) > _MAX_KEYS or not all(isinstance(key, str) for key in keys):
         raise ValueError(f"{counted(len(keys), 'key')}, or some that are no text")
     return keys

@@ -60,7 +60,7 @@ class ShardManifest:
             "samples": self.samples,
             "shards": [asdict(shard) for shard in self.shards],
         }
-        return json.dumps({**plain, "checksum": _own_checksum(plain)}, indent=1).encode() + b"\n"
+        return json.dumps({**plain, "checksum": own_checksum(plain)}, indent=1).encode() + b"\n"
 
     @staticmethod
     def from_json(text: bytes) -> ShardManifest:
@@ -72,8 +72,8 @@ class ShardManifest:
             raise ManifestDamaged(
                 f"it is not a manifest of {len(text)} bytes of JSON with a checksum ({error})"
             ) from error
-        if claimed != _own_checksum(plain):
-            raise ManifestDamaged(f"its checksum is {_own_checksum(plain)} and it says {claimed}")
+        if claimed != own_checksum(plain):
+            raise ManifestDamaged(f"its checksum is {own_checksum(plain)} and it says {claimed}")
         if plain.get("format") != _FORMAT or plain.get("version") != _VERSION:
             raise ManifestDamaged(
                 f"it is of format {plain.get('format')!r}, version {plain.get('version')!r}; "
@@ -137,5 +137,5 @@ class CorruptShardError(PlatformError):
         self.damage = damage
 
 
-def _own_checksum(plain: Any) -> str:
+def own_checksum(plain: Any) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode())

@@ -136,7 +136,7 @@ def _preload(order: LaunchOrder) -> None:
     sys.path[:] = [os.path.join(order.cwd or "/", entry) for entry in order.sys_path]
     try:
         for name in missing:
-            _import(name)
+            preload_module(name)
     finally:
         sys.path[:] = here
     # What is here now stays for good: ranks need not scan, copy or dismantle it. Torch has finalizers by the
@@ -147,7 +147,7 @@ def _preload(order: LaunchOrder) -> None:
     gc.freeze()
 
 
-def _import(name: str) -> None:
+def preload_module(name: str) -> None:
     try:
         importlib.import_module(name)
     except Exception as error:

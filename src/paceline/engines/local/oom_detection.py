@@ -79,7 +79,7 @@ class OomWatch:
                 counter.look(group.kills(), now)
             # 2. The log names killed processes. Where it can be read and lacks this one: another process
             # died.
-            logged = _kills_in_log(time.monotonic())
+            logged = kills_in_log(time.monotonic())
             if logged is not None and pid not in logged:
                 return None
             # 3. Without a log, a kill must have been counted in the process's cgroup. The machine's counter
@@ -142,7 +142,7 @@ def _machine_kills() -> int | None:
     return int(after.split(None, 1)[0]) if found else None
 
 
-def _kills_in_log(now: float) -> dict[int, int | None] | None:
+def kills_in_log(now: float) -> dict[int, int | None] | None:
     """Return the processes that the kernel's log names as killed for memory lately, each with the limit in
     bytes that was reached; None where the log cannot be read or names none."""
     found: dict[int, int | None] = {}

@@ -115,7 +115,7 @@ def predict(forward: Forward, source: Source) -> Any:
             if isinstance(data, tuple | list) and len(data) in (1, 2):
                 data = data[0]
             output = forward.call(**data) if isinstance(data, dict) else forward.call(data)
-            output = _per_sample(to_device(output, torch.device("cpu")), batch.count, "", of_batches)
+            output = per_sample(to_device(output, torch.device("cpu")), batch.count, "", of_batches)
             rows.append([number, output])
     missing = sorted(index for theirs in forward.team.context.all_gather(left_out) for index in theirs)
     if missing:
@@ -186,7 +186,7 @@ def _stream_batches(forward: Forward, stream: Stream) -> Iterator[tuple[int, Bat
         number += context.world_size
 
 
-def _per_sample(output: Any, count: int, place: str, of_batches: set[str]) -> Any:
+def per_sample(output: Any, count: int, place: str, of_batches: set[str]) -> Any:
     """Return the output of a batch of `count` samples, where every tensor has a row for each."""
     if isinstance(output, Tensor):
         if output.ndim == 0 or output.shape[0] != count:
@@ -204,10 +204,10 @@ def _per_sample(output: Any, count: int, place: str, of_batches: set[str]) -> An
             of_batches.update(map(str, single))
             output = {key: value for key, value in output.items() if key not in single}
         for key, value in output.items():
-            _per_sample(value, count, f"{place}[{key!r}]", of_batches)
+            per_sample(value, count, f"{place}[{key!r}]", of_batches)
     elif isinstance(output, tuple | list):
         for number, value in enumerate(output):
-            _per_sample(value, count, f"{place}[{number}]", of_batches)
+            per_sample(value, count, f"{place}[{number}]", of_batches)
     return output
 
 

@@ -153,7 +153,7 @@ def train_steps(run: Run, built: BuiltModel) -> None:
                     objective.check_unchanged()
                     checked = True
             except Exception as error:
-                error.add_note(_where(micro, built.spec))
+                error.add_note(position_note(micro, built.spec))
                 if is_out_of_memory(error):
                     error.add_note(
                         'try: micro_batch="auto", which finds the largest micro-batch that fits before the '
@@ -258,7 +258,7 @@ def _forward(
     return Forward(team, module, call, device, config.precision, config.seed, batch)
 
 
-def _where(micro: MicroBatch, spec: RunSpec) -> str:
+def position_note(micro: MicroBatch, spec: RunSpec) -> str:
     step = micro.step + 1  # as in the journal: the number that it would have had
     text = f"in epoch {micro.epoch}, step {step}, shard {micro.shard}, a micro-batch of {micro.count}"
     batch, size = spec.config.first_batch, spec.data.size

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-Memory = Callable[[int, torch.dtype, torch.device], Tensor]
+TensorAllocator = Callable[[int, torch.dtype, torch.device], Tensor]
 """Make an uninitialised flat tensor: number of elements, dtype, device."""
 
 ALIGN = 64
@@ -48,7 +48,7 @@ class GradientLayout:
 class FlatGradients:
     """One set of gradients with scalars and counters in flat memory."""
 
-    def __init__(self, layout: GradientLayout, memory: Memory, device: torch.device) -> None:
+    def __init__(self, layout: GradientLayout, memory: TensorAllocator, device: torch.device) -> None:
         self.layout = layout
         self.memory = {dtype: memory(size, dtype, device) for dtype, size in layout.sizes.items()}
         # Padding between views travels with them and must not hold what is no number.

@@ -31,6 +31,11 @@ class Arena:
         self._lock = threading.Lock()
         self._retired = False
 
+    @property
+    def free_ranges(self) -> tuple[tuple[int, int], ...]:
+        """Return (offset, length) of what is not handed out, in order; neighbours are one range."""
+        return tuple(self._free)
+
     def retire(self) -> None:
         """Keep pages until the segment itself goes: the group broke, and a peer may still read them."""
         self._retired = True

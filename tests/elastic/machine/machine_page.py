@@ -1,6 +1,6 @@
 """The machine's table as pictures and tables for people: docs/machine.md is kept up to date with it.
 
-python -m paceline.elastic.machine.diagram docs/machine.md        writes the generated parts anew
+python -m tests.elastic.machine.machine_page docs/machine.md        writes the generated parts anew
 """
 
 from __future__ import annotations

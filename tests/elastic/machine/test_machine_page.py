@@ -6,9 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
+from tests.elastic.machine import machine_page
 
 from paceline.control import messages
-from paceline.elastic.machine import diagram, machine
+from paceline.elastic.machine import machine
 from paceline.elastic.machine.machine_events import FromMember, MachineEvent
 from paceline.elastic.machine.state import JobPhase
 
@@ -31,12 +32,14 @@ FROM_MEMBERS = {
 
 def test_the_page_is_up_to_date():
     text = PAGE.read_text(encoding="utf-8")
-    assert diagram.rendered(text) == text, "run: python -m paceline.elastic.machine.diagram docs/machine.md"
+    assert machine_page.rendered(text) == text, (
+        "run: python -m tests.elastic.machine.machine_page docs/machine.md"
+    )
 
 
 def test_the_page_has_every_generated_part_once():
     text = PAGE.read_text(encoding="utf-8")
-    assert sorted(re.findall(r"<!-- begin (\w+) -->", text)) == sorted(diagram.PARTS)
+    assert sorted(re.findall(r"<!-- begin (\w+) -->", text)) == sorted(machine_page.PARTS)
 
 
 def test_the_table_speaks_of_every_event_and_the_end_is_final():
@@ -55,7 +58,7 @@ def test_every_phase_can_be_reached_and_left():
 
 
 def test_all_invariants_are_on_the_page():
-    numbers = re.findall(r"^(\d+)\.", diagram.invariants(), re.MULTILINE)
+    numbers = re.findall(r"^(\d+)\.", machine_page.invariants(), re.MULTILINE)
     assert numbers == [str(number) for number in range(1, 11)]
 
 
@@ -63,4 +66,4 @@ def test_a_way_that_the_table_does_not_know_is_not_drawn(monkeypatch):
     rows = tuple(row for row in machine.TABLE if row.event.__name__ != "StopRequested")
     monkeypatch.setattr(machine, "TABLE", rows)
     with pytest.raises(KeyError, match="StopRequested"):
-        diagram.main_way()
+        machine_page.main_way()
