@@ -24,7 +24,7 @@ from paceline.elastic.machine.actions import KillWorker
 from paceline.elastic.machine.machine_events import (
     AgentJoined,
     AgentLost,
-    Event,
+    MachineEvent,
     ProcessProbed,
     ScaleRequested,
     StopRequested,
@@ -61,7 +61,7 @@ def job_in(phase: JobPhase) -> JobState:
     return job
 
 
-def told(phase: JobPhase, event: Event) -> JobState:
+def told(phase: JobPhase, event: MachineEvent) -> JobState:
     state, _ = after(job_in(phase), event, NOW + 1.0)
     return state
 

@@ -21,7 +21,7 @@ from paceline.comm.transport.base import (
     taking_status,
 )
 from paceline.comm.transport.shm.transport import ShmTransport
-from paceline.comm.transport.tcp.exchange import PendingSteps, drive
+from paceline.comm.transport.tcp.exchange import PolledOperation, drive
 from paceline.comm.transport.tcp.network_transport import NetworkTransport
 from paceline.core.errors import GroupInterruptedError
 
@@ -78,7 +78,7 @@ class HybridTransport:
             return replace(far, waits_for=tuple(sorted(waits)), ends_alone=False)
 
         lane = self.local.lanes[1]
-        pending = PendingSteps(both, status, abroad.underway_with)
+        pending = PolledOperation(both, status, abroad.underway_with)
         drive(pending, self.mesh, lane.bell, lane.sleep, deadline)
 
     def pipeline(self, ranks: Sequence[int]) -> Pipeline | None:
@@ -109,7 +109,7 @@ class HybridTransport:
             return bool(received), moved
 
         lane = self.local.lanes[0]
-        drive(PendingSteps(advance, lambda: wanted), self.mesh, lane.bell, lane.sleep, deadline)
+        drive(PolledOperation(advance, lambda: wanted), self.mesh, lane.bell, lane.sleep, deadline)
         self.traffic.received += len(received[0].body)
         return received[0]
 
