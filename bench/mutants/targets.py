@@ -65,8 +65,16 @@ AREAS = (
     ),
     Area(
         "member machine",
-        ("src/paceline/control/member_machine.py", "src/paceline/control/member_state.py"),
-        ("tests/control/test_member_machine.py", "tests/control/test_member_machine_random.py"),
+        (
+            "src/paceline/control/member_machine.py",
+            "src/paceline/control/member_rules.py",
+            "src/paceline/control/member_state.py",
+        ),
+        (
+            "tests/control/test_member_machine.py",
+            "tests/control/test_member_machine_random.py",
+            "tests/control/test_member_rules.py",
+        ),
         SCHEDULES,
     ),
     Area(

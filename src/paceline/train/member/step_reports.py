@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NoReturn, final
 
 from paceline.control.control_client import ControlClient
+from paceline.control.member_rules import running_mean
 from paceline.control.messages import ShardComputed, StepReceipt
 from paceline.core.errors import GroupInterruptedError
 from paceline.core.events import StepCommitted
@@ -22,7 +23,6 @@ from paceline.train.member.outbox import Outbox
 from paceline.train.state.run_state import RunState
 from paceline.train.team import Team
 
-_SMOOTHING = 0.8  # of the running means: a few steps decide
 _PATIENCE = 0.5  # of the time for a shard, before a missing one is taken over
 _LEAST_SECONDS = 0.005
 _POLL_SECONDS = 0.05
@@ -99,7 +99,7 @@ class StepReports:
     @property
     def wants_pause(self) -> bool:
         self._shell.tick()
-        return self._shell.state.prepare is not None
+        return self._shell.state.wants_pause
 
     def shards_to_compute(self, step: int, missing: Sequence[int]) -> Iterator[int]:
         team = self._team
@@ -114,7 +114,7 @@ class StepReports:
             yield spare
 
     def shard_done(self, step: int, shard: int, seconds: float) -> None:
-        self.shard_seconds = _mean(self.shard_seconds, seconds + self._injector.slow(seconds))
+        self.shard_seconds = running_mean(self.shard_seconds, seconds + self._injector.slow(seconds))
         generation = self._team.generation
         if self._team.backup:
             self.claims.add(generation, step, shard)
@@ -124,7 +124,7 @@ class StepReports:
         self, state: RunState, step: StepCommitted, shards: tuple[int, ...], hashes: Mapping[int, str]
     ) -> None:
         now = time.monotonic()
-        self.step_seconds = _mean(self.step_seconds, now - self._committed_at)
+        self.step_seconds = running_mean(self.step_seconds, now - self._committed_at)
         self._committed_at = now
         self._outbox.committed(step, shards, hashes)
         if self._is_disputed(state):
@@ -163,7 +163,3 @@ class StepReports:
             trail=state.hashes.recent,
         )
         self._client.send(receipt)
-
-
-def _mean(before: float, now: float) -> float:
-    return now if before == 0.0 else _SMOOTHING * before + (1.0 - _SMOOTHING) * now
