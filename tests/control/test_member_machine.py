@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import pytest
 from tests.control.member_driver import (
     IN_EVERY_PHASE,
