@@ -69,11 +69,16 @@ AREAS = (
     Area(
         "member machine",
         70,
-        ("src/paceline/control/member_machine.py", "src/paceline/control/member_state.py"),
+        (
+            "src/paceline/control/member_machine.py",
+            "src/paceline/control/member_rules.py",
+            "src/paceline/control/member_state.py",
+        ),
         (
             "tests/control/test_member_machine.py",
             "tests/control/test_member_machine_rare.py",
             "tests/control/test_member_machine_random.py",
+            "tests/control/test_member_rules.py",
         ),
         SCHEDULES,
     ),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 from tests.control.member_driver import (
     IN_EVERY_PHASE,
@@ -22,7 +20,6 @@ from tests.control.member_driver import (
     waiting,
 )
 
-from paceline.control.member_machine import must_start_over, still_due
 from paceline.control.member_state import (
     CodeRaised,
     Exit,
@@ -45,6 +42,7 @@ from paceline.control.member_state import (
     ViewOpened,
 )
 from paceline.control.messages import (
+    CollectiveFailed,
     DialRequest,
     Dismissed,
     LeaveRequest,
@@ -54,7 +52,6 @@ from paceline.control.messages import (
 )
 
 P = MemberPhase
-QUEUED = (OpenView(view(2)), SendReport(3), KeepState(), Exit("over"), Train("", -1))
 SENT_LEAVE = SendMessage(LeaveRequest(reason="SIGTERM"))
 every_phase = pytest.mark.parametrize("phase", IN_EVERY_PHASE)
 in_group = pytest.mark.parametrize("phase", [P.OPENING, P.IN_VIEW])
@@ -310,7 +307,9 @@ def test_a_later_request_replaces_an_earlier_one(first):
     driver.feed(first(2))
     assert driver.feed(prepare(3)) == ()
     assert driver.state.prepare == prepare(3)
-    assert driver.feed(GroupLeft()) == (SendReport(3),)
+    # Interrupted, and not asked to abort any longer: the supervisor has to know that the group is broken.
+    broken = SendMessage(CollectiveFailed(generation=1, reason="generation 2"))
+    assert driver.feed(GroupLeft()) == ((broken, SendReport(3)) if first is abort else (SendReport(3),))
 
 
 def test_two_view_changes_in_a_row():
@@ -655,6 +654,21 @@ def test_orphaned_in_a_collective():
     assert leave.orphaned
 
 
+@in_group
+def test_a_group_that_was_left_because_of_an_interrupt_is_announced(phase):
+    """A supervisor that comes back learns of it, whether the thread knows a failure or only the interrupt."""
+    told = []
+    for left in (GroupLeft(), GroupLeft(failure(1))):
+        driver = IN_EVERY_PHASE[phase]()
+        driver.now = 100.0
+        driver.away(PATIENCE + 1.0, blocked_since=0.0)
+        (sent,) = driver.feed(left)
+        assert isinstance(sent, SendMessage)
+        assert driver.feed(accepted()) == (sent,)
+        told.append(sent.message)
+    assert told == [CollectiveFailed(generation=1, reason="the supervisor stayed away"), failure(1)]
+
+
 def test_a_wait_that_began_before_the_supervisor_was_lost_counts_from_the_loss():
     driver = in_view(1)
     driver.now = 100.0
@@ -685,20 +699,3 @@ def test_dismissed_while_waiting_for_the_next_view():
     driver.feed(GroupLeft())
     assert driver.feed(Dismissed(reason="rank 1 left")) == (Exit("rank 1 left"),)
     assert driver.feed(view(2)) == ()
-
-
-def test_a_thread_that_left_its_group_has_nothing_to_do_in_it_any_longer():
-    """A report and an exit belong to no group."""
-    assert still_due(GroupLeft(), QUEUED) == [SendReport(3), Exit("over")]
-    assert still_due(GroupLeft(failure(2)), QUEUED) == [SendReport(3), Exit("over")]
-
-
-@pytest.mark.parametrize("event", [prepare(3), abort(3), Stop(reason="enough"), ViewOpened()])
-def test_other_events_leave_the_queue_of_the_training_thread_as_it_is(event):
-    assert still_due(event, QUEUED) == list(QUEUED)
-
-
-def test_only_a_worker_that_has_trained_starts_over_where_there_is_no_checkpoint():
-    for trained, has_checkpoint in itertools.product((False, True), repeat=2):
-        restore = Restore(-1, False, False, trained)
-        assert must_start_over(restore, has_checkpoint) == (trained and not has_checkpoint)

@@ -5,7 +5,9 @@
                                 ^  ^            |  GroupLeft                |  |  RunFinished
                                 |  +------------+---------------------------+  +-----> finished
                                 +--- Prepare: others need its state ----------------------+
-        leaving    from every phase: Dismissed; an exception that leaves no state      (the end)
+        waiting    also from joining: Prepare; from every phase: CodeRaised with a state to save
+        opening    also from joining: View
+        leaving    from every phase: Dismissed; CodeRaised without a state              (the end)
         orphaned   from waiting and finished: SupervisorAway for too long               (the end)
 
 Two threads of a worker feed the machine: the control thread brings messages as they arrive, the training
@@ -15,12 +17,12 @@ training thread, in their order. After an `Interrupt` the training thread leaves
 and feeds `GroupLeft`.
 
 `train/member/machine_shell.py` steps the machine of a real worker, `elastic/simulation/simulated_process.py`
-that of a simulated one. DialRequest and ShardComputed never reach it: both mean the same in every phase.
+that of a simulated one; what both decide besides it is in member_rules.py. DialRequest and ShardComputed
+never reach it: both mean the same in every phase.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Final
 
 from msgspec.structs import replace
@@ -49,7 +51,6 @@ from paceline.control.member_state import (
     StopReconnecting,
     SupervisorAway,
     Train,
-    TrainingAction,
     ViewOpened,
 )
 from paceline.control.messages import (
@@ -103,31 +104,6 @@ def step(state: MemberState, event: MemberEvent, now: float) -> Decision:
         case SupervisorAway():
             return _supervisor_away(state, event, now)
     return state, ()
-
-
-def still_due(event: MemberEvent, queued: Iterable[TrainingAction]) -> list[TrainingAction]:
-    """Return the actions that still wait for the training thread after `event`, which has just been fed."""
-    if not isinstance(event, GroupLeft):
-        return list(queued)
-    # What is queued was decided for the group that the training thread has just left: opening it or moving
-    # state in it would fail. A report and an exit do not belong to a group, and are not decided again.
-    return [action for action in queued if isinstance(action, SendReport | Exit)]
-
-
-def must_start_over(restore: Restore, has_checkpoint: bool) -> bool:
-    """Return whether a worker that carries out `restore` has to end and another process has to start:
-    without a checkpoint all members begin anew, and a worker that has trained no longer has the initial
-    weights."""
-    return restore.trained and not has_checkpoint
-
-
-def is_first_alive(state: MemberState, lives: Callable[[int], bool]) -> bool:
-    """Return whether it is this worker, of all orphans of its view, that saves: it holds the state, and no
-    member before it lives. `lives` takes a view index; a member that cannot be seen from here (on another
-    host) has to count as alive, because two members must not save one version at the same time."""
-    if state.view is None or not state.has_state:
-        return False
-    return not any(map(lives, range(state.view.members.index(state.member))))
 
 
 # messages
@@ -228,6 +204,8 @@ def _state_ready(state: MemberState, ready: StateReady) -> Decision:
 def _group_left(state: MemberState, failure: CollectiveFailed | None) -> Decision:
     if state.phase not in _IN_GROUP:
         return state, ()
+    if failure is None and state.interrupted is not None:
+        failure = CollectiveFailed(generation=_invited(state), reason=state.interrupted)
     state = replace(state, phase=_P.WAITING, interrupted=None)
     # `prepare` stays until its view comes: it refuses the views of earlier attempts.
     prepare, actions = state.prepare, list[MemberAction]()

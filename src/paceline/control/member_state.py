@@ -25,7 +25,7 @@ class MemberPhase(Enum):
     OPENING = "opening"  # connects to the members of a view, then gets the view's state
     IN_VIEW = "in view"  # trains
     FINISHED = "finished"  # has announced the end of the run; another member may still need its state
-    LEAVING = "leaving"  # was dismissed: the process ends
+    LEAVING = "leaving"  # was dismissed, or raised without a state to save: the process ends
     ORPHANED = "orphaned"  # no supervisor comes back: saves if it is the first, and ends
 
 
@@ -72,6 +72,11 @@ class MemberState(msgspec.Struct, frozen=True):
         return -1 if self.invited is None else self.invited.members.index(self.member)
 
     @property
+    def wants_pause(self) -> bool:
+        """Whether the group has to change after the next step that all members commit."""
+        return self.prepare is not None
+
+    @property
     def ended(self) -> bool:
         return self.phase in ENDED
 
@@ -94,7 +99,8 @@ class StateReady:
 @dataclass(frozen=True)
 class GroupLeft:
     """The training thread has left its group at a step boundary, or had to abandon the open step. `failure`:
-    the collective, or the opening of the view, that failed."""
+    the collective, or the opening of the view, that failed; None: a pause, or an interrupt, whose reason the
+    machine knows."""
 
     failure: CollectiveFailed | None = None
 

@@ -12,6 +12,7 @@ from tests.elastic.machine.machine_driver import Driven, hello_of, report_of
 
 from paceline.control import member_machine
 from paceline.control.member_invariants import violations
+from paceline.control.member_rules import queue_up
 from paceline.control.member_state import (
     GroupLeft,
     MemberEvent,
@@ -99,12 +100,9 @@ class Cluster:
         state, actions = member_machine.step(before, event, self.job.now)
         assert violations(before, state, actions) == []
         self.members[number] = state
-        self._actions[number] = deque(member_machine.still_due(event, self._actions[number]))
-        for action in actions:
+        for action in queue_up(event, actions, self._actions[number]):
             if isinstance(action, SendMessage):
                 self._sent.append((None, FromMember(number, action.message)))
-            elif isinstance(action, TrainingAction):
-                self._actions[number].append(action)
         if state.phase is P.IN_VIEW and state.prepare is not None:
             self._feed(number, GroupLeft())  # interrupted, or after the next common step
         elif state.phase is not self.held.get(number):

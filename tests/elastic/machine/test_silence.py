@@ -105,11 +105,27 @@ def test_a_worker_that_starts_or_came_later_runs_and_shows_nothing():
     change(job, 3, status=WorkerStatus.READY, since=NOW - 0.5)
     assert together(job) == {1, 2}
     change(job, 3, status=WorkerStatus.READY, since=NOW - 1.0)
+    assert together(job) == {1, 2}
+    job.stopped_together = frozenset()
     assert together(job) == set()
     job.last_message_at[2] = NOW - 0.4
     job.probes[2] = (NOW - 0.25, ProcessProbed(2, stopped=True))
     change(job, 3, status=WorkerStatus.READY, since=NOW - 0.5)
     assert together(job) == set()
+
+
+def test_a_replacement_that_is_stopped_later_does_not_wake_those_before_it():
+    """Stopped in two waves: while one of the second has not been probed yet, the first are still stopped."""
+    job = job_with_limits(0, 0, 0, 0)
+    for number in (3, 4):
+        change(job, number, status=WorkerStatus.READY, since=NOW - 1.4)
+    stop(job, 1, 2, since=1.5)
+    assert together(job) == {1, 2}
+    stop(job, 3, since=1.2)
+    assert together(job) == {1, 2}
+    assert job.last_message_at[1] == NOW - 1.5
+    stop(job, 4, since=1.2)
+    assert together(job) == {1, 2, 3, 4}
 
 
 def test_who_wakes_up_begins_anew_with_all_that_were_stopped():

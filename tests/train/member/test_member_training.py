@@ -20,7 +20,8 @@ class EndingMembership:
 
     def __init__(self, run: Any, ending: str, joins: Callable[[], None] = lambda: None) -> None:
         self.calls: list[str] = []
-        self.may_save, self.is_first_alive = True, True
+        self.saving_after_error = "in view"
+        self.unsaved: str | None = None
         self._run, self._ending, self._joins = run, ending, joins
 
     def failed(self, error: BaseException, text: str, *, phase: str, holds: bool) -> None:
@@ -37,6 +38,9 @@ class EndingMembership:
         self.calls.append(f"finish {digest}")
         return self._ending
 
+    def why_unsaved(self) -> str | None:
+        return self.unsaved
+
     def spool_undelivered(self) -> None:
         self.calls.append("spool")
 
@@ -44,7 +48,7 @@ class EndingMembership:
 def run_of_two() -> Any:
     """As much of a Run in a group of two as its failure needs."""
     state = SimpleNamespace(failing=False, final_hashes=[["abc", False, None]])
-    parts = SimpleNamespace(phases=SimpleNamespace(name="forward"), team=SimpleNamespace(world_size=2))
+    parts = SimpleNamespace(phases=SimpleNamespace(name="forward"))
     return SimpleNamespace(state=state, parts=parts, conclude=lambda: True)
 
 
@@ -56,7 +60,8 @@ def test_a_worker_that_failed_and_lost_its_supervisor_leaves_its_messages_behind
     assert membership.calls == ["failed in forward, holds=True", "finish abc", *spools]
 
 
-def test_a_worker_that_failed_and_was_orphaned_before_the_view_saves_alone(monkeypatch):
+@pytest.mark.parametrize("unsaved", [None, "another member does"])
+def test_a_worker_that_failed_and_was_orphaned_before_the_view_saves_alone(monkeypatch, unsaved):
     run, saved = run_of_two(), list[Any]()
 
     def joins() -> None:
@@ -64,8 +69,9 @@ def test_a_worker_that_failed_and_was_orphaned_before_the_view_saves_alone(monke
 
     monkeypatch.setattr(member_training, "save_alone", saved.append)
     membership: Any = EndingMembership(run, "dismissed", joins)
+    membership.unsaved = unsaved
     member_training.handle_failure(membership, run, ValueError("no"))
-    assert saved == [run]
+    assert saved == ([run] if unsaved is None else [])
     assert membership.calls[-1] == "spool"
 
 

@@ -118,7 +118,8 @@ class RecordRepair:
 @dataclass(frozen=True)
 class RecordVerdict:
     """Terminal and journal. The shell adds host, pid and the Python line of `member`, before it carries out
-    the KillWorker that follows. `sure`: as in RecordFailure; `kind`: of that failure, None without one."""
+    the KillWorker that follows. `sure`: as in RecordFailure; `kind`: of that failure, None where the job
+    ends; `suspected`: only because others named it."""
 
     member: int
     slot: int
@@ -128,6 +129,7 @@ class RecordVerdict:
     done: str  # what was done about it
     sure: bool = False
     kind: FailureKind | None = None
+    suspected: bool = False
 
 
 @dataclass(frozen=True)

@@ -370,6 +370,7 @@ def _improve(job: JobState) -> list[str]:
                 what,
                 "all wait for the slowest",
                 "another one is started",
+                kind="straggler",
             )
         )
         slots.reassign_slot(job, slow, "straggler")

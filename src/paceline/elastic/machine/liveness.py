@@ -86,6 +86,8 @@ def _find_stopped_together(job: JobState) -> frozenset[int]:
     }
     if not stopped:
         return frozenset()
+    # As long as none of them runs, whatever was found of workers that came later.
+    known = job.stopped_together if stopped >= job.stopped_together else frozenset()
     # A replacement that came after they fell silent was not there to be stopped: that it runs shows nothing.
     silent_since = max(job.last_message_at[number] for number in stopped)
     listened = [
@@ -96,9 +98,7 @@ def _find_stopped_together(job: JobState) -> frozenset[int]:
     groups = [[worker.number for worker in listened]]
     for agent_id in {worker.agent_id for worker in listened}:
         groups.append([worker.number for worker in listened if worker.agent_id == agent_id])
-    return frozenset(
-        number for group in groups if len(group) > 1 and stopped.issuperset(group) for number in group
-    )
+    return known.union(*(group for group in groups if len(group) > 1 and stopped.issuperset(group)))
 
 
 def update_stopped_together(job: JobState) -> str | None:

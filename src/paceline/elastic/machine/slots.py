@@ -79,7 +79,14 @@ def expel(job: JobState, found: FaultFinding) -> None:
     worker = found.worker
     job.actions.append(
         RecordVerdict(
-            worker.number, worker.slot, found.phase, found.what, found.waiting, done, kind=found.kind
+            worker.number,
+            worker.slot,
+            found.phase,
+            found.what,
+            found.waiting,
+            done,
+            kind=found.kind,
+            suspected=found.suspected,
         )
     )
     job.hangs += found.kind == "hung"

@@ -247,8 +247,10 @@ def _crash_at_last(world: World) -> None:
 
 
 def _supervisor_absent(world: World, fault: ScheduledFault, living: Members) -> None:
-    """Crash the supervisor, and start the next one only after a while, or after all members have left."""
+    """Crash the supervisor, and start the next one only after a while, or after all members have left. One
+    time in three the run is started again, and that start waits for them."""
     if world.supervisor.up:
+        world.started_again = fault.amount % 3 == 0
         world.crashed(fault.lasts or _ABSENT_SECONDS)
 
 
@@ -336,6 +338,7 @@ def _bad_start(world: World, fault: ScheduledFault, living: Members) -> None:
 
 
 def _stop_job(world: World, fault: ScheduledFault, living: Members) -> None:
+    world.stop_requested = True
     _deliver_event(world, events.StopRequested("enough"))
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, final
 
-from paceline.control import member_machine, member_state, messages
+from paceline.control import member_rules, member_state, messages
 from paceline.control.field_types import Progress
 from paceline.elastic.simulation.run_invariants import Part
 from paceline.elastic.simulation.simulated_collectives import SimulatedCollective
@@ -108,8 +108,15 @@ class SimulatedMember(SimulatedProcess):
         if not action.orphaned:
             self.die()
             return
-        if self.state is not None and member_machine.is_first_alive(self.membership, self._lives):
-            self.world.storage.save(self.steps, self.state)
+        unsaved = member_rules.why_unsaved(
+            self.membership,
+            self._lives,
+            covers_all=not self.world.plan.private_state
+            or self.owns.issuperset(range(self.world.plan.settings.shards)),
+            is_saved=self.steps in self.world.storage.versions,
+        )
+        if unsaved is None:
+            self._save()
         self.world.die(self.number, "unattended", action.reason)
 
     def _lives(self, index: int) -> bool:
@@ -117,6 +124,10 @@ class SimulatedMember(SimulatedProcess):
         assert view is not None
         number = view.members[index]
         return self.world.seems_alive(number, self.agent_id)
+
+    def _save(self) -> None:
+        assert self.state is not None
+        self.world.storage.save(self.steps, self.state)
 
     def interrupted(self) -> None:
         """Abandon the collective, the evaluation or the rest of the shards. A commit is not interrupted."""
@@ -139,6 +150,8 @@ class SimulatedMember(SimulatedProcess):
 
     def _leave_group(self, failure: messages.CollectiveFailed | None = None) -> None:
         self._leave_collective()
+        if self.membership.view is self.membership.invited:
+            self.world.collectives.close(self.view, self.number, failure)
         self.computing = []
         self.enter("wait")
         self.feed(member_state.GroupLeft(failure))
@@ -155,11 +168,8 @@ class SimulatedMember(SimulatedProcess):
                 self.computed[shard] = self.state
 
     def _report(self, generation: int) -> None:
-        has_state = self.membership.has_state
-        private = self.world.plan.private_state
-        owned: list[tuple[int, tuple[int, ...]]] = []
-        if private and has_state:
-            owned.append((self.steps, tuple(sorted(self.owns))))
+        has_state, private = self.membership.has_state, self.world.plan.private_state
+        owned = [(self.steps, tuple(sorted(self.owns)))] if private else []
         if private and self.sent:
             owned.append((self.steps + 1, tuple(sorted(self.sent))))
         self.send(
@@ -180,15 +190,18 @@ class SimulatedMember(SimulatedProcess):
     ) -> None:
         self.enter("collective")
         self.then = then
-        self.world.collectives.of((self.view.generation, what), members).bring(self, brings)
+        self.world.collectives.of(self.view.generation, what, members).bring(self, brings)
 
     def _opened(self, _: SimulatedCollective) -> None:
+        self.assigned = self.view.shards[self.index]
+        kept = member_rules.kept_shards(self.computed, self.assigned)
+        self.computed = {shard: self.computed[shard] for shard in kept}
         self.feed(member_state.ViewOpened())
         self.take_action()
 
     def _restored(self, action: member_state.Restore) -> None:
         self.steps, self.state = self.world.storage.restore(self.view)
-        if member_machine.must_start_over(action, has_checkpoint=bool(self.world.storage.versions)):
+        if member_rules.must_start_over(action, has_checkpoint=bool(self.world.storage.versions)):
             self.world.die(self.number, "restart", "there is no checkpoint to go back to")
             return
         self.owns, self.sent = frozenset(self.view.shards[self.index]), frozenset()
@@ -231,7 +244,6 @@ class SimulatedMember(SimulatedProcess):
         self._state_ready()
 
     def _state_ready(self) -> None:
-        self.assigned = self.view.shards[self.index]
         self.world.invariants.begins(self.number, self.steps, self.state)
         progress = (self.steps, self.steps // self.world.plan.epoch_steps, self.duties)
         self.feed(member_state.StateReady(progress))
@@ -285,7 +297,6 @@ class SimulatedMember(SimulatedProcess):
         self._next()
 
     def _compute(self) -> None:
-        self.computed = {shard: self.computed[shard] for shard in self.assigned if shard in self.computed}
         self.computing = [shard for shard in self.assigned if shard not in self.computed]
         self.per_shard = self.world.plan.shard_seconds * self.factor
         self.compute_began = self.time.now
@@ -294,15 +305,16 @@ class SimulatedMember(SimulatedProcess):
             return
         self.main(len(self.computing) * self.per_shard, self._contribute)
 
-    def code_raised(self, fault: str, shard: int, *, holds: bool) -> bool:
-        """Let the code of this worker raise; with `holds` it waits, to save its state or to be dismissed.
-        False: it was interrupted before."""
-        if (
-            not self.alive
-            or self.membership.phase is not member_state.MemberPhase.IN_VIEW
-            or self.phase != "forward"
-        ):
-            return False
+    def code_raised(self, fault: str, shard: int) -> None:
+        """Let the code of this worker raise, unless it was interrupted before. With a state to save it waits
+        to do so or to be dismissed, else it ends."""
+        training = self.membership.phase is member_state.MemberPhase.IN_VIEW and self.phase == "forward"
+        if not self.alive or not training:
+            return
+        worth_saving = self.steps > max(self.world.storage.versions, default=0)
+        saving = member_rules.saving_after_error(self.membership, worth_saving)
+        if saving == "alone":
+            self._save()
         self.computing = []
         self.enter("wait")
         self.feed(
@@ -314,26 +326,28 @@ class SimulatedMember(SimulatedProcess):
                     fault=fault,
                     step=self.steps,
                     shard=shard,
-                    holds=holds,
+                    holds=saving == "in view",
                     progress=self.progress,
                 )
             )
         )
-        self.main(0.001, self.take_action)
-        return True
+        if saving == "in view":
+            self.main(0.001, self.take_action)
+        else:
+            self.time.after(0.02, self.world.die, self.number, "exit", "exit code 1")
 
     def _contribute(self) -> None:
         self._keep(len(self.computing))
         if self.computing:
-            self.shard_mean = self._mean(self.shard_mean, self.per_shard)
+            self.shard_mean = member_rules.running_mean(self.shard_mean, self.per_shard)
         self.enter("collective")
-        view, membership = self.view, self.membership
+        view = self.view
         parts = [(shard, self.computed.get(shard, 0)) for shard in self.assigned]
         self.then = self._reduced
         self.sent = frozenset(self.assigned)
         damaged, self.damages = self.damages, False
-        step = self.world.collectives.of((view.generation, "step", self.steps), view.members)
-        brings = Contribution(parts, membership.prepare is not None, bool(self.stop_requested))
+        step = self.world.collectives.of(view.generation, f"step {self.steps}", view.members)
+        brings = Contribution(parts, self.membership.wants_pause, bool(self.stop_requested))
         step.bring(self, brings, damaged)
 
     def completed(self, collective: SimulatedCollective) -> None:
@@ -341,9 +355,7 @@ class SimulatedMember(SimulatedProcess):
         self.collective = None
         self.then(collective)
 
-    def broke(
-        self, collective: SimulatedCollective, accused: tuple[int, ...], unreachable: tuple[int, ...]
-    ) -> None:
+    def broke(self, accused: tuple[int, ...], unreachable: tuple[int, ...]) -> None:
         """Leave the group: the collective has failed here."""
         reason = "a checksum does not match" if accused else "a peer is away"
         self._leave_group(
@@ -382,7 +394,7 @@ class SimulatedMember(SimulatedProcess):
             self.state = hash((self.state, -self.number))
             invariants.tainted.add(self.state)
         invariants.committed(self.number, step, self.state)
-        self.step_mean = self._mean(self.step_mean, self.time.now - self.step_began)
+        self.step_mean = member_rules.running_mean(self.step_mean, self.time.now - self.step_began)
         self.world.entered(self, "committed")
         if step % self.world.plan.audit_every == 0:
             hashes = {str(step): f"{self.state:x}"}
@@ -397,6 +409,3 @@ class SimulatedMember(SimulatedProcess):
             self._leave_group()
             return
         self._next()
-
-    def _mean(self, mean: float, value: float) -> float:
-        return value if mean == 0 else 0.7 * mean + 0.3 * value

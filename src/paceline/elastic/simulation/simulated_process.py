@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Protocol
 
-from paceline.control import member_machine, member_state, messages
+from paceline.control import member_machine, member_rules, member_state, messages
 from paceline.control.field_types import Progress
 from paceline.control.member_invariants import violations
+from paceline.control.reachability import CONNECT_SECONDS
 from paceline.elastic.machine.actions import FailureKind
 from paceline.elastic.machine.machine_events import FromMember, MachineEvent
-from paceline.elastic.simulation.network import ControlPath
+from paceline.elastic.simulation.network import MIN_RTO, ControlPath
 from paceline.elastic.simulation.run_invariants import RunInvariants, SimulatedStorage
 from paceline.elastic.simulation.run_plan import RunPlan
 from paceline.elastic.simulation.simulated_collectives import SimulatedCollective, SimulatedCollectives
@@ -27,7 +28,6 @@ from paceline.elastic.simulation.virtual_time import VirtualTime
 
 Callback = Callable[[], None]
 
-REACHABILITY_SECONDS = 5.0
 PATIENCE_SECONDS = 6.0
 """Seconds that a member trains on without a supervisor."""
 
@@ -40,6 +40,7 @@ class ProcessEnvironment(Protocol):
     plan: RunPlan
     invariants: RunInvariants
     collectives: SimulatedCollectives
+    started_again: bool
 
     def deliver(self, event: MachineEvent) -> None: ...
     def reaches_supervisor(self) -> bool: ...
@@ -153,7 +154,7 @@ class SimulatedProcess(ABC):
             return
         self.stopped = self.hung = self.holds_gil = False
         if self.collective is not None:
-            self.collective.resumed()
+            self.collective.resumed(self.number)
         parked, self.parked = self.parked, None
         if parked is not None:
             parked()
@@ -182,17 +183,17 @@ class SimulatedProcess(ABC):
         self.membership, actions = member_machine.step(before, event, self.time.now)
         for rule in violations(before, self.membership, actions):
             self.world.invariants.violation(f"member {self.number}: {rule} (after {event})")
-        if self.todo:
-            self.todo = deque(member_machine.still_due(event, self.todo))
-        for action in actions:
-            if isinstance(action, member_state.TrainingAction):
-                self.todo.append(action)
-            elif isinstance(action, member_state.SendMessage):
-                self.send(action.message)
-            elif isinstance(action, member_state.Interrupt) and not self.stuck:
-                self.interrupted()
-            elif isinstance(action, member_state.RequestStop):
-                self.stop_requested = action.reason
+        for action in member_rules.queue_up(event, actions, self.todo):
+            match action:
+                case member_state.SendMessage(message):
+                    self.send(message)
+                case member_state.Interrupt():
+                    if not self.stuck:
+                        self.interrupted()
+                case member_state.RequestStop(reason):
+                    self.stop_requested = self.stop_requested or reason
+                case member_state.StopReconnecting(reason):
+                    self.world.die(self.number, "exit", reason)
         if self.idle and self.todo:
             self.main(0.001, self.take_action)
 
@@ -225,8 +226,8 @@ class SimulatedProcess(ABC):
         way = self.world.way_to(self, peer)
         if way is None:
             return  # the peer is gone, or does not run: the supervisor learns of it elsewhere
-        if way and self.time.now - began < REACHABILITY_SECONDS:
-            self.time.after(0.2, self._dialed, peer, began)
+        if way and self.time.now - began < CONNECT_SECONDS:
+            self.time.after(MIN_RTO, self._dialed, peer, began)
             return
         self.send(messages.DialResult(peer=peer, trouble=way, lossy=bool(way)))
 
@@ -267,7 +268,8 @@ class SimulatedProcess(ABC):
             self.world.die(self.number, "exit", "no supervisor has accepted this worker")
             return
         waits = self.collective is not None and self.collective.waits_for(self.number)
-        self.feed(member_state.SupervisorAway(self.lost_at, self.phase_since if waits else None))
+        blocked_since, again = self.phase_since if waits else None, self.world.started_again
+        self.feed(member_state.SupervisorAway(self.lost_at, blocked_since, restarting=again, replaced=again))
 
     def send_heartbeat(self) -> None:
         if not self.alive:

@@ -70,7 +70,8 @@ class SimulatedShell(SimulatedHosts, RunObserver, Protocol):
 @final
 @dataclass
 class SimulatedSupervisor:
-    """The supervisors of one job, one after another. `knew_commits`: one of them knew of a commit."""
+    """The supervisors of one job, one after another. `knew_commits`: one of them knew of a commit.
+    `judged_view`: the view before the last event, which verdicts are about."""
 
     settings: MachineSettings
     shell: SimulatedShell
@@ -81,6 +82,7 @@ class SimulatedSupervisor:
     events: int = 0
     decisions: int = 0
     knew_commits: bool = False
+    judged_view: ViewPlan | None = None
     digest: int = 0
     actions: Counter[str] = field(default_factory=Counter)
     end: EndJob | None = None
@@ -140,6 +142,7 @@ class SimulatedSupervisor:
         """Step the machine, check the invariants, and carry out the actions."""
         now = self.shell.time.now
         before = self.state
+        self.judged_view = before.view
         self.events += 1
         try:
             after, actions, reason = machine.step(before, event, now)

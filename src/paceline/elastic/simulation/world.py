@@ -66,6 +66,9 @@ class World:
         self.raise_next: dict[int, str] = {}
         self.raise_always: set[tuple[int, int]] = set()
         self.raised_steps: Counter[int] = Counter()
+        self.raised: dict[int, str] = {}  # members whose code raised, and whose fault that is
+        self.stop_requested = False
+        self.started_again = False  # a new start of the run waits for its processes to leave
         self.bad_starts = 0
         self.last_commit = 0.0
         self._deaths: list[events.WorkerLost] = []
@@ -106,14 +109,9 @@ class World:
         if not fault and shard < 0:
             return False
         self.raised_steps[step] += 1
-        self.time.after(0.01, self._raise, self.members[number], fault or "code", shard)
+        self.raised[number] = fault or "code"
+        self.time.after(0.01, self.members[number].code_raised, fault or "code", shard)
         return True
-
-    def _raise(self, member: SimulatedMember, fault: str, shard: int) -> None:
-        # Most hold a state and stay until they are dismissed; those without one end.
-        holds = self.rng.random() < 0.8
-        if member.code_raised(fault, shard, holds=holds) and not holds:
-            self.time.after(0.02, self.die, member.number, "exit", "exit code 1")
 
     def reaches_supervisor(self) -> bool:
         return self.supervisor.up
@@ -219,11 +217,13 @@ class World:
     def blamed(self, verdict: RecordVerdict) -> None:
         """Check that a blamed member has had a fault."""
         member = self.members.get(verdict.member)
-        if "other weights" in verdict.what:
+        if verdict.kind == "dissent":
             self.invariants.judged.add(verdict.member)
-        if verdict.done == "the job ends" or self.all_affected or self.invariants.corrupted:
+        # Without a kind the job ends, which `check_end` judges.
+        if verdict.kind is None or self.all_affected or self.invariants.corrupted:
             return
-        if "collectives failed" in verdict.what and self._most_cut_off(verdict.member):
+        by_others = verdict.suspected or verdict.kind == "unreachable"
+        if by_others and self._most_cut_off(verdict.member):
             return
         silent = verdict.kind == "silent" and verdict.phase != "start"
         if silent and member is not None and member.alive:
@@ -255,7 +255,7 @@ class World:
 
     def _most_cut_off(self, number: int) -> bool:
         """Return whether no member has more cut links: of two that do not meet, either may be at fault."""
-        view = self.supervisor.state.view
+        view = self.supervisor.judged_view
         members = view.members if view is not None else ()
         cuts = {
             one: sum((one, other) in self.network.cut_links for other in members)
@@ -297,7 +297,9 @@ class World:
 
     def restart(self, snapshot: events.SupervisorBegan, away: float) -> None:
         self.note("a supervisor begins again")
-        if away > 3 * PATIENCE_SECONDS and not self.all_affected:
+        limit = PATIENCE_SECONDS if self.started_again else 3 * PATIENCE_SECONDS
+        self.started_again = False
+        if away > limit and not self.all_affected:
             for member in self.members.values():
                 if member.alive and member.number not in self.affected:
                     self.invariants.violation(f"member {member.number} lives after {away:.0f} s of absence")
@@ -370,8 +372,9 @@ class World:
         too_few = len(usable_slots(state)) < max(1, self.plan.settings.min_workers)
         never = not state.committed and all(slot.failures >= 2 for slot in state.slots.values())
         alive = any(self.members[n].alive for n in state.workers if n in self.members)
-        # Twice in one step, and an error that is the user's, end a job rightly.
+        # Twice in one step, an error that is the user's, and any while it stops, end a job rightly.
         raised = any(count > 1 for count in self.raised_steps.values())
-        raised = raised or "user" in end.reason or (end.failed is not None and "raised" in end.reason)
+        if end.failed in self.raised:
+            raised = raised or self.stop_requested or self.raised[end.failed] == "user"
         stopped = state.stop_reason is not None and not alive
         return too_few or never or raised or stopped or self.invariants.corrupted

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 from paceline.comm.context import DistributedContext
 from paceline.comm.rendezvous.transport_setup import single_rank
+from paceline.control.member_rules import LACKS_RESIDUALS
 from paceline.core import events
 from paceline.core.errors import InternalError, PacelineError, PeerError, PlatformError, ReplicasDifferError
 from paceline.train.callbacks import Observer
@@ -116,7 +117,7 @@ def save_alone(run: Run) -> None:
         return
     run.parts.transaction.residuals.settle(run.state.position.step)
     if not run.parts.transaction.residuals.covers_all:
-        _log.warning("not saved: the residuals of compression are with members that cannot be reached")
+        _log.warning("not saved: %s", LACKS_RESIDUALS)
         return
     team = run.parts.team
     label = team.context.labels[team.rank]  # messages name this worker by the rank that it had in its group

@@ -17,12 +17,12 @@ from typing import final
 from paceline.comm.context import DistributedContext
 from paceline.control import liveness_lock, member_machine, supervisor_address
 from paceline.control.control_client import ControlClient
+from paceline.control.member_rules import queue_up
 from paceline.control.member_state import (
     Interrupt,
     MemberAction,
     MemberEvent,
     MemberState,
-    OpenView,
     RequestStop,
     SendMessage,
     StopReconnecting,
@@ -73,10 +73,14 @@ class MachineShell:
         # and carry the actions out in the other, and the supervisor would see them reversed.
         with self._lock:
             self.state, actions = member_machine.step(self.state, event, self._clock.now())
-            if self._actions:
-                self._actions = deque(member_machine.still_due(event, self._actions))
-            for action in actions:
+            for action in queue_up(event, actions, self._actions):
                 self._carry_out(action)
+            if self.state.interrupted is None:
+                # Here, and not where the view is opened: an interrupt that the machine orders after it has
+                # ordered to open a view must stay set until the training thread comes to open it.
+                self.cancelled.clear()
+            if self._actions:
+                self._queued.notify()
 
     def _carry_out(self, action: MemberAction) -> None:
         match action:
@@ -95,13 +99,6 @@ class MachineShell:
                 self._stop.ask(reason)
             case StopReconnecting(reason):
                 self._client.stop_reconnecting(reason)
-        if isinstance(action, OpenView):
-            # Here, and not where the view is opened: an interrupt that the machine orders after this action
-            # must stay set until the training thread comes to open it.
-            self.cancelled.clear()
-        if isinstance(action, TrainingAction):
-            self._actions.append(action)
-            self._queued.notify()
 
     def next_action(self) -> TrainingAction:
         """Wait for what the training thread has to do next."""

@@ -184,17 +184,15 @@ def _finish(membership: Membership, run: Run) -> Literal["dismissed", "orphaned"
 def handle_failure(membership: Membership, run: Run, error: Exception) -> None:
     """Report that this worker's code raised, and save what it holds.
 
-    Its model is at a step boundary, because a step is a transaction. In a group of one it saves at once, else
-    together with the other members, if the supervisor decides that the run ends.
+    Its model is at a step boundary, because a step is a transaction.
     """
     phase, text = run.parts.phases.name, traceback_filter.user_frames_of(error)
-    in_group = run.parts.team.world_size > 1
-    holds = membership.may_save
-    if holds and not in_group:
+    saving = membership.saving_after_error
+    if saving == "alone":
         # Before the report: where the error is forgiven, another worker continues from here.
         save_in_group(run)
-    membership.failed(error, text, phase=phase, holds=holds and in_group)
-    if not (holds and in_group):
+    membership.failed(error, text, phase=phase, holds=saving == "in view")
+    if saving != "in view":
         return
     try:
         membership.join()
@@ -212,10 +210,12 @@ def handle_failure(membership: Membership, run: Run, error: Exception) -> None:
 
 
 def _save_as_orphan(membership: Membership, run: Run, why: str) -> None:
-    """Save what all members hold, if this one is the first that is left of a group without a supervisor."""
+    """Save what all members hold, if that is for this worker to do, of a group without a supervisor."""
     _log.warning("%s, and the group is broken", why)
-    if membership.is_first_alive:
+    if (unsaved := membership.why_unsaved()) is None:
         save_alone(run)
+    else:
+        _log.warning("this worker does not save: %s", unsaved)
     membership.spool_undelivered()
 
 

@@ -13,6 +13,7 @@ from itertools import chain
 from typing import NoReturn, final
 
 from paceline.control.control_client import ControlClient
+from paceline.control.member_rules import running_mean
 from paceline.control.messages import ShardComputed, StepReceipt
 from paceline.core.clock import Clock, MonotonicClock
 from paceline.core.errors import GroupInterruptedError
@@ -23,7 +24,6 @@ from paceline.train.member.outbox import Outbox
 from paceline.train.state.run_state import RunState
 from paceline.train.team import Team
 
-_SMOOTHING = 0.8  # of the running means: a few steps decide
 _PATIENCE = 0.5  # of the time for a shard, before a missing one is taken over
 _LEAST_SECONDS = 0.005
 _POLL_SECONDS = 0.05
@@ -104,7 +104,7 @@ class StepReports:
     @property
     def wants_pause(self) -> bool:
         self._shell.tick()
-        return self._shell.state.prepare is not None
+        return self._shell.state.wants_pause
 
     def shards_to_compute(self, step: int, missing: Sequence[int]) -> Iterator[int]:
         team = self._team
@@ -115,7 +115,7 @@ class StepReports:
             started = self._clock.now()
             yield shard
             seconds = self._clock.now() - started
-            self.shard_seconds = _mean(self.shard_seconds, seconds + self._injector.slow(seconds))
+            self.shard_seconds = running_mean(self.shard_seconds, seconds + self._injector.slow(seconds))
             if team.backup:
                 self.claims.add(team.generation, step, shard)
                 self._client.send(ShardComputed(generation=team.generation, step=step, shard=shard))
@@ -130,7 +130,7 @@ class StepReports:
         self, state: RunState, step: StepCommitted, shards: tuple[int, ...], hashes: Mapping[int, str]
     ) -> None:
         now = self._clock.now()
-        self.step_seconds = _mean(self.step_seconds, now - self._committed_at)
+        self.step_seconds = running_mean(self.step_seconds, now - self._committed_at)
         self._committed_at = now
         self._outbox.committed(step, shards, hashes)
         if self._is_disputed(state):
@@ -169,7 +169,3 @@ class StepReports:
             trail=state.hashes.recent,
         )
         self._client.send(receipt)
-
-
-def _mean(before: float, now: float) -> float:
-    return now if before == 0.0 else _SMOOTHING * before + (1.0 - _SMOOTHING) * now

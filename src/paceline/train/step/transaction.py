@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from paceline.comm.collectives.shard_sums import ShardOwnership
+from paceline.control.member_rules import kept_shards
 from paceline.data.seeding import seed_everything
 from paceline.train.settings.train_config import TrainConfig
 from paceline.train.step import misuse_guard, replica_agreement
@@ -156,7 +157,7 @@ class StepTransaction:
             self.abandon()
             self._prepare()
             return
-        keep = bool(self.held) and set(self.held) <= set(self._team.block)
+        keep = bool(kept_shards(self.held, self._team.block))
         if not keep:
             self._forget()
         elif self._buffers.size:
