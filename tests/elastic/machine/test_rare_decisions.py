@@ -167,3 +167,17 @@ def test_a_job_begins_once_also_where_only_workers_or_only_slots_are_left():
     for job in (workers, slots):
         assert job_event_handlers.on_began(job, SupervisorBegan(generation=9)) == "the job has begun already"
         assert job.generation == 3
+
+
+def test_a_hash_of_a_step_that_is_agreed_on_counts_only_where_members_differ_or_dispute_it():
+    for agreed, dispute, counts in (
+        (-1, None, False),
+        (-1, Dispute((6, ""), {}), False),
+        (-1, Dispute((7, ""), {}), True),
+        (5, None, True),
+        (5, Dispute((6, ""), {}), True),
+    ):
+        job = made((0, 0))
+        job.committed, job.agreed_step, job.dispute, job.next_tick_at = True, 9, dispute, NOW + 1.0
+        _, _, reason = machine.step(job, vote_of(1, 7, "a", 3, agreed=agreed), NOW)
+        assert ("agreed on already" not in reason) is counts, (agreed, dispute)
