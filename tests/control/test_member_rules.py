@@ -60,7 +60,12 @@ def queued_up(
 
 
 def test_what_cannot_wait_is_done_at_once_and_in_order():
-    now = [Interrupt("a"), SendMessage(finished(1)), RequestStop("b"), StopReconnecting("c")]
+    now: list[MemberAction] = [
+        Interrupt("a"),
+        SendMessage(finished(1)),
+        RequestStop("b"),
+        StopReconnecting("c"),
+    ]
     at_once, queued = queued_up(prepare(2), (*now[:2], SendReport(2), *now[2:], Exit("over")))
     assert (at_once, queued) == (now, [SendReport(2), Exit("over")])
 

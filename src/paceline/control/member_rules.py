@@ -37,7 +37,7 @@ def queue_up(
         due = [action for action in queued if isinstance(action, SendReport | Exit)]
         queued.clear()
         queued.extend(due)
-    at_once = []
+    at_once: list[MemberAction] = []
     for action in actions:
         if isinstance(action, TrainingAction):
             queued.append(action)
