@@ -119,7 +119,7 @@ class RecordRepair:
 class RecordVerdict:
     """Terminal and journal. The shell adds host, pid and the Python line of `member`, before it carries out
     the KillWorker that follows. `sure`: as in RecordFailure; `kind`: of that failure, None where the job
-    ends; `suspected`: only because others named it."""
+    ends."""
 
     member: int
     slot: int
@@ -129,7 +129,6 @@ class RecordVerdict:
     done: str  # what was done about it
     sure: bool = False
     kind: FailureKind | None = None
-    suspected: bool = False
 
 
 @dataclass(frozen=True)

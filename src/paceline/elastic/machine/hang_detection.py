@@ -28,15 +28,13 @@ _all_busy = 4.0  # times the limit, where all are busy and none waits: slow is l
 @final
 @dataclass(frozen=True)
 class FaultFinding:
-    """A worker found at fault: kind, phase, a sentence about it, and which ranks wait for it. `suspected`:
-    only because others named it."""
+    """A worker found at fault: kind, phase, a sentence about it, and which ranks wait for it."""
 
     worker: Worker
     kind: Literal["silent", "hung", "unreachable"]
     phase: str
     what: str
     waiting: str
-    suspected: bool = False
 
 
 def expected_step_seconds(job: JobState) -> float:

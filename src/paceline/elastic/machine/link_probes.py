@@ -147,7 +147,7 @@ def most_suspect(job: JobState, reporter: Worker) -> FaultFinding:
     if link is not None and 2 * counts[link.end.number] > most:
         # Unless one of them was named far more often: then the trouble is its own, not the link's.
         what = f"{failed}, and {link.says}"
-        return FaultFinding(link.end, "silent", phase_of(job, link.end), what, _NOT_DONE, suspected=True)
+        return FaultFinding(link.end, "silent", phase_of(job, link.end), what, _NOT_DONE)
     culprit = reporter if worst is None else job.workers[worst]
     what = f"{failed}, and rank {culprit.slot} is the one that was most often not reached"
-    return FaultFinding(culprit, "silent", phase_of(job, culprit), what, _NOT_DONE, suspected=True)
+    return FaultFinding(culprit, "silent", phase_of(job, culprit), what, _NOT_DONE)

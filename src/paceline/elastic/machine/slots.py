@@ -79,14 +79,7 @@ def expel(job: JobState, found: FaultFinding) -> None:
     worker = found.worker
     job.actions.append(
         RecordVerdict(
-            worker.number,
-            worker.slot,
-            found.phase,
-            found.what,
-            found.waiting,
-            done,
-            kind=found.kind,
-            suspected=found.suspected,
+            worker.number, worker.slot, found.phase, found.what, found.waiting, done, kind=found.kind
         )
     )
     job.hangs += found.kind == "hung"

@@ -222,8 +222,7 @@ class World:
         # Without a kind the job ends, which `check_end` judges.
         if verdict.kind is None or self.all_affected or self.invariants.corrupted:
             return
-        by_others = verdict.suspected or verdict.kind == "unreachable"
-        if by_others and self._most_cut_off(verdict.member):
+        if verdict.kind in ("silent", "unreachable") and self._most_cut_off(verdict.member):
             return
         silent = verdict.kind == "silent" and verdict.phase != "start"
         if silent and member is not None and member.alive:
@@ -254,7 +253,8 @@ class World:
             )
 
     def _most_cut_off(self, number: int) -> bool:
-        """Return whether no member has more cut links: of two that do not meet, either may be at fault."""
+        """Return whether links of this member were cut, and of no member more: of two that do not meet,
+        either may be at fault."""
         view = self.supervisor.judged_view
         members = view.members if view is not None else ()
         cuts = {
@@ -262,7 +262,7 @@ class World:
             + sum((other, one) in self.network.cut_links for other in members)
             for one in members
         }
-        return cuts.get(number, 0) == max(cuts.values(), default=0)
+        return 0 < cuts.get(number, 0) == max(cuts.values(), default=0)
 
     def stopped_for_good(self, member: SimulatedMember) -> None:
         """Require that the supervisor notices the silence of this member, unless it has faults itself."""
