@@ -34,10 +34,10 @@ from paceline.core.authenticated_listener import AuthenticatedListener, Authenti
 from paceline.core.clock import Clock, MonotonicClock
 from paceline.core.handshake import DIAL, Connector, HandshakeError, OtherProtocolError
 from paceline.core.session_auth import TAG_BYTES, SessionKeys
+from paceline.core.time_limits import CONNECT_SECONDS
 
 _log = logging.getLogger(__name__)
 
-CONNECT_SECONDS: Final = 5.0
 ANSWER_SECONDS: Final = 15.0
 """Longer than connecting: the peer may be in the middle of forming a view."""
 LINGER_SECONDS: Final = 60.0

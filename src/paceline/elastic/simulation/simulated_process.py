@@ -17,7 +17,7 @@ from typing import Protocol
 from paceline.control import member_machine, member_rules, member_state, messages
 from paceline.control.field_types import Progress
 from paceline.control.member_invariants import violations
-from paceline.control.reachability import CONNECT_SECONDS
+from paceline.core.time_limits import CONNECT_SECONDS
 from paceline.elastic.machine.actions import FailureKind
 from paceline.elastic.machine.machine_events import FromMember, MachineEvent
 from paceline.elastic.simulation.network import MIN_RTO, ControlPath
