@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import datetime
 import json
-import math
 import os
 import re
 import tomllib
@@ -337,12 +336,8 @@ def _value(value: object, path: str) -> str:
     value = _plain(value)
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, float):
-        if math.isnan(value):
-            return "nan"
-        return repr(value) if math.isfinite(value) else ("inf" if value > 0 else "-inf")
-    if isinstance(value, int):
-        return str(value)
+    if isinstance(value, int | float):
+        return str(value)  # TOML, too, writes nan, inf and -inf
     if isinstance(value, str):
         return _string(value)
     if isinstance(value, list | tuple):
