@@ -10,10 +10,11 @@ import torch
 from hypothesis import given, strategies as st
 from tests.checkpoint.saving import assert_is, finished, save, state_at, tensors_at
 
+from paceline.checkpoint.digests import share_of
 from paceline.checkpoint.manifest import CheckpointInfo, FileRecord
 from paceline.checkpoint.retention import Retention
 from paceline.checkpoint.store import CheckpointStore
-from paceline.checkpoint.writer import BackgroundWriter, WriteResult, share_of
+from paceline.checkpoint.writer import BackgroundWriter, WriteResult
 from paceline.core.errors import CommTimeoutError, InternalError, PlatformError, UsageError
 from paceline.core.storage.open_storage import open_storage
 

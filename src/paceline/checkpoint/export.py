@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from paceline.checkpoint.loader import Checkpoint
 from paceline.checkpoint.manifest import MODEL
 from paceline.checkpoint.staging_buffer import ImageBuffer
 from paceline.core.errors import UsageError
@@ -20,18 +21,12 @@ Format = Literal["safetensors", "torch"]
 
 
 def export(
-    tensors: Mapping[str, Tensor],
-    path: str | os.PathLike[str],
-    *,
-    format: Format = "safetensors",
-    everything: bool = False,
-    overwrite: bool = False,
-    state: Mapping[str, Any] | None = None,
+    checkpoint: Checkpoint, path: str | os.PathLike[str], format: Format, everything: bool, overwrite: bool
 ) -> Path:
     """Write the model's tensors under the names of its state_dict, or `everything` under the checkpoint's.
 
-    The file appears whole or not at all. "torch" is for `torch.load(..., weights_only=True)`. `state` is the
-    checkpoint's, which knows second names of shared tensors, buffers that a state_dict leaves out, and
+    The file appears whole or not at all. "torch" is for `torch.load(..., weights_only=True)`. The
+    checkpoint's state knows second names of shared tensors, buffers that a state_dict leaves out, and
     complex tensors that were saved as pairs (a safetensors file keeps those as pairs).
     """
     if format not in get_args(Format):
@@ -41,11 +36,11 @@ def export(
         raise UsageError(f"{target} exists already", remedy="choose another path, or allow overwriting it")
     chosen = {
         name if everything else name.removeprefix(MODEL): tensor
-        for name, tensor in tensors.items()
+        for name, tensor in checkpoint.tensors().items()
         if everything or name.startswith(MODEL)
     }
     if not everything:
-        chosen = _as_state_dict(chosen, state or {}, pairs=format == "safetensors")
+        chosen = _as_state_dict(chosen, checkpoint.state, pairs=format == "safetensors")
     if not chosen:
         raise UsageError(
             f"the checkpoint has no tensor whose name begins with {MODEL!r}", remedy="export everything"

@@ -282,15 +282,7 @@ class CheckpointStore:
         """Write the model's tensors, or `everything`, as one plain file for other programs."""
         from paceline.checkpoint.export import export
 
-        found = self.open(which)
-        return export(
-            found.tensors(),
-            path,
-            format=format,
-            everything=everything,
-            overwrite=overwrite,
-            state=found.state,
-        )
+        return export(self.open(which), path, format, everything, overwrite)
 
     # -- tags and deleting
 

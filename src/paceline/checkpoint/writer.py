@@ -31,8 +31,6 @@ from paceline.checkpoint.store import CheckpointStore
 from paceline.checkpoint.tensor_file import TensorFileLayout
 from paceline.core.errors import CommTimeoutError, InternalError, PacelineError, UsageError
 
-__all__ = ["BackgroundWriter", "WriteResult", "share_of"]
-
 # Of two busy threads on one core, one of this niceness gets a tenth.
 _NICENESS: Final = 10
 

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
+import msgspec
 import torch
 import xxhash
 from torch import Tensor
@@ -42,18 +43,13 @@ _READ, _PIECES = "read", "pieces"
 
 
 def send_state(
-    context: DistributedContext,
-    ranks: Sequence[int],
-    tensors: Mapping[str, Tensor],
-    plain: Any,
-    *,
-    timeout: float = COLLECTIVE_SECONDS,
+    context: DistributedContext, ranks: Sequence[int], tensors: Mapping[str, Tensor], plain: Any
 ) -> None:
     """Send tensors and plain data to `ranks`, which all call `receive_state`. Return when they have them;
     until then the tensors must not change."""
     if not ranks:
         return
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + COLLECTIVE_SECONDS
     stock = TensorPieces(tensors)
     reach = CrossMemory()
     reach.allow_siblings()
@@ -67,12 +63,12 @@ def send_state(
         "addresses": stock.addresses(),
     }
     for rank in ranks:
-        context.send(about, rank, tag=_ABOUT, timeout=timeout)
-    ways = {rank: context.receive(rank, tag=_WAY, timeout=timeout) for rank in ranks}
+        context.send(about, rank, tag=_ABOUT, timeout=COLLECTIVE_SECONDS)
+    ways = {rank: context.receive(rank, tag=_WAY, timeout=COLLECTIVE_SECONDS) for rank in ranks}
     send_pieces(context, [rank for rank, way in ways.items() if way != _READ], stock, deadline)
     for rank in ranks:
-        context.send(stock.checksums(), rank, tag=_CHECKSUMS, timeout=timeout)
-    damaged = {rank: context.receive(rank, tag=_END, timeout=timeout) for rank in ranks}
+        context.send(stock.checksums(), rank, tag=_CHECKSUMS, timeout=COLLECTIVE_SECONDS)
+    damaged = {rank: context.receive(rank, tag=_END, timeout=COLLECTIVE_SECONDS) for rank in ranks}
     if any(damaged.values()):
         labels = context.labels
         listing = "; ".join(
@@ -84,12 +80,12 @@ def send_state(
         )
 
 
-def receive_state(
-    context: DistributedContext, source: int, *, timeout: float = COLLECTIVE_SECONDS
-) -> tuple[dict[str, Tensor], Any]:
+def receive_state(context: DistributedContext, source: int) -> tuple[dict[str, Tensor], Any]:
     """Receive what `source` sends: tensors on the CPU, and the plain data."""
-    deadline = time.monotonic() + timeout
-    about = _StateHeader.parse(context.receive(source, tag=_ABOUT, timeout=timeout), context.labels[source])
+    deadline = time.monotonic() + COLLECTIVE_SECONDS
+    about = _StateHeader.parse(
+        context.receive(source, tag=_ABOUT, timeout=COLLECTIVE_SECONDS), context.labels[source]
+    )
     kinds = list(zip(about.dtypes, about.shapes, strict=True))
     sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in kinds]
     bodies = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
@@ -97,18 +93,18 @@ def receive_state(
     reach = CrossMemory()
     near = hosts[source] == hosts[context.rank] and None not in about.addresses
     if near and reach.try_word(about.pid, *about.word):
-        context.send(_READ, source, tag=_WAY, timeout=timeout)
+        context.send(_READ, source, tag=_WAY, timeout=COLLECTIVE_SECONDS)
         states = [
             _copied(context, reach, source, about.pid, address or 0, body)
             for address, body in zip(about.addresses, bodies, strict=True)
         ]
     else:
-        context.send(_PIECES, source, tag=_WAY, timeout=timeout)
+        context.send(_PIECES, source, tag=_WAY, timeout=COLLECTIVE_SECONDS)
         states = _taken(context, source, bodies, deadline)
-    checksums = context.receive(source, tag=_CHECKSUMS, timeout=timeout)
+    checksums = context.receive(source, tag=_CHECKSUMS, timeout=COLLECTIVE_SECONDS)
     checked = zip(about.names, states, checksums, strict=True)
     damaged = [name for name, state, checksum in checked if state.intdigest() != checksum]
-    context.send(damaged, source, tag=_END, timeout=timeout)
+    context.send(damaged, source, tag=_END, timeout=COLLECTIVE_SECONDS)
     if damaged:
         raise CorruptDataError(
             f"state that rank {context.labels[context.rank]} got of rank {context.labels[source]} does not "
@@ -176,16 +172,8 @@ class _StateHeader:
     def parse(cls, header: Any, source: int) -> _StateHeader:
         """Validate a state-transfer header."""
         try:
-            return cls(
-                [str(name) for name in header["names"]],
-                [DTYPES[name] for name in header["dtypes"]],
-                [tuple(int(side) for side in shape) for shape in header["shapes"]],
-                header["plain"],
-                int(header["pid"]),
-                (int(header["word"][0]), int(header["word"][1])),
-                [None if address is None else int(address) for address in header["addresses"]],
-            )
-        except (KeyError, TypeError, ValueError, IndexError) as error:
+            return msgspec.convert(header, cls, dec_hook=lambda kind, name: DTYPES[name])
+        except (KeyError, msgspec.ValidationError) as error:
             raise PeerError(
                 f"what rank {source} sent is not the header of a state transfer: {error!r}",
                 remedy="run the same Paceline version on every rank",

@@ -127,21 +127,18 @@ class ControlClient:
             )
         return answer
 
-    def send(self, message: ControlMessage) -> None:
-        """Send without blocking. The message is kept until it is acknowledged; without a connection it is
-        sent after the next hello.
-
-        From any thread, but not from a signal handler, which may interrupt this very function.
-        """
-        self._send(message)
-
     def deliver(self, message: ControlMessage, seconds: float) -> bool:
         """Send, and wait until the message is acknowledged, and so in the journal; False: not in time."""
-        number = self._send(message)
+        number = self.send(message)
         with self._acknowledged:
             return self._acknowledged.wait_for(lambda: self._acked >= number, seconds)
 
-    def _send(self, message: ControlMessage) -> int:
+    def send(self, message: ControlMessage) -> int:
+        """Send without blocking, and return the message's number. The message is kept until it is
+        acknowledged; without a connection it is sent after the next hello.
+
+        From any thread, but not from a signal handler, which may interrupt this very function.
+        """
         with self._lock:
             # Numbered, kept and pushed under one lock: messages go out in the order of their numbers, which
             # lets one Ack stand for all before it. A frame that cannot be made uses up no number.

@@ -108,7 +108,7 @@ class ReachabilityProber:
         slot: int,
         secret: bytes,
         listener: socket.socket,
-        report: Callable[[DialResult], None],
+        report: Callable[[DialResult], object],
         clock: Clock | None = None,
     ) -> None:
         self._clock: Clock = clock or MonotonicClock()

@@ -14,11 +14,10 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, final
 
-from paceline.core.faults import KINDS, Fault, RandomFaults, refuse, refuse_word
+from paceline.core.faults import FIELDS, KINDS, RANDOM, Fault, RandomFaults, refuse, refuse_word
 
 __all__ = ["Chaos", "Fault", "RandomFaults", "parse"]
 
-_RANDOM = ("kinds", "rate", "seed", "from", "until", "rank", "for", "factor", "code", "attempt")
 _DURATION = re.compile(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)(ms|s|m|)", re.IGNORECASE)
 _UNITS = {"ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0}
 
@@ -120,7 +119,7 @@ def _fault(kind: str, words: list[str], statement: str) -> Fault:
 
 
 def _random(words: list[str], statement: str) -> RandomFaults:
-    values = _fields(words, _RANDOM, "random", statement)
+    values = _fields(words, RANDOM, "random", statement)
     for name, example in (("kinds", "kinds=kill,hang"), ("rate", "rate=0.02")):
         if name not in values:
             refuse(f"{statement!r} does not say its {name}", f"add {example}", name)
@@ -140,7 +139,7 @@ def _fields(words: list[str], allowed: tuple[str, ...], kind: str, statement: st
             )
         if name not in allowed:
             refuse_word(name, f"field of {kind}", allowed, statement)
-        field = {"for": "seconds", "from": "first"}.get(name, name)
+        field = FIELDS.get(name, name)
         if field in values:
             refuse(f"{name} is given twice in {statement!r}", f"keep one of them: {name}={text}", name)
         read, complaint, example = _PARSERS.get(name, _WHOLE)

@@ -10,13 +10,12 @@ import contextlib
 import dataclasses
 import datetime
 import json
-import math
 import os
 import re
 import tomllib
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -208,8 +207,8 @@ def _read(source: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the content of a file, by its suffix: .toml, .json, .yaml or .yml. A key that stands twice is an
     error in all three, and errors name the file and the line."""
     path = Path(source)
-    parser = _PARSERS.get(path.suffix.lower())
-    if parser is None:
+    suffix = path.suffix.lower()
+    if suffix not in _PARSERS:
         raise ConfigError(
             f"{path}: the suffix {path.suffix!r} is not one of {', '.join(_PARSERS)}",
             remedy="name the file after its format",
@@ -220,7 +219,13 @@ def _read(source: str | os.PathLike[str]) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read: {error.strerror}", remedy="check the path") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text: {error.reason}", remedy="save it as UTF-8") from error
-    data = parser(path, text)
+    language, parse = _PARSERS[suffix]
+    try:
+        data = parse(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"{path} is not valid {language}: {error}", remedy="correct the file at the place named"
+        ) from error
     if not isinstance(data, dict):
         raise ConfigError(
             f"{path}: the file holds a {type(data).__name__}, not a table of settings",
@@ -229,29 +234,19 @@ def _read(source: str | os.PathLike[str]) -> dict[str, Any]:
     return data
 
 
-def _toml(path: Path, text: str) -> object:
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise _not(path, "TOML", str(error)) from error
-
-
-def _json(path: Path, text: str) -> object:
+def _json(text: str) -> object:
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         table: dict[str, object] = {}
         for key, value in pairs:
             if key in table:
-                raise _not(path, "JSON", f"the key {key!r} stands twice in one object")
+                raise ValueError(f"the key {key!r} stands twice in one object")
             table[key] = value
         return table
 
-    try:
-        return json.loads(text, object_pairs_hook=unique)
-    except json.JSONDecodeError as error:
-        raise _not(path, "JSON", str(error)) from error
+    return json.loads(text, object_pairs_hook=unique)
 
 
-def _yaml(path: Path, text: str) -> object:
+def _yaml(text: str) -> object:
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -260,9 +255,7 @@ def _yaml(path: Path, text: str) -> object:
             for key_node, _ in node.value:
                 key = self.construct_object(key_node, deep=True)
                 if key in seen:
-                    raise _not(
-                        path, "YAML", f"the key {key!r} stands twice, line {key_node.start_mark.line + 1}"
-                    )
+                    raise ValueError(f"the key {key!r} stands twice, line {key_node.start_mark.line + 1}")
                 seen.add(key)
             return super().construct_mapping(node, deep)
 
@@ -270,15 +263,16 @@ def _yaml(path: Path, text: str) -> object:
     try:
         data = yaml.load(text, Loader)
     except yaml.YAMLError as error:
-        raise _not(path, "YAML", str(error)) from error
+        raise ValueError(str(error)) from error
     return {} if data is None else data
 
 
-def _not(path: Path, language: str, why: str) -> ConfigError:
-    return ConfigError(f"{path} is not valid {language}: {why}", remedy="correct the file at the place named")
-
-
-_PARSERS = {".toml": _toml, ".json": _json, ".yaml": _yaml, ".yml": _yaml}
+_PARSERS: dict[str, tuple[str, Callable[[str], object]]] = {
+    ".toml": ("TOML", tomllib.loads),
+    ".json": ("JSON", _json),
+    ".yaml": ("YAML", _yaml),
+    ".yml": ("YAML", _yaml),
+}
 
 
 # writing
@@ -337,12 +331,8 @@ def _value(value: object, path: str) -> str:
     value = _plain(value)
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, float):
-        if math.isnan(value):
-            return "nan"
-        return repr(value) if math.isfinite(value) else ("inf" if value > 0 else "-inf")
-    if isinstance(value, int):
-        return str(value)
+    if isinstance(value, int | float):
+        return str(value)  # TOML, too, writes nan, inf and -inf
     if isinstance(value, str):
         return _string(value)
     if isinstance(value, list | tuple):

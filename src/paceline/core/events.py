@@ -330,14 +330,12 @@ def from_json(line: str | bytes) -> Event:
     cls = _known.get(name)
     if cls is not None:
         fields = type_conversion.fields_of(cls)
+        known = {key: value for key, value in data.items() if key in fields}
         try:
-            event = type_conversion.convert(
-                {key: value for key, value in data.items() if key in fields}, cls, name
-            )
-        except type_conversion.ConversionError:
-            return _unknown(name, data)
-        if isinstance(event, Event):
+            event: Event = type_conversion.convert(known, cls, name)
             return event
+        except type_conversion.ConversionError:
+            pass  # of a newer (or broken) writer
     return _unknown(name, data)
 
 

@@ -34,6 +34,9 @@ KINDS: Final[Mapping[str, tuple[str, ...]]] = {
     "oom": _ANYWHERE,
     "leave": (*_ANYWHERE, "after"),
 }
+RANDOM: Final = ("kinds", "rate", "seed", "from", "until", "rank", "for", "factor", "code", "attempt")
+# Where the text has another word than the field.
+FIELDS: Final = {"for": "seconds", "from": "first"}
 _PARTITION_SECONDS = 5.0
 _SLOW_FACTOR = 3.0
 
@@ -84,15 +87,8 @@ class Fault:
 
     def _filled(self) -> dict[str, Any]:
         """Return the fields of some kinds by the names of `KINDS`, in the order of the text."""
-        return {
-            "step": self.step,
-            "phase": self.phase,
-            "factor": self.factor,
-            "for": self.seconds,
-            "times": self.times,
-            "code": self.code,
-            "after": self.after,
-        }
+        names = ("step", "phase", "factor", "for", "times", "code", "after")
+        return {name: getattr(self, FIELDS.get(name, name)) for name in names}
 
     @property
     def ends_a_life(self) -> bool:
@@ -191,18 +187,8 @@ class RandomFaults:
         )
 
     def __str__(self) -> str:
-        words = {
-            "kinds": ",".join(self.kinds),
-            "rate": self.rate,
-            "seed": self.seed,
-            "from": None if self.first == 1 else self.first,
-            "until": self.until,
-            "rank": self.rank,
-            "for": self.seconds,
-            "factor": self.factor,
-            "code": self.code,
-            "attempt": self.attempt,
-        }
+        words = {name: getattr(self, FIELDS.get(name, name)) for name in RANDOM}
+        words |= {"kinds": ",".join(self.kinds), "from": None if self.first == 1 else self.first}
         return _statement("random", words)
 
 

@@ -10,7 +10,7 @@ from paceline.core import available_resources
 
 def start_time(pid: int) -> int:
     """Return when the process started, in clock ticks since boot; 0 if it has ended, a zombie included."""
-    fields = _stat(pid)
+    fields = stat_fields(pid)
     return 0 if not fields or fields[0] == b"Z" else int(fields[19])
 
 
@@ -25,7 +25,7 @@ def resident_bytes() -> int:
 
 def state_letter(pid: int) -> str:
     """Return the state as proc(5) writes it: R, S, D, T, ...; empty if there is no such process."""
-    fields = _stat(pid)
+    fields = stat_fields(pid)
     return fields[0].decode() if fields else ""
 
 
@@ -47,7 +47,7 @@ def is_stopped_or_frozen(pid: int) -> bool | None:
     return is_stopped(pid) or available_resources.is_frozen(Path(f"/proc/{pid}"))
 
 
-def _stat(pid: int) -> list[bytes]:
+def stat_fields(pid: int) -> list[bytes]:
     """Return the fields of /proc/PID/stat after the name, the state first; none if the process is gone."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
 from pathlib import Path
 
+from paceline.core.process_state import stat_fields
+
 TOKEN = "PACELINE_LEAK_TOKEN"
 
 _SHM = Path("/dev/shm")
@@ -108,11 +110,8 @@ def _difference(before: Snapshot, kept: Allowed) -> list[str]:
 def _descendants() -> frozenset[LeakedProcess]:
     """Find children, their children with zombies, and orphans that carry the token (init reaps those)."""
     me = os.getpid()
-    stats: dict[int, list[bytes]] = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            with suppress(OSError):  # gone meanwhile
-                stats[int(entry)] = _fields(_read(entry, "stat"))
+    pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+    stats = {pid: fields for pid in pids if (fields := stat_fields(pid))}  # others are gone meanwhile
     parents = {pid: int(fields[1]) for pid, fields in stats.items()}
     found = {pid: LeakedProcess(pid, int(fields[19])) for pid, fields in stats.items()}
     ours = {me}
@@ -144,9 +143,9 @@ def _environment(pid: int) -> bytes:
     """
     deadline = time.monotonic() + _EXEC_TAKES
     while True:
-        fields = _fields(_read(pid, "stat"))
+        fields = stat_fields(pid)
         # An empty environment stays so if the program is loaded (its code has an end), or is gone.
-        settled = fields[24] != b"0" or _is_gone(fields)
+        settled = not fields or fields[24] != b"0" or _is_gone(fields)
         environment = _read(pid, "environ")
         if environment or settled or time.monotonic() > deadline:
             return environment
@@ -155,11 +154,6 @@ def _environment(pid: int) -> bytes:
 
 def _is_gone(fields: list[bytes]) -> bool:
     return fields[0] in b"ZX"
-
-
-def _fields(stat: bytes) -> list[bytes]:
-    # The command in parentheses may itself hold spaces and parentheses.
-    return stat[stat.rfind(b")") + 2 :].split()
 
 
 def _read(pid: int | str, name: str) -> bytes:

@@ -21,9 +21,10 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn, ParamSpec, TypeGuard, TypeVar, final
+from typing import Any, Literal, NoReturn, ParamSpec, TypeVar, final
 
 from paceline.core import atomic_file
+from paceline.core.atomic_file import Octets
 from paceline.core.storage.open_storage import open_storage
 from paceline.core.storage.storage import Storage
 
@@ -55,7 +56,7 @@ class RecordedCall:
     failed: bool
 
     def __str__(self) -> str:
-        shown = (f"{len(item)} bytes" if _is_data(item) else repr(item) for item in self.arguments)
+        shown = (f"{len(item)} bytes" if isinstance(item, Octets) else repr(item) for item in self.arguments)
         return f"{self.name}({', '.join(shown)})"
 
 
@@ -68,7 +69,7 @@ class CallRecorder:
         self._lock = threading.Lock()
 
     def __call__(self, operation: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        kept = tuple(bytes(item) if _is_data(item) else item for item in args)
+        kept = tuple(bytes(item) if isinstance(item, Octets) else item for item in args)
         result: T | None = None
         failed = True
         try:
@@ -97,7 +98,7 @@ class Killer:
             kill_self()
         if here and self._point.when == "middle":
             # Half of the data arrives; a call without data is whole or not at all, and is left whole.
-            half: Any = [item[: len(item) // 2] if _is_data(item) else item for item in args]
+            half: Any = [item[: len(item) // 2] if isinstance(item, Octets) else item for item in args]
             operation(*half, **kwargs)
             kill_self()
         try:
@@ -112,7 +113,7 @@ def points(made: Sequence[RecordedCall]) -> list[CrashPoint]:
     found = []
     for number, call in enumerate(made, start=1):
         found.append(CrashPoint(number, "before", str(call)))
-        if any(_is_data(item) and len(item) > 1 for item in call.arguments):
+        if any(isinstance(item, Octets) and len(item) > 1 for item in call.arguments):
             found.append(CrashPoint(number, "middle", str(call)))
         found.append(CrashPoint(number, "after", str(call)))
     return found
@@ -155,7 +156,3 @@ def run_forked(function: Callable[[], object]) -> int:
             os._exit(code)
     _, status = os.waitpid(child, 0)
     return os.waitstatus_to_exitcode(status)
-
-
-def _is_data(item: object) -> TypeGuard[bytes | bytearray | memoryview]:
-    return isinstance(item, bytes | bytearray | memoryview)

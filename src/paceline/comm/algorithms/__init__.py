@@ -24,7 +24,6 @@ class Algorithm(Protocol):
     def run(self, request: ReduceRequest) -> None: ...
     def cost(self, situation: Situation, links: LinkCosts) -> float:
         """Predict the seconds of an all-reduce; infinity where the algorithm does not apply."""
-        ...
 
 
 @cache

@@ -20,6 +20,7 @@ second one is what makes `abort` possible, and it is kept because fresh pages co
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol, final
 
@@ -46,38 +47,26 @@ class Codec(Protocol):
     @property
     def name(self) -> str:
         """The name of codec and settings: two codecs of one name understand each other's bytes."""
-        ...
 
     def encoded_bytes(self, numel: int) -> int:
         """Return the size of an encoded segment of `numel` elements."""
-        ...
 
     def encode(self, values: Tensor) -> Tensor:
         """Return `encoded_bytes(numel)` bytes (1-D uint8) that stand for `values` (1-D float32)."""
-        ...
 
     def decode(self, encoded: Tensor, out: Tensor) -> None:
         """Overwrite `out` (1-D float32) with what `encoded` stands for."""
-        ...
 
 
 @final
+@dataclass(slots=True, eq=False, repr=False)
 class EncodedTransfer:
     """One all-reduce call under compression; made by `Compression.open`."""
 
-    __slots__ = ("_codec", "_finish", "_flat", "_residual")
-
-    def __init__(
-        self,
-        codec: Codec,
-        flat: Tensor,
-        residual: Tensor | None,
-        finish: Callable[[Tensor | None, bool], None],
-    ) -> None:
-        self._codec = codec
-        self._flat = flat
-        self._residual = residual
-        self._finish: Callable[[Tensor | None, bool], None] | None = finish
+    _codec: Codec
+    _flat: Tensor
+    _residual: Tensor | None
+    _finish: Callable[[Tensor | None, bool], None] | None  # None: it has ended
 
     def encoded_bytes(self, numel: int) -> int:
         """Return the size of an encoded segment of `numel` elements."""

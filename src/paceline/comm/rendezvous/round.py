@@ -15,6 +15,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any, Self, TypeVar
@@ -143,33 +144,27 @@ def _patiently(rank: int, address: Address, deadline: float, attempt: Callable[[
         limit.pause(partial(str, f"rank {rank} waits for rank {first} at {address}: {reason}"))
 
 
+@dataclass(eq=False)
 class RendezvousRound:
     """One rank's part in one rendezvous; a context manager that publishes the rank's failure to all."""
 
-    def __init__(
-        self,
-        store: StoreClient | Store,
-        rank: int,
-        world_size: int,
-        deadline: float,
-        where: str,
-        *,
-        prefix: str = "",
-        cancel: Look = no_check,
-        labels: Sequence[int] | None = None,
-    ) -> None:
-        self._store = store
-        self._prefix = prefix
-        self.cancel = cancel
-        self._asked = 0.0
-        self.rank = rank
-        self.world_size = world_size
-        self.labels: Sequence[int] = range(world_size) if labels is None else labels
-        self.deadline = deadline
-        self.where = where
-        self._host: object = None
-        self._neighbours: dict[int, int] = {}  # processes of ranks on this host that have come
-        self._looked_around = time.monotonic()
+    store: StoreClient | Store
+    rank: int
+    world_size: int
+    deadline: float
+    where: str
+    _: KW_ONLY
+    prefix: str = ""
+    cancel: Look = no_check
+    labels: Sequence[int] = ()  # empty: the ranks
+    _asked: float = field(default=0.0, init=False)
+    _host: object = field(default=None, init=False)
+    # Processes of ranks on this host that have come.
+    _neighbours: dict[int, int] = field(default_factory=dict, init=False)
+    _looked_around: float = field(default_factory=time.monotonic, init=False)
+
+    def __post_init__(self) -> None:
+        self.labels = self.labels or range(self.world_size)
 
     def __enter__(self) -> Self:
         return self
@@ -178,11 +173,11 @@ class RendezvousRound:
         if error is None or isinstance(error, StoreGoneError):
             return
         try:
-            if not self._store.check([self._key(_BAD)]):
+            if not self.store.check([self._key(_BAD)]):
                 news = f"{type(error).__name__}: {error}"
                 if isinstance(error, RendezvousError):
                     news = str(error.message)
-                self._store.set(self._key(_BAD), json.dumps({"rank": self.labels[self.rank], "text": news}))
+                self.store.set(self._key(_BAD), json.dumps({"rank": self.labels[self.rank], "text": news}))
             # The other ranks look every few hundredths of a second; rank 0 takes the store with it.
             # The supervisor that interrupts one rank interrupts the others too.
             if self.rank == 0 and not isinstance(error, GroupInterruptedError):
@@ -191,7 +186,7 @@ class RendezvousRound:
             _log.debug("no rank left to hear that rank %d gave up", self.labels[self.rank])
 
     def _key(self, name: str) -> str:
-        return self._prefix + name
+        return self.prefix + name
 
     def enter(self, hello: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
         """Claim this rank's number, publish its hello, and return those of all ranks."""
@@ -201,7 +196,7 @@ class RendezvousRound:
             raise StoreGoneError
         # `add` is atomic in the store: of two processes with one number exactly one sees 1. The claim comes
         # before the hello, so that the second process never overwrites the hello of the first.
-        taken = self._ask(lambda: self._store.add(self._key(f"claim/{self.rank}"), 1)) != 1
+        taken = self._ask(lambda: self.store.add(self._key(f"claim/{self.rank}"), 1)) != 1
         if taken:
             raise RendezvousError(
                 f"rank {self.labels[self.rank]} is taken at {self.where}: {self._holder()}",
@@ -222,7 +217,7 @@ class RendezvousRound:
 
     def publish(self, topic: str, content: Mapping[str, Any]) -> None:
         """Set this rank's content for `topic`."""
-        self._ask(lambda: self._store.set(self._key(f"{topic}/{self.rank}"), json.dumps(content)))
+        self._ask(lambda: self.store.set(self._key(f"{topic}/{self.rank}"), json.dumps(content)))
 
     def read(self, topic: str, rank: int) -> dict[str, Any]:
         """Wait for what a rank publishes about `topic`, and return it."""
@@ -241,7 +236,7 @@ class RendezvousRound:
     def _raise_published_failure(self) -> None:
         self._asked = time.monotonic()
         if self._has(_BAD):
-            news = json.loads(self._ask(lambda: self._store.get(self._key(_BAD))))
+            news = json.loads(self._ask(lambda: self.store.get(self._key(_BAD))))
             raise RendezvousError(f"rank {news['rank']} gave up: {news['text']}")
 
     def finish(self, leave: Callable[[], None]) -> None:
@@ -251,7 +246,7 @@ class RendezvousRound:
             # Two phases, because the store ends with rank 0: rank 0 closes it only when no rank has anything
             # left to ask. FINISHED releases the ranks that wait before the store is gone.
             self.gather("done")
-            self._ask(lambda: self._store.set(self._key(_FINISHED), "1"))
+            self._ask(lambda: self.store.set(self._key(_FINISHED), "1"))
             leave()
             return
         limit, mine = Deadline(self.deadline), self.labels[self.rank]
@@ -271,12 +266,12 @@ class RendezvousRound:
             self._raise_published_failure()
             self._check_neighbours()
             self._rest(limit, lambda: self._waiting_text(topic, senders))
-        values = self._ask(lambda: self._store.multi_get(keys))
+        values = self._ask(lambda: self.store.multi_get(keys))
         return {rank: json.loads(value) for rank, value in zip(senders, values, strict=True)}
 
     def _wait(self, keys: list[str]) -> bool:
         """Return whether the keys are there; wait a while for them where the store can."""
-        store = self._store
+        store = self.store
         if not isinstance(store, StoreClient):
             return bool(self._ask(lambda: store.check(keys)))
         # A failure that a rank publishes ends the wait as well: `_raise_published_failure` then raises its
@@ -286,7 +281,7 @@ class RendezvousRound:
         return bool(self._ask(lambda: store.await_keys(keys, max(left, 0.001), [self._key(_BAD)])))
 
     def _rest(self, limit: Deadline, what: Callable[[], str]) -> None:
-        if isinstance(self._store, StoreClient):
+        if isinstance(self.store, StoreClient):
             limit.check(what)  # the wait itself was the pause
         else:
             limit.pause(what)
@@ -299,7 +294,7 @@ class RendezvousRound:
         self._looked_around = now
         for rank in range(self.world_size):
             if rank not in self._neighbours and rank != self.rank and self._has(f"hello/{rank}"):
-                hello = json.loads(self._ask(partial(self._store.get, self._key(f"hello/{rank}"))))
+                hello = json.loads(self._ask(partial(self.store.get, self._key(f"hello/{rank}"))))
                 if hello.get("host") == self._host:
                     self._neighbours[rank] = int(hello["pid"])
         for rank, pid in self._neighbours.items():
@@ -316,7 +311,7 @@ class RendezvousRound:
         return f"rank {self.labels[self.rank]} waits for {whom} at {self.where}"
 
     def _has(self, key: str) -> bool:
-        return bool(self._ask(lambda: self._store.check([self._key(key)])))
+        return bool(self._ask(lambda: self.store.check([self._key(key)])))
 
     def _holder(self) -> str:
         try:

@@ -112,24 +112,19 @@ class WindowMemory(Protocol):
 
     def offset_of(self, tensor: Tensor) -> int | None:
         """Return where a tensor lives in the window; None if it does not."""
-        ...
 
     def at(self, offset: int, nbytes: int) -> Tensor:
         """Return the window's memory of any rank, as flat uint8."""
-        ...
 
     def can_reach(self, call: CollectiveCall, deadline: float) -> bool:
         """Return whether all ranks can `read` and `write` each other, and gain by it: the same answer on all
         ranks. The first call is a collective; later ones return what it found."""
-        ...
 
     def read(self, rank: int, address: int, into: Tensor, call: CollectiveCall, deadline: float) -> None:
         """Copy ordinary memory at `address` in the peer's address space into a contiguous tensor."""
-        ...
 
     def write(self, rank: int, address: int, data: Tensor, call: CollectiveCall, deadline: float) -> None:
         """Copy a contiguous tensor into ordinary memory of a peer, which the peer has published for it."""
-        ...
 
 
 class WindowTicks(Protocol):
@@ -141,23 +136,18 @@ class WindowTicks(Protocol):
     def signal(self, call: CollectiveCall | None = None, source: int = 0, target: int = 0) -> int:
         """Publish that this rank is one tick further and return the tick. With `call`, the first tick of a
         call: publish its signature and two numbers (`locations`) with it, and turn `next_slot` over."""
-        ...
 
     def wait(self, tick: int, call: CollectiveCall, deadline: float) -> None:
         """Return when every rank has reached `tick`; raise if a rank never will."""
-        ...
 
     def barrier(self, call: CollectiveCall, deadline: float) -> None:
         """Signal the first tick of a call, wait for it, and check that all ranks signalled the same call."""
-        ...
 
     def locations(self, call: CollectiveCall, deadline: float) -> tuple[list[int], list[int]]:
         """Return the two numbers that each rank published with this call; raise if the signatures differ."""
-        ...
 
     def is_unreachable(self, tick: int) -> bool:
         """Return whether some rank has not reached `tick` and never will: then no rank gets past it."""
-        ...
 
 
 class Window(WindowMemory, WindowTicks, Protocol):
@@ -176,23 +166,18 @@ class Transport(Protocol):
 
     def exchange(self, call: CollectiveCall, sends: Messages, receives: Messages, deadline: float) -> None:
         """Send and receive all messages at once; messages of one pair arrive in order."""
-        ...
 
     def post(self, dest: int, tag: int, body: Sequence[memoryview], deadline: float) -> None:
         """Send a point-to-point message; return when `body` may be reused."""
-        ...
 
     def take(self, source: int, tag: int | None, deadline: float, *, own_deadline: bool) -> ReceivedMessage:
         """Receive the oldest message that fits; raise CommTimeoutError at the deadline and lose nothing."""
-        ...
 
     def empty(self, nbytes: int) -> Tensor:
         """Return memory for a tensor that peers can reach directly where the transport has such memory."""
-        ...
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave the group; with an error, peers that wait for this rank get it."""
-        ...
 
 
 @runtime_checkable
@@ -202,7 +187,6 @@ class Interruptible(Protocol):
     def interrupt(self, error: GroupInterruptedError) -> None:
         """Announce to the peers that this rank leaves, and make its waits raise `error`, without waiting for
         any peer. May be called by any thread; `close` is still due."""
-        ...
 
 
 @runtime_checkable
@@ -213,7 +197,6 @@ class ReportsWaits(Protocol):
     def posted_status(self) -> Status | None:
         """Return what this rank posted when it began to wait; None while it does not wait. Called by another
         thread, several times a second: must not ask the peers."""
-        ...
 
 
 @runtime_checkable
@@ -261,7 +244,6 @@ class NativeAllReduce(Protocol):
 
     def native_all_reduce(self, call: CollectiveCall, op: ReduceOp, tensor: Tensor, deadline: float) -> None:
         """All-reduce in place by the backend's own algorithm, over all ranks."""
-        ...
 
 
 @runtime_checkable
@@ -285,4 +267,3 @@ class Pipelined(Protocol):
     def pipeline(self, ranks: Sequence[int]) -> Pipeline | None:
         """Overlap exchanges among these ranks, numbered by their position in `ranks`; None where it cannot,
         alike on all of them. The caller counts rounds."""
-        ...

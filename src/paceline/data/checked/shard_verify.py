@@ -55,7 +55,7 @@ def repair(url: str | os.PathLike[str], replicas: Sequence[str | os.PathLike[str
             damage = _check(folder, manifest, number)
             if not damage:
                 continue
-            good = next((other for other in others if _is_whole(other, about)), None)
+            good = next((other for other in others if not _check(other, manifest, number)), None)
             if good is None:
                 left += damage
             else:
@@ -67,13 +67,6 @@ def repair(url: str | os.PathLike[str], replicas: Sequence[str | os.PathLike[str
             remedy="check that the folder may be written to and has space, then repair again",
         ) from error
     return left
-
-
-def _is_whole(folder: Storage, about: ShardRecord) -> bool:
-    try:
-        return folder.size(about.file) == about.bytes and _digest(folder, about) == about.checksum
-    except OSError:
-        return False
 
 
 def _digest(folder: Storage, about: ShardRecord) -> str:

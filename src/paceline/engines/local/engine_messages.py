@@ -14,7 +14,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Final
 
 from paceline.core import fd_messages
 from paceline.core.fd_messages import Plain
@@ -94,11 +94,6 @@ def write_order(order: LaunchOrder) -> int:
 
 def read_order(descriptor: int) -> LaunchOrder:
     """Read an order back; the descriptor stays open."""
-    return order_from_plain(fd_messages.from_memory_file(descriptor))
-
-
-def order_from_plain(fields: dict[str, Any]) -> LaunchOrder:
-    """Return an order from what JSON made of it."""
-    for name in ("preload", "sys_path", "argv", "affinity"):
-        fields[name] = tuple(fields[name])
-    return LaunchOrder(**fields)
+    fields = fd_messages.from_memory_file(descriptor)
+    tuples = {name: tuple(fields[name]) for name in ("preload", "sys_path", "argv", "affinity")}
+    return LaunchOrder(**fields | tuples)

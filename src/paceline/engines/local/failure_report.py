@@ -47,18 +47,15 @@ class FailureReport:
 def describe(error: BaseException) -> FailureReport:
     """Turn an exception, caught in a rank, into a report."""
     shown = traceback.TracebackException(type(error), error, _users_frames(error.__traceback__))
-    users = (
-        ""
-        if isinstance(error, PacelineError) and error.fault == "ours"
-        else traceback_filter.user_frames(shown)
-    )
+    fault = error.fault if isinstance(error, PacelineError) else "code"
+    users = "" if fault == "ours" else traceback_filter.user_frames(shown)
     return FailureReport(
         summary="".join(traceback.format_exception_only(error)).strip(),
         traceback_text="".join(shown.format()),
         standing=_standing(error),
         is_ours=isinstance(error, PacelineError),
         exit_code=str(error.code) if isinstance(error, SystemExit) else None,
-        fault=error.fault if isinstance(error, PacelineError) else "code",
+        fault=fault,
         users_lines=users,
     )
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import final
 
+from paceline.core.available_resources import read_text
 from paceline.core.memory_cgroup import MemoryCgroup, cgroup_of
 
 _VMSTAT = Path("/proc/vmstat")
@@ -134,11 +135,7 @@ class _Counter:
 
 
 def _machine_kills() -> int | None:
-    try:
-        text = _VMSTAT.read_text()
-    except OSError:
-        return None
-    _, found, after = text.partition("\noom_kill ")
+    _, found, after = read_text(_VMSTAT).partition("\noom_kill ")
     return int(after.split(None, 1)[0]) if found else None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 
@@ -13,11 +12,6 @@ _ENTRY = "engines/local/forked_rank.py"  # only the main thread comes from there
 _CRASH = "Fatal Python error"
 _INNERMOST = 3
 _OUTERMOST = 5
-
-
-def read(descriptor: int) -> str:
-    """Return all that was written to a stack file so far."""
-    return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace")
 
 
 def frames(dump: str) -> list[str]:

@@ -172,10 +172,11 @@ class WorkerProcess:
 
     def frames(self) -> list[str]:
         """Return what was written since `request_stack` (or by a crash), innermost frame first."""
-        if self._stack_file < 0:
+        size = self.stack_size()
+        if not size:
             return []
-        text = stack_display.read(self._stack_file).encode(errors="replace")[self._stack_seen :]
-        return stack_display.frames(text.decode(errors="replace")) if text else []
+        text = os.pread(self._stack_file, size, self._stack_seen)
+        return stack_display.frames(text.decode(errors="replace"))
 
     def close(self) -> None:
         """Give back every descriptor. The rank, if it still runs, is not touched."""

@@ -23,7 +23,7 @@ _MAX_LINES = 256  # in one message, whose size has a limit
 
 
 class MessageSender(Protocol):
-    def send(self, message: ControlMessage) -> None: ...
+    def send(self, message: ControlMessage) -> object: ...
 
 
 @dataclass

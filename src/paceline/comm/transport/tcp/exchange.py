@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence, Set
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -289,6 +289,7 @@ class Exchange:
         return replace(self._call.status(self.underway_with()), ends_alone=True)
 
 
+@dataclass(eq=False)
 class ExchangePipeline:
     """Several exchanges under way at once, finished in the order in which they were started.
 
@@ -298,25 +299,19 @@ class ExchangePipeline:
     part: peers are numbered by their position among them.
     """
 
-    def __init__(
-        self,
-        ranks: Sequence[int],
-        begin: Callable[[CollectiveCall, Messages, Messages], Exchange],
-        wait_for: Callable[[PendingOperation, float], None],
-    ) -> None:
-        self._ranks = ranks
-        self._begin = begin
-        self._wait_for = wait_for
-        self._under_way: deque[Exchange] = deque()
+    ranks: Sequence[int]
+    begin: Callable[[CollectiveCall, Messages, Messages], Exchange]
+    wait_for: Callable[[PendingOperation, float], None]
+    _under_way: deque[Exchange] = field(default_factory=deque, init=False)
 
     def start(self, call: CollectiveCall, sends: Messages, receives: Messages) -> None:
-        ranks = self._ranks
+        ranks = self.ranks
         outgoing = [(ranks[peer], tensor) for peer, tensor in sends]
         incoming = [(ranks[peer], tensor) for peer, tensor in receives]
-        self._under_way.append(self._begin(call, outgoing, incoming))
+        self._under_way.append(self.begin(call, outgoing, incoming))
 
     def finish(self, deadline: float) -> None:
-        self._wait_for(self, deadline)
+        self.wait_for(self, deadline)
         self._under_way.popleft()
 
     def advance(self) -> tuple[bool, bool]:
