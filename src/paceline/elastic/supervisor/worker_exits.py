@@ -13,6 +13,7 @@ from paceline.elastic.machine.actions import FailureKind
 from paceline.elastic.machine.machine_events import FromMember, WorkerLost
 from paceline.elastic.supervisor.worker_record import WorkerRecord
 from paceline.engines.local import failure_report, memfd_pickle
+from paceline.engines.local.blame import how_ended
 from paceline.engines.local.oom_detection import OomWatch
 from paceline.engines.local.worker_handle import WorkerProcess
 
@@ -108,15 +109,8 @@ def _close_files(files: dict[int, tuple[int, ...]], member: int) -> None:
 
 def exit_reason(status: int) -> tuple[FailureKind, str]:
     """Describe a process's exit status in one word and in a sentence."""
-    if status >= 0:
-        return "exit", f"the process exited with code {status}"
-    number = -status
-    try:
-        name = f"{number} ({signal.Signals(number).name})"
-    except ValueError:
-        name = str(number)
-    kind: FailureKind = "preempted" if number == signal.SIGTERM else "crash"
-    return kind, f"the process was killed by signal {name}"
+    killed: FailureKind = "preempted" if status == -signal.SIGTERM else "crash"
+    return "exit" if status >= 0 else killed, f"the process {how_ended(status)}"
 
 
 def describe_exit(process: WorkerProcess, status: int, oom: OomWatch) -> tuple[bool, str]:
