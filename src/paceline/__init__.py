@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from paceline.aggregate.async_sgd.staleness import Staleness as Staleness
     from paceline.comm.compression import (
         PowerSGD as PowerSGD,
         cast_gradients as cast_gradients,
@@ -57,15 +58,17 @@ if TYPE_CHECKING:
         scatter as scatter,
         send as send,
     )
-    from paceline.frontends.orchestrator import (
-        Aggregation as Aggregation,
-        AggregationStrategy as AggregationStrategy,
+    from paceline.frontends.orchestrator.observed_state import (
         DataShard as DataShard,
-        DistributedTrainingOrchestrator as DistributedTrainingOrchestrator,
-        Staleness as Staleness,
-        TrainingConfig as TrainingConfig,
         WorkerNode as WorkerNode,
         WorkerState as WorkerState,
+    )
+    from paceline.frontends.orchestrator.orchestrator import (
+        DistributedTrainingOrchestrator as DistributedTrainingOrchestrator,
+    )
+    from paceline.frontends.orchestrator.orchestrator_config import (
+        AggregationStrategy as AggregationStrategy,
+        TrainingConfig as TrainingConfig,
         register_aggregation as register_aggregation,
     )
     from paceline.frontends.process_group import (
@@ -96,6 +99,7 @@ if TYPE_CHECKING:
         TrainConfig as TrainConfig,
     )
     from paceline.train.state.model_state import state_hash as state_hash
+    from paceline.train.step.aggregation_registry import Aggregation as Aggregation
     from paceline.train.stop_signals import (
         STOPPED_EXIT_CODE as STOPPED_EXIT_CODE,
         SUPERVISOR_LOST_EXIT_CODE as SUPERVISOR_LOST_EXIT_CODE,
@@ -143,17 +147,15 @@ _MODULES = {
         "scatter",
         "send",
     ),
-    "paceline.frontends.orchestrator": (
-        "Aggregation",
+    "paceline.aggregate.async_sgd.staleness": ("Staleness",),
+    "paceline.frontends.orchestrator.observed_state": ("DataShard", "WorkerNode", "WorkerState"),
+    "paceline.frontends.orchestrator.orchestrator": ("DistributedTrainingOrchestrator",),
+    "paceline.frontends.orchestrator.orchestrator_config": (
         "AggregationStrategy",
-        "DataShard",
-        "DistributedTrainingOrchestrator",
-        "Staleness",
         "TrainingConfig",
-        "WorkerNode",
-        "WorkerState",
         "register_aggregation",
     ),
+    "paceline.train.step.aggregation_registry": ("Aggregation",),
     "paceline.frontends.process_group": (
         "destroy_process_group",
         "get_distributed_info",

@@ -47,9 +47,11 @@ def test_a_workers_options_as_plain_data():
 
 
 def test_what_an_agent_starts_workers_with_as_plain_data():
-    launch = AgentLaunch("paceline.frontends.member_main:main", ("torch",), 2, WorkerOptions(patience=5.0))
+    launch = AgentLaunch(
+        "paceline.frontends.rank_main:member_main", ("torch",), 2, WorkerOptions(patience=5.0)
+    )
     assert travelled(launch) == {
-        "entry": "paceline.frontends.member_main:main",
+        "entry": "paceline.frontends.rank_main:member_main",
         "preload": ["torch"],
         "threads": 2,
         "options": {**WORKER, "patience": 5.0},

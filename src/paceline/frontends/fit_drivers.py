@@ -122,24 +122,17 @@ def train_spawned(job: TrainJob, stopping: AbstractContextManager[object]) -> Tr
 
     assert job.folder is not None
     folder = RunFolder(job.folder)
-    with locked(folder), stopping:
+    # The lock first: without it the stop file may be that of another run in the folder.
+    with held(folder.lock_file, str(folder.path)), ExitStack() as stack:
+        # Removed before and after, so that it stops no other start.
+        folder.stop_file.unlink(missing_ok=True)
+        stack.callback(folder.stop_file.unlink, missing_ok=True)
+        stack.enter_context(stopping)
         try:
             return spawn_ranks(worker_tasks.train, dataclasses.replace(job, stop_file=folder.stop_file))
         except PeerLostError as error:
             _record_lost(folder, error)
             raise
-
-
-@contextmanager
-def locked(folder: RunFolder) -> Iterator[None]:
-    """Hold the run's lock; a stop file is removed before and after, so that it stops no other start."""
-    # The lock first: without it the stop file may be that of another run in the folder.
-    with held(folder.lock_file, str(folder.path)):
-        folder.stop_file.unlink(missing_ok=True)
-        try:
-            yield
-        finally:
-            folder.stop_file.unlink(missing_ok=True)
 
 
 def built(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Module:

@@ -1,12 +1,14 @@
-"""Entry point of each rank of `spawn`: open the context, call the user's function, send its result.
+"""Entry points of the processes that run a user's work: a rank of `spawn` opens its context and calls the
+user's function, a worker of a supervised job trains as the member that its options name.
 
-The fork server imports this module, and with it torch, once for all ranks.
+The fork server imports this module, and with it torch, once for all of them.
 """
 
 from __future__ import annotations
 
 from paceline.comm import default_group, payload_pickling
 from paceline.comm.context import DistributedContext
+from paceline.control.worker_options import WorkerOptions
 from paceline.engines.local import rank_call
 from paceline.engines.local.failure_report import ended_well
 from paceline.engines.local.forked_rank import RankTask
@@ -14,7 +16,7 @@ from paceline.frontends.spawn import SpawnOptions
 
 
 def main(task: RankTask) -> int:
-    """Run one rank; return the descriptor of its pickled result."""
+    """Run one rank of `spawn`; return the descriptor of its pickled result."""
     __tracebackhide__ = True
     work = rank_call.unpack(task.payload)
     task.shared = work.classes
@@ -40,3 +42,18 @@ def main(task: RankTask) -> int:
         raise
     context.close()
     return packed
+
+
+def member_main(task: RankTask) -> int:
+    """Run one worker of a supervised job; return the descriptor of its pickled result."""
+    __tracebackhide__ = True
+    work = rank_call.unpack(task.payload)
+    task.shared = work.classes
+    try:
+        result = work.function(*work.args, WorkerOptions.from_plain(task.options))
+        return rank_call.pack_result(result, work, task.rank, payload_pickling.reducers())
+    except SystemExit:
+        raise  # reported by the engine, with its code
+    except BaseException as error:
+        task.fail(error)
+        raise

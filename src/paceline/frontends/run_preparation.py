@@ -11,10 +11,9 @@ import dataclasses
 import itertools
 import logging
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any
 
 from paceline.control import liveness_lock, spool
 from paceline.core import journal
@@ -26,7 +25,6 @@ from paceline.core.untrusted import redact_credentials
 from paceline.core.wording import counted, listed, with_article
 from paceline.elastic.supervised_folder import SUPERVISOR_FILES, recover_journal
 from paceline.train.callbacks import refuse_inside
-from paceline.train.settings.conflicts import check
 from paceline.train.settings.train_config import TrainConfig
 from paceline.train.state.run_folder import RunFolder
 from paceline.train.state.run_lock import held
@@ -79,27 +77,19 @@ def running_job(what: str = "fit") -> DistributedContext | None:
     return context
 
 
-@final
-@dataclass(frozen=True)
-class DataFacts:
-    """Facts that a config is checked against: the number of samples (None: not known), and whether there is
-    validation data."""
-
-    samples: int | None
-    validation: bool = False
-
-
 def prepare(
-    config: TrainConfig, context: DistributedContext | None, data: DataFacts | None = None
+    config: TrainConfig,
+    context: DistributedContext | None,
+    check: Callable[[TrainConfig], None] | None = None,
 ) -> tuple[TrainConfig, RunFolder]:
     """Return the resolved config and the run's folder, which is made here.
 
     In a job the first rank decides and the others follow; a run that it refuses is refused on every rank.
-    Without `data` the caller checks the config against its data later.
+    `check` refuses a config that does not go with the data; without it the caller does that later.
     """
     if context is None:
         settled = as_recorded(config)
-        return settled, _make_folder(settled, data)
+        return settled, _make_folder(settled, check)
     if config.workers != context.world_size:
         if config.workers != 1 and context.is_master:
             _log.warning(
@@ -114,7 +104,7 @@ def prepare(
         try:
             settled = as_recorded(config)
             _refuse_chaos(settled)
-            decided = [settled.shards, settled.threads, str(_make_folder(settled, data).path)]
+            decided = [settled.shards, settled.threads, str(_make_folder(settled, check).path)]
         except PacelineError as error:
             refused = error
             decided = [error.message, error.remedy]
@@ -169,9 +159,9 @@ def _refuse_chaos(config: TrainConfig) -> None:
         )
 
 
-def _make_folder(config: TrainConfig, data: DataFacts | None) -> RunFolder:
-    if data is not None:
-        check(config, samples=data.samples, validation=data.validation)
+def _make_folder(config: TrainConfig, check: Callable[[TrainConfig], None] | None) -> RunFolder:
+    if check is not None:
+        check(config)
     if config.resume is None and config.checkpoint.enabled and config.checkpoint.url is not None:
         _check_empty(config.checkpoint.url)
     if config.resume is None and config.run_dir is not None:

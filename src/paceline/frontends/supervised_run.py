@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_ENTRY = "paceline.frontends.member_main:main"
+_ENTRY = "paceline.frontends.rank_main:member_main"
 _PRELOAD = (
     "torch",
-    "paceline.frontends.member_main",
+    "paceline.frontends.rank_main",
     "paceline.train.member.member_training",
     # Optimizers and deterministic kernels import torch's compiler, hundreds of modules: once for all workers.
     "torch._inductor.config",

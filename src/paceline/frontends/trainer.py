@@ -10,13 +10,13 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.frontends import fit_drivers, overrides
 from paceline.frontends.recomputation import record_command, replay_fit
 from paceline.frontends.run_preparation import (
-    DataFacts,
     as_recorded,
     check_model,
     check_optimizer,
@@ -25,6 +25,7 @@ from paceline.frontends.run_preparation import (
 )
 from paceline.monitor.terminal import progress_display
 from paceline.train.callbacks import Callbacks, Modifier, Observer, refuse_inside
+from paceline.train.settings import conflicts
 from paceline.train.settings.keyword_hints import explained
 from paceline.train.settings.train_config import TrainConfig
 from paceline.train.stop_signals import ending, interrupted
@@ -141,7 +142,8 @@ class Trainer:
             )
         if validation is not None:
             check_apart(source, validation)
-        config, folder = prepare(given, context, DataFacts(source.size, validation is not None))
+        fits = partial(conflicts.check, samples=source.size, validation=validation is not None)
+        config, folder = prepare(given, context, fits)
         job = TrainJob(
             model=self.model if context is None else self._built(),
             objective=self.objective,

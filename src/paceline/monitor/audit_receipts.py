@@ -170,16 +170,8 @@ class _ViewSequence:
         self._record = record
         self._views = sorted(record.views)
         # By session: another one may have a process of the same number.
-        self._last_seen = {(view[0], one): view for view in self._views for one in record.views[view].shards}
-        self._lost: dict[int, set[Member]] = {}
-        for session, event in record.failures:
-            self._lost.setdefault(session, set()).add((event.rank, event.pid))
-
-    def lost_in(self, session: int) -> set[Member]:
-        return self._lost.get(session, set())
-
-    def is_last_view_of(self, member: Member, view: ViewKey) -> bool:
-        return self._last_seen[view[0], member] == view
+        self.last_seen = {(view[0], one): view for view in self._views for one in record.views[view].shards}
+        self.lost = {(session, (event.rank, event.pid)) for session, event in record.failures}
 
     def between(self, view: ViewKey, following: ViewKey | None) -> list[ViewMembers]:
         """Return the views of its session after this one, up to the next that has steps."""
@@ -207,7 +199,6 @@ class _ViewCheck:
     def __post_init__(self) -> None:
         session, self._generation = self.view
         self._where = f"in generation {self._generation}"
-        self._lost = self.course.lost_in(session)
         self._open = session not in self.record.ended_sessions and self.following is None
         # Views that broke before their first step are between this one and the next that has steps.
         next_ones = self.course.between(self.view, self.following)
@@ -255,7 +246,8 @@ class _ViewCheck:
                 self.by_receipt += covered * len(receipt.shards)
             expected = max(expected, end + 1)
         if expected <= last:
-            was_lost = member in self._lost and self.course.is_last_view_of(member, self.view)
+            seat = self.view[0], member
+            was_lost = seat in self.course.lost and self.course.last_seen[seat] == self.view
             if was_lost or self._open or (expected == last and self._had_no_result(member)):
                 self.by_commit += (last - expected + 1) * len(shards) if count else 0
             else:

@@ -12,8 +12,8 @@ from typing import Any
 
 from paceline.core.errors import UnavailableError, UsageError
 from paceline.monitor import curves
-from paceline.monitor.report import write_report, writing
-from paceline.train.history import History
+from paceline.monitor.report import write_report
+from paceline.train.history import History, writing
 
 _PICTURES = (".png", ".svg", ".pdf")
 _PAGES = (".html", ".htm")

@@ -9,14 +9,13 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 from typing import TypeAlias
 
 from paceline.core import journal
-from paceline.core.errors import PlatformError, UsageError
+from paceline.core.errors import UsageError
 from paceline.core.events import Event
 from paceline.core.wording import counted
 from paceline.monitor import curves
@@ -25,7 +24,7 @@ from paceline.monitor.report_style import COLOURS, STYLE
 from paceline.monitor.svg_chart import ChartLine, line_chart
 from paceline.monitor.timeline import RunTimeline, timeline
 from paceline.monitor.timeline_chart import incarnations, timeline_chart
-from paceline.train.history import History
+from paceline.train.history import History, writing
 
 JournalInput: TypeAlias = "str | os.PathLike[str] | Iterable[Event]"
 """A run's folder, its journal's file, or events."""
@@ -78,19 +77,6 @@ def write_report(
     with writing("report", target):
         target.write_text(_page(histories, names, heading, notes, workers), encoding="utf-8")
     return target
-
-
-@contextmanager
-def writing(what: str, target: Path) -> Iterator[None]:
-    """Make the folder of a file that is written inside; an error names the file."""
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        yield
-    except OSError as error:
-        raise PlatformError(
-            f"the {what} cannot be written to {target}: {error.strerror}",
-            remedy="check that its folder may be written to and that the disk has space",
-        ) from error
 
 
 def _page(

@@ -12,7 +12,8 @@ import math
 import os
 from array import array
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from struct import Struct
@@ -173,14 +174,8 @@ class History:
         """Write it as JSON; NaN and infinities, which JSON lacks, become strings that `load` understands."""
         target = Path(path)
         text = json.dumps(type_conversion.finite(self.to_dict()), allow_nan=False, indent=1)
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
+        with writing("history", target):
             atomic_file.replace(target, [f"{text}\n".encode()], durable=False)
-        except OSError as error:
-            raise PlatformError(
-                f"the history cannot be written to {target}: {error.strerror}",
-                remedy="check that its folder may be written to and that the disk has space",
-            ) from error
         return target
 
     @staticmethod
@@ -280,6 +275,19 @@ class StepLog(Sequence[StepRecord]):
             skipped=bool(marks & _SKIPPED),
             metrics=dict(self._metrics.get(step, ())),
         )
+
+
+@contextmanager
+def writing(what: str, target: Path) -> Iterator[None]:
+    """Make the folder of a file that is written inside; an error names the file."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise PlatformError(
+            f"the {what} cannot be written to {target}: {error.strerror}",
+            remedy="check that its folder may be written to and that the disk has space",
+        ) from error
 
 
 def _best(measured: Sequence[tuple[int, float]], *, highest: bool) -> tuple[int, float] | None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from paceline.core import events, journal
 from paceline.data.permutation import Permutation
-from paceline.frontends.orchestrator import DistributedTrainingOrchestrator
+from paceline.frontends.orchestrator.orchestrator import DistributedTrainingOrchestrator
 
 SAMPLES = 1200
 MOST_SECONDS_HELD_UP = 0.05

@@ -27,7 +27,9 @@ from torch import nn
 from paceline.aggregate.async_sgd.staleness import Staleness
 from paceline.core import events
 from paceline.core.errors import PacelineError, RankFailedError, UsageError
-from paceline.frontends.orchestrator import AggregationStrategy, DistributedTrainingOrchestrator, WorkerState
+from paceline.frontends.orchestrator.observed_state import WorkerState
+from paceline.frontends.orchestrator.orchestrator import DistributedTrainingOrchestrator
+from paceline.frontends.orchestrator.orchestrator_config import AggregationStrategy
 from paceline.train.state.model_state import state_hash
 
 ASYNC = {"aggregation_strategy": AggregationStrategy.ASYNC_SGD}

@@ -9,14 +9,18 @@ import pytest
 
 from paceline.aggregate.async_sgd.staleness import Staleness
 from paceline.core.errors import ConfigError, UsageError
-from paceline.frontends.orchestrator import AggregationStrategy, TrainingConfig, register_aggregation
 from paceline.frontends.orchestrator.job_preparation import (
     TrainingArguments,
     check_arguments,
     read_data,
     train_config,
 )
-from paceline.frontends.orchestrator.orchestrator_config import read_config
+from paceline.frontends.orchestrator.orchestrator_config import (
+    AggregationStrategy,
+    TrainingConfig,
+    read_config,
+    register_aggregation,
+)
 
 
 def test_the_defaults_are_the_documented_ones():

@@ -15,7 +15,8 @@ from tests.frontends.orchestrator.parts import (
     train,
 )
 
-from paceline.frontends.orchestrator import AggregationStrategy, DistributedTrainingOrchestrator
+from paceline.frontends.orchestrator.orchestrator import DistributedTrainingOrchestrator
+from paceline.frontends.orchestrator.orchestrator_config import AggregationStrategy
 
 
 async def initialises_and_cleans_up(folder: Path) -> None:

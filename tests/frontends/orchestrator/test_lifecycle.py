@@ -9,7 +9,9 @@ import pytest
 from tests.frontends.orchestrator.parts import small, train, until
 
 from paceline.core.errors import ResourceError, UsageError
-from paceline.frontends.orchestrator import DistributedTrainingOrchestrator, WorkerState, orchestrator
+from paceline.frontends.orchestrator import orchestrator
+from paceline.frontends.orchestrator.observed_state import WorkerState
+from paceline.frontends.orchestrator.orchestrator import DistributedTrainingOrchestrator
 
 
 class Held:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 import paceline
 from paceline.control import supervisor_address
-from paceline.frontends.orchestrator import DistributedTrainingOrchestrator, sync_job
+from paceline.frontends.orchestrator import sync_job
+from paceline.frontends.orchestrator.orchestrator import DistributedTrainingOrchestrator
 
 _SLOW_SECONDS = 0.04
 

@@ -26,11 +26,11 @@ from torch import nn
 
 from paceline.core import events
 from paceline.core.errors import ConfigError, PacelineError, PlatformError, RankFailedError, UsageError
-from paceline.frontends.orchestrator import (
+from paceline.frontends.orchestrator.observed_state import WorkerState
+from paceline.frontends.orchestrator.orchestrator import DistributedTrainingOrchestrator
+from paceline.frontends.orchestrator.orchestrator_config import (
     AggregationStrategy,
-    DistributedTrainingOrchestrator,
     TrainingConfig,
-    WorkerState,
     register_aggregation,
 )
 from paceline.frontends.spawn import spawn

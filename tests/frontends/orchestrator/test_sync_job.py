@@ -13,8 +13,8 @@ from torch import nn
 
 from paceline.core import events
 from paceline.core.errors import PeerLostError
-from paceline.frontends.orchestrator import DistributedTrainingOrchestrator
 from paceline.frontends.orchestrator.job_preparation import TrainingArguments, prepare_training
+from paceline.frontends.orchestrator.orchestrator import DistributedTrainingOrchestrator
 from paceline.frontends.orchestrator.orchestrator_config import read_config
 from paceline.frontends.orchestrator.sync_job import SyncJob
 

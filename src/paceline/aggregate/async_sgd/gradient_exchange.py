@@ -19,7 +19,6 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, final
 
 import torch
@@ -74,15 +73,8 @@ def copy_all(into: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> None:
         target.copy_(source[name])
 
 
-@dataclass(frozen=True)
-class ComputedGradient:
-    """The mean loss over `count` samples, whose gradient is in the parameters' `grad`."""
-
-    loss: float
-    count: int
-
-
-Compute = Callable[[SampleRange], ComputedGradient]
+Compute = Callable[[SampleRange], tuple[float, int]]
+"""Leaves the gradient of a range in the parameters' `grad`; returns the mean loss and the samples' number."""
 
 
 def work(sock: socket.socket, memory_file: int, module: nn.Module, compute: Compute) -> None:
@@ -100,7 +92,7 @@ def work(sock: socket.socket, memory_file: int, module: nn.Module, compute: Comp
         copy_all(state, shared.state)
         for parameter in trained.values():
             parameter.grad = None
-        computed = compute(SampleRange(order["epoch"], order["start"], order["stop"]))
+        loss, count = compute(SampleRange(order["epoch"], order["start"], order["stop"]))
         unused = []
         with torch.no_grad():
             for index, (name, parameter) in enumerate(trained.items()):
@@ -112,5 +104,5 @@ def work(sock: socket.socket, memory_file: int, module: nn.Module, compute: Comp
             for name, _ in module.named_buffers():
                 shared.state[name].copy_(state[name])
         seconds = time.perf_counter() - started
-        answer = {"type": "gradient", "loss": computed.loss, "count": computed.count, "seconds": seconds}
+        answer = {"type": "gradient", "loss": loss, "count": count, "seconds": seconds}
         connected = send(sock, {**answer, "unused": unused})

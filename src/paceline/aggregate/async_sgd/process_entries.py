@@ -17,7 +17,7 @@ from typing import Any, final
 from torch import nn
 
 from paceline.aggregate.async_sgd.async_checkpointer import AsyncCheckpointer
-from paceline.aggregate.async_sgd.gradient_exchange import ComputedGradient, work
+from paceline.aggregate.async_sgd.gradient_exchange import work
 from paceline.aggregate.async_sgd.gradient_server import GradientServer
 from paceline.aggregate.async_sgd.range_allocator import RangeAllocator, SampleRange
 from paceline.aggregate.async_sgd.staleness import GradientLedger, Staleness
@@ -188,7 +188,7 @@ def _work(training: AsyncTraining, sock: socket.socket, memory: int, slot: int) 
         objective.to(device)
         orders: dict[int, Permutation] = {}
 
-        def compute(part: SampleRange) -> ComputedGradient:
+        def compute(part: SampleRange) -> tuple[float, int]:
             if part.epoch not in orders:
                 orders.clear()
                 orders[part.epoch] = Permutation(job.train.size, config.seed, part.epoch)
@@ -197,10 +197,10 @@ def _work(training: AsyncTraining, sock: socket.socket, memory: int, slot: int) 
             seed_everything(config.seed, part.epoch, part.start)
             batch = job.train.fetch(ids)
             if batch.count == 0:
-                return ComputedGradient(0.0, 0)
+                return 0.0, 0
             scored = objective.score(module, to_device(batch.data, device))
             scored.loss.backward()  # type: ignore[no-untyped-call]
-            return ComputedGradient(float(scored.loss.detach()), batch.count)
+            return float(scored.loss.detach()), batch.count
 
         work(sock, memory, module, compute)
         objective.check_unchanged()

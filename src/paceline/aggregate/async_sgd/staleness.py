@@ -29,6 +29,7 @@ from typing import Any, Literal, final
 
 from paceline.aggregate.async_sgd.range_allocator import RangeAllocator, SampleRange
 from paceline.core.errors import ConfigError, InternalError, UsageError
+from paceline.train.settings.value_checks import refuse
 
 Weight = Callable[[int], float]
 
@@ -61,15 +62,10 @@ class Staleness:
             )
         whole_limit = isinstance(self.limit, int) and not isinstance(self.limit, bool) and self.limit >= 0
         if self.limit is not None and not whole_limit:
-            raise ConfigError(
-                f"Staleness: limit={self.limit!r} is not a whole number from 0",
-                remedy="leave it out, or set it to twice the number of workers or more",
-                key="limit",
-            )
+            remedy = "leave it out, or set it to twice the number of workers or more"
+            refuse(self, "limit", f"limit={self.limit!r} is not a whole number from 0", remedy)
         if self.beyond not in ("drop", "wait"):
-            raise ConfigError(
-                f"Staleness: beyond={self.beyond!r}", remedy='use beyond="drop" or "wait"', key="beyond"
-            )
+            refuse(self, "beyond", f"beyond={self.beyond!r}", 'use beyond="drop" or "wait"')
 
 
 @final

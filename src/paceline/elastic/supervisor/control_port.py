@@ -175,34 +175,30 @@ class PendingHellos(_TimedConnections):
             )
 
 
-@final
-@dataclass(frozen=True)
-class ToolHandler:
-    """`refuse_size` gives the reason why the job cannot have a number of workers, or None; `status` what
-    `paceline status` tells."""
-
-    loop: EventLoop
-    refuse_size: Callable[[int], str | None]
-    status: Callable[[], RunStatus]
-
-    def answer(self, request: ToolRequest) -> ToolReply:
-        """Do what a tool asks for."""
-        match request.what:
-            case "scale":
-                refusal = self.refuse_size(request.number)
-                if refusal is not None:
-                    return ToolReply(done=False, text=refusal)
-                self.loop.emit(ScaleRequested(request.number))
-                size = counted(request.number, "worker")
-                return ToolReply(done=True, text=f"the job is asked to have {size}")
-            case "stop":
-                self.loop.emit(StopRequested(printable(request.text) or "paceline stop"))
-                return ToolReply(done=True, text="the job is asked to save and end")
-            case "status":
-                status = self.status()
-                text = f"{status.phase}, step {status.step}"
-                return ToolReply(done=True, text=text, facts=status.to_plain())
-        return ToolReply(done=False, text=f"the supervisor cannot {request.what} {request.number}")
+def answer_tool(
+    loop: EventLoop,
+    refuse_size: Callable[[int], str | None],
+    tell_status: Callable[[], RunStatus],
+    request: ToolRequest,
+) -> ToolReply:
+    """Do what a tool asks for. `refuse_size` gives the reason why the job cannot have a number of workers, or
+    None; `tell_status` what `paceline status` tells."""
+    match request.what:
+        case "scale":
+            refusal = refuse_size(request.number)
+            if refusal is not None:
+                return ToolReply(done=False, text=refusal)
+            loop.emit(ScaleRequested(request.number))
+            size = counted(request.number, "worker")
+            return ToolReply(done=True, text=f"the job is asked to have {size}")
+        case "stop":
+            loop.emit(StopRequested(printable(request.text) or "paceline stop"))
+            return ToolReply(done=True, text="the job is asked to save and end")
+        case "status":
+            status = tell_status()
+            text = f"{status.phase}, step {status.step}"
+            return ToolReply(done=True, text=text, facts=status.to_plain())
+    return ToolReply(done=False, text=f"the supervisor cannot {request.what} {request.number}")
 
 
 def worker_facts(records: Iterable[WorkerRecord], view: View | None, now: float) -> Iterator[WorkerFacts]:

@@ -166,9 +166,6 @@ class MemberHandler:
                 connection.send(message)
         self.loop.emit(FromMember(hello.member, hello))
 
-    def disconnected(self, record: WorkerRecord, reason: str) -> None:
-        self.workers.disconnected(record, reason)
-
     def receive(self, record: WorkerRecord, number: int, message: messages.ControlMessage) -> None:
         """Handle one message. Those that came before a reconnect, and those of expelled workers, are left
         out."""
@@ -252,7 +249,7 @@ class _MemberConnection:
 
     def disconnected(self, connection: Connection, reason: str) -> None:
         if self.record.connection is connection:
-            self.handler.disconnected(self.record, reason)
+            self.handler.workers.disconnected(self.record, reason)
 
 
 @final

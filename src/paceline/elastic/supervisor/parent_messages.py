@@ -106,24 +106,19 @@ def receive(sock: socket.socket) -> tuple[str, dict[str, Any], tuple[int, ...]] 
 
 
 def pack_outcome(outcome: JobOutcome) -> tuple[int, ...]:
-    """Return descriptors to send: a file with the outcome, in which descriptors are numbered, and these."""
-    numbers = iter(range(len(outcome.descriptors)))
-    numbered = dataclasses.replace(
-        outcome,
-        result=None if outcome.result is None else next(numbers),
-        failure=None if outcome.failure is None else tuple(numbers),
-    )
-    return memfd_pickle.dump(numbered), *outcome.descriptors
+    """Return descriptors to send: a file with the outcome, and the descriptors that it names."""
+    return memfd_pickle.dump(outcome), *outcome.descriptors
 
 
 def unpack_outcome(descriptors: Sequence[int]) -> JobOutcome:
-    """Return the outcome with its descriptors."""
-    numbered, *files = descriptors
-    outcome: JobOutcome = load(numbered)
+    """Return the outcome with its descriptors, which have other numbers here than at the sender."""
+    described, *files = descriptors
+    outcome: JobOutcome = load(described)
+    here = dict(zip(outcome.descriptors, files, strict=True))
     return dataclasses.replace(
         outcome,
-        result=None if outcome.result is None else files[outcome.result],
-        failure=None if outcome.failure is None else tuple(files[number] for number in outcome.failure),
+        result=None if outcome.result is None else here[outcome.result],
+        failure=None if outcome.failure is None else tuple(here[number] for number in outcome.failure),
     )
 
 

@@ -15,6 +15,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable
+from functools import partial
 from typing import Final, final
 
 from paceline.control import channel, supervisor_address
@@ -38,7 +39,7 @@ from paceline.elastic.supervisor.action_executor import ActionExecutor
 from paceline.elastic.supervisor.agents import Agents
 from paceline.elastic.supervisor.component_ports import Component, Loop
 from paceline.elastic.supervisor.connection import Connection, InvalidPeers
-from paceline.elastic.supervisor.control_port import PendingHellos, RefusedPeers, ToolHandler, worker_facts
+from paceline.elastic.supervisor.control_port import PendingHellos, RefusedPeers, answer_tool, worker_facts
 from paceline.elastic.supervisor.journal_writer import JOURNAL_FILE, JournalWriter
 from paceline.elastic.supervisor.member_handler import (
     AgentHandler,
@@ -156,9 +157,9 @@ class Supervisor:
             self._terms,
         )
         agents = AgentHandler(self._agents, self._records, self._workers, self._verdicts, self._probe)
-        tools = ToolHandler(self._loop, lambda size: size_refusal(self._state, size), self._status)
+        tools = partial(answer_tool, self._loop, lambda size: size_refusal(self._state, size), self._status)
         self._handshakes = PendingHellos(
-            clock, self._refused, members.accept, agents.accept, tools.answer, self._verdicts.warn
+            clock, self._refused, members.accept, agents.accept, tools, self._verdicts.warn
         )
         self._unproven = AuthenticatedListener(
             self._listener,

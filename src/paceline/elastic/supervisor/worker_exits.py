@@ -13,6 +13,7 @@ from paceline.elastic.machine.actions import FailureKind
 from paceline.elastic.machine.machine_events import FromMember, WorkerLost
 from paceline.elastic.supervisor.worker_record import WorkerRecord
 from paceline.engines.local import failure_report, memfd_pickle
+from paceline.engines.local.blame import how_ended
 from paceline.engines.local.oom_detection import OomWatch
 from paceline.engines.local.worker_handle import WorkerProcess
 
@@ -23,17 +24,14 @@ _MAX_FAILURES: Final = 16
 class WorkerExits:
     """Turns ended processes into events, and keeps what they left. `results` and `failures` are descriptors,
     by member; of failures the latest are kept. Results count only while the job ends (`keep_results`): a
-    worker that is released earlier returns nothing of use."""
+    worker that is released earlier returns nothing of use. `oom` remembers which limit applies to the memory
+    of a running process: afterwards it cannot be read."""
 
     def __init__(self) -> None:
-        self._oom = OomWatch()
+        self.oom = OomWatch()
         self.keep_results = False
         self.results: dict[int, tuple[int, ...]] = {}
         self.failures: dict[int, tuple[int, ...]] = {}
-
-    def watch_memory(self, pid: int) -> None:
-        """Remember which limit applies to the memory of a running process: afterwards it cannot be read."""
-        self._oom.note(pid)
 
     def refused(self, record: WorkerRecord, error: PacelineError) -> FromMember | WorkerLost:
         """Return the event for a process that the fork server did not start."""
@@ -52,15 +50,15 @@ class WorkerExits:
         a worker of another host its agent knows the reason, and whether `memory` ran out."""
         failed = self._take_files(record)
         if record.dismissal is not None or record.exception is not None or (record.finished and status == 0):
-            self._oom.forget(record.pid)
+            self.oom.forget(record.pid)
             return None
         if status == SUPERVISOR_LOST_EXIT_CODE and record.inherited and record.hello is None:
             # It left before this supervisor came: that is no failure of the worker, whatever it raised last.
-            self._oom.forget(record.pid)
+            self.oom.forget(record.pid)
             _close_files(self.failures, record.member)
             return WorkerLost(record.member, "unattended", "the supervisor stayed away, so it saved and left")
         if status == START_OVER_EXIT_CODE:
-            self._oom.forget(record.pid)
+            self.oom.forget(record.pid)
             reason = "there is no checkpoint to go back to, so it starts over"
             return WorkerLost(record.member, "restart", reason)
         if failed and status is not None:
@@ -76,7 +74,7 @@ class WorkerExits:
         if record.process is not None:
             # After the expected ends above: a dismissed worker that was killed for not ending must not use up
             # the count of a kill for memory that another worker died of.
-            out_of_memory, reason = describe_exit(record.process, status, self._oom)
+            out_of_memory, reason = describe_exit(record.process, status, self.oom)
             kind = "memory" if out_of_memory else kind
         return WorkerLost(record.member, kind, remote_reason or reason)
 
@@ -108,15 +106,8 @@ def _close_files(files: dict[int, tuple[int, ...]], member: int) -> None:
 
 def exit_reason(status: int) -> tuple[FailureKind, str]:
     """Describe a process's exit status in one word and in a sentence."""
-    if status >= 0:
-        return "exit", f"the process exited with code {status}"
-    number = -status
-    try:
-        name = f"{number} ({signal.Signals(number).name})"
-    except ValueError:
-        name = str(number)
-    kind: FailureKind = "preempted" if number == signal.SIGTERM else "crash"
-    return kind, f"the process was killed by signal {name}"
+    killed: FailureKind = "preempted" if status == -signal.SIGTERM else "crash"
+    return "exit" if status >= 0 else killed, f"the process {how_ended(status)}"
 
 
 def describe_exit(process: WorkerProcess, status: int, oom: OomWatch) -> tuple[bool, str]:

@@ -160,7 +160,7 @@ class Workers:
         process.set_pid(record.hello.pid)
         if not process.has_ended:
             self._watch_process(record, process)
-        self.exits.watch_memory(record.hello.pid)
+        self.exits.oom.note(record.hello.pid)
 
     def disconnected(self, record: WorkerRecord, reason: str) -> None:
         """Give a worker whose connection closed a moment to reconnect."""
@@ -216,7 +216,7 @@ class Workers:
         for _ in range(min(_MEMORY_READS, len(self._memory_queue))):
             record = self.records.live.get(self._memory_queue.popleft())
             if record is not None and record.process is not None and record.process.pid:
-                self.exits.watch_memory(record.process.pid)
+                self.exits.oom.note(record.process.pid)
 
     def _attend(self, record: WorkerRecord, process: WorkerProcess) -> None:
         record.process = process

@@ -70,16 +70,17 @@ class RankDied:
 
     @property
     def summary(self) -> str:
-        return f"the process {self.how()}"
+        return f"the process {how_ended(self.status)}"
 
-    def how(self) -> str:
-        if self.status >= 0:
-            return f"exited with code {self.status}"
-        number = -self.status
-        try:
-            return f"was killed by signal {number} ({signal.Signals(number).name})"
-        except ValueError:
-            return f"was killed by signal {number}"
+
+def how_ended(status: int) -> str:
+    """Describe an exit status: "exited with code 1", "was killed by signal 9 (SIGKILL)"."""
+    if status >= 0:
+        return f"exited with code {status}"
+    try:
+        return f"was killed by signal {-status} ({signal.Signals(-status).name})"
+    except ValueError:
+        return f"was killed by signal {-status}"
 
 
 def root_cause(failures: Sequence[RankRaised | RankDied]) -> BaseException:
@@ -115,7 +116,7 @@ def _raised(failure: RankRaised) -> BaseException:
 
 def _died(failure: RankDied) -> PeerLostError:
     moment = "after its function had returned" if failure.had_returned else "before its function returned"
-    message = f"rank {failure.rank} (pid {failure.pid}) {failure.how()} {moment}"
+    message = f"rank {failure.rank} (pid {failure.pid}) {how_ended(failure.status)} {moment}"
     if failure.frames:
         message += "\n  it was at " + "\n  called from ".join(failure.frames)
     if failure.status == -signal.SIGKILL:

@@ -25,11 +25,12 @@ from paceline.data.sources import as_source
 from paceline.frontends.orchestrator import synthetic_task
 from paceline.frontends.orchestrator.orchestrator_config import ALGORITHMS, TrainingConfig, check_keys
 from paceline.frontends.orchestrator.sync_job import SyncJob
-from paceline.frontends.run_preparation import DataFacts, check_model, check_optimizer, prepare
+from paceline.frontends.run_preparation import check_model, check_optimizer, prepare
 from paceline.train.loop.process_setup import WorkerProcessTuning
 from paceline.train.loop.training_handle import TrainingJob
 from paceline.train.loop.worker_tasks import TrainJob
 from paceline.train.objective import Objective
+from paceline.train.settings import conflicts
 from paceline.train.settings.train_config import CheckpointConfig, FaultTolerance, TrainConfig
 
 _DATA_KEYS = ("total_samples", "noise")
@@ -142,7 +143,8 @@ def prepare_training(config: TrainingConfig, given: TrainingArguments, workers: 
             "ASYNC_SGD assigns ranges of the samples' order, and an iterable dataset has no size",
             remedy="give a dataset with __len__ and __getitem__, or use a synchronous strategy",
         )
-    settled, folder = prepare(job.config, None, DataFacts(job.train.size))
+    fits = partial(conflicts.check, samples=job.train.size, validation=False)
+    settled, folder = prepare(job.config, None, fits)
     process = WorkerProcessTuning.like_this_one()
     job = dataclasses.replace(job, config=settled, folder=folder.path, process=process)
     if config.asynchronous:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -13,7 +12,7 @@ from typing import Any, Literal, final
 from paceline.aggregate.async_sgd.staleness import Staleness
 from paceline.core.errors import ConfigError
 from paceline.core.wording import with_article
-from paceline.train.settings.value_checks import at_least, conform, positive
+from paceline.train.settings.value_checks import at_least, conform, path_as_text, positive
 from paceline.train.step import aggregation_registry as aggregations
 from paceline.train.step.aggregation_registry import Aggregation
 
@@ -83,12 +82,14 @@ class TrainingConfig:
     resume: bool = False
 
     def __post_init__(self) -> None:
-        folder: object = self.run_dir
-        if isinstance(folder, os.PathLike):
-            # Paths are welcome, and kept as text.
-            object.__setattr__(self, "run_dir", os.fspath(folder))
+        path_as_text(self, "run_dir")
         object.__setattr__(self, "aggregation_strategy", _strategy(self.aggregation_strategy))
-        _check_staleness(self)
+        if not isinstance(self.staleness, Staleness):
+            raise ConfigError(
+                f"TrainingConfig: staleness is {with_article(self.staleness)}",
+                remedy="give Staleness(weight=..., limit=..., beyond=...)",
+                key="staleness",
+            )
         conform(self)
         at_least(self, "model_size", _SMALLEST_MODEL, "a smaller one has nothing to learn with")
         at_least(self, "batch_size", 1, "it counts the samples of one worker's step")
@@ -172,15 +173,6 @@ def _strategy(given: object) -> AggregationStrategy | str:
         remedy=f"use one of {', '.join([*values, *own])}, or register_aggregation(name, ...) before",
         key="aggregation_strategy",
     )
-
-
-def _check_staleness(config: TrainingConfig) -> None:
-    if not isinstance(config.staleness, Staleness):
-        raise ConfigError(
-            f"TrainingConfig: staleness is {with_article(config.staleness)}",
-            remedy="give Staleness(weight=..., limit=..., beyond=...)",
-            key="staleness",
-        )
 
 
 def _check_together(config: TrainingConfig) -> None:

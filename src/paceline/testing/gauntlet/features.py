@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final, final
 
 from paceline.core.errors import UsageError
-from paceline.frontends.orchestrator import DistributedTrainingOrchestrator, TrainingConfig
+from paceline.frontends.orchestrator.orchestrator import DistributedTrainingOrchestrator
+from paceline.frontends.orchestrator.orchestrator_config import TrainingConfig
 from paceline.frontends.trainer import Trainer
 from paceline.testing.gauntlet import models
 from paceline.train.callbacks import Modifier, Observer

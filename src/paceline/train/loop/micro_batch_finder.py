@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import logging
 import traceback
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -63,12 +64,7 @@ def find(try_size: Callable[[int], None], largest: int) -> int:
             bad = size
             break
         good = size
-    while bad - good > 1:
-        middle = (good + bad) // 2
-        if _fits(try_size, middle):
-            good = middle
-        else:
-            bad = middle
+    good += bisect_left(range(good + 1, bad), True, key=lambda size: not _fits(try_size, size))
     if not good:
         raise ResourceError(
             'micro_batch="auto": not even one sample fits into memory',

@@ -352,33 +352,29 @@ def _planned(last: int, versions: Mapping[int, int], steps: int | None) -> list[
 
 
 @final
+@dataclass
 class _Walk:
     """One process that walks through intervals, and looks at what it has after each step."""
 
-    def __init__(
-        self,
-        record: RecordedRun,
-        built: BuiltModel,
-        run: Run,
-        store: CheckpointStore | None,
-        versions: Mapping[int, int],
-    ) -> None:
-        self._record, self._built, self._run = record, built, run
-        self._store, self._versions = store, versions
-        self._sample = replica_agreement.WeightSample(built.module.parameters())
-        self._interval = StepInterval(None, 1, 0)
-        self.compared: Counter[str] = Counter()
-        self.walked: list[StepInterval] = []
-        self.steps = 0
-        self.different: StepDifference | None = None
+    record: RecordedRun
+    built: BuiltModel
+    run: Run
+    store: CheckpointStore | None
+    versions: Mapping[int, int]
+    compared: Counter[str] = field(default_factory=Counter)
+    walked: list[StepInterval] = field(default_factory=list)
+    steps: int = 0
+    different: StepDifference | None = None
+
+    def __post_init__(self) -> None:
+        self._sample = replica_agreement.WeightSample(self.built.module.parameters())
 
     def go(self, interval: StepInterval) -> None:
         """Compute the steps of an interval again, to its end or to the first difference."""
-        self._interval = interval
         self.walked.append(interval)
-        run = self._run
+        run = self.run
         if interval.version is not None:
-            resume(run.state, interval.version, store=self._store)
+            resume(run.state, interval.version, store=self.store)
         run.state.ended = None
         after = before = interval.first - 1  # steps whose results, and whose weights, were looked at
         steps = run.microbatches()
@@ -391,37 +387,37 @@ class _Walk:
                 self._check_before(before)
             if after >= interval.last or self.different is not None:
                 break
-            compute(run, self._built, micro)
+            compute(run, self.built, micro)
         steps.close()
         if self.different is None and run.state.position.step > after:
             self._check_after(run.state.position.step)  # the run's last step: none follows it
 
     def _check_before(self, step: int) -> None:
         """Check the weights that this step is computed with."""
-        commit = self._record.commit(step)
+        commit = self.record.commit(step)
         if commit is not None and commit.sample is not None:
             self._same(step, "sample", commit.sample, replica_agreement.to_hex(self._sample.of(step - 1)))
 
     def _check_after(self, step: int) -> None:
         """Check the weights that this step has left."""
         self.steps += 1
-        commit = self._record.commit(step)
-        newest = self._run.parts.recorder.flush()
+        commit = self.record.commit(step)
+        newest = self.run.parts.recorder.flush()
         if commit is not None and newest is not None and newest.step == step:
             self._same(step, "loss", commit.loss.hex(), newest.loss.hex())
         if commit is not None and commit.hash is not None:
-            self._same(step, "hash", commit.hash, self._run.state.weights_hash())
-        version = self._versions.get(step)
-        if version is not None and self._store is not None:
-            saved = self._store.open(version)
-            mine = self._run.state.export().tensors
+            self._same(step, "hash", commit.hash, self.run.state.weights_hash())
+        version = self.versions.get(step)
+        if version is not None and self.store is not None:
+            saved = self.store.open(version)
+            mine = self.run.state.export().tensors
             self._same(step, "checkpoint", digest_of(dict(saved.tensors())), digest_of(mine))
-        ended = self._record.ended
+        ended = self.record.ended
         if ended is not None and ended.step == step:
-            self._same(step, "end", ended.hash, self._run.state.weights_hash())
+            self._same(step, "end", ended.hash, self.run.state.weights_hash())
 
     def _same(self, step: int, what: str, recorded: str, computed: str) -> None:
         if recorded == computed:
             self.compared[what] += 1
         elif self.different is None:
-            self.different = StepDifference(step, what, recorded, computed, self._interval)
+            self.different = StepDifference(step, what, recorded, computed, self.walked[-1])

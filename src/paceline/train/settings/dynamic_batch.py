@@ -32,9 +32,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-from paceline.core.errors import ConfigError, UsageError
+from paceline.core.errors import UsageError
 from paceline.core.wording import counted
-from paceline.train.settings.value_checks import at_least, between, conform, positive
+from paceline.train.settings.value_checks import at_least, between, conform, positive, refuse
 
 
 @final
@@ -55,11 +55,8 @@ class DynamicBatch:
         conform(self)
         at_least(self, "min", 1, "it counts the samples of one step")
         if self.max < self.min:
-            raise ConfigError(
-                f"DynamicBatch: max={self.max} is less than min={self.min}: the batch only grows",
-                remedy=f"set max to {2 * self.min} or more",
-                key="max",
-            )
+            message = f"max={self.max} is less than min={self.min}: the batch only grows"
+            refuse(self, "max", message, f"set max to {2 * self.min} or more")
         positive(self, "variance_threshold", "the relative variance of a gradient is compared with it")
         between(self, "smoothing", 0.0, 1.0, "it is the weight of the past in each average")
         at_least(self, "hold", 1, "at least one gradient has to be seen")

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, final, runtime_checkable
 
 from paceline.core import config as core_config
-from paceline.core.errors import ConfigError
 from paceline.core.untrusted import redact_credentials
 from paceline.train.settings.dynamic_batch import DynamicBatch as DynamicBatch
 from paceline.train.settings.fault_tolerance import FaultTolerance as FaultTolerance
@@ -94,11 +93,8 @@ class EarlyStopping:
         _check_metric(self)
         at_least(self, "patience", 1, "it counts evaluations without improvement")
         if not 0.0 <= self.min_delta < float("inf"):
-            raise ConfigError(
-                f"EarlyStopping: min_delta={self.min_delta}: what an improvement must exceed is 0 or more",
-                remedy="set min_delta to 0 or a small positive number",
-                key="min_delta",
-            )
+            message = f"min_delta={self.min_delta}: what an improvement must exceed is 0 or more"
+            refuse(self, "min_delta", message, "set min_delta to 0 or a small positive number")
 
 
 @final
@@ -113,12 +109,8 @@ class GradientCompression:
     def __post_init__(self) -> None:
         conform(self)
         if not 0.0 < self.keep <= 1.0:
-            raise ConfigError(
-                f"GradientCompression: keep={self.keep}: it is the share of elements that is sent, "
-                "above 0 and at most 1",
-                remedy="set keep=0.01 to send the largest 1 %",
-                key="keep",
-            )
+            message = f"keep={self.keep}: it is the share of elements that is sent, above 0 and at most 1"
+            refuse(self, "keep", message, "set keep=0.01 to send the largest 1 %")
 
 
 @final

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from paceline.core.errors import UsageError
 from paceline.core.wording import with_article
+from paceline.data.containers import map_leaves
 from paceline.train.state.model_state import sparse_parts, sparse_tensor
 
 OWN = "(own)"  # in the place of a parameter's name: what belongs to the optimizer as a whole
@@ -86,13 +87,7 @@ def from_plain(value: Any, tensor_at: Callable[[str], Tensor]) -> Any:
 
 def on_device(value: Any, device: torch.device) -> Any:
     """Return a copy with its tensors on a device."""
-    if isinstance(value, Tensor):
-        return value.to(device, copy=True)
-    if isinstance(value, list | tuple):
-        return type(value)(on_device(item, device) for item in value)
-    if isinstance(value, dict):
-        return {key: on_device(item, device) for key, item in value.items()}
-    return value
+    return map_leaves(value, lambda tensor: tensor.to(device, copy=True), lambda other: other)
 
 
 # settings of parameter groups

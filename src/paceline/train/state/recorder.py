@@ -12,7 +12,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeAlias, TypeGuard, final
 
 import torch
@@ -55,16 +55,15 @@ class PendingStep:
 
 
 @final
+@dataclass
 class EpochSums:
     """Sums over the records of one epoch; saved with checkpoints, so that they survive a resume."""
 
-    def __init__(self, state: dict[str, Any] | None = None) -> None:
-        state = state or {}
-        self.steps = int(state.get("steps", 0))
-        self.samples = int(state.get("samples", 0))
-        self.loss = float(state.get("loss", 0.0))
-        self.seconds = float(state.get("seconds", 0.0))
-        self.metrics: dict[str, float] = dict(state.get("metrics", {}))
+    steps: int = 0
+    samples: int = 0
+    loss: float = 0.0
+    seconds: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
 
     def add(self, record: StepRecord) -> None:
         self.steps += 1
@@ -86,9 +85,6 @@ class EpochSums:
             metrics=means,
             validation=validation,
         )
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(vars(self))
 
 
 Tell = Callable[[events.Event], None]
@@ -189,7 +185,7 @@ class Recorder:
     def state_dict(self) -> dict[str, Any]:
         since = self._acked_at() - _JOURNAL_LAG_SECONDS
         return {
-            "sums": self.sums.state_dict(),
+            "sums": asdict(self.sums),
             "epochs": [asdict(record) for record in self.epochs],
             "evaluations": [asdict(evaluation) for evaluation in self.evaluations],
             # The events that the journal may lack if all workers are killed now.
@@ -197,7 +193,7 @@ class Recorder:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.sums = EpochSums(state["sums"])
+        self.sums = EpochSums(**state["sums"])
         self.epochs = [EpochRecord(**record) for record in state["epochs"]]
         self.evaluations = [Evaluation(**evaluation) for evaluation in state["evaluations"]]
         # Until the journal is known to have them, they are part of what this process saves, too.

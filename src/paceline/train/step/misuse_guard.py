@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from operator import attrgetter, is_
 from types import MethodType
-from typing import Any, NoReturn, Protocol, final
+from typing import Any, NoReturn, final
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from paceline.core.errors import InternalError, UsageError
 from paceline.core.wording import counted
+from paceline.train.step.weight_update import WeightUpdate
 
 _ABSENT = object()
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
@@ -165,16 +166,11 @@ def _some(names: Sequence[str]) -> str:
     return f"{', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
 
 
-class Applies(Protocol):
-    """The run's own update, which may do what the loop must not."""
-
-    applying: bool
-
-
 @contextmanager
-def guarded(optimizers: Sequence[Optimizer], update: Applies) -> Iterator[None]:
-    """Refuse `step` and `zero_grad` of its optimizers while the loop runs. Not those of the module, which the
-    loop may copy or pickle with all its attributes; `GradientWatch` sees what they do."""
+def guarded(optimizers: Sequence[Optimizer], update: WeightUpdate) -> Iterator[None]:
+    """Refuse `step` and `zero_grad` of its optimizers while the loop runs, except in the run's own `update`.
+    Not those of the module, which the loop may copy or pickle with all its attributes; `GradientWatch` sees
+    what they do."""
     with ExitStack() as stack:
         for optimizer in optimizers:
             kind = type(optimizer).__name__
@@ -196,7 +192,7 @@ _ZERO = (
 
 @contextmanager
 def _replaced(
-    owner: Optimizer, name: str, called: str, words: tuple[str, str], update: Applies
+    owner: Optimizer, name: str, called: str, words: tuple[str, str], update: WeightUpdate
 ) -> Iterator[None]:
     """Replace an optimizer method for the duration of the loop; restore a scheduler's wrapper on exit."""
     before: Callable[..., Any] = getattr(owner, name)
