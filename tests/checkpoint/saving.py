@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint import state_json
+from paceline.checkpoint.digests import share_of
 from paceline.checkpoint.loader import Checkpoint
 from paceline.checkpoint.manifest import MODEL, CheckpointInfo, CheckpointManifest, FileRecord
 from paceline.checkpoint.retention import Retention
 from paceline.checkpoint.staging_buffer import ImageBuffer
 from paceline.checkpoint.store import CheckpointStore
-from paceline.checkpoint.writer import BackgroundWriter, WriteResult, share_of
+from paceline.checkpoint.writer import BackgroundWriter, WriteResult
 
 
 def tensors_at(step: int) -> dict[str, Tensor]:

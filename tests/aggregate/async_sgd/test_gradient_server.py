@@ -17,7 +17,7 @@ from tests.waiting import wait_for
 from torch import Tensor, nn
 
 from paceline.aggregate.async_sgd.async_checkpointer import AsyncCheckpointer
-from paceline.aggregate.async_sgd.gradient_exchange import ComputedGradient, send, work
+from paceline.aggregate.async_sgd.gradient_exchange import send, work
 from paceline.aggregate.async_sgd.gradient_server import GradientServer
 from paceline.aggregate.async_sgd.range_allocator import RangeAllocator, SampleRange
 from paceline.aggregate.async_sgd.staleness import GradientLedger, Staleness
@@ -40,14 +40,14 @@ def model(*, norm: bool = False) -> nn.Module:
 Seen = Counter[tuple[int, int]]
 
 
-def compute_on(module: nn.Module, seen: Seen | None = None) -> Callable[[SampleRange], ComputedGradient]:
-    def compute(part: SampleRange) -> ComputedGradient:
+def compute_on(module: nn.Module, seen: Seen | None = None) -> Callable[[SampleRange], tuple[float, int]]:
+    def compute(part: SampleRange) -> tuple[float, int]:
         x, y = X[part.start : part.stop], Y[part.start : part.stop]
         loss = nn.functional.mse_loss(module(x), y)
         loss.backward()
         if seen is not None:
             seen.update((part.epoch, place) for place in range(part.start, part.stop))
-        return ComputedGradient(float(loss.detach()), len(x))
+        return float(loss.detach()), len(x)
 
     return compute
 
@@ -101,7 +101,7 @@ class Running:
         return mine, memory
 
     def work(
-        self, number: int, module: nn.Module, compute: Callable[[SampleRange], ComputedGradient]
+        self, number: int, module: nn.Module, compute: Callable[[SampleRange], tuple[float, int]]
     ) -> None:
         sock, memory = self.join(number)
         self.threads.append(threading.Thread(target=work, args=(sock, memory, module, compute)))
@@ -181,12 +181,12 @@ def test_a_stale_gradient_takes_a_smaller_step():
         slow, fast = model(), model()
         order = [threading.Event() for _ in range(2)]
 
-        def wait_first(part: SampleRange) -> ComputedGradient:
+        def wait_first(part: SampleRange) -> tuple[float, int]:
             order[0].set()
             assert order[1].wait(30)
             return compute_on(slow)(part)
 
-        def then_let_go(part: SampleRange) -> ComputedGradient:
+        def then_let_go(part: SampleRange) -> tuple[float, int]:
             assert order[0].wait(30)
             done = compute_on(fast)(part)
             committed = it.of(events.StepCommitted)
@@ -211,10 +211,10 @@ def test_gradients_that_are_not_finite_do_not_reach_the_weights():
     with running(held) as it:
         worker = model()
 
-        def broken(part: SampleRange) -> ComputedGradient:
+        def broken(part: SampleRange) -> tuple[float, int]:
             for parameter in worker.parameters():
                 parameter.grad = torch.full_like(parameter, float("nan"))
-            return ComputedGradient(1.0, part.count)
+            return 1.0, part.count
 
         it.work(0, worker, broken)
     for name, value in held.state_dict().items():
@@ -254,7 +254,7 @@ def test_a_checkpoint_is_there_also_when_no_further_step_comes(tmp_path):
         worker = model()
         there: list[events.CheckpointSaved] = []
 
-        def waits_for_the_checkpoint(part: SampleRange) -> ComputedGradient:
+        def waits_for_the_checkpoint(part: SampleRange) -> tuple[float, int]:
             if len(it.of(events.StepCommitted)) == 5:
                 with contextlib.suppress(TimeoutError):  # the test says it, not a worker that goes away
                     wait_for(lambda: it.of(events.CheckpointSaved), seconds=10.0)
@@ -286,7 +286,7 @@ def test_stopping_finishes_what_is_assigned():
     with running(held) as it:
         worker = model()
 
-        def compute(part: SampleRange) -> ComputedGradient:
+        def compute(part: SampleRange) -> tuple[float, int]:
             if part.start == BATCH:
                 send(it.control, {"type": "stop", "reason": "enough"})
             return compute_on(worker)(part)
