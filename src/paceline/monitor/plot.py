@@ -69,7 +69,6 @@ def draw(
 
 def _figure(columns: int) -> Any:
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UnavailableError(
@@ -77,6 +76,4 @@ def _figure(columns: int) -> Any:
             remedy="pip install 'paceline[plot]', or give a path that ends in .html",
         ) from error
     # Without pyplot: nothing global is changed and nothing has to be closed.
-    figure = Figure(figsize=(5.2 * columns, 3.8), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    return Figure(figsize=(5.2 * columns, 3.8), layout="constrained")

@@ -47,7 +47,6 @@ def listen(
     port: int,
     clock: Clock,
     preferred: int = 0,
-    seconds: float = PORT_RETRY_SECONDS,
     listening: ListenAddress = ANY_PORT,
 ) -> socket.socket:
     """Open the listening socket. `preferred` is the port of the supervisor before this one, where other
@@ -59,7 +58,7 @@ def listen(
             remedy="give an address of the interface that the others reach (`ip address` lists them), or "
             "interface=; bind='127.0.0.1' where all workers run here",
         )
-    until = clock.now() + seconds
+    until = clock.now() + PORT_RETRY_SECONDS
     while preferred:
         try:
             return listening.open(host, preferred)

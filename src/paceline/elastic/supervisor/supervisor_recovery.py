@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final, final
@@ -75,12 +76,10 @@ class SnapshotFile:
         """Write the snapshot if it has changed."""
         if snapshot == self._written:
             return
-        try:
+        # Disk full: training continues; a supervisor that took over now would know a little less.
+        with suppress(PlatformError):
             replace_file(self._path, json.dumps(asdict(snapshot)).encode())
-        except PlatformError:
-            # Disk full: training continues; a supervisor that took over now would know a little less.
-            return
-        self._written = snapshot
+            self._written = snapshot
 
     def remove(self) -> None:
         """Delete the file: the job is over, or begins."""

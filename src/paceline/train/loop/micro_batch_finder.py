@@ -13,7 +13,7 @@ import logging
 import traceback
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
@@ -88,26 +88,20 @@ def find_for_run(
     order = Permutation(source.size or 0, config.seed, 0) if config.shuffle else InOrder(source.size or 0)
     reserve = _COPIES_SET_ASIDE * sum(p.nbytes for p in module.parameters() if p.requires_grad)
 
-    def trial(size: int) -> None:
-        request = Request((config.seed, 0, 0, size, _TRIAL), order.take(0, size))
-        reader = read(source, [request])
-        try:
-            batch = to_device(next(reader).data, device)
-        finally:
-            reader.close()
-        # On a CPU memory that is never touched costs nothing.
-        held = torch.empty(reserve if device.type == "cuda" else 0, dtype=torch.uint8, device=device)
-        seed_everything(config.seed, _TRIAL)
-        with autocast(config.precision, device):
-            scored = objective.score(call, change_batch(batch) if change_batch is not None else batch)
-        scored.loss.backward()  # type: ignore[no-untyped-call]
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        del held
-
     def try_size(size: int) -> None:
+        request = Request((config.seed, 0, 0, size, _TRIAL), order.take(0, size))
         try:
-            trial(size)
+            with closing(read(source, [request])) as reader:
+                batch = to_device(next(reader).data, device)
+            # On a CPU memory that is never touched costs nothing.
+            held = torch.empty(reserve if device.type == "cuda" else 0, dtype=torch.uint8, device=device)
+            seed_everything(config.seed, _TRIAL)
+            with autocast(config.precision, device):
+                scored = objective.score(call, change_batch(batch) if change_batch is not None else batch)
+            scored.loss.backward()  # type: ignore[no-untyped-call]
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            del held
         finally:
             for parameter in module.parameters():
                 parameter.grad = None

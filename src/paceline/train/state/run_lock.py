@@ -12,7 +12,7 @@ import json
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from paceline.core.errors import PlatformError, UsageError
@@ -58,12 +58,9 @@ def _lock(descriptor: int, file: Path, what: str) -> None:
             ) from error
         return
     me = json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode()
-    try:
+    with suppress(OSError):  # a full disk: the lock itself holds, only its holder stays without a name
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, me, 0)
-    except OSError:
-        # A full disk: the lock itself holds, only its holder stays without a name.
-        return
 
 
 def _holder(descriptor: int) -> str:
