@@ -38,16 +38,6 @@ _MODES = {"owner": 0o700, "group": 0o750, "all": 0o755}
 _DEFAULT_NAME = re.compile(r"(?P<time>\d{8}-\d{6})-(?P<name>[A-Za-z0-9._-]+)(?:\+(?P<copy>\d+))?")
 
 
-@dataclass(frozen=True)
-class _Inside:
-    """A path in a run's folder, by its name there."""
-
-    name: str
-
-    def __get__(self, folder: RunFolder, owner: type[RunFolder]) -> Path:
-        return folder.path / self.name
-
-
 @final
 @dataclass(frozen=True)
 class RunFolder:
@@ -55,12 +45,30 @@ class RunFolder:
 
     path: Path
 
-    config_file = _Inside("config.toml")
-    journal_file = _Inside("journal.jsonl")
-    checkpoints = _Inside("checkpoints")
-    logs = _Inside("logs")
-    lock_file = _Inside("lock")
-    stop_file = _Inside("stop")  # by which a launcher that was signalled asks its workers to stop
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.toml"
+
+    @property
+    def journal_file(self) -> Path:
+        return self.path / "journal.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def lock_file(self) -> Path:
+        return self.path / "lock"
+
+    @property
+    def stop_file(self) -> Path:
+        """File by which a launcher that was signalled asks its workers to stop."""
+        return self.path / "stop"
 
     def checkpoint_url(self, config: TrainConfig) -> str:
         """Return where the run's checkpoints are: `checkpoint.url`, else its own folder."""
