@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint.loader import Checkpoint
-from paceline.comm.collectives.reduction_input import describe
 
 
 @dataclass(frozen=True)
@@ -64,6 +63,10 @@ def compare(before: Checkpoint, after: Checkpoint) -> CheckpointDiff:
         same=len(both) - len(changed),
         state=tuple(_state_changes("state", before.state, after.state)),
     )
+
+
+def describe(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 def _change(name: str, old: Tensor, new: Tensor) -> TensorChange | None:

@@ -69,7 +69,7 @@ def show(run: RunOrCheckpointsArgument, which: Which = "latest", as_json: AsJson
     opened = store.open(which)
     tensors = opened.tensors()
 
-    from paceline.comm.collectives.reduction_input import describe
+    from paceline.checkpoint.compare import describe
 
     facts = _plain(opened.manifest, store.tags())
     if as_json:
