@@ -333,9 +333,9 @@ def from_json(line: str | bytes) -> Event:
         known = {key: value for key, value in data.items() if key in fields}
         try:
             event: Event = type_conversion.convert(known, cls, name)
-            return event
         except type_conversion.ConversionError:
-            pass  # of a newer (or broken) writer
+            return _unknown(name, data)
+        return event
     return _unknown(name, data)
 
 

@@ -246,8 +246,8 @@ class _ViewCheck:
                 self.by_receipt += covered * len(receipt.shards)
             expected = max(expected, end + 1)
         if expected <= last:
-            seat = self.view[0], member
-            was_lost = seat in self.course.lost and self.course.last_seen[seat] == self.view
+            process = self.view[0], member
+            was_lost = process in self.course.lost and self.course.last_seen[process] == self.view
             if was_lost or self._open or (expected == last and self._had_no_result(member)):
                 self.by_commit += (last - expected + 1) * len(shards) if count else 0
             else:
