@@ -21,19 +21,21 @@ from typing import Any, final
 
 from paceline.core import config as core_config, type_conversion
 from paceline.core.errors import ConfigError, UsageError
-from paceline.core.plain_options import PlainOptions
 from paceline.train.settings.train_config import TrainConfig
 
 
 @final
 @dataclass(frozen=True)
-class Command(PlainOptions):
+class Command:
     """Command of this process: a script, its arguments, the folder it was started in, and its overrides."""
 
     script: str
     arguments: tuple[str, ...]
     folder: str
     settings: tuple[str, ...] = ()
+
+    def to_plain(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "arguments": [*self.arguments], "settings": [*self.settings]}
 
 
 @final
