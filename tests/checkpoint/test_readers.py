@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import pytest
 from tests.checkpoint.saving import assert_is, save
 
 from paceline.checkpoint.manifest import CheckpointDamage
@@ -48,6 +49,28 @@ def test_readers_in_threads_while_a_run_saves_and_prunes(tmp_path):
             reader.join()
     assert trouble == []
     assert all(counts)
+
+
+@pytest.mark.parametrize("which", ["newest_good", "latest"])
+@pytest.mark.parametrize("overtaken", range(1, 12))
+def test_a_run_that_saves_and_deletes_faster_than_one_reads(tmp_path, which, overtaken):
+    """Before each of the reader's first calls a newer checkpoint is saved and the old one deleted."""
+    writer = CheckpointStore(tmp_path)
+    save(writer, 1)
+    calls = 0
+
+    def interrupted(operation, /, *args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls <= overtaken:
+            save(writer, 1 + calls, retention=KEEP_ONE)
+        return operation(*args, **kwargs)
+
+    store = CheckpointStore(open_storage(tmp_path, call=interrupted))
+    found = store.open("latest") if which == "latest" else store.newest_good()
+    assert found is not None
+    assert_is(found, found.manifest.info.step)
+    assert calls > overtaken
 
 
 def test_a_checkpoint_deleted_at_any_moment_of_reading_it(tmp_path):

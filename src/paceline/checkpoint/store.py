@@ -180,7 +180,12 @@ class CheckpointStore:
 
     def versions(self) -> list[int]:
         """Return every committed version, oldest first, also those whose manifest cannot be read."""
-        return self._committed(self._versions())
+        while True:
+            present = self._versions()
+            # One is deleted only after a newer one's commit: where all that were listed are gone, the newer
+            # one is in another listing.
+            if (committed := self._committed(present)) or self._versions() == present:
+                return committed
 
     def find(self, which: int | str, *, metric: str = "loss", mode: Literal["min", "max"] = "min") -> int:
         """Return the version that a number, a tag, "latest" or "best" stands for."""

@@ -111,12 +111,21 @@ def test_a_result_that_comes_at_the_very_end_of_the_wait_is_taken():
 
 
 def test_an_error_surfaces_in_wait_and_again_in_the_next_call():
+    submitted = threading.Event()
+
     def one(ctx: DistributedContext) -> PacelineError:
+        # The group breaks when the second rank comes: the first has submitted both calls before.
+        if ctx.rank == 1:
+            assert submitted.wait(20)
         handle = ctx.all_reduce(torch.ones(2 + ctx.rank), async_op=True)
-        later = ctx.all_gather(1, async_op=True)
+        if ctx.rank == 0:
+            later = ctx.all_gather(1, async_op=True).wait
+            submitted.set()
+        else:
+            later = ctx.barrier
         first = raised(DisagreementError, handle.wait, 20)
         for again in (
-            later.wait,
+            later,
             ctx.barrier,
             lambda: ctx.all_reduce([1.0]),
             lambda: ctx.send(1, 1 - ctx.rank),
