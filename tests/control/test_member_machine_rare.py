@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from tests.control.member_driver import Driver, in_view, opening, waiting
 
-from paceline.control.member_rules import is_first_alive
+from paceline.control.member_rules import is_first_alive, saving_after_error
 from paceline.control.member_state import KeepState, MemberPhase, StateReady, ViewOpened
 
 # The member of `member_driver` has view index 1 of 3.
@@ -31,7 +31,9 @@ def test_who_was_in_no_view_or_holds_no_state_does_not_save():
     assert not is_first_alive(waiting().state, lambda index: False)
     left = in_view().state
     assert not is_first_alive(msgspec.structs.replace(left, has_state=False), lambda index: False)
-    assert not is_first_alive(msgspec.structs.replace(left, view=None), lambda index: False)
+    without_view = msgspec.structs.replace(left, view=None)
+    assert not is_first_alive(without_view, lambda index: False)
+    assert saving_after_error(without_view, worth_saving=True) == "none"
 
 
 def test_who_has_kept_its_state_in_a_view_is_not_fresh():

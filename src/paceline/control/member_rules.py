@@ -57,9 +57,8 @@ def is_first_alive(state: MemberState, lives: Callable[[int], bool]) -> bool:
     """Return whether this worker holds the state and no member before it in its view lives. `lives` takes a
     view index; a member that cannot be seen from here (on another host) has to count as alive, because two
     members must not save one version at the same time."""
-    if not state.has_state:
+    if state.view is None or not state.has_state:
         return False
-    assert state.view is not None
     return not any(map(lives, range(state.view.members.index(state.member))))
 
 
@@ -80,9 +79,8 @@ def saving_after_error(state: MemberState, worth_saving: bool) -> Literal["none"
     """Return how a worker whose code raised saves its state, which is `worth_saving` where no version has it:
     in a group of one at once, so that a worker that takes its place continues from there, else together with
     the other members, if the supervisor decides that the run ends."""
-    if not state.has_state or not worth_saving:
+    if state.view is None or not state.has_state or not worth_saving:
         return "none"
-    assert state.view is not None
     return "in view" if len(state.view.members) > 1 else "alone"
 
 
