@@ -253,11 +253,12 @@ class PointToPoint:
     def __init__(self, queue: CallQueue) -> None:
         self._queue = queue
         self._transport = queue.transport
+        self._labels = labels_of(queue.transport)
         self._queues: dict[int, ThreadPoolExecutor] = {}
 
     def send(self, message: Any, dest: int, tag: int, timeout: float | None, async_op: bool) -> Any:
         self._check("dest_rank", dest, tag, timeout)
-        what = f"send(dest_rank={labels_of(self._transport)[dest]})"
+        what = f"send(dest_rank={self._labels[dest]})"
         encoded = encode_message(message, what)
         if async_op:
             encoded = EncodedMessage(encoded.head, encoded.body.clone())
@@ -286,7 +287,7 @@ class PointToPoint:
             start = _LENGTH_BYTES + int.from_bytes(message.body[:_LENGTH_BYTES], "little")
             return decode_message(message.body[_LENGTH_BYTES:start], tensor_of(message.body[start:]))
 
-        named = "any" if source == ANY_SOURCE else labels_of(self._transport)[source]
+        named = "any" if source == ANY_SOURCE else self._labels[source]
         return self._perhaps_later(take, source, f"receive(source_rank={named})", async_op)
 
     def close(self) -> None:
