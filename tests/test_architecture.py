@@ -465,12 +465,12 @@ def _defines(tree: ast.Module, name: str) -> bool:
 
 
 def test_modules_named_in_a_text_are_found():
-    text = "see `core.wire`, view_change.py, step/transaction.py, `worker_tasks.train_to_end`, `json.loads`"
+    text = "see `core.journal`, view_change.py, step/transaction.py, `worker_jobs.train_to_end`, `json.loads`"
     assert {*named_modules(text)} == {
-        "core.wire",
+        "core.journal",
         "view_change.py",
         "step/transaction.py",
-        "worker_tasks.train_to_end",
+        "worker_jobs.train_to_end",
     }
     assert [*named_modules("    rank_call    a rank", is_package=True)] == ["rank_call"]
     assert all(map(is_there, named_modules(text)))

@@ -108,9 +108,10 @@ def test_what_a_worker_imports_with_its_job_is_cheap() -> None:
     """A job names the function that shows it, which every worker imports after the fork: a replacement must
     not import the launchers of the front doors for it."""
     trainer = importlib.import_module("paceline.frontends.trainer")
-    assert trainer.progress_display.__module__ == "paceline.monitor.terminal"
+    assert trainer.progress_display.__module__ == "paceline.monitor.progress_factory"
     code = (
-        "import sys, paceline.monitor.terminal; heavy = ('paceline.frontends', 'paceline.elastic', 'rich'); "
+        "import sys, paceline.monitor.progress_factory; "
+        "heavy = ('paceline.frontends', 'paceline.elastic', 'rich'); "
         "print([name for name in sys.modules if name.startswith(heavy)])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

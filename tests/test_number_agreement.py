@@ -47,7 +47,7 @@ from paceline.frontends.orchestrator import synthetic_task
 from paceline.frontends.spawn import spawn
 from paceline.monitor import audit, report
 from paceline.testing.gauntlet.plans import FaultPlan
-from paceline.train.loop import evaluation, micro_batch_finder, worker_tasks
+from paceline.train.loop import evaluation, micro_batch_finder, worker_jobs
 from paceline.train.loop.run_hooks import MicroBatch
 from paceline.train.objective import Objective
 from paceline.train.precision import LossScaler
@@ -384,7 +384,7 @@ def test_a_last_batch_that_is_too_small(size: int, shards: int, text: str):
     spec = SimpleNamespace(
         config=_config(global_batch=4, workers=1, shards=shards), data=SimpleNamespace(size=size)
     )
-    assert text in worker_tasks.position_note(MicroBatch(None, 1, 0, 0, 0), cast("Any", spec))
+    assert text in worker_jobs.position_note(MicroBatch(None, 1, 0, 0, 0), cast("Any", spec))
 
 
 @pytest.mark.parametrize(

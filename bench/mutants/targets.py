@@ -71,14 +71,14 @@ AREAS = (
         70,
         (
             "src/paceline/control/member_machine.py",
-            "src/paceline/control/member_rules.py",
+            "src/paceline/control/member_shell_rules.py",
             "src/paceline/control/member_state.py",
         ),
         (
             "tests/control/test_member_machine.py",
             "tests/control/test_member_machine_rare.py",
             "tests/control/test_member_machine_random.py",
-            "tests/control/test_member_rules.py",
+            "tests/control/test_member_shell_rules.py",
         ),
         SCHEDULES,
     ),

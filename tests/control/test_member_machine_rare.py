@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from tests.control.member_driver import Driver, in_view, opening, waiting
 
-from paceline.control.member_rules import is_first_alive, saving_after_error
+from paceline.control.member_shell_rules import is_first_alive, saving_after_error
 from paceline.control.member_state import KeepState, MemberPhase, StateReady, ViewOpened
 
 # The member of `member_driver` has view index 1 of 3.

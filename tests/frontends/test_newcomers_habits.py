@@ -17,12 +17,12 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 
 import paceline
-from paceline.comm import payload_pickling
+from paceline.comm import tensor_pickling
 from paceline.comm.context import DistributedContext
 from paceline.core.errors import ConfigError, UsageError
 from paceline.engines.local import memfd_pickle
 from paceline.frontends import run_preparation
-from paceline.train.loop import worker_tasks
+from paceline.train.loop import worker_jobs
 
 
 class Symmetric(nn.Module):
@@ -63,7 +63,7 @@ def test_parametrized_models_are_trained_evaluated_and_trained_again(tmp_path: P
 def test_a_parametrized_module_travels_whole() -> None:
     net: Any = parametrized()
     shared = nn.ModuleDict({"a": net, "b": net[1]})
-    descriptor = memfd_pickle.dump(shared, reducers=payload_pickling.reducers())
+    descriptor = memfd_pickle.dump(shared, reducers=tensor_pickling.reducers())
     back: Any = memfd_pickle.load(descriptor)
     os.close(descriptor)
     assert back["a"][1] is back["b"]
@@ -92,9 +92,9 @@ class WithLoss(nn.Module):
 
 def predicted(kind: str, batch: int = 5) -> Any:
     config = paceline.TrainConfig(workers=1, shards=1, global_batch=batch, threads=1).resolved(1)
-    job = worker_tasks.TrainJob(WithLoss(kind), nn.MSELoss(), None, config, data()[0])
+    job = worker_jobs.TrainJob(WithLoss(kind), nn.MSELoss(), None, config, data()[0])
     with DistributedContext(1, 0) as context:
-        return worker_tasks.predict(context, job)
+        return worker_jobs.predict(context, job)
 
 
 def test_predict_leaves_a_loss_out_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -183,9 +183,9 @@ def test_a_loss_of_output_and_target_is_told_the_rule() -> None:
     with pytest.raises(UsageError, match=r"looks like a loss of \(output, target\)"):
         trainer(paceline.TrainConfig(), objective=lambda out, target: F.mse_loss(out, target)).fit(data())
     config = paceline.TrainConfig(shards=1, threads=1, progress=False).resolved(1)
-    job = worker_tasks.TrainJob(build(), lambda a, b: F.cross_entropy(a, b), adam, config, data())
+    job = worker_jobs.TrainJob(build(), lambda a, b: F.cross_entropy(a, b), adam, config, data())
     with DistributedContext(1, 0) as context, pytest.raises(TypeError, match="must be Tensor") as caught:
-        worker_tasks.train(context, job)
+        worker_jobs.train(context, job)
     assert any("is called with (model, batch)" in note for note in caught.value.__notes__)
 
 

@@ -19,12 +19,12 @@ import paceline
 from paceline.comm.context import DistributedContext
 from paceline.core.errors import ConfigError, UsageError
 from paceline.frontends.spawn import spawn
-from paceline.train.loop import worker_tasks
+from paceline.train.loop import worker_jobs
 from paceline.train.state.model_state import state_hash
 
 
 def trainers_hash(**given: Any) -> str:
-    job = worker_tasks.TrainJob(
+    job = worker_jobs.TrainJob(
         build(),
         nn.MSELoss(),
         lambda p: torch.optim.AdamW(p, 0.01),
@@ -32,7 +32,7 @@ def trainers_hash(**given: Any) -> str:
         (X, Y),
     )
     with DistributedContext(1, 0) as context:
-        history = worker_tasks.train(context, job).history
+        history = worker_jobs.train(context, job).history
     assert history is not None
     return history.state_hash
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from paceline.train.loop.worker_tasks import TrainJob
+from paceline.train.loop.worker_jobs import TrainJob
 
 SAMPLES = 29
 

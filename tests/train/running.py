@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from paceline.comm.context import DistributedContext
 from paceline.testing.thread_transport import run_ranks
 from paceline.train.history import History
-from paceline.train.loop import process_setup, worker_tasks
-from paceline.train.loop.worker_tasks import TrainJob
+from paceline.train.loop import process_setup, worker_jobs
+from paceline.train.loop.worker_jobs import TrainJob
 from paceline.train.settings.train_config import CheckpointConfig, TrainConfig
 from paceline.train.state.run_folder import RunFolder
 from paceline.train.stop_signals import STOP_SIGNALS
@@ -89,7 +89,7 @@ def train(given: TrainJob, workers: int = 1, callbacks: Callable[[], Sequence[An
         mine = dataclasses.replace(given, model=module, config=config)
         if callbacks is not None:
             mine = dataclasses.replace(mine, callbacks=callbacks())
-        trained = worker_tasks.train(context, mine)
+        trained = worker_jobs.train(context, mine)
         return module, trained.history
 
     if workers == 1:

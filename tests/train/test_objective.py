@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from paceline.comm.context import DistributedContext
 from paceline.core.errors import UsageError
-from paceline.train.loop import worker_tasks
+from paceline.train.loop import worker_jobs
 from paceline.train.objective import Objective
 
 DATA = regression(29)
@@ -65,7 +65,7 @@ def test_a_loss_that_remembers_is_refused(late: bool, workers: int) -> None:
 def test_a_loss_that_remembers_is_refused_in_evaluation_too() -> None:
     given = job(mlp(), DATA, objective=Remembering(False))
     with DistributedContext(1, 0) as context, pytest.raises(UsageError, match="average of the loss"):
-        worker_tasks.evaluate(context, given)
+        worker_jobs.evaluate(context, given)
 
 
 def test_constants_of_a_loss_are_welcome() -> None:
@@ -111,7 +111,7 @@ def test_metrics_are_single_numbers(value: Any, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         train(given)
     with DistributedContext(1, 0) as context, pytest.raises(UsageError, match=said):
-        worker_tasks.evaluate(context, given)
+        worker_jobs.evaluate(context, given)
 
 
 def test_numbers_of_every_kind_are_metrics() -> None:

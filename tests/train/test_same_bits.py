@@ -15,7 +15,7 @@ from torch import nn
 from paceline.comm.context import DistributedContext
 from paceline.core.errors import UsageError
 from paceline.frontends.spawn import spawn
-from paceline.train.loop import process_setup, worker_tasks
+from paceline.train.loop import process_setup, worker_jobs
 
 _WORKERS_FOR_DATA = (1, 2)
 
@@ -26,7 +26,7 @@ def run_all(context: DistributedContext) -> dict[str, Any]:
     for name, make in jobs.items():
         job = make()
         config = dataclasses.replace(job.config, workers=context.world_size)
-        history = worker_tasks.train(context, dataclasses.replace(job, config=config)).history
+        history = worker_jobs.train(context, dataclasses.replace(job, config=config)).history
         if history is not None:
             steps = [dataclasses.replace(record, seconds=0.0) for record in history.steps]
             found[name] = (history.state_hash, steps)
@@ -91,7 +91,7 @@ def run_compiled(context: DistributedContext) -> str | None:
         seeded(Normalised), regression(15), shards=3, global_batch=8, epochs=2, compile=True, shuffle=False
     )
     config = dataclasses.replace(given.config, workers=context.world_size)
-    history = worker_tasks.train(context, dataclasses.replace(given, config=config)).history
+    history = worker_jobs.train(context, dataclasses.replace(given, config=config)).history
     return None if history is None else history.state_hash
 
 
@@ -107,7 +107,7 @@ def run_many_shapes(context: DistributedContext) -> str:
     process_setup._MOST_SHAPES = 1
     given = job(nn.Linear(5, 2), regression(15), shards=3, global_batch=8, compile=True)
     with pytest.raises(UsageError) as caught:
-        worker_tasks.train(context, given)
+        worker_jobs.train(context, given)
     return "\n".join([str(caught.value), *caught.value.__notes__])
 
 

@@ -6,8 +6,9 @@ The tag is the session's (`core.session_auth`), over the length and the body: a 
 its tag was verified, and one that does not verify closes the channel, because nothing after it can be
 believed. `number` counts a member's messages from 1 up, so that unacknowledged ones can be sent again; 0: not
 counted. A frame longer than the limit, or one that is no message, closes the channel. What cannot be sent at
-once waits in memory up to a bound, beyond which the other end counts as gone. (Not core.wire: there are no
-arrays here, hundreds of messages a second, and the less a decoder knows the better.)
+once waits in memory up to a bound, beyond which the other end counts as gone. (Not
+core.plain_data_encoding: there are no arrays here, hundreds of messages a second, and the less a decoder
+knows the better.)
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from paceline.control.channel import Channel
 from paceline.control.messages import Ack, ControlMessage, Dismissed, Heartbeat, MemberAccepted, MemberHello
 from paceline.core.clock import Clock, MonotonicClock
 from paceline.core.errors import PacelineError, RendezvousError
-from paceline.core.kernel_deadline import KernelDeadline
+from paceline.core.process_kill_timer import KernelDeadline
 from paceline.core.tls import Tls
 
 _log = logging.getLogger(__name__)

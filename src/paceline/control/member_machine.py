@@ -17,8 +17,8 @@ training thread, in their order. After an `Interrupt` the training thread leaves
 and feeds `GroupLeft`.
 
 `train/member/machine_shell.py` steps the machine of a real worker, `elastic/simulation/simulated_process.py`
-that of a simulated one; what both decide besides it is in member_rules.py. DialRequest and ShardComputed
-never reach it: both mean the same in every phase.
+that of a simulated one; what both decide besides it is in member_shell_rules.py. DialRequest and
+ShardComputed never reach it: both mean the same in every phase.
 """
 
 from __future__ import annotations

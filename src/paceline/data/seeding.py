@@ -70,7 +70,7 @@ class Generators:
             torch.cuda.set_rng_state_all(self.cuda)
 
     def to_plain(self) -> dict[str, Any]:
-        """Return data that core.wire can carry, without a GPU's generators: no reader draws from them."""
+        """Return plain data, without a GPU's generators: no reader draws from them."""
         version, numbers, gauss = self.python
         return {
             "python": [version, np.array(numbers, np.uint32), gauss],

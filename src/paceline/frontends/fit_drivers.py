@@ -20,17 +20,17 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
-from paceline.comm import payload_pickling
+from paceline.comm import tensor_pickling
 from paceline.core.errors import PacelineError, PeerLostError, ResourceError, UsageError
 from paceline.core.events import WorkerFailed
 from paceline.core.journal import Journal
 from paceline.engines.local import memfd_pickle
 from paceline.frontends.spawn import spawn
 from paceline.frontends.supervised_run import SupervisedRun
-from paceline.monitor.terminal import progress_display
+from paceline.monitor.progress_factory import progress_display
 from paceline.train.callbacks import Modifier
 from paceline.train.history import History
-from paceline.train.loop.training_handle import PRELOAD
+from paceline.train.loop.training_thread import PRELOAD
 from paceline.train.state.run_folder import RunFolder
 from paceline.train.state.run_lock import held
 from paceline.train.stop_signals import ending, interrupted, listening, write_stop_file
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from paceline.comm.context import DistributedContext
-    from paceline.train.loop.worker_tasks import TrainJob, TrainResult
+    from paceline.train.loop.worker_jobs import TrainJob, TrainResult
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -66,9 +66,9 @@ class FitResult:
 
 def fit_in_job(context: DistributedContext, job: TrainJob) -> FitResult:
     """Train on this rank of an existing job; every rank returns the history of the first."""
-    from paceline.train.loop import worker_tasks
+    from paceline.train.loop import worker_jobs
 
-    trained = worker_tasks.train(context, job)
+    trained = worker_jobs.train(context, job)
     history = History.from_dict(context.broadcast(trained.history and trained.history.to_dict()))
     return FitResult(history, None, trained.stopped, _RESUME)
 
@@ -118,7 +118,7 @@ def train_spawned(job: TrainJob, stopping: AbstractContextManager[object]) -> Tr
 
     `stopping` writes the stop file on request. It is entered once the file can only be this run's.
     """
-    from paceline.train.loop import worker_tasks
+    from paceline.train.loop import worker_jobs
 
     assert job.folder is not None
     folder = RunFolder(job.folder)
@@ -129,7 +129,7 @@ def train_spawned(job: TrainJob, stopping: AbstractContextManager[object]) -> Tr
         stack.callback(folder.stop_file.unlink, missing_ok=True)
         stack.enter_context(stopping)
         try:
-            return spawn_ranks(worker_tasks.train, dataclasses.replace(job, stop_file=folder.stop_file))
+            return spawn_ranks(worker_jobs.train, dataclasses.replace(job, stop_file=folder.stop_file))
         except PeerLostError as error:
             _record_lost(folder, error)
             raise
@@ -178,15 +178,15 @@ def find_micro_batch(context: DistributedContext | None, job: TrainJob) -> int:
     The search leaves no trace, so it can begin again: for as many lost processes as a worker has in its
     budget, and once after an error that need not come again.
     """
-    from paceline.train.loop import worker_tasks
+    from paceline.train.loop import worker_jobs
 
     if context is not None:
-        return worker_tasks.find_micro_batch(context, job)
+        return worker_jobs.find_micro_batch(context, job)
     care = job.config.fault_tolerance
     lost = raised = 0
     while True:
         try:
-            return spawn_ranks(worker_tasks.find_micro_batch, job)
+            return spawn_ranks(worker_jobs.find_micro_batch, job)
         except PacelineError as error:
             if isinstance(error, PeerLostError):
                 lost += 1
@@ -229,7 +229,7 @@ def _unsendable_part(job: TrainJob, error: UsageError) -> UsageError:
         job = dataclasses.replace(job, callbacks=[one for one in job.callbacks if isinstance(one, Modifier)])
     for name, part in [(field.name, getattr(job, field.name)) for field in dataclasses.fields(job)]:
         try:
-            os.close(memfd_pickle.dump(part, reducers=payload_pickling.reducers()))
+            os.close(memfd_pickle.dump(part, reducers=tensor_pickling.reducers()))
         except Exception as reason:
             what = f"the {name.replace('train', 'training data')}, of type {assigned_name(part)},"
             remedy = (

@@ -6,7 +6,7 @@ The fork server imports this module, and with it torch, once for all of them.
 
 from __future__ import annotations
 
-from paceline.comm import default_group, payload_pickling
+from paceline.comm import default_group, tensor_pickling
 from paceline.comm.context import DistributedContext
 from paceline.control.worker_options import WorkerOptions
 from paceline.engines.local import rank_call
@@ -34,7 +34,7 @@ def main(task: RankTask) -> int:
                 raise
             result = None
         # Before the context closes, because the result may live in its shared memory.
-        packed = rank_call.pack_result(result, work, task.rank, payload_pickling.reducers())
+        packed = rank_call.pack_result(result, work, task.rank, tensor_pickling.reducers())
     except BaseException as error:
         # Reported first, so that no peer can fail because of this rank and be taken for the cause.
         task.fail(error)
@@ -51,7 +51,7 @@ def member_main(task: RankTask) -> int:
     task.shared = work.classes
     try:
         result = work.function(*work.args, WorkerOptions.from_plain(task.options))
-        return rank_call.pack_result(result, work, task.rank, payload_pickling.reducers())
+        return rank_call.pack_result(result, work, task.rank, tensor_pickling.reducers())
     except SystemExit:
         raise  # reported by the engine, with its code
     except BaseException as error:

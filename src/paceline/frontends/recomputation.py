@@ -33,7 +33,7 @@ from paceline.train.state.run_folder import RunFolder
 if TYPE_CHECKING:
     from paceline.train.callbacks import Modifier, Observer
     from paceline.train.loop.recompute import ReplayedShard, VerifiedRun
-    from paceline.train.loop.worker_tasks import TrainJob
+    from paceline.train.loop.worker_jobs import TrainJob
 
 T = TypeVar("T")
 
@@ -86,7 +86,7 @@ def read_record(run: str | os.PathLike[str]) -> journal_index.AuditRecord:
 
 def _job(trainer: FitParts, run: str | os.PathLike[str], train_data: Any) -> TrainJob:
     from paceline.data.sources import as_source
-    from paceline.train.loop.worker_tasks import TrainJob
+    from paceline.train.loop.worker_jobs import TrainJob
 
     folder = RunFolder.open(run)
     config = overrides.current().apply(trainer.config)

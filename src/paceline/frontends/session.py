@@ -34,7 +34,7 @@ from paceline.train.loop.finalize import conclude, save_unsupervised
 from paceline.train.loop.run import Run
 from paceline.train.loop.run_builder import RunBuilder, RunSpec
 from paceline.train.loop.run_hooks import MicroBatch, one_group
-from paceline.train.loop.worker_tasks import new_team
+from paceline.train.loop.worker_jobs import new_team
 from paceline.train.precision import autocast
 from paceline.train.settings.conflicts import check
 from paceline.train.settings.train_config import TrainConfig

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, final
 
-from paceline.comm import payload_pickling
+from paceline.comm import tensor_pickling
 from paceline.comm.cost import LinkCosts, load_links
 from paceline.core.errors import UsageError
 from paceline.core.plain_options import PlainOptions
@@ -82,7 +82,7 @@ def spawn(
         preload=(*_PRELOAD, *preload),
         # Read once, here: ranks that chose algorithms by different links would disagree.
         options=SpawnOptions(comm_timeout, load_links()).to_plain(),
-        reducers=payload_pickling.reducers(),
+        reducers=tensor_pickling.reducers(),
         threads=threads,
         timeout=timeout,
     )

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, final
 
-from paceline.comm import payload_pickling
+from paceline.comm import tensor_pickling
 from paceline.comm.cost import load_links
 from paceline.control.worker_options import WorkerOptions
 from paceline.core import events, fd_messages, journal
@@ -37,7 +37,7 @@ from paceline.train.state.run_lock import held
 from paceline.train.stop_signals import Stopped, saved_sentence
 
 if TYPE_CHECKING:
-    from paceline.train.loop.worker_tasks import TrainJob, TrainResult
+    from paceline.train.loop.worker_jobs import TrainJob, TrainResult
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ _PRELOAD = (
     "torch._inductor.config",
     # The job of a worker names a function of the first, and its first connection needs the second (names of
     # hosts): milliseconds of each replacement.
-    "paceline.monitor.terminal",
+    "paceline.monitor.progress_factory",
     "encodings.idna",
 )
 _LOOK_SECONDS = 0.25
@@ -168,7 +168,7 @@ class SupervisedRun:
 
         modifiers = tuple(item for item in job.callbacks if isinstance(item, Modifier))
         sent = dataclasses.replace(job, callbacks=modifiers)
-        packed, self._call = rank_call.pack(train_member, (sent,), payload_pickling.reducers())
+        packed, self._call = rank_call.pack(train_member, (sent,), tensor_pickling.reducers())
         self._closing.callback(os.close, packed)
         self._starts += 1
         self._supervised = SupervisorLauncher(_job(job.config, self.folder), packed)

@@ -23,7 +23,7 @@ from paceline.frontends.run_preparation import (
     prepare,
     running_job,
 )
-from paceline.monitor.terminal import progress_display
+from paceline.monitor.progress_factory import progress_display
 from paceline.train.callbacks import Callbacks, Modifier, Observer, refuse_inside
 from paceline.train.settings import conflicts
 from paceline.train.settings.keyword_hints import explained
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from paceline.comm.context import DistributedContext
     from paceline.train.history import History
     from paceline.train.loop.recompute import ReplayedShard
-    from paceline.train.loop.worker_tasks import TrainJob
+    from paceline.train.loop.worker_jobs import TrainJob
     from paceline.train.state.optimizers import OptimizerFactory
 
 T = TypeVar("T")
@@ -126,7 +126,7 @@ class Trainer:
         """
         from paceline.data.sources import as_source, check_apart
         from paceline.train.loop.process_setup import WorkerProcessTuning
-        from paceline.train.loop.worker_tasks import TrainJob
+        from paceline.train.loop.worker_jobs import TrainJob
         from paceline.train.objective import Objective
 
         given = overrides.current().apply(self.config)
@@ -172,9 +172,9 @@ class Trainer:
         """Return the means of loss and metrics over the data: the same bits on any number of workers, and as
         `fit` computes them, with the shards and threads of the last `fit`, else of the run that `resume`
         names."""
-        from paceline.train.loop import worker_tasks
+        from paceline.train.loop import worker_jobs
 
-        return self._pass_over(worker_tasks.evaluate, data)
+        return self._pass_over(worker_jobs.evaluate, data)
 
     def predict(self, data: Any) -> Any:
         """Return the model's outputs, in the order of the data; inside a job, on every rank of it.
@@ -182,9 +182,9 @@ class Trainer:
         Ranks other than the first get plain dicts, lists and tuples, also where the model returns others.
         """
         from paceline.data.containers import plain
-        from paceline.train.loop import worker_tasks
+        from paceline.train.loop import worker_jobs
 
-        outputs = self._pass_over(worker_tasks.predict, data)
+        outputs = self._pass_over(worker_jobs.predict, data)
         context = running_job("predict")
         if context is None or context.world_size == 1:
             return outputs
@@ -202,7 +202,7 @@ class Trainer:
 
     def _pass_over(self, function: Callable[[DistributedContext, TrainJob], T], data: Any) -> T:
         from paceline.data.sources import as_source
-        from paceline.train.loop.worker_tasks import TrainJob
+        from paceline.train.loop.worker_jobs import TrainJob
 
         context = running_job(function.__name__)
         workers = self.config.workers if context is None else context.world_size

@@ -15,7 +15,7 @@ from paceline.aggregate.async_sgd.staleness import Staleness
 from paceline.core.errors import PeerLostError
 from paceline.elastic.machine.budgets import wait_before_start
 from paceline.elastic.machine.settings import MachineSettings
-from paceline.train.loop.worker_tasks import TrainJob
+from paceline.train.loop.worker_jobs import TrainJob
 from paceline.train.settings.fault_tolerance import FaultTolerance
 from paceline.train.settings.train_config import TrainConfig
 

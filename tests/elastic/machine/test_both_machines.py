@@ -12,7 +12,7 @@ from tests.elastic.machine.machine_driver import Driven, hello_of, report_of
 
 from paceline.control import member_machine
 from paceline.control.member_invariants import violations
-from paceline.control.member_rules import queue_up
+from paceline.control.member_shell_rules import queue_up
 from paceline.control.member_state import (
     GroupLeft,
     MemberEvent,

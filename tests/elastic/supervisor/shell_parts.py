@@ -32,7 +32,7 @@ from paceline.elastic.supervisor.member_handler import (
     JoinTerms,
     MemberHandler,
 )
-from paceline.elastic.supervisor.parent import Parent
+from paceline.elastic.supervisor.parent_connection import Parent
 from paceline.elastic.supervisor.process_probe import ProcessProbe
 from paceline.elastic.supervisor.verdict_reports import VerdictReports
 from paceline.elastic.supervisor.view_messages import ViewMessages

@@ -19,8 +19,8 @@ from paceline.comm.context import DistributedContext
 from paceline.core.errors import UsageError
 from paceline.data.source_interface import SkippedSampleError
 from paceline.testing.thread_transport import run_ranks
-from paceline.train.loop import process_setup, worker_tasks
-from paceline.train.loop.worker_tasks import TrainJob
+from paceline.train.loop import process_setup, worker_jobs
+from paceline.train.loop.worker_jobs import TrainJob
 
 SAMPLES = 29
 X, Y = regression(SAMPLES)
@@ -52,7 +52,7 @@ def everywhere(
 
 def assert_same_everywhere(given: TrainJob) -> dict[str, float]:
     found: list[dict[str, float]] = [
-        result for ranks in everywhere(worker_tasks.evaluate, given) for result in ranks
+        result for ranks in everywhere(worker_jobs.evaluate, given) for result in ranks
     ]
     assert all(result == found[0] for result in found)
     return found[0]
@@ -121,9 +121,9 @@ def test_evaluation_during_training_changes_no_bit_of_it() -> None:
 
 def test_no_data_is_an_error() -> None:
     with pytest.raises(UsageError, match="no sample to evaluate"):
-        everywhere(worker_tasks.evaluate, job(mlp(), (X[:0], Y[:0])), (1,))
+        everywhere(worker_jobs.evaluate, job(mlp(), (X[:0], Y[:0])), (1,))
     with pytest.raises(UsageError, match="no sample to predict"):
-        everywhere(worker_tasks.predict, job(mlp(), (X[:0], Y[:0])), (2,))
+        everywhere(worker_jobs.predict, job(mlp(), (X[:0], Y[:0])), (2,))
 
 
 # prediction
@@ -152,7 +152,7 @@ class Outputs(nn.Module):
 
 @pytest.mark.parametrize("form", ["tensor", "tuple", "list", "dict", "named"])
 def test_predictions_in_the_order_of_the_data(form: str) -> None:
-    for ranks in everywhere(worker_tasks.predict, job(Outputs(form), (X, Y))):
+    for ranks in everywhere(worker_jobs.predict, job(Outputs(form), (X, Y))):
         assert all(result is None for result in ranks[1:])
         expected = Outputs(form)(X)
         assert type(ranks[0]) is type(expected)
@@ -173,19 +173,19 @@ class Keywords(nn.Module):
     ids=["tensor", "alone", "pair", "dataset", "dataset of pairs", "stream", "loader"],
 )
 def test_inputs_of_every_kind(data: Any) -> None:
-    for ranks in everywhere(worker_tasks.predict, job(Outputs("tensor"), data), (1, 2)):
+    for ranks in everywhere(worker_jobs.predict, job(Outputs("tensor"), data), (1, 2)):
         assert torch.equal(ranks[0], X * 2)
 
 
 def test_a_dict_becomes_keyword_arguments() -> None:
     data = {"x": X, "scale": torch.arange(29.0)}
-    for ranks in everywhere(worker_tasks.predict, job(Keywords(), data), (1, 3)):
+    for ranks in everywhere(worker_jobs.predict, job(Keywords(), data), (1, 3)):
         assert torch.equal(ranks[0], X * torch.arange(29.0)[:, None])
 
 
 def test_predictions_have_the_same_bits_for_any_number_of_workers() -> None:
     model = seeded(lambda: nn.Sequential(nn.Linear(5, 64), nn.GELU(), nn.Linear(64, 3)))
-    found = [ranks[0] for ranks in everywhere(worker_tasks.predict, job(model, (X, Y)), (1, 2, 3, 6))]
+    found = [ranks[0] for ranks in everywhere(worker_jobs.predict, job(model, (X, Y)), (1, 2, 3, 6))]
     assert all(torch.equal(result, found[0]) for result in found)
 
 
@@ -196,7 +196,7 @@ class Text(nn.Module):
 
 def test_outputs_that_cannot_be_put_together() -> None:
     with pytest.raises(UsageError, match="the model returned a str"):
-        everywhere(worker_tasks.predict, job(Text(), X), (1,))
+        everywhere(worker_jobs.predict, job(Text(), X), (1,))
 
 
 # samples that cannot be read
@@ -313,4 +313,4 @@ def test_metrics_that_differ_by_batch_are_named() -> None:
         return loss, {"a": 0.5} if float(batch[1][0, 0]) < float(Y[:, 0].median()) else {"b": 0.5}
 
     with pytest.raises(UsageError, match=r"gave \['.', 'loss'\] for batch 0 and \['.', 'loss'\] for batch"):
-        everywhere(worker_tasks.evaluate, job(mlp(), (X, Y), objective=varying, global_batch=1), (1,))
+        everywhere(worker_jobs.evaluate, job(mlp(), (X, Y), objective=varying, global_batch=1), (1,))

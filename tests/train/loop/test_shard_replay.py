@@ -23,7 +23,7 @@ from paceline.train.callbacks import Modifier, Observer
 from paceline.train.loop import process_setup, recompute
 from paceline.train.loop.finalize import conclude
 from paceline.train.loop.run_builder import RunBuilder
-from paceline.train.loop.worker_tasks import TrainJob, build, new_team, train_steps
+from paceline.train.loop.worker_jobs import TrainJob, build, new_team, train_steps
 from paceline.train.settings.train_config import CheckpointConfig
 from paceline.train.state.model_state import state_hash
 from paceline.train.step.transaction import StepTransaction

@@ -19,7 +19,7 @@ from paceline.control.messages import ControlMessage, View
 from paceline.train.loop import process_setup
 from paceline.train.loop.run import Run
 from paceline.train.loop.run_builder import RunBuilder, SupervisedHooks
-from paceline.train.loop.worker_tasks import BuiltModel, build, train_steps
+from paceline.train.loop.worker_jobs import BuiltModel, build, train_steps
 from paceline.train.member.fault_injection import FaultInjector
 from paceline.train.member.membership import Membership
 from paceline.train.member.outbox import Outbox

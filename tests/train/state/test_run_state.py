@@ -26,7 +26,7 @@ from paceline.train import host_fingerprint
 from paceline.train.callbacks import Observer, RunInfo
 from paceline.train.loop import process_setup
 from paceline.train.loop.run_builder import RunBuilder
-from paceline.train.loop.worker_tasks import build, new_team
+from paceline.train.loop.worker_jobs import build, new_team
 from paceline.train.settings.train_config import CheckpointConfig
 from paceline.train.state.duty_progress import Duty
 from paceline.train.state.model_state import load_model, model_tensors, state_hash

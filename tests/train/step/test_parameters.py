@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from paceline.comm.context import DistributedContext
 from paceline.core.errors import UsageError
 from paceline.train.callbacks import Modifier
-from paceline.train.loop import worker_tasks
+from paceline.train.loop import worker_jobs
 
 DATA = regression(29)
 
@@ -72,7 +72,7 @@ def test_a_frozen_parameter_may_be_given_to_the_optimizer() -> None:
     given = job(model, DATA, epochs=1)
     given = dataclasses.replace(given, optimizer=adamw(model.parameters()))
     with DistributedContext(1, 0) as context:
-        assert worker_tasks.train(context, given).history is not None
+        assert worker_jobs.train(context, given).history is not None
     assert torch.equal(model.frozen.weight, kept)
 
 

@@ -18,7 +18,7 @@ from typing import Final, final
 
 from paceline.aggregate.async_sgd.gradient_exchange import send
 from paceline.aggregate.async_sgd.process_entries import AsyncTraining, AsyncWorkerOptions, ServerOptions
-from paceline.comm import payload_pickling
+from paceline.comm import tensor_pickling
 from paceline.core.errors import PacelineError, PeerLostError
 from paceline.core.events import Note
 from paceline.core.fd_messages import pair, receive
@@ -32,7 +32,7 @@ from paceline.engines.local import rank_call
 from paceline.engines.local.blame import RankDied, RankRaised, root_cause
 from paceline.engines.local.launch import order_from_caller
 from paceline.engines.local.worker_handle import WorkerProcess
-from paceline.train.loop.training_handle import PRELOAD, TrainingJob, TrainingOutcome
+from paceline.train.loop.training_thread import PRELOAD, TrainingJob, TrainingOutcome
 from paceline.train.state.run_folder import RunFolder
 from paceline.train.state.run_lock import held
 
@@ -88,7 +88,7 @@ class AsyncJob(TrainingJob):
 
     def _train(self) -> TrainingOutcome:
         with held(self.folder.lock_file, str(self.folder.path)):
-            packed, call = rank_call.pack(_entry_is_named, (self._training,), payload_pickling.reducers())
+            packed, call = rank_call.pack(_entry_is_named, (self._training,), tensor_pickling.reducers())
             try:
                 resume = self._config.resume is not None
                 # A slot beyond those of the workers: its back-off has a random share of its own.

@@ -23,7 +23,7 @@ from paceline.aggregate.async_sgd.range_allocator import RangeAllocator, SampleR
 from paceline.aggregate.async_sgd.staleness import GradientLedger, Staleness
 from paceline.checkpoint.loader import Checkpoint
 from paceline.checkpoint.store import CheckpointStore
-from paceline.comm import payload_pickling
+from paceline.comm import tensor_pickling
 from paceline.core import events
 from paceline.core.errors import ConfigError
 from paceline.core.journal import Journal, PatientJournal
@@ -34,8 +34,8 @@ from paceline.engines.local import rank_call
 from paceline.engines.local.forked_rank import RankTask
 from paceline.train.history import EpochRecord, History, StepRecord
 from paceline.train.loop import process_setup
-from paceline.train.loop.training_handle import TrainingOutcome
-from paceline.train.loop.worker_tasks import TrainJob
+from paceline.train.loop.training_thread import TrainingOutcome
+from paceline.train.loop.worker_jobs import TrainJob
 from paceline.train.objective import Objective
 from paceline.train.settings.train_config import definition
 from paceline.train.state import model_state, optimizers
@@ -97,7 +97,7 @@ def _run_entry(task: RankTask, do: Callable[[AsyncTraining, socket.socket], Any]
         training.job.process.apply()
         with socket.socket(fileno=task.descriptors[0]) as sock:
             result = do(training, sock)
-        return rank_call.pack_result(result, packed, task.rank, payload_pickling.reducers())
+        return rank_call.pack_result(result, packed, task.rank, tensor_pickling.reducers())
     except BaseException as error:
         task.fail(error)
         raise

@@ -1,8 +1,8 @@
 """Messages as bytes: tensors, arrays and plain Python data, without pickle.
 
 A single tensor or array travels as a short description and its raw memory, copied nowhere on the way out;
-everything else goes through the wire format of `core.wire`. Tensors inside lists and dicts work too. CUDA
-tensors arrive on the CPU.
+everything else goes through `core.plain_data_encoding`. Tensors inside lists and dicts work too. CUDA tensors
+arrive on the CPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from paceline.comm.collectives.reduction_input import check_dense, to_flat
 from paceline.comm.ops import dtype_name
 from paceline.comm.transport.base import memory_of, tensor_of
-from paceline.core import wire
+from paceline.core import plain_data_encoding
 from paceline.core.errors import PeerError
 
 DTYPES = {
@@ -42,9 +42,9 @@ class EncodedMessage:
 
 @cache
 def _teach_wire() -> None:
-    wire.register(Tensor, "tensor", _tensor_to_plain, _tensor_from_plain)
+    plain_data_encoding.register(Tensor, "tensor", _tensor_to_plain, _tensor_from_plain)
     # What state_dict() returns.
-    wire.register(OrderedDict, "ordered", lambda pairs: list(pairs.items()), OrderedDict)
+    plain_data_encoding.register(OrderedDict, "ordered", lambda pairs: list(pairs.items()), OrderedDict)
 
 
 def encode_message(message: Any, what: str) -> EncodedMessage:
@@ -57,20 +57,22 @@ def encode_message(message: Any, what: str) -> EncodedMessage:
         head = {"array": message.dtype.str, "shape": list(message.shape)}
         flat = np.ascontiguousarray(message).reshape(-1).view(np.uint8)
         return EncodedMessage(_joined(head), torch.from_numpy(flat if flat.flags.writeable else flat.copy()))
-    return EncodedMessage(_joined({"plain": True}), tensor_of(bytearray().join(wire.encode(message))))
+    return EncodedMessage(
+        _joined({"plain": True}), tensor_of(bytearray().join(plain_data_encoding.encode(message)))
+    )
 
 
 def decode_message(head: bytes | memoryview, body: Tensor) -> Any:
     """Return the message again; `body` becomes its memory where it can."""
     _teach_wire()
-    about = wire.decode(head)
+    about = plain_data_encoding.decode(head)
     if not isinstance(about, dict):
         raise PeerError(
             "a peer sent a message without a description",
             remedy="run the same Paceline version on every rank",
         )
     if "plain" in about:
-        return wire.decode(memory_of(body))
+        return plain_data_encoding.decode(memory_of(body))
     shape = tuple(about["shape"])
     if "tensor" in about:
         return _typed(body, DTYPES[about["tensor"]], shape)
@@ -90,7 +92,7 @@ def raw_bytes(tensor: Tensor, on_device: bool = False) -> Tensor:
 
 
 def _joined(plain: object) -> bytes:
-    return b"".join(wire.encode(plain))
+    return b"".join(plain_data_encoding.encode(plain))
 
 
 def _tensor_to_plain(tensor: Tensor) -> Any:

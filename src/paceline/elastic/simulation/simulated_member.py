@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, final
 
-from paceline.control import member_rules, member_state, messages
+from paceline.control import member_shell_rules, member_state, messages
 from paceline.control.field_types import Progress
 from paceline.elastic.simulation.run_invariants import Part
 from paceline.elastic.simulation.simulated_collectives import SimulatedCollective
@@ -108,7 +108,7 @@ class SimulatedMember(SimulatedProcess):
         if not action.orphaned:
             self.die()
             return
-        unsaved = member_rules.why_unsaved(
+        unsaved = member_shell_rules.why_unsaved(
             self.membership,
             self._lives,
             covers_all=not self.world.plan.private_state
@@ -194,14 +194,14 @@ class SimulatedMember(SimulatedProcess):
 
     def _opened(self, _: SimulatedCollective) -> None:
         self.assigned = self.view.shards[self.index]
-        kept = member_rules.kept_shards(self.computed, self.assigned)
+        kept = member_shell_rules.kept_shards(self.computed, self.assigned)
         self.computed = {shard: self.computed[shard] for shard in kept}
         self.feed(member_state.ViewOpened())
         self.take_action()
 
     def _restored(self, action: member_state.Restore) -> None:
         self.steps, self.state = self.world.storage.restore(self.view)
-        if member_rules.must_start_over(action, has_checkpoint=bool(self.world.storage.versions)):
+        if member_shell_rules.must_start_over(action, has_checkpoint=bool(self.world.storage.versions)):
             self.world.die(self.number, "restart", "there is no checkpoint to go back to")
             return
         self.owns, self.sent = frozenset(self.view.shards[self.index]), frozenset()
@@ -312,7 +312,7 @@ class SimulatedMember(SimulatedProcess):
         if not self.alive or not training:
             return
         worth_saving = self.steps > max(self.world.storage.versions, default=0)
-        saving = member_rules.saving_after_error(self.membership, worth_saving)
+        saving = member_shell_rules.saving_after_error(self.membership, worth_saving)
         if saving == "alone":
             self._save()
         self.computing = []
@@ -339,7 +339,7 @@ class SimulatedMember(SimulatedProcess):
     def _contribute(self) -> None:
         self._keep(len(self.computing))
         if self.computing:
-            self.shard_mean = member_rules.running_mean(self.shard_mean, self.per_shard)
+            self.shard_mean = member_shell_rules.running_mean(self.shard_mean, self.per_shard)
         self.enter("collective")
         view = self.view
         parts = [(shard, self.computed.get(shard, 0)) for shard in self.assigned]
@@ -394,7 +394,7 @@ class SimulatedMember(SimulatedProcess):
             self.state = hash((self.state, -self.number))
             invariants.tainted.add(self.state)
         invariants.committed(self.number, step, self.state)
-        self.step_mean = member_rules.running_mean(self.step_mean, self.time.now - self.step_began)
+        self.step_mean = member_shell_rules.running_mean(self.step_mean, self.time.now - self.step_began)
         self.world.entered(self, "committed")
         if step % self.world.plan.audit_every == 0:
             hashes = {str(step): f"{self.state:x}"}

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Protocol
 
-from paceline.control import member_machine, member_rules, member_state, messages
+from paceline.control import member_machine, member_shell_rules, member_state, messages
 from paceline.control.field_types import Progress
 from paceline.control.member_invariants import violations
 from paceline.core.time_limits import CONNECT_SECONDS
@@ -183,7 +183,7 @@ class SimulatedProcess(ABC):
         self.membership, actions = member_machine.step(before, event, self.time.now)
         for rule in violations(before, self.membership, actions):
             self.world.invariants.violation(f"member {self.number}: {rule} (after {event})")
-        for action in member_rules.queue_up(event, actions, self.todo):
+        for action in member_shell_rules.queue_up(event, actions, self.todo):
             match action:
                 case member_state.SendMessage(message):
                     self.send(message)

@@ -47,7 +47,7 @@ from paceline.elastic.supervisor.member_handler import (
     JoinTerms,
     MemberHandler,
 )
-from paceline.elastic.supervisor.parent import Parent
+from paceline.elastic.supervisor.parent_connection import Parent
 from paceline.elastic.supervisor.parent_messages import JobSpec, KeptWorkers
 from paceline.elastic.supervisor.process_probe import ProcessProbe
 from paceline.elastic.supervisor.supervisor_recovery import SnapshotFile, SupervisorSnapshot

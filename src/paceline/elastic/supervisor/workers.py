@@ -22,7 +22,7 @@ from paceline.elastic.machine.machine_events import FromMember, WorkerLost
 from paceline.elastic.machine.settings import LOCAL_AGENT
 from paceline.elastic.supervisor.agents import Agents
 from paceline.elastic.supervisor.component_ports import EventLoop
-from paceline.elastic.supervisor.parent import Parent
+from paceline.elastic.supervisor.parent_connection import Parent
 from paceline.elastic.supervisor.parent_messages import JobOutcome, KeptWorkers
 from paceline.elastic.supervisor.worker_exits import WorkerExits
 from paceline.elastic.supervisor.worker_record import WorkerRecord, WorkerRecords

@@ -27,8 +27,8 @@ from paceline.frontends.orchestrator.orchestrator_config import ALGORITHMS, Trai
 from paceline.frontends.orchestrator.sync_job import SyncJob
 from paceline.frontends.run_preparation import check_model, check_optimizer, prepare
 from paceline.train.loop.process_setup import WorkerProcessTuning
-from paceline.train.loop.training_handle import TrainingJob
-from paceline.train.loop.worker_tasks import TrainJob
+from paceline.train.loop.training_thread import TrainingJob
+from paceline.train.loop.worker_jobs import TrainJob
 from paceline.train.objective import Objective
 from paceline.train.settings import conflicts
 from paceline.train.settings.train_config import CheckpointConfig, FaultTolerance, TrainConfig

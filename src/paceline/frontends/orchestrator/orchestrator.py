@@ -40,7 +40,7 @@ from paceline.frontends.orchestrator.orchestrator_config import TrainingConfig, 
 from paceline.frontends.orchestrator.run_tracker import RunTracker, result_of, summary_of
 from paceline.frontends.orchestrator.sync_job import measurements
 from paceline.frontends.spawn import spawn
-from paceline.train.loop.training_handle import PRELOAD, TrainingJob, TrainingOutcome
+from paceline.train.loop.training_thread import PRELOAD, TrainingJob, TrainingOutcome
 
 T = TypeVar("T")
 

@@ -23,7 +23,7 @@ from paceline.frontends.orchestrator.observed_state import (
     WorkerState,
 )
 from paceline.frontends.orchestrator.orchestrator_config import TrainingConfig
-from paceline.train.loop.training_handle import TrainingOutcome
+from paceline.train.loop.training_thread import TrainingOutcome
 
 _SMOOTH = 0.1  # share of a new speed in the running mean
 _SAMPLES_SMOOTH = 0.2  # as that of the workers' seconds per shard: the two are divided by each other

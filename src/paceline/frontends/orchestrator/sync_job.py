@@ -14,8 +14,8 @@ from paceline.core.errors import PacelineError
 from paceline.elastic.supervisor import tool_client
 from paceline.frontends.fit_drivers import train_spawned
 from paceline.frontends.supervised_run import SupervisedRun
-from paceline.train.loop.training_handle import TrainingJob, TrainingOutcome
-from paceline.train.loop.worker_tasks import TrainJob, TrainResult
+from paceline.train.loop.training_thread import TrainingJob, TrainingOutcome
+from paceline.train.loop.worker_jobs import TrainJob, TrainResult
 from paceline.train.state.run_folder import RunFolder
 from paceline.train.stop_signals import write_stop_file
 

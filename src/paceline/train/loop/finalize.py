@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from paceline.comm.context import DistributedContext
 from paceline.comm.rendezvous.transport_setup import single_rank
-from paceline.control.member_rules import LACKS_RESIDUALS
+from paceline.control.member_shell_rules import LACKS_RESIDUALS
 from paceline.core import events
 from paceline.core.errors import InternalError, PacelineError, PeerError, PlatformError, ReplicasDifferError
 from paceline.train.callbacks import Observer

@@ -43,7 +43,7 @@ from paceline.train.loop import process_setup
 from paceline.train.loop.run import Run
 from paceline.train.loop.run_builder import RunBuilder
 from paceline.train.loop.run_hooks import one_group
-from paceline.train.loop.worker_tasks import BuiltModel, TrainJob, build, compute, new_team
+from paceline.train.loop.worker_jobs import BuiltModel, TrainJob, build, compute, new_team
 from paceline.train.settings.fault_tolerance import FaultTolerance
 from paceline.train.settings.train_config import TrainConfig, changes_of_definition, definition
 from paceline.train.state.resume import resume

@@ -9,7 +9,7 @@
 
 Both the trainer and a loop of the user's own (`session`) iterate over `microbatches`. `Run` does not know its
 supervisor: when the group fails, in a step or in the agenda, it raises GroupChangedError to its driver, which
-installs another group and iterates again (`worker_tasks.train_to_end`). The state of the run is `RunState`.
+installs another group and iterates again (`worker_jobs.train_to_end`). The state of the run is `RunState`.
 """
 
 from __future__ import annotations

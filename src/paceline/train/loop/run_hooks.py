@@ -26,7 +26,7 @@ GROUP_FAILURES = (PeerError, CommTimeoutError)
 
 class GroupChangedError(Exception):
     """The group that trains has to change before the run can continue; raised by `Run` to its driver, see
-    `worker_tasks.train_to_end`. `cause` is the error of the collective that failed; None for a pause that all
+    `worker_jobs.train_to_end`. `cause` is the error of the collective that failed; None for a pause that all
     ranks agreed on."""
 
     def __init__(self, cause: BaseException | None = None) -> None:

@@ -17,7 +17,7 @@ from typing import final
 from paceline.comm.context import DistributedContext
 from paceline.control import liveness_lock, member_machine, supervisor_address
 from paceline.control.control_client import ControlClient
-from paceline.control.member_rules import queue_up
+from paceline.control.member_shell_rules import queue_up
 from paceline.control.member_state import (
     Interrupt,
     MemberAction,

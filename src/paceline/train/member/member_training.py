@@ -1,7 +1,7 @@
 """Worker entry point under a supervisor: build the model, join the current view, train, transfer state when
 membership changes, and save where no supervisor is left.
 
-The loop is that of worker_tasks.py; views are in membership.py.
+The loop is that of worker_jobs.py; views are in membership.py.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from paceline.train.loop import process_setup
 from paceline.train.loop.finalize import conclude, history_of, save_alone, save_in_group
 from paceline.train.loop.run import Run
 from paceline.train.loop.run_builder import RunBuilder, SupervisedHooks, local_place
-from paceline.train.loop.worker_tasks import (
+from paceline.train.loop.worker_jobs import (
     BuiltModel,
     TrainJob,
     TrainResult,

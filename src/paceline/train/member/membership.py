@@ -14,7 +14,7 @@ from typing import Literal, final
 from paceline.comm.context import DistributedContext
 from paceline.comm.cost import LinkCosts
 from paceline.comm.rendezvous.view_group import ViewGroup, ViewPeer, open_view
-from paceline.control import member_rules, spool
+from paceline.control import member_shell_rules, spool
 from paceline.control.control_client import ControlClient
 from paceline.control.member_state import (
     CodeRaised,
@@ -231,7 +231,7 @@ class Membership:
         which = self._parts.config.resume if action.first else "auto"
         resume.resume(self._state, which, action.before, fresh=action.fresh)
         resume.note_start(self._state, disowned=action.before >= 0)
-        if member_rules.must_start_over(action, has_checkpoint=self._state.parent is not None):
+        if member_shell_rules.must_start_over(action, has_checkpoint=self._state.parent is not None):
             raise StartOverError("there is no checkpoint to go back to")
 
     def finish(self, digest: str) -> Literal["dismissed", "orphaned", "needed"]:
@@ -280,7 +280,7 @@ class Membership:
     @property
     def saving_after_error(self) -> Literal["none", "alone", "in view"]:
         """How this member, whose code has raised, saves its state."""
-        return member_rules.saving_after_error(self._shell.state, self._state.worth_saving)
+        return member_shell_rules.saving_after_error(self._shell.state, self._state.worth_saving)
 
     def why_unsaved(self) -> str | None:
         """Return why this worker, which no supervisor comes back for, does not save its state; None: it
@@ -289,13 +289,13 @@ class Membership:
         residuals = self._parts.transaction.residuals
         residuals.settle(step)
         is_saved = checkpointer is not None and checkpointer.has(step)
-        return member_rules.why_unsaved(
+        return member_shell_rules.why_unsaved(
             self._shell.state, self._lives, covers_all=residuals.covers_all, is_saved=is_saved
         )
 
     @property
     def is_first_alive(self) -> bool:
-        return member_rules.is_first_alive(self._shell.state, self._lives)
+        return member_shell_rules.is_first_alive(self._shell.state, self._lives)
 
     def _lives(self, index: int) -> bool:
         view = self._shell.state.view

@@ -13,7 +13,7 @@ from itertools import chain
 from typing import NoReturn, final
 
 from paceline.control.control_client import ControlClient
-from paceline.control.member_rules import running_mean
+from paceline.control.member_shell_rules import running_mean
 from paceline.control.messages import ShardComputed, StepReceipt
 from paceline.core.clock import Clock, MonotonicClock
 from paceline.core.errors import GroupInterruptedError

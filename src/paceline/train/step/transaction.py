@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from paceline.comm.collectives.shard_sums import ShardOwnership
-from paceline.control.member_rules import kept_shards
+from paceline.control.member_shell_rules import kept_shards
 from paceline.data.seeding import seed_everything
 from paceline.train.settings.train_config import TrainConfig
 from paceline.train.step import misuse_guard, replica_agreement

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # Optimizers and deterministic kernels import torch's compiler, hundreds of modules: the fork server imports
 # them once for all workers.
-PRELOAD = ("paceline.train.loop.worker_tasks", "torch._inductor.config")
+PRELOAD = ("paceline.train.loop.worker_jobs", "torch._inductor.config")
 
 
 @final

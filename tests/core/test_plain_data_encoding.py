@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, strategies as st
 from hypothesis.extra import numpy as hnp
 
-from paceline.core import wire
+from paceline.core import plain_data_encoding
 from paceline.core.errors import UsageError, WireError
 
 SCALARS = (
@@ -40,7 +40,7 @@ DATA = st.recursive(
 
 
 def joined(obj):
-    return b"".join(wire.encode(obj))
+    return b"".join(plain_data_encoding.encode(obj))
 
 
 def same(left, right):
@@ -61,7 +61,7 @@ def same(left, right):
 
 @given(DATA)
 def test_plain_data_comes_back(data):
-    assert same(wire.decode(joined(data)), data)
+    assert same(plain_data_encoding.decode(joined(data)), data)
 
 
 @given(
@@ -73,7 +73,7 @@ def test_plain_data_comes_back(data):
     )
 )
 def test_arrays_of_every_dtype_and_shape_come_back(array):
-    result = wire.decode(joined(array))
+    result = plain_data_encoding.decode(joined(array))
     assert (result.dtype, result.shape) == (array.dtype, array.shape)
     assert result.tobytes() == array.tobytes()
     assert result.flags.writeable
@@ -95,7 +95,7 @@ def test_arrays_of_every_dtype_and_shape_come_back(array):
     ids=lambda value: value.dtype.str,
 )
 def test_numpy_scalars_come_back_as_what_they_are(value):
-    result = wire.decode(joined({"x": value}))["x"]
+    result = plain_data_encoding.decode(joined({"x": value}))["x"]
     assert type(result) is type(value)
     assert result.dtype == value.dtype
     assert result == value
@@ -104,18 +104,18 @@ def test_numpy_scalars_come_back_as_what_they_are(value):
 def test_layouts_are_kept_where_they_cost_nothing():
     base = np.arange(24_000.0).reshape(100, 240)
     for array in (base, base.T, base[::2, ::3], base[:, 5], np.asfortranarray(base)):
-        result = wire.decode(joined(array))
+        result = plain_data_encoding.decode(joined(array))
         assert np.array_equal(result, array)
         assert result.flags.f_contiguous == (array.flags.f_contiguous or array.ndim == 1)
 
 
 def test_encoding_does_not_copy_a_large_array_and_decoding_does():
     array = np.arange(100_000, dtype=np.float32)
-    pieces = wire.encode([array, "and words"])
+    pieces = plain_data_encoding.encode([array, "and words"])
     view = next(piece for piece in pieces if isinstance(piece, memoryview))
     assert np.shares_memory(np.frombuffer(view, np.float32), array)
     buffer = bytearray(b"".join(pieces))
-    result = wire.decode(buffer)[0]
+    result = plain_data_encoding.decode(buffer)[0]
     assert result.flags.writeable
     assert not np.shares_memory(result, np.frombuffer(buffer, np.uint8))
 
@@ -124,15 +124,15 @@ def test_buffers_are_aligned_within_the_message():
     arrays = [np.full(1001, index, np.uint8) for index in (11, 12, 13)]
     message = joined(arrays)
     for array in arrays:
-        assert message.index(array.tobytes()) % wire.ALIGNMENT == 0
+        assert message.index(array.tobytes()) % plain_data_encoding.ALIGNMENT == 0
 
 
 def test_large_bytes_are_not_copied():
     data = b"x" * 10_000
     for message in (data, {"a": [1, (data, "b")]}):
-        views = [piece for piece in wire.encode(message) if isinstance(piece, memoryview)]
+        views = [piece for piece in plain_data_encoding.encode(message) if isinstance(piece, memoryview)]
         assert [view.obj is data for view in views] == [True]
-        assert wire.decode(joined(message)) == message
+        assert plain_data_encoding.decode(joined(message)) == message
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_large_bytes_are_not_copied():
 )
 def test_what_cannot_be_sent_is_named_with_its_place(data, path):
     with pytest.raises(UsageError) as caught:
-        wire.encode(data)
+        plain_data_encoding.encode(data)
     assert caught.value.message.startswith(path)
     assert caught.value.remedy
 
@@ -162,7 +162,7 @@ def test_data_that_contains_itself_is_refused():
     loop: list[object] = []
     loop.append(loop)
     with pytest.raises(UsageError, match="does not contain itself"):
-        wire.encode(loop)
+        plain_data_encoding.encode(loop)
 
 
 class Point:
@@ -175,30 +175,30 @@ class NamedPoint(Point):
 
 
 def test_registered_types_travel_with_their_arrays_out_of_band():
-    wire.register(Point, "test.point", lambda p: (p.x, p.y), lambda plain: Point(*plain))
+    plain_data_encoding.register(Point, "test.point", lambda p: (p.x, p.y), lambda plain: Point(*plain))
     big = np.arange(1000.0)
-    pieces = wire.encode([NamedPoint(1, big)])
+    pieces = plain_data_encoding.encode([NamedPoint(1, big)])
     assert any(isinstance(piece, memoryview) for piece in pieces)
-    (point,) = wire.decode(b"".join(pieces))
+    (point,) = plain_data_encoding.decode(b"".join(pieces))
     assert type(point) is Point
     assert point.x == 1
     assert np.array_equal(point.y, big)
 
 
 def test_a_wire_name_belongs_to_one_type():
-    wire.register(Point, "test.point", lambda p: (p.x, p.y), lambda plain: Point(*plain))
+    plain_data_encoding.register(Point, "test.point", lambda p: (p.x, p.y), lambda plain: Point(*plain))
     with pytest.raises(UsageError, match="already belongs to"):
-        wire.register(Fraction, "test.point", str, Fraction)
+        plain_data_encoding.register(Fraction, "test.point", str, Fraction)
 
 
 def test_a_name_that_is_not_registered_here_is_refused():
     class Local:
         pass
 
-    wire.register(Local, "test.local", lambda _: 1, lambda _: Local())
+    plain_data_encoding.register(Local, "test.local", lambda _: 1, lambda _: Local())
     message = joined(Local()).replace(b"test.local", b"test.other")
     with pytest.raises(WireError, match=r"test\.other"):
-        wire.decode(message)
+        plain_data_encoding.decode(message)
 
 
 @given(DATA, st.data())
@@ -206,7 +206,7 @@ def test_a_message_cut_short_is_refused(data, draw):
     message = joined([data, np.arange(200.0)])
     cut = draw.draw(st.integers(0, len(message) - 1))
     with pytest.raises(WireError):
-        wire.decode(message[:cut])
+        plain_data_encoding.decode(message[:cut])
 
 
 @given(st.data())
@@ -215,10 +215,10 @@ def test_a_damaged_message_is_data_or_a_wire_error(draw):
     for _ in range(draw.draw(st.integers(1, 4))):
         message[draw.draw(st.integers(0, len(message) - 1))] = draw.draw(st.integers(0, 255))
     with contextlib.suppress(WireError):
-        wire.decode(message)
+        plain_data_encoding.decode(message)
 
 
 @given(st.binary())
 def test_garbage_is_refused(data):
     with pytest.raises(WireError):
-        wire.decode(data)
+        plain_data_encoding.decode(data)

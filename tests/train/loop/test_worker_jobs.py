@@ -18,7 +18,7 @@ from paceline.train.loop import process_setup
 from paceline.train.loop.run import Run
 from paceline.train.loop.run_builder import RunBuilder, SupervisedHooks
 from paceline.train.loop.run_hooks import GroupChangedError, one_group
-from paceline.train.loop.worker_tasks import BuiltModel, build, new_team, train_to_end
+from paceline.train.loop.worker_jobs import BuiltModel, build, new_team, train_to_end
 from paceline.train.state.duty_progress import Duty
 from paceline.train.state.model_state import state_hash
 from paceline.train.state.resume import resume

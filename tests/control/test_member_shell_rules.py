@@ -20,7 +20,7 @@ from tests.control.member_driver import (
     waiting,
 )
 
-from paceline.control.member_rules import (
+from paceline.control.member_shell_rules import (
     LACKS_RESIDUALS,
     is_first_alive,
     kept_shards,

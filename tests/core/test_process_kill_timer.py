@@ -7,7 +7,7 @@ import os
 import signal
 from collections.abc import Callable
 
-from paceline.core.kernel_deadline import KernelDeadline
+from paceline.core.process_kill_timer import KernelDeadline
 
 
 def status_of(function: Callable[[], int]) -> int:
