@@ -62,12 +62,14 @@ def run(
         world.time.at(fault.at, simulated_faults.apply, world, fault)
     quiet = max([0.0, *(fault.over_by for fault in schedule)])
     world.time.at(quiet + world.patience, world.must_have_moved, quiet)
-    supervisor, invariants, virtual_time = world.supervisor, world.invariants, world.time
+    supervisor, invariants, run_next_event = world.supervisor, world.invariants, world.time.next
     supervisor.begin(SupervisorBegan())
+    left = MAX_EVENTS
     while supervisor.end is None and not invariants.violations:
-        if not virtual_time.next():
+        left -= 1
+        if not run_next_event():
             invariants.violation("nothing is left to happen and the job has not ended")
-        elif virtual_time.happened > MAX_EVENTS:
+        elif left < 0:
             invariants.violation("the job does not end")
     end = supervisor.end
     if end is not None:

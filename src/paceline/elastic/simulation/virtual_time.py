@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable
+from heapq import heappop, heappush
 from typing import Any, final
 
 
@@ -20,17 +20,17 @@ class VirtualTime:
     def at(self, when: float, act: Callable[..., None], *args: Any) -> None:
         """Schedule a call of `act` at `when`, or now if that is over."""
         self._asked += 1
-        heapq.heappush(self._heap, (when if when > self.now else self.now, self._asked, act, args))
+        heappush(self._heap, (when if when > self.now else self.now, self._asked, act, args))
 
     def after(self, seconds: float, act: Callable[..., None], *args: Any) -> None:
         self._asked += 1
-        heapq.heappush(self._heap, (self.now + seconds, self._asked, act, args))
+        heappush(self._heap, (self.now + seconds, self._asked, act, args))
 
     def next(self) -> bool:
         """Run the next event; return False if none is left."""
         if not self._heap:
             return False
-        when, _, act, args = heapq.heappop(self._heap)
+        when, _, act, args = heappop(self._heap)
         self.now = when
         self.happened += 1
         act(*args)
