@@ -116,7 +116,7 @@ class SimulatedProcess(ABC):
     def _fire(self, token: int, act: Callback) -> None:
         if token != self.token or not self.alive:
             return
-        if self.stuck:
+        if self.stopped or self.hung:
             self.parked = act
         else:
             act()
