@@ -136,7 +136,8 @@ def test_steps_that_no_supervisor_heard_of_are_in_the_journal_after_a_resume(tmp
             lose_patience(folder)
             (gates / "open-14").touch()
             assert all_gone(leaving, 30)
-    heard, saved = steps_of(folder)[-1], saved_step(folder)
+    # Steps travel with heartbeats: the supervisor may be lost before the first of them has arrived.
+    heard, saved = max(steps_of(folder), default=0), saved_step(folder)
     assert heard < 14 <= saved < STEPS
     assert len(list((folder / "unheard").glob("*.jsonl"))) == 2
     assert goes_on(folder, later, fault_tolerance=paceline.FaultTolerance(enabled=care)) == quiet
