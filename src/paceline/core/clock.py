@@ -18,7 +18,7 @@ class Clock(Protocol):
 class MonotonicClock:
     """The machine's own clock; its zero has no meaning."""
 
-    now = staticmethod(time.monotonic)  # no frame of its own: every step asks it several times
+    now = staticmethod(time.monotonic)  # the C function: a step calls it several times
 
     def sleep(self, seconds: float) -> None:
         time.sleep(max(0.0, seconds))
