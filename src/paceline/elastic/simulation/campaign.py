@@ -62,16 +62,12 @@ def run(
         world.time.at(fault.at, simulated_faults.apply, world, fault)
     quiet = max([0.0, *(fault.over_by for fault in schedule)])
     world.time.at(quiet + world.patience, world.must_have_moved, quiet)
-    supervisor, invariants, run_next_event = world.supervisor, world.invariants, world.time.next
-    supervisor.begin(SupervisorBegan())
-    left = MAX_EVENTS
-    while supervisor.end is None and not invariants.violations:
-        left -= 1
-        if not run_next_event():
-            invariants.violation("nothing is left to happen and the job has not ended")
-        elif left < 0:
-            invariants.violation("the job does not end")
-    end = supervisor.end
+    world.supervisor.begin(SupervisorBegan())
+    if not world.time.run(MAX_EVENTS):
+        many = world.time.happened >= MAX_EVENTS
+        why = "the job does not end" if many else "nothing is left to happen and the job has not ended"
+        world.invariants.violation(why)
+    end = world.supervisor.end
     if end is not None:
         world.check_end(end)
     return ScheduleOutcome(

@@ -7,6 +7,7 @@ from something else gives another number.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import final
 
@@ -26,9 +27,11 @@ class RunInvariants:
     tainted   states that a corrupted member has had a part in: allowed until an audit finds it
     bad       members whose weights went wrong; `judged` are those of them that an audit found
     stays     no audit can find it: the corrupted member is gone, or was the only one
+    halt      ends the simulation at the first violation
     """
 
     shards: int
+    halt: Callable[[], None]
     violations: list[str] = field(default_factory=list)
     chain: dict[int, int] = field(default_factory=lambda: {0: GENESIS})
     tainted: set[int] = field(default_factory=set)
@@ -41,6 +44,7 @@ class RunInvariants:
     def violation(self, what: str) -> None:
         if len(self.violations) < 20:
             self.violations.append(what)
+        self.halt()
 
     def summed(self, step: int, parts: list[Part], who: str) -> int:
         """Return the state that a step makes of these parts. Only the right parts make the right state."""

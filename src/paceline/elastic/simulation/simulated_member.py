@@ -395,7 +395,9 @@ class SimulatedMember(SimulatedProcess):
             invariants.tainted.add(self.state)
         invariants.committed(self.number, step, self.state)
         self.step_mean = member_shell_rules.running_mean(self.step_mean, self.time.now - self.step_began)
-        self.world.entered(self, "committed")
+        self.world.last_commit = self.time.now
+        if self.world.triggers:
+            self.world.entered(self, "committed")
         if step % self.world.plan.audit_every == 0:
             hashes = {str(step): f"{self.state:x}"}
             self.send(

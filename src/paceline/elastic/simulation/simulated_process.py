@@ -28,6 +28,9 @@ from paceline.elastic.simulation.virtual_time import VirtualTime
 
 Callback = Callable[[], None]
 
+PhaseTrigger = tuple[int, str, Callback]
+"""(member, phase, action): what happens when the member next enters the phase, or has "committed"."""
+
 PATIENCE_SECONDS = 6.0
 """Seconds that a member trains on without a supervisor."""
 
@@ -41,6 +44,8 @@ class ProcessEnvironment(Protocol):
     invariants: RunInvariants
     collectives: SimulatedCollectives
     started_again: bool
+    last_commit: float
+    triggers: list[PhaseTrigger]
 
     def deliver(self, event: MachineEvent) -> None: ...
     def reaches_supervisor(self) -> bool: ...
@@ -124,7 +129,8 @@ class SimulatedProcess(ABC):
     def enter(self, phase: str) -> None:
         self.phase = phase
         self.phase_since = self.time.now
-        self.world.entered(self, phase)
+        if self.world.triggers:
+            self.world.entered(self, phase)
 
     def computed_so_far(self) -> int:
         if self.per_shard <= 0:

@@ -165,7 +165,7 @@ class SimulatedSupervisor:
         if self.trace is not None and (actions or not is_routine(event)):
             self.trace(f"{now:9.4f}  {event}")
             self.trace(f"           {after.phase.value}: {reason}")
-        if isinstance(event, FromMember):
+        if isinstance(event, FromMember) and isinstance(event.message, MemberReport):
             self._note_report(event.member, event.message)
         if actions:
             self.decisions += 1
@@ -173,9 +173,9 @@ class SimulatedSupervisor:
         if self.up:
             self._plan_tick()
 
-    def _note_report(self, member: int, message: ControlMessage) -> None:
-        if isinstance(message, MemberReport) and message.generation == self.state.generation:
-            self._reports[member] = message
+    def _note_report(self, member: int, report: MemberReport) -> None:
+        if report.generation == self.state.generation:
+            self._reports[member] = report
 
     def _carry_out(self, actions: tuple[Action, ...]) -> None:
         shell = self.shell
@@ -209,6 +209,7 @@ class SimulatedSupervisor:
                     shell.blamed(action)
                 case EndJob():
                     self.end = action
+                    shell.time.halt()
 
     def _send(self, members: tuple[int, ...], message: ControlMessage) -> None:
         for number in members:

@@ -13,7 +13,7 @@ class VirtualTime:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.happened = 0
+        self._halted = False
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._asked = 0
 
@@ -26,18 +26,27 @@ class VirtualTime:
         self._asked += 1
         heappush(self._heap, (self.now + seconds, self._asked, act, args))
 
-    def next(self) -> bool:
-        """Run the next event; return False if none is left."""
-        if not self._heap:
-            return False
-        when, _, act, args = heappop(self._heap)
-        self.now = when
-        self.happened += 1
-        act(*args)
-        return True
+    @property
+    def happened(self) -> int:
+        """Number of events that were run."""
+        return self._asked - len(self._heap)
+
+    def run(self, limit: int) -> bool:
+        """Run events until `halt`, until none is left, or up to a limit; return whether it was `halt`."""
+        heap = self._heap
+        for _ in range(limit):
+            if self._halted or not heap:
+                break
+            self.now, _, act, args = heappop(heap)
+            act(*args)
+        return self._halted
+
+    def halt(self) -> None:
+        """Let no further event happen."""
+        self._halted = True
 
     def suspend(self, seconds: float) -> None:
         """Suspend the whole host: everything happens later."""
         self.now += seconds
         # The order stays, so the heap stays one.
-        self._heap = [(when + seconds, order, act, args) for when, order, act, args in self._heap]
+        self._heap[:] = [(when + seconds, order, act, args) for when, order, act, args in self._heap]

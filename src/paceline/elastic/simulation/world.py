@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from random import Random
-from typing import TypeAlias, final
+from typing import final
 
 from paceline.control.messages import ViewPlan
 from paceline.elastic.machine import machine_events as events
@@ -23,12 +23,9 @@ from paceline.elastic.simulation.run_invariants import RunInvariants, SimulatedS
 from paceline.elastic.simulation.run_plan import RunPlan
 from paceline.elastic.simulation.simulated_collectives import SimulatedCollectives
 from paceline.elastic.simulation.simulated_member import SimulatedMember
-from paceline.elastic.simulation.simulated_process import PATIENCE_SECONDS, SimulatedProcess
+from paceline.elastic.simulation.simulated_process import PATIENCE_SECONDS, PhaseTrigger, SimulatedProcess
 from paceline.elastic.simulation.simulated_supervisor import SimulatedSupervisor
 from paceline.elastic.simulation.virtual_time import VirtualTime
-
-PhaseTrigger: TypeAlias = tuple[int, str, Callable[[], None]]
-"""(member, phase, action): what happens when the member next enters the phase."""
 
 
 @final
@@ -51,7 +48,7 @@ class World:
         self.supervisor_lasts = supervisor_lasts
         self.time = VirtualTime()
         self.network = NetworkConditions()
-        self.invariants = RunInvariants(plan.settings.shards)
+        self.invariants = RunInvariants(plan.settings.shards, self.time.halt)
         self.members: dict[int, SimulatedMember] = {}
         self.collectives = SimulatedCollectives(self.time, rng, self.network, self.members.__getitem__)
         self.supervisor = SimulatedSupervisor(plan.settings, self, tracer, check_invariants)
@@ -117,8 +114,6 @@ class World:
         return self.supervisor.up
 
     def entered(self, member: SimulatedProcess, phase: str) -> None:
-        if phase == "committed":
-            self.last_commit = self.time.now
         for trigger in self.triggers:
             if trigger[:2] == (member.number, phase):
                 self.triggers.remove(trigger)
