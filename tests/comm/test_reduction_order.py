@@ -140,6 +140,8 @@ def test_the_order_in_which_nodes_are_listed_does_not_matter():
         [Node(0, 0), Node(3, 0)],
         [Node(0, 0), Node(0, 0)],
         [Node(1, 0), Node(1, 1)],
+        # Neighbours of one level that are not siblings.
+        [Node(1, 0), Node(2, 0)],
         # A shard twice: the last node is a sibling of the first, and not of the one before it.
         [Node(0, 1), Node(2, 0), Node(1, 1)],
     ],

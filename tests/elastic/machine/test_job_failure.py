@@ -54,6 +54,17 @@ def test_all_meet_once_more_save_and_end_as_failed():
     assert "rank 1 raised in step 6" in end.reason
 
 
+def test_a_pause_becomes_an_abort():
+    """A member that finishes its step before it reports would wait for the one that raised."""
+    job = Driven(3, 6).running()
+    job.beat_all()
+    assert not asked(job.tell(ScaleRequested(2))).abort
+    generation = job.state.generation
+    told = job.tell(raised(2))
+    assert asked(told).abort
+    assert job.state.generation == generation + 1
+
+
 def test_one_without_a_good_state_is_left_out():
     job = Driven(3, 6).running()
     job.beat_all()
