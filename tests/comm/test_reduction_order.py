@@ -242,6 +242,14 @@ def test_a_sum_on_the_right_of_a_part_of_sixteen_bits_is_not_overwritten_by_it()
     assert out.item() == 271.0
 
 
+def test_a_part_of_sixteen_bits_is_added_to_a_sum_that_ends_as_the_result():
+    fold = tree_fold([Node(0, 1), Node(2, 0), Node(3, 0)], 4)
+    inputs = [torch.tensor([value], dtype=torch.bfloat16) for value in (256.0, 1.0, 2.0)]
+    out = torch.empty(1)
+    run_blocks(fold, torch.add, inputs, out)
+    assert (fold.temporaries, out.item()) == (0, 259.0)
+
+
 def test_long_tensors_are_folded_in_blocks_with_the_same_bits():
     tensors = [wide_range(rank, 200_001) for rank in range(3)]
     out = torch.empty(200_001)

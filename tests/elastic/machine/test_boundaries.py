@@ -208,6 +208,9 @@ def test_the_first_view_has_all_that_are_awaited():
     assert job.generation == 4
     assert first(starting(READY, STARTING)) == []
     assert first(starting(STARTING, STARTING)) == []
+    job = starting(READY, STARTING)
+    job.slots[2] = Slot(2, start_at=NOW)
+    assert first(job) == []
 
 
 def test_the_first_view_waits_no_longer_than_it_may():

@@ -342,6 +342,10 @@ def test_a_link_blocks_an_installation():
     beat(job, 2, "wait", 0.0, (3,))
     beat(job, 3, "wait", 0.0, (1, 2))
     assert named(hang_detection.find_overdue(job)) == [3]
+    # Also where more members wait for another one.
+    beat(job, 1, "wait", 0.0, (2, 3))
+    beat(job, 2, "wait", 0.0, (1,))
+    assert named(hang_detection.find_overdue(job)) == [3]
 
 
 def preparing(abort: bool) -> JobState:

@@ -430,6 +430,17 @@ def test_those_that_are_refused_are_refused_together():
     assert sent(actions, Prepare) == []
 
 
+def test_of_two_newcomers_that_do_not_reach_each_other_the_higher_rank_is_refused():
+    job = running(0)
+    newcomer(job, 3, 1)
+    newcomer(job, 4, 2)
+    change(job, 3, slot=3)
+    change(job, 4, slot=2)
+    job.slots = {0: job.slots[0], 2: Slot(2, 2, worker=4), 3: Slot(3, 1, worker=3)}
+    job, _ = after(job, dial_of(4, 3, "refused"))
+    assert (3 in job.workers, 4 in job.workers) == (False, True)
+
+
 @pytest.mark.parametrize("trouble", ["", "refused"])
 def test_a_dial_of_a_link_probe_is_not_a_meeting(trouble):
     job = running(0, 1)

@@ -407,6 +407,7 @@ def test_to_whom_all_data_looks_damaged_is_the_one_that_damages_it():
     assert accused(running(0, 0), 2) == [2]
     assert accused(running(0, 0, 0, 0, shards=8), 2, 3) == [2, 3]
     assert accused(running(), 1) == [1]
+    assert accused(running(), 1, 2) == [1, 2]  # not all of its peers
     assert accused(running(), 9) == []
     job = running(0, 0)
     add(job, 3, WorkerStatus.READY)
@@ -423,6 +424,10 @@ def test_a_failed_collective_after_a_restart_and_while_the_job_stops():
     job.phase, job.stop_reason, job.pending = JobPhase.INSTALLING, "enough", frozenset({1, 2})
     job, actions = after(job, failure_at(1, 3, "reset"))
     assert (job.saves_alone, job.phase) == (True, JobPhase.PREPARING)
+    job = running(0, 0)
+    job.phase, job.stop_reason = JobPhase.STOPPING, "enough"
+    job, actions = after(job, failure_at(1, 3, "reset"))
+    assert (job.saves_alone, job.phase) == (False, JobPhase.PREPARING)  # its view was whole: all save
     job = running(0, 0)
     job.phase, job.generation, job.pending = JobPhase.PREPARING, 4, frozenset({1, 2})
     job, actions = after(job, failure_at(1, 3, "reset"))

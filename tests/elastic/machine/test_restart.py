@@ -270,6 +270,14 @@ def test_who_is_back_and_done_ends_the_job():
     assert ended.ok
 
 
+def test_with_the_last_that_is_back_and_done_the_others_go_on():
+    job = returning(0, 0)
+    job, _ = after(job, hello_of(1, 0, 0, 3, (8, 0, 0)))
+    assert job.phase is JobPhase.RETURNING
+    job, _ = after(job, finish_of(2, (9, 1, 0), "same", None, 3))
+    assert job.phase is JobPhase.RUNNING
+
+
 def test_who_does_not_come_back_in_time_is_killed():
     job = returning(0, 0)
     job, _ = after(job, hello_of(1, 0, 0, 3))

@@ -230,6 +230,8 @@ def test_a_stop_dismisses_who_is_in_no_view_and_tells_the_members():
     assert (stop.members, stop.reason) == ((1, 2), "enough")
     assert (job.phase, job.stop_reason, job.stop_requested_at) == (JobPhase.STOPPING, "enough", NOW)
     assert sorted(job.slots) == [0, 1, 4]
+    _, _, refused = machine.step(job, ScaleRequested(1), NOW)
+    assert refused == "the job is stopping: its size stays"
     again, actions = after(job, StopRequested("really"), NOW + 1.0)
     assert (actions, again.stop_reason, again.stop_requested_at) == ([], "enough", NOW)
     job.last_message_at = dict.fromkeys((1, 2), NOW + 50.0)

@@ -113,6 +113,11 @@ def test_good_work_counts_only_in_a_view():
         job.slots[1] = replace(job.slots[1], failures=2)
         lost(job, 2)
         assert job.slots[1].failures == failures
+    job = job_of(forgive_seconds=0.5)
+    change(job, 2, status=WorkerStatus.READY)
+    job.slots[1] = replace(job.slots[1], failures=2)
+    lost(job, 2)
+    assert job.slots[1].failures == 3
     job = job_of(forgive_seconds=60.0)
     job.productive_seconds = 100.0
     change(job, 2, productive_before=40.1)

@@ -100,6 +100,16 @@ def test_a_repair_is_noted_with_its_time_and_who_was_lost():
     assert repair.seconds == pytest.approx(0.25)
 
 
+def test_a_view_has_the_reason_that_its_members_were_asked_for():
+    job = Driven(4, 8).running()
+    for lost, why in ((4, "killed"), (3, "out of memory")):
+        reason = asked(job.tell(WorkerLost(lost, "crash", why))).reason
+        assert why in reason
+        assert only_sent(job.tell(hello_of(1, 0, 0, 1, (5, 0, 0))), Prepare).reason == reason
+        assert only(job.report_all(), InstallView).reason == reason
+        job.install_all()
+
+
 def test_a_second_loss_while_reporting_needs_no_new_question():
     job = Driven(4, 8).running()
     job.tell(WorkerLost(1, "crash", "killed"))

@@ -100,6 +100,12 @@ def test_the_first_that_put_something_else_into_a_step():
     assert hash_votes.first_to_differ(before, AGAIN, [1, 2]) == (6, (1,))
 
 
+def test_steps_are_compared_in_their_order_and_not_in_that_of_a_set():
+    again = [trail(s8="0/b", s1="0/a"), trail(s8="1/d", s1="1/c")]
+    before = {1: trail(s1="0/a", s8="0/x"), 2: trail(s1="1/z", s8="1/y")}
+    assert hash_votes.first_to_differ(before, again, [1, 2]) == (1, (2,))
+
+
 def test_those_who_differ_are_named_in_order():
     again = [trail(s5="0/a"), trail(s5="1/c"), trail(s5="2/e")]
     before = {1: trail(s5="0/x"), 2: trail(s5="1/c"), 3: trail(s5="2/y")}

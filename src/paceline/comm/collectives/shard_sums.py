@@ -189,7 +189,7 @@ def _exchange_ownership(
 ) -> tuple[ShardOwnership, torch.dtype, torch.Size]:
     """Exchange shard ownership, dtype and shape; ranks without a shard learn these from the others."""
     dtype = dtype_name(next(iter(held.flats.values())).dtype) if held.flats else ""
-    mine = encode_message([sorted(held.flats), dtype, held.shape], "canonical_sum")
+    mine = encode_message([list(held.flats), dtype, held.shape], "canonical_sum")
     peers = peers_of(transport)
     messages = transfer(transport, call, dict.fromkeys(peers, mine), peers, deadline)
     messages[transport.rank] = mine

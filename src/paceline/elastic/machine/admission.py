@@ -71,7 +71,7 @@ def ask_again(job: JobState, number: int) -> None:
     for worker in ready(job):
         if number in worker.dialing:
             job.workers[worker.number] = replace(worker, dialing=worker.dialing - {number})
-    if number in job.workers and job.workers[number].status is WorkerStatus.READY:
+    if number in job.workers:
         job.workers[number] = replace(job.workers[number], dialing=frozenset())
 
 

@@ -181,7 +181,7 @@ def snapshot(state: JobState) -> SupervisorBegan:
         generation=state.generation,
         members={worker.number: (worker.slot, worker.agent_id) for worker in state.workers.values()},
         next_member=state.next_member,
-        starting=tuple(sorted(w.number for w in state.workers.values() if w.status in NOT_IN_VIEW)),
+        starting=tuple(w.number for w in state.workers.values() if w.status in NOT_IN_VIEW),
         view=state.view,
         slots={
             slot.number: (slot.agent_id, slot.failures, slot.weight, slot.given_up)

@@ -110,7 +110,7 @@ def on_dial_result(job: JobState, member: int, result: messages.DialResult) -> s
     newcomers = [one for one in (worker, peer) if one.status is WorkerStatus.READY]
     if not newcomers:
         return f"{result.trouble}, and both are in the view"
-    late = max(newcomers, key=lambda one: (one.slot, one.number))
+    late = max(newcomers, key=lambda one: one.slot)
     admission.refuse(job, late, result.trouble)
     return view_change.on_loss(job, [late], result.trouble)
 

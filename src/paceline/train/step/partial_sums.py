@@ -23,8 +23,6 @@ class PartialSums:
         self._all: list[FlatGradients] = []
         self._free: list[FlatGradients] = []
         self._held: dict[Node, FlatGradients] = {}
-        self._shards = 1
-        self._apart = False
 
     def start(self, shards: int, *, apart: bool = False) -> None:
         """Begin a step, forgetting what an abandoned one left. `apart`: which shards count is known only at
@@ -80,7 +78,7 @@ class PartialSums:
     def _whole(self, node: Node) -> Node:
         """Return the highest node that stands for the same shards: at the ragged end a node whose sibling
         lies beyond the last shard stands for its parent too."""
-        top = max(self._shards - 1, 0).bit_length()
+        top = (self._shards - 1).bit_length()
         while node.level < top and node.index % 2 == 0 and (node.index + 1) << node.level >= self._shards:
             node = Node(node.index >> 1, node.level + 1)
         return node
