@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, permutations
 
 import pytest
 import torch
@@ -65,7 +65,10 @@ def test_any_shards_in_any_order_fold_into_the_same_bits(
     for shard in mine:
         sums.add_shard(shard, [held[shard]], torch.full((2,), float(shard)))
         if shard in moves:
+            old = sums.partials
             sums.move()
+            for partial in old:
+                partial.views[0].fill_(torch.nan)
     nodes = covering_nodes(sorted(mine), shards)
     expected = fold_shards(held, nodes, kernel_of(ReduceOp.SUM), shards)
     assert len(sums.partials) == len(nodes)
@@ -94,6 +97,18 @@ def test_of_shards_that_are_kept_apart_those_that_count_fold_into_the_same_bits(
     for partial, right in zip(sums.partials, expected, strict=True):
         assert torch.equal(partial.views[0], right)
     assert sum(float(partial.scalars[0]) for partial in sums.partials) == sum(counted)
+
+
+@pytest.mark.parametrize("order", [*permutations(range(4))])
+def test_the_left_one_is_the_first_operand_whichever_comes_first(order: tuple[int, ...]) -> None:
+    """A sum of two NaNs has the payload of one of them."""
+    nans = [torch.full((5,), 0x7FC00000 + shard, dtype=torch.int32).view(torch.float32) for shard in range(4)]
+    expected = (nans[0] + nans[1]) + (nans[2] + nans[3])
+    sums = PartialSums(make_flat)
+    sums.start(4)
+    for shard in order:
+        sums.add_shard(shard, [nans[shard]], torch.zeros(2))
+    assert torch.equal(sums.partials[0].views[0].view(torch.int32), expected.view(torch.int32))
 
 
 def test_whole_blocks_need_logarithmic_memory() -> None:

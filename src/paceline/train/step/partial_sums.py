@@ -50,7 +50,7 @@ class PartialSums:
     def count_only(self, shards: Sequence[int]) -> None:
         """Sum these of the shards that were kept apart, and forget the others."""
         leaves = {shard: self._held[Node(shard, 0)] for shard in shards}
-        self._apart, self._held = False, {}
+        self._held = {}
         for shard, leaf in sorted(leaves.items()):
             self._merge(self._whole(Node(shard, 0)), leaf)
 
@@ -78,8 +78,7 @@ class PartialSums:
     def _whole(self, node: Node) -> Node:
         """Return the highest node that stands for the same shards: at the ragged end a node whose sibling
         lies beyond the last shard stands for its parent too."""
-        top = (self._shards - 1).bit_length()
-        while node.level < top and node.index % 2 == 0 and (node.index + 1) << node.level >= self._shards:
+        while node.index and node.index % 2 == 0 and (node.index + 1) << node.level >= self._shards:
             node = Node(node.index >> 1, node.level + 1)
         return node
 
