@@ -25,7 +25,7 @@ _LEFT_AT: Final = _PHASE.size + _TIME.size
 @dataclass(frozen=True)
 class PhaseRecord:
     """The phase, the step that it belongs to, the machine's monotonic time at which it began, and that at
-    which the thread that heartbeats last had the interpreter; 0.0: not yet."""
+    which the thread that sends heartbeats last had the interpreter; 0.0: not yet."""
 
     phase: str
     step: int

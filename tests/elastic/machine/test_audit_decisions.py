@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from tests.elastic.machine.machine_driver import some
@@ -309,6 +310,8 @@ def test_the_assignment_of_a_dispute_is_kept_for_the_same_members():
     job.dispute, job.restore = Dispute(BALLOT, {}, assignment=((0, 3), (1, 2))), True
     assert replica_divergence.assignment_of_dispute(job, order) == ((0, 3), (1, 2))
     assert replica_divergence.assignment_of_dispute(job, order[:1]) is None
+    one_leaves = [order[0], replace(order[1], leave_reason="preempted")]
+    assert replica_divergence.assignment_of_dispute(job, one_leaves) is None
     job.restore = False
     assert replica_divergence.assignment_of_dispute(job, order) is None
     job.restore, job.dispute = True, None

@@ -313,6 +313,8 @@ def test_a_view_whose_source_leaves_is_waited_for():
     assert view_change.too_slow_to_form(job) is None
     job.view = replace(job.view, source=1, stale_indexes=(0,))
     assert view_change.too_slow_to_form(job) is not None
+    # Without a source, after a restore, no member is waited for: not the last one either.
+    assert view_change.too_slow_to_form(forming(9.0, m2="preempted")) is not None
 
 
 def test_a_view_that_does_not_form_while_the_job_stops():

@@ -140,6 +140,12 @@ def test_without_slots_all_are_wanted_and_begin_anew():
     assert {again.slots[0].worker, again.slots[2].worker} == {8, 9}
 
 
+def test_members_are_kept_in_the_order_of_their_numbers():
+    told = machine.snapshot(made((0, 0, 0)))
+    job, _ = begun(replace(told, members=dict(reversed(told.members.items()))))
+    assert list(job.workers) == [1, 2, 3]
+
+
 def test_numbers_are_never_given_twice():
     again, _ = begun(SupervisorBegan(3, {7: (0, 0)}, next_member=20), workers=1)
     assert again.next_member == 20

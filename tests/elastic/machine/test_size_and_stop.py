@@ -376,6 +376,9 @@ def test_the_silent_are_probed_and_slots_are_filled_when_it_is_time():
 def test_a_tick_that_finds_all_well_decides_nothing():
     job, actions = ticked(running(0, 0))
     assert (actions, job.phase) == ([], JobPhase.RUNNING)
+    job.next_tick_at = NOW
+    _, _, reason = machine.step(job, Tick(), NOW)
+    assert "started" not in reason
 
 
 def test_a_straggler_is_handed_over_and_the_assignment_has_its_time_again():

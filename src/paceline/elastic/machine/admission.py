@@ -69,8 +69,7 @@ def unmet_peers(job: JobState, worker: Worker) -> list[Worker]:
 def ask_again(job: JobState, number: int) -> None:
     """Forget which dials this worker was asked for: the requests may be lost with its connection."""
     for worker in ready(job):
-        if number in worker.dialing:
-            job.workers[worker.number] = replace(worker, dialing=worker.dialing - {number})
+        job.workers[worker.number] = replace(worker, dialing=worker.dialing - {number})
     if number in job.workers:
         job.workers[number] = replace(job.workers[number], dialing=frozenset())
 

@@ -93,7 +93,7 @@ def _find_stopped_together(job: JobState) -> frozenset[int]:
     listened = [
         worker
         for worker in listened
-        if worker.number in stopped or worker.status is not WorkerStatus.READY or worker.since <= silent_since
+        if worker.status is not WorkerStatus.READY or worker.since <= silent_since
     ]
     groups = [[worker.number for worker in listened]]
     for agent_id in {worker.agent_id for worker in listened}:

@@ -100,11 +100,7 @@ def note_lineage(job: JobState, plan: ViewPlan, reports: Mapping[int, MemberRepo
         return
     source = plan.members[plan.source]
     root, given = job.lineage.get(source, source), reports[source]
-    same = [
-        number
-        for number, report in reports.items()
-        if report.digest and report.digest == given.digest and report.progress is not None
-    ]
+    same = [number for number, report in reports.items() if report.digest and report.digest == given.digest]
     if len({job.lineage.get(number, number) for number in same}) < 2:
         for index in plan.stale_indexes:
             job.lineage[plan.members[index]] = root
@@ -116,7 +112,7 @@ def _judge_reports(job: JobState, reports: Mapping[int, MemberReport]) -> tuple[
     for report in reports.values():
         if report.agreed >= 0 and not job.restore:
             job.agreed_step = max(job.agreed_step, report.agreed)
-    # Proof heartbeats votes: a member that saw its own memory change is at fault, whatever the others hold.
+    # Proof counts more than votes: a member that saw its own memory change is at fault, whatever the others hold.
     if any(report.memory_changed for report in reports.values()):
         return _expel_spoiled(job, reports)
     # Then votes that were cast before the view ended: a report of the same difference says nothing new.
