@@ -142,7 +142,7 @@ def test_without_slots_all_are_wanted_and_begin_anew():
 
 def test_members_are_kept_in_the_order_of_their_numbers():
     told = machine.snapshot(made((0, 0, 0)))
-    job, _ = begun(replace(told, members=dict(reversed(told.members.items()))))
+    job, _ = begun(replace(told, members=dict(reversed(list(told.members.items())))))
     assert list(job.workers) == [1, 2, 3]
 
 

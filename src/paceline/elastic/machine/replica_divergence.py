@@ -112,7 +112,7 @@ def _judge_reports(job: JobState, reports: Mapping[int, MemberReport]) -> tuple[
     for report in reports.values():
         if report.agreed >= 0 and not job.restore:
             job.agreed_step = max(job.agreed_step, report.agreed)
-    # Proof counts more than votes: a member that saw its own memory change is at fault, whatever the others hold.
+    # Proof before votes: a member that saw its own memory change is at fault, whatever the others hold.
     if any(report.memory_changed for report in reports.values()):
         return _expel_spoiled(job, reports)
     # Then votes that were cast before the view ended: a report of the same difference says nothing new.
