@@ -345,12 +345,14 @@ def test_whom_a_member_waited_for_is_suspected_where_it_names_no_member():
     assert job.suspicions == {}
 
 
-def test_who_has_left_the_group_to_report_is_not_suspected():
+@pytest.mark.parametrize("abort", [False, True])
+def test_who_has_left_the_group_for_a_pause_is_not_suspected(abort):
     job = running()
     job.phase, job.generation, job.pending = JobPhase.PREPARING, 4, frozenset({1, 2, 3})
+    job.abort = abort
     job, _ = after(job, report_of(3, 4, (5, 0, 0)))
     job, _ = after(job, failure_at(1, 3, "reset", (), (2, 3)))
-    assert job.suspicions == {(1, 2): 1}
+    assert job.suspicions == ({(1, 2): 1, (1, 3): 1} if abort else {(1, 2): 1})
 
 
 def blamed(job: JobState, member: int, *unreachable: int) -> int:

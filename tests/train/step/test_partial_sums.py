@@ -99,6 +99,18 @@ def test_of_shards_that_are_kept_apart_those_that_count_fold_into_the_same_bits(
     assert sum(float(partial.scalars[0]) for partial in sums.partials) == sum(counted)
 
 
+def test_after_it_is_known_which_count_further_shards_are_summed_at_once() -> None:
+    sums = PartialSums(make_flat)
+    sums.start(4, apart=True)
+    for shard in (0, 1, 3):
+        sums.add_shard(shard, [contribution(shard)], torch.zeros(2))
+    sums.count_only([0, 1])
+    for shard in (2, 3):
+        sums.add_shard(shard, [contribution(shard)], torch.zeros(2))
+    (total,) = sums.partials
+    assert torch.equal(total.views[0], canonical_reference([contribution(shard) for shard in range(4)]))
+
+
 @pytest.mark.parametrize("order", [*permutations(range(4))])
 def test_the_left_one_is_the_first_operand_whichever_comes_first(order: tuple[int, ...]) -> None:
     """A sum of two NaNs has the payload of one of them."""

@@ -231,7 +231,9 @@ def on_collective_failed(job: JobState, member: int, failure: messages.Collectiv
     # counted also where the view is being changed already: each member of a broken view tells its side.
     heartbeat = job.heartbeats.get(member)
     for named in failure.unreachable or (heartbeat.waits_for if heartbeat is not None else ()):
-        if named not in job.reports:  # one that has reported left the group because it was asked to
+        # One that has reported for a pause left the group because it was asked to. Asked to abort, both ends
+        # of a broken link may have reported: each names the other.
+        if job.abort or named not in job.reports:
             job.suspicions[member, named] = job.suspicions.get((member, named), 0) + 1
     if job.phase is JobPhase.PREPARING and job.abort:
         return f"{why}; its members are being asked already"

@@ -50,7 +50,7 @@ class PartialSums:
     def count_only(self, shards: Sequence[int]) -> None:
         """Sum these of the shards that were kept apart, and forget the others."""
         leaves = {shard: self._held[Node(shard, 0)] for shard in shards}
-        self._held = {}
+        self._apart, self._held = False, {}
         for shard, leaf in sorted(leaves.items()):
             self._merge(self._whole(Node(shard, 0)), leaf)
 
