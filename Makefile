@@ -6,11 +6,14 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.stamp-$(TORCH)
 PYTEST_ARGS ?=
+# What tests/integrations and the site of the documentation need beside .venv.
+INTEGRATIONS := 'accelerate>=1.0' 'lightning>=2.4' 'mkdocs-material>=9.5' 'mkdocstrings[python]>=0.26' 'mlflow>=2.15,<3.18' \
+	'playwright>=1.48' 'tensorboard>=2.16' 'torchmetrics>=1.4' 'transformers>=4.45' 'wandb>=0.17'
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup system demo test test-network check format bench bench-peers gauntlet mutants clean
+.PHONY: help setup system demo docs test test-network test-integrations check format bench bench-peers gauntlet mutants clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -24,14 +27,30 @@ demo: $(STAMP) ## train on 4 workers, kill one, repair, add one; train undisturb
 # How fast an import is can only be seen alone.
 test: system check ## check, then all tests that need one host
 	@# Once for the hundreds of processes that tests start, also where PYTHONDONTWRITEBYTECODE is set.
-	$(BIN)/python -m compileall -q src
+	$(BIN)/python -m compileall -q src tests
 	$(if $(PYTEST_ARGS),,$(BIN)/python -m pytest -q tests/test_imports.py)
 	$(BIN)/python -m pytest -n 2 --dist worksteal \
-		$(or $(PYTEST_ARGS),--ignore=tests/test_imports.py --ignore=tests/network)
+		$(or $(PYTEST_ARGS),--ignore=tests/test_imports.py --ignore=tests/network --ignore=tests/integrations)
 
 # They wait for real timeouts of real links: 4 minutes, and without root they are skipped.
 test-network: system $(STAMP) ## the tests of several hosts, in network namespaces, as root
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/network
+
+# Programs of a minute (examples, the documentation's code, the demo), trackers and other trainers at their real packages:
+# too heavy for the project's own environment, whose packages they see. One at a time: other packages' servers leave files
+# for which the test beside them would be blamed.
+test-integrations: .venv-integrations/.stamp ## the documentation's code, examples, MLflow, Weights & Biases, other trainers
+	.venv-integrations/bin/python -m pytest tests/integrations tests/monitor/trackers $(PYTEST_ARGS)
+
+docs: .venv-integrations/.stamp ## build the documentation's site, offline, into site/
+	NO_MKDOCS_2_WARNING=1 .venv-integrations/bin/mkdocs build --quiet --strict
+
+.venv-integrations/.stamp: $(STAMP)
+	$(PYTHON) -m venv .venv-integrations
+	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
+		> $$(.venv-integrations/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_project.pth
+	.venv-integrations/bin/python -m pip install --quiet $(INTEGRATIONS)
+	@touch $@
 
 check: $(STAMP) ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check .
@@ -94,5 +113,5 @@ system: ## install mpirun and ip when they are missing and we may
 	fi
 
 clean: ## remove everything that make creates
-	rm -rf $(VENV) .venv-peers gauntlet-wrong .system.log .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
+	rm -rf $(VENV) .venv-peers .venv-integrations gauntlet-wrong .system.log .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -83,7 +83,7 @@ def _config(steps: int, run_dir: Path, settings: dict[str, Any]) -> TrainConfig:
         checkpoint=CheckpointConfig(enabled=False),
         progress=False,
         run_dir=str(run_dir),
-        **settings,
+        **{"shards": 1, **settings},
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from paceline.core import log
 from paceline.testing import leaks
 
 _FAILED = pytest.StashKey[bool]()
@@ -40,16 +41,19 @@ def own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fails a passing test that leaves a thread, a process, a file descriptor or a shared-memory file behind.
+    """Fails a passing test that leaves a thread, a process, a file descriptor, a shared-memory file or the
+    rank of a run, which log lines carry, behind.
 
     `@pytest.mark.leaky("reason")` turns it off. What module and session fixtures hold is not counted.
     """
-    before = leaks.snapshot()
+    before, position = leaks.snapshot(), log.position()
     yield
     # A failed test's traceback keeps its locals alive, and has something more useful to say anyway.
     if request.node.stash.get(_FAILED, False) or request.node.get_closest_marker("leaky"):
         return
     left = leaks.since(before, kept=_fork_server())
+    if log.position() != position:
+        left.append(f"the log's {log.position()}, which was {position}")
     if left:
         pytest.fail("the test left behind:\n  " + "\n  ".join(left), pytrace=False)
 

@@ -35,7 +35,12 @@ PRIVATE_ACCESSES = 40
 
 # What may be over a limit, with the reason.
 MANY_ARGUMENTS = {
+    "paceline.frontends.ddp_trainer.ddp_trainer:__init__": "one argument for each that "
+    "users of such trainers know; all but the model have a default",
+    "paceline.frontends.launcher.distributed_launcher:launch_distributed_training": "a front door: the "
+    "fields of LaunchConfig as keywords, the script's arguments beside them",
     "paceline.cli.train:train": "one argument for each option of `paceline train`, as typer wants them",
+    "paceline.cli.doctor:doctor": "one argument for each option of `paceline doctor`, as typer wants them",
 }
 MANY_METHODS = {
     "paceline.comm.transport.base:Window": "WindowMemory and WindowTicks together, for a step that copies "
@@ -47,6 +52,7 @@ MANY_METHODS = {
 }
 SHARED_FILE_NAMES = {
     "__main__.py": "Python's own name for what `python -m` runs",
+    "run.py": "the command, and the run that a worker's loop goes through",
     "audit.py": "the command and the audit that it prints, as for every command of that name",
 }
 
@@ -97,6 +103,7 @@ SUPERVISOR_ENTRIES = {
 # Names in docstrings and comments that look like a module's and are not, with the reason.
 NO_MODULES = {
     "checkpoint.url": "a key of the config",
+    "metrics.csv": "a file of a run",
     "script.py": "a user's",
 }
 
@@ -458,6 +465,8 @@ def is_there(name: str) -> bool:
 
 def _defines(tree: ast.Module, name: str) -> bool:
     named = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    # A thin public module passes names of others on.
+    named |= {str(a.asname) for node in tree.body if isinstance(node, ast.ImportFrom) for a in node.names}
     # The root maps public names to modules.
     return name in named or any(
         isinstance(node, ast.Constant) and node.value == name for node in ast.walk(tree)

@@ -58,6 +58,7 @@ from paceline.train.settings.train_config import EarlyStopping, LossScaling, Tra
 from paceline.train.state import optimizers
 from paceline.train.state.run_folder import RunFolder
 from paceline.train.step import misuse_guard
+from paceline.train.step_info import StepInfo
 from paceline.train.team import first_owners
 
 
@@ -179,7 +180,7 @@ def _large_micro_batch(count: int) -> None:
 
 
 def _lacking(count: int) -> None:
-    misuse_guard.refuse_lacking(3, count, 0, 0)
+    misuse_guard.check_applied(3, count, 0, 0)
 
 
 def _scaler(count: int) -> None:
@@ -367,7 +368,7 @@ def test_outputs_of_a_collective(outputs: int, text: str):
 @pytest.mark.parametrize(("number", "text"), [(1, "a micro-batch of 1 sample was"), (2, "of 2 samples was")])
 def test_a_micro_batch_without_backward(number: int, text: str, tmp_path: Path):
     model = nn.Linear(1, 1)
-    config = _config(workers=1, global_batch=number, run_dir=tmp_path / "run")
+    config = _config(workers=1, shards=1, global_batch=number, run_dir=tmp_path / "run")
     with (
         pytest.raises(UsageError, match=text),
         paceline.session(model, torch.optim.SGD(model.parameters(), 0.1), config) as run,
@@ -384,7 +385,7 @@ def test_a_last_batch_that_is_too_small(size: int, shards: int, text: str):
     spec = SimpleNamespace(
         config=_config(global_batch=4, workers=1, shards=shards), data=SimpleNamespace(size=size)
     )
-    assert text in worker_jobs.position_note(MicroBatch(None, 1, 0, 0, 0), cast("Any", spec))
+    assert text in worker_jobs.position_note(MicroBatch(None, 1, 0, StepInfo()), cast("Any", spec))
 
 
 @pytest.mark.parametrize(
@@ -408,7 +409,7 @@ def test_the_micro_batch_that_was_found(number: int, text: str, monkeypatch, cap
     caplog.set_level(logging.INFO)
     model = nn.Linear(1, 1)
     source = as_source((torch.zeros(2, 1), torch.zeros(2, 1)))
-    config = _config(global_batch=2, workers=1)
+    config = _config(global_batch=2, shards=1, workers=1)
     objective = Objective(nn.MSELoss())
     cpu = torch.device("cpu")
     assert micro_batch_finder.find_for_run(config, model, model, objective, source, cpu) == number

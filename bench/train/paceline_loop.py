@@ -93,6 +93,7 @@ def train(work: Workload, workers: int, steps: int, every: int | None = None) ->
 def _config(work: Workload, workers: int, steps: int, every: int | None, run_dir: Path) -> TrainConfig:
     return TrainConfig(
         workers=workers,
+        shards=workers,  # what the peers compute: one pass per worker
         global_batch=work.batch * workers,
         max_steps=steps,
         seed=SEED,

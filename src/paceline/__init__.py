@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from paceline import gradient_checkpointing as gradient_checkpointing, metrics as metrics
     from paceline.aggregate.async_sgd.staleness import Staleness as Staleness
     from paceline.comm.compression import (
         PowerSGD as PowerSGD,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
         WireError as WireError,
     )
     from paceline.data.checked import CheckedShards as CheckedShards, write_shards as write_shards
+    from paceline.data.orders import LengthBuckets as LengthBuckets, WeightedOrder as WeightedOrder
     from paceline.data.partition import (
         DataPartitioner as DataPartitioner,
         balance_workload as balance_workload,
@@ -57,6 +59,34 @@ if TYPE_CHECKING:
         reduce_scatter as reduce_scatter,
         scatter as scatter,
         send as send,
+    )
+    from paceline.frontends.context_trainers.adaptive_trainer import (
+        DistributedAdaptiveTrainer as DistributedAdaptiveTrainer,
+    )
+    from paceline.frontends.context_trainers.distributed_trainer import (
+        DistributedTrainer as DistributedTrainer,
+    )
+    from paceline.frontends.context_trainers.neural_net_trainer import (
+        DistributedNeuralNetTrainer as DistributedNeuralNetTrainer,
+    )
+    from paceline.frontends.context_trainers.strategies import (
+        AggregationMethod as AggregationMethod,
+        TrainingStrategy as TrainingStrategy,
+    )
+    from paceline.frontends.ddp_trainer.ddp_trainer import PyTorchDDPTrainer as PyTorchDDPTrainer
+    from paceline.frontends.ddp_trainer.distributed_config import DistributedConfig as DistributedConfig
+    from paceline.frontends.launcher.distributed_launcher import (
+        DistributedLauncher as DistributedLauncher,
+        launch_distributed_training as launch_distributed_training,
+    )
+    from paceline.frontends.launcher.launch_config import LaunchConfig as LaunchConfig
+    from paceline.frontends.manager.manager_config import (
+        CheckpointGranularity as CheckpointGranularity,
+        ManagerConfig as ManagerConfig,
+    )
+    from paceline.frontends.manager.step_metrics import StepMetrics as StepMetrics
+    from paceline.frontends.manager.training_manager import (
+        DistributedTrainingManager as DistributedTrainingManager,
     )
     from paceline.frontends.orchestrator.observed_state import (
         DataShard as DataShard,
@@ -79,16 +109,25 @@ if TYPE_CHECKING:
         init_process_group as init_process_group,
         is_initialized as is_initialized,
     )
+    from paceline.frontends.saved_models import load_model as load_model
     from paceline.frontends.session import session as session
     from paceline.frontends.spawn import spawn as spawn
     from paceline.frontends.trainer import Trainer as Trainer
     from paceline.monitor.report import write_report as write_report
+    from paceline.monitor.trackers.csv_log import CsvLog as CsvLog
+    from paceline.monitor.trackers.mlflow import MLflow as MLflow
+    from paceline.monitor.trackers.tensorboard import TensorBoard as TensorBoard
+    from paceline.monitor.trackers.wandb import WeightsAndBiases as WeightsAndBiases
     from paceline.parallel.ddp import (
         DistributedDataParallel as DistributedDataParallel,
         no_sync as no_sync,
     )
     from paceline.train.callbacks import Modifier as Modifier, Observer as Observer
     from paceline.train.history import History as History
+    from paceline.train.loop.checkpoint_scope import checkpoint_scope as checkpoint_scope
+    from paceline.train.memory_pool import memory_pool_scope as memory_pool_scope
+    from paceline.train.settings.evaluation_config import EvaluationConfig as EvaluationConfig
+    from paceline.train.settings.learning_rate_scaling import scale_learning_rate as scale_learning_rate
     from paceline.train.settings.train_config import (
         CheckpointConfig as CheckpointConfig,
         DynamicBatch as DynamicBatch,
@@ -99,7 +138,9 @@ if TYPE_CHECKING:
         TrainConfig as TrainConfig,
     )
     from paceline.train.state.model_state import state_hash as state_hash
+    from paceline.train.state.weight_averages import EMA as EMA, SWA as SWA
     from paceline.train.step.aggregation_registry import Aggregation as Aggregation
+    from paceline.train.step_info import StepInfo as StepInfo
     from paceline.train.stop_signals import (
         STOPPED_EXIT_CODE as STOPPED_EXIT_CODE,
         SUPERVISOR_LOST_EXIT_CODE as SUPERVISOR_LOST_EXIT_CODE,
@@ -148,6 +189,20 @@ _MODULES = {
         "send",
     ),
     "paceline.aggregate.async_sgd.staleness": ("Staleness",),
+    "paceline.frontends.context_trainers.adaptive_trainer": ("DistributedAdaptiveTrainer",),
+    "paceline.frontends.context_trainers.distributed_trainer": ("DistributedTrainer",),
+    "paceline.frontends.context_trainers.neural_net_trainer": ("DistributedNeuralNetTrainer",),
+    "paceline.frontends.context_trainers.strategies": ("AggregationMethod", "TrainingStrategy"),
+    "paceline.frontends.ddp_trainer.ddp_trainer": ("PyTorchDDPTrainer",),
+    "paceline.frontends.ddp_trainer.distributed_config": ("DistributedConfig",),
+    "paceline.frontends.launcher.distributed_launcher": (
+        "DistributedLauncher",
+        "launch_distributed_training",
+    ),
+    "paceline.frontends.launcher.launch_config": ("LaunchConfig",),
+    "paceline.frontends.manager.manager_config": ("CheckpointGranularity", "ManagerConfig"),
+    "paceline.frontends.manager.step_metrics": ("StepMetrics",),
+    "paceline.frontends.manager.training_manager": ("DistributedTrainingManager",),
     "paceline.frontends.orchestrator.observed_state": ("DataShard", "WorkerNode", "WorkerState"),
     "paceline.frontends.orchestrator.orchestrator": ("DistributedTrainingOrchestrator",),
     "paceline.frontends.orchestrator.orchestrator_config": (
@@ -167,11 +222,14 @@ _MODULES = {
     "paceline.data.checked": ("CheckedShards", "write_shards"),
     "paceline.data.partition": ("DataPartitioner", "balance_workload"),
     "paceline.data.sampler": ("DistributedSampler",),
+    "paceline.frontends.saved_models": ("load_model",),
     "paceline.frontends.session": ("session",),
     "paceline.frontends.spawn": ("spawn",),
     "paceline.frontends.trainer": ("Trainer",),
     "paceline.parallel.ddp": ("DistributedDataParallel", "no_sync"),
     "paceline.train.callbacks": ("Modifier", "Observer"),
+    "paceline.train.settings.evaluation_config": ("EvaluationConfig",),
+    "paceline.train.settings.learning_rate_scaling": ("scale_learning_rate",),
     "paceline.train.settings.train_config": (
         "CheckpointConfig",
         "DynamicBatch",
@@ -182,11 +240,25 @@ _MODULES = {
         "TrainConfig",
     ),
     "paceline.train.history": ("History",),
+    "paceline.train.loop.checkpoint_scope": ("checkpoint_scope",),
+    "paceline.train.memory_pool": ("memory_pool_scope",),
     "paceline.monitor.report": ("write_report",),
+    "paceline.monitor.trackers.csv_log": ("CsvLog",),
+    "paceline.monitor.trackers.mlflow": ("MLflow",),
+    "paceline.monitor.trackers.tensorboard": ("TensorBoard",),
+    "paceline.monitor.trackers.wandb": ("WeightsAndBiases",),
     "paceline.train.stop_signals": ("STOPPED_EXIT_CODE", "SUPERVISOR_LOST_EXIT_CODE", "Stopped"),
     "paceline.train.state.model_state": ("state_hash",),
+    "paceline.data.orders": ("LengthBuckets", "WeightedOrder"),
+    "paceline.train.step_info": ("StepInfo",),
+    "paceline.train.state.weight_averages": ("EMA", "SWA"),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
+# Thin modules of public names, found below `paceline` without an import of their own.
+_HOME |= {
+    module.removeprefix("paceline."): module
+    for module in ("paceline.gradient_checkpointing", "paceline.metrics")
+}
 
 __all__ = sorted(_HOME)
 
@@ -197,7 +269,8 @@ def __getattr__(name: str) -> object:
     module = _HOME.get(name)
     if module is None:
         raise AttributeError(f"module 'paceline' has no attribute {name!r}")
-    value = getattr(importlib.import_module(module), name)
+    found = importlib.import_module(module)
+    value = found if module == f"paceline.{name}" else getattr(found, name)
     # The next access finds it without coming here.
     globals()[name] = value
     return value

@@ -30,7 +30,7 @@ def net():
 def fit(seed, run_dir):
     config = paceline.TrainConfig(
         workers=2, shards=4, global_batch=20, epochs=3, seed=seed, audit_every=2, progress=False,
-        run_dir=run_dir,
+        run_dir=run_dir, checkpoint=paceline.CheckpointConfig(every_epochs=1),
     )
     adam = lambda p: torch.optim.Adam(p, 0.01)
     return paceline.Trainer(net, nn.MSELoss(), optimizer=adam, config=config).fit((x, x.sum(1, keepdim=True)))

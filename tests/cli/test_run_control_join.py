@@ -10,6 +10,8 @@ from tests.elastic.supervised_jobs import drop, running
 
 from paceline.cli import join, run_control
 from paceline.cli.main import invoke
+from paceline.core.events import StepCommitted
+from paceline.core.journal import Journal
 
 app = typer.Typer(rich_markup_mode=None)
 app.command("scale")(run_control.scale)
@@ -25,8 +27,29 @@ def test_a_run_is_shown_scaled_and_stopped(tmp_path, capsys):
         shown = capsys.readouterr().out
         assert "running" in shown
         assert "rank 1" in shown
+        assert "samples/s" not in shown  # these workers measure nothing
+        timed = StepCommitted(
+            time=0.0,
+            step=10**7,
+            epoch=0,
+            loss=0.0,
+            samples=32,
+            seconds=0.5,
+            comm_time=0.125,
+            data_time=0.05,
+            compute_efficiency=0.6,
+        )
+        with Journal(tmp_path / "journal.jsonl") as journal:
+            journal.append(timed)
+        assert invoke(app, ["status", str(tmp_path)]) == 0
+        assert (
+            "last 1 step: 64 samples/s, communication 25.0%, data 10.0%, computing 60.0%"
+            in capsys.readouterr().out
+        )
         assert invoke(app, ["status", str(tmp_path), "--json"]) == 0
-        assert len(json.loads(capsys.readouterr().out)["workers"]) == 2
+        facts = json.loads(capsys.readouterr().out)
+        assert len(facts["workers"]) == 2
+        assert facts["recent"]["communication_share"] == 0.25
         for wrong, said in (("1", "fewer than the 2"), ("600", "more than the 6 shards")):
             assert invoke(app, ["scale", str(tmp_path), "--workers", wrong]) == 2
             assert said in capsys.readouterr().err

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from paceline.core.available_resources import visible_gpus
+
 SCRIPT = """
 import json, sys
 from paceline.frontends import overrides
@@ -69,6 +71,36 @@ def test_settings_win_and_the_command_is_recorded(tmp_path):
         },
         "torch": False,
     }
+
+
+def test_a_file_of_settings_wins_over_the_script_and_options_over_the_file(tmp_path):
+    text = 'workers = 4\nepochs = 7\nresume = "auto"\n[checkpoint]\nkeep_last = 9\n'
+    (tmp_path / "settings.toml").write_text(text)
+    options = ["--config", "settings.toml", "--num-gpus", "3", "--set", "checkpoint.keep_last=5"]
+    done = run(tmp_path, "--script", "script.py", *options, "x", "--", "--own")
+    found = json.loads(done.stdout)
+    assert (found["workers"], found["epochs"], found["resume"]) == (3, 7, "auto")
+    assert (found["keep_last"], found["metric"]) == (5, "accuracy")
+    assert found["argv"] == ["script.py", "x", "--own"]
+    # As assignments, so that `paceline verify` repeats them whatever becomes of the file; the last counts.
+    assert found["command"]["settings"] == [
+        "workers=4", "epochs=7", 'resume="auto"', "checkpoint.keep_last=9",
+        "workers=3", "checkpoint.keep_last=5",
+    ]  # fmt: skip
+    if visible_gpus() == 0:
+        assert done.stderr == "paceline: no GPU here: num_gpus counts CPU workers, and there are 3\n"
+
+
+def test_one_machine_and_the_own_engine_may_be_named(tmp_path):
+    options = ["--num-nodes", "1", "--gpus-per-node", "2", "--num-gpus", "2", "--backend", "pytorch-ddp"]
+    done = run(tmp_path, "script.py", *options)
+    assert json.loads(done.stdout)["workers"] == 2
+
+
+def test_python_m_paceline_cli_is_the_program(tmp_path):
+    for module in ("paceline", "paceline.cli"):
+        done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True)
+        assert done.stdout.startswith("paceline "), done.stderr
 
 
 @pytest.mark.parametrize(

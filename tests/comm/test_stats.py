@@ -119,7 +119,7 @@ def test_profiling_does_not_change_results():
 def test_a_tally_without_time_has_no_bandwidth():
     stats = CommunicationStats()
     stats.record("send", "", (0, 0, 0, 0, 0, 0), (1, 5, 0, 32, 0, 0), 0.0)
-    assert stats.to_dict()["total"]["bandwidth"] == 0.0
+    assert stats.report()["total"]["bandwidth"] == 0.0
 
 
 def test_tallies_add_up():
@@ -127,7 +127,7 @@ def test_tallies_add_up():
     stats.record("all_reduce", "ring", (0, 0, 0, 0, 0, 0), (1, 10, 20, 32, 5, 2), 0.5)
     stats.record("all_reduce", "ring", (1, 10, 20, 32, 5, 2), (2, 11, 22, 64, 5, 3), 0.5)
     stats.record("barrier", "", (2, 11, 22, 64, 5, 3), (2, 11, 22, 64, 5, 4), 1.0)
-    plain = stats.to_dict()
+    plain = stats.report()
     ring = plain["operations"]["all_reduce"]["ring"]
     assert ring == {
         "calls": 2,
@@ -143,4 +143,4 @@ def test_tallies_add_up():
     assert plain["total"]["calls"] == 3
     assert plain["total"]["seconds"] == 2.0
     stats.clear()
-    assert stats.to_dict()["operations"] == {}
+    assert stats.report()["operations"] == {}

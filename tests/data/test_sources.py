@@ -20,7 +20,6 @@ from torch.utils.data import (
     Subset,
     SubsetRandomSampler,
     TensorDataset,
-    WeightedRandomSampler,
 )
 
 from paceline.core.errors import UsageError
@@ -144,7 +143,6 @@ def test_samplers_that_give_every_sample_once_are_replaced() -> None:
 @pytest.mark.parametrize(
     "sampler",
     [
-        WeightedRandomSampler([0.1] * 12, 12),
         SubsetRandomSampler(range(3)),
         RandomSampler(range(12), replacement=True),
         RandomSampler(range(12), num_samples=5),

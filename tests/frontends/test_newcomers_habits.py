@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,12 @@ from torch.nn.utils import parametrizations, parametrize
 import paceline
 from paceline.comm import tensor_pickling
 from paceline.comm.context import DistributedContext
+from paceline.core import config as core_config
 from paceline.core.errors import ConfigError, UsageError
 from paceline.engines.local import memfd_pickle
 from paceline.frontends import run_preparation
+from paceline.frontends.orchestrator.orchestrator_config import read_config
+from paceline.frontends.overrides import Overrides
 from paceline.train.loop import worker_jobs
 
 
@@ -154,12 +158,12 @@ def test_a_folder_in_which_something_happened_is_never_cleared(tmp_path: Path) -
 
 
 def test_final_loss_of_a_supervised_run_is_of_the_whole_epoch(tmp_path: Path) -> None:
-    """After a resume in the middle of an epoch, too; `history.steps` are those of this start."""
+    """After a resume in the middle of an epoch, too; `history.steps` are those of all starts."""
     whole = trainer(settings(tmp_path / "whole", workers=1, epochs=2)).fit(data())
     trainer(settings(tmp_path / "run", max_steps=8)).fit(data())
     resumed = trainer(settings(tmp_path / "run", epochs=2, resume="auto")).fit(data())
     assert resumed.state_hash == whole.state_hash
-    assert [record.step for record in resumed.steps] == [9, 10]
+    assert [record.step for record in resumed.steps] == list(range(1, 11))
     assert resumed.final_loss == pytest.approx(whole.final_loss, rel=1e-12)
 
 
@@ -224,6 +228,122 @@ def test_arguments_of_trainers_of_other_libraries(name: str, remedy: str) -> Non
     with pytest.raises(ConfigError, match=f"Trainer has no setting '{name}'") as caught:
         paceline.Trainer(build, nn.MSELoss(), optimizer=adam, **given)
     assert remedy in caught.value.remedy
+
+
+def manager(**given: Any) -> None:
+    paceline.DistributedTrainingManager(given)
+
+
+def per_gpu(**given: Any) -> None:
+    paceline.PyTorchDDPTrainer(build(), **given)
+
+
+def orchestrated(**given: Any) -> None:
+    read_config(given)
+
+
+def of_file(**given: Any) -> None:
+    core_config.load(paceline.TrainConfig, given)
+
+
+def assigned(**given: Any) -> None:
+    Overrides(assignments=tuple(f"{name}={value}" for name, value in given.items()))
+
+
+DOORS: dict[str, Callable[..., object]] = {
+    "TrainConfig": paceline.TrainConfig,
+    "file": of_file,
+    "--set": assigned,
+    "TrainingConfig": paceline.TrainingConfig,
+    "dict": orchestrated,
+    "PyTorchDDPTrainer": per_gpu,
+    "DistributedConfig": paceline.DistributedConfig,
+    "manager": manager,
+    "LaunchConfig": paceline.LaunchConfig,
+}
+ANSWERS = {
+    ("TrainConfig", "file", "--set"): {
+        "lr": "torch.optim.AdamW(p, 1e-3)",
+        "learning_rate": "torch.optim.AdamW(p, 1e-3)",
+        "batch_size": "use global_batch=",
+        "n_epochs": "use epochs=",
+        "num_epochs": "use epochs=",
+        "max_epochs": "use epochs=",
+        "gradient_clip_val": "use clip_norm=",
+        "devices": "use workers=",
+        "accumulate_grad_batches": "use micro_batch=..., the samples of one forward pass",
+        "num_workers": "DataLoader(data, num_workers=...)",
+        "save_steps": "CheckpointConfig(every_steps=...)",
+        "fp16": 'precision="fp16"',
+        "output_dir": "use run_dir=",
+        "fast_dev_run": "use dry_run=",
+    },
+    ("TrainingConfig", "dict"): {
+        "lr": "use learning_rate=",
+        "global_batch": "use batch_size=..., the samples of one worker",
+        "max_epochs": "use epochs=",
+        "num_workers": "DistributedTrainingOrchestrator(num_workers=...)",
+        "devices": "DistributedTrainingOrchestrator(num_workers=...)",
+        "gradient_clip_val": "use gradient_clip=",
+        "max_steps": "use epochs=",
+        "save_steps": "use checkpoint_every_steps=",
+        "loss_fn": "train_distributed(model=",
+        "epoch": "use epochs=",
+    },
+    ("PyTorchDDPTrainer", "DistributedConfig"): {
+        "lr": "use learning_rate=",
+        "max_epochs": "use epochs=",
+        "global_batch": "batch_size counts the samples of one GPU",
+        "devices": "use num_gpus=",
+        "workers": "use num_gpus=",
+        "accumulate_grad_batches": "use gradient_accumulation_steps=",
+        "gradient_clip_val": "use gradient_clipping=",
+        "precision": "use mixed_precision=True",
+        "max_steps": "trainer.fit(train_loader, max_steps=...)",
+        "output_dir": "use checkpoint_dir=",
+        "log_every": "use log_every_n_steps=",
+    },
+    ("manager",): {
+        "lr": "use learning_rate=",
+        "max_epochs": "the loop is yours",
+        "devices": "use world_size=",
+        "accumulate_grad_batches": "use micro_batch_size=",
+        "output_dir": "use checkpoint_dir=",
+        "save_steps": "use save_interval=",
+        "loss_fn": "prepare_training(",
+        "leraning_rate": "did you mean learning_rate?",
+    },
+    ("LaunchConfig",): {
+        "num_processes": "use nproc_per_node=",
+        "devices": "use nproc_per_node=",
+        "num_machines": "use nnodes=",
+        "main_process_port": "use master_port=",
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("door", "name", "remedy"),
+    [
+        (door, name, remedy)
+        for doors, answers in ANSWERS.items()
+        for door in doors
+        for name, remedy in answers.items()
+    ],
+)
+def test_each_door_answers_names_of_other_libraries_with_its_own(door: str, name: str, remedy: str) -> None:
+    given: dict[str, Any] = {name: 1}
+    with pytest.raises(ConfigError, match=name) as caught:
+        DOORS[door](**given)
+    assert remedy in caught.value.remedy
+    if "Trainer" in door or "Distributed" in door:
+        assert "global_batch=" not in caught.value.remedy
+
+
+def test_the_frames_of_a_refused_setting_are_the_users() -> None:
+    with pytest.raises(ConfigError) as caught:
+        paceline.TrainConfig(epochs=0)
+    assert [str(entry.path) for entry in caught.traceback] == [__file__]
 
 
 def test_master_addr_alone_says_to_unset_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+import paceline
 from paceline.core.errors import ConfigError
 from paceline.frontends import overrides
 from paceline.frontends.overrides import Command, Overrides, run_script
@@ -141,3 +142,15 @@ def test_a_script_runs_as_main_and_leaves_no_trace(tmp_path):
     assert (tmp_path / "out").read_text() == f"__main__ {script} ['a'] beside __main__ True\n"
     assert before == (sys.modules["__main__"], sys.argv, sys.path)
     sys.modules.pop("beside")
+
+
+def test_workers_win_in_every_door_that_counts_them(tmp_path):
+    file = tmp_path / "settings.toml"
+    file.write_text("workers = 5\n")
+    for chosen, count in ((Overrides({"workers": 3}), 3), (Overrides(file=str(file)), 5)):
+        assert chosen.workers == count
+        with overrides.in_force(chosen):
+            assert paceline.DistributedTrainingOrchestrator(num_workers=2).num_workers == count
+            assert paceline.DistributedConfig(num_gpus=2).workers == count
+            assert overrides.applied()
+    assert paceline.DistributedTrainingOrchestrator(num_workers=2).num_workers == 2

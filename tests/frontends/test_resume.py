@@ -63,6 +63,8 @@ def test_with_more_epochs(tmp_path, quiet):
     fit(settings(folder, 2, epochs=2))
     longer = fit(settings(folder, 3, resume="auto"))
     assert longer.state_hash == quiet
+    # A history is of all starts of the run.
+    assert [record.step for record in longer.steps] == list(range(1, STEPS + 1))
     assert [record.epoch for record in longer.epochs] == list(range(EPOCHS))
     assert all(record.samples == 54 for record in longer.epochs)
 
@@ -311,6 +313,6 @@ def test_the_settings_read_back(finished):
 
 def test_a_later_start_takes_shards_and_threads_from_the_first(finished, tmp_path):
     folder = tmp_path / "run"
-    fit(dataclasses.replace(settings(folder, 3), shards=None, threads=None, epochs=1))
+    fit(dataclasses.replace(settings(folder, 4), shards=None, threads=None, epochs=1))
     config = dataclasses.replace(settings(folder, 2), shards=None, threads=None, epochs=2, resume="auto")
-    assert fit(config).shards == 3
+    assert fit(config).shards == 4

@@ -114,7 +114,7 @@ def test_every_worker_has_its_log_and_the_terminal_hears_one(tmp_path, capfd):
     for rank, pid in pids.items():
         text = (folder / "logs" / f"rank-{rank}.log").read_text()
         assert f"rank {rank} of 3: pid {pid} on {socket.gethostname()}" in text
-        assert text.count(f"error [rank {rank}] an error of {pid}") == 1
+        assert text.count(f"error [rank {rank} step 1] an error of {pid}") == 1
         assert text.count(f"UserWarning: a warning of {pid}") == 1
         assert "a detail" not in text
         assert not any(str(other) in text for other in pids.values() if other != pid)
@@ -137,7 +137,7 @@ def test_a_session_leaves_the_program_s_logging_as_it_was(tmp_path, caplog):
             run.backward(torch.nn.functional.cross_entropy(model(micro.x), micro.y))
     assert ([*root.handlers], logging.getLogger("paceline").level) == before
     assert warnings.showwarning is shown
-    assert "warning [rank 0] in step 2" in (tmp_path / "run" / "logs" / "rank-0.log").read_text()
+    assert "warning [rank 0 step 3] in step 2" in (tmp_path / "run" / "logs" / "rank-0.log").read_text()
     # The handlers that were there heard it too, once for each shard of that step.
     assert caplog.messages.count("in step 2") == small_run.SHARDS
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.train.small_run import adam, build, data, journal_of, settings, steps_of
+from tests.train.small_run import STEPS, adam, build, data, journal_of, settings, steps_of
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -118,7 +118,7 @@ def test_every_rank_raises_at_once(tmp_path, workers):
     assert isinstance(journal_of(folder)[-1], events.RunFailed)
     assert not any(isinstance(event, events.RunEnded) for event in journal_of(folder))
     broken.unlink()
-    if at < 30:
+    if at < STEPS:
         assert fit(settings(folder, 2, resume="auto"), data(), objective).state_hash == quiet
 
 

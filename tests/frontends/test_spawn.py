@@ -126,7 +126,7 @@ def test_the_rank_that_raised_is_blamed_not_those_that_lost_it():
     with pytest.raises(RankFailedError, match="root cause") as caught:
         spawn(_fail_on, 2, "raise", workers=4)
     assert caught.value.rank == 2
-    assert isinstance(caught.value.__cause__, ValueError)
+    assert isinstance(caught.value.original, ValueError)
     assert any("PeerLostError" in note for note in caught.value.__notes__)
     assert "rank_main" not in caught.value.traceback_text
 

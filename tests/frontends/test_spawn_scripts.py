@@ -56,7 +56,7 @@ assert all(vars(Point)[name] is value for name, value in methods.items())
 try:
     paceline.spawn(fail, workers=1)
 except paceline.RankFailedError as error:
-    assert type(error.__cause__) is OwnError
+    assert type(error.original) is OwnError
 assert "torch" not in sys.modules
 print("all well")
 """

@@ -128,7 +128,7 @@ def test_inside_a_job_it_joins(tmp_path: Path) -> None:
 
 
 def test_a_run_keeps_its_shards_when_it_goes_on_with_other_workers(tmp_path: Path) -> None:
-    """They are the workers of the first start where the caller did not choose them."""
+    """They are chosen for the first start where the caller did not choose them."""
 
     def part(folder: str, workers: int, **given: Any) -> str:
         trainer = paceline.Trainer(
@@ -140,7 +140,7 @@ def test_a_run_keeps_its_shards_when_it_goes_on_with_other_workers(tmp_path: Pat
             ),
         )
         history = trainer.fit((X, Y))
-        assert history.shards == 2
+        assert history.shards == 4
         return history.state_hash
 
     part("stopped", 2, max_steps=2)

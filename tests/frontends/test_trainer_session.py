@@ -143,6 +143,12 @@ def test_other_mistakes(tmp_path: Path) -> None:
         paceline.session(not_a_module, optimizer),
     ):
         pass
+    with (
+        pytest.raises(UsageError, match="profile='traces' in a session") as info,
+        paceline.session(model, optimizer, config(profile="traces")),
+    ):
+        pass
+    assert "torch.profiler" in info.value.remedy
 
 
 def test_a_loop_that_is_left_gives_its_step_up(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def test_an_objective_that_raises_says_where(config):
 
     with pytest.raises(RankFailedError, match="KeyError: 'no such thing'") as caught:
         fit(config, objective=broken)
-    assert isinstance(caught.value.__cause__, KeyError)
+    assert isinstance(caught.value.original, KeyError)
     assert "in epoch 0, step " in notes_of(caught.value)
     assert "micro-batch of 3" in notes_of(caught.value)
     assert "in broken" in notes_of(caught.value)

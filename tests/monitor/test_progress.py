@@ -19,6 +19,11 @@ from paceline.train.settings.train_config import DynamicBatch, TrainConfig
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
+def without_escapes(text):
+    """Return the text with a new line wherever the cursor was sent elsewhere."""
+    return ESCAPES.sub("", re.sub("\x1b[78]", "\n", text))
+
+
 def played(*, steps=6, terminal=False, width=100, seconds=1.0, **settings):
     """What a run of `steps` steps in two epochs shows, one step a second by the given clock."""
     out = io.StringIO()
@@ -55,19 +60,19 @@ def played(*, steps=6, terminal=False, width=100, seconds=1.0, **settings):
 def test_a_file_gets_plain_lines():
     assert played().splitlines() == [
         "training on 600 samples with 4 workers (cpu): batches of 32, 6 steps; runs/x",
-        "epoch 1/2, step 2/6, loss 0.9000, 200 samples/s, 0:00:04 left, 4 workers",
-        "epoch 1/2: loss 0.5000; validation loss 0.7500, accuracy 0.5000; 600 samples in 3.0 s",
-        "epoch 2/2, step 4/6, loss 0.6793, 200 samples/s, 0:00:02 left, 4 workers",
-        "epoch 2/2, step 6/6, loss 0.5001, 200 samples/s, 0:00:00 left, 4 workers",
-        "epoch 2/2: loss 0.5000; validation loss 0.7500, accuracy 0.6000; 600 samples in 3.0 s",
-        "done: 6 steps in 6.5 s, 200 samples/s, loss 0.2056, best accuracy 0.6000 (epoch 2), "
+        "epoch 0/1, step 2/6, loss 0.9000, 200 samples/s, 0:00:04 left, 4 workers",
+        "epoch 0/1: loss 0.5000; validation loss 0.7500, accuracy 0.5000; 600 samples in 3.0 s",
+        "epoch 1/1, step 4/6, loss 0.6793, 200 samples/s, 0:00:02 left, 4 workers",
+        "epoch 1/1, step 6/6, loss 0.5001, 200 samples/s, 0:00:00 left, 4 workers",
+        "epoch 1/1: loss 0.5000; validation loss 0.7500, accuracy 0.6000; 600 samples in 3.0 s",
+        "done: 6 steps in 6.5 s, 200 samples/s, loss 0.2056, best accuracy 0.6000 (epoch 1), "
         "state 0123456789abcdef",
     ]
 
 
 def test_evaluations_between_epochs_have_lines_of_their_own():
     lines = played(evaluate_every=3).splitlines()
-    assert "epoch 1, step 3: validation loss 0.7500, accuracy 0.5000 (20 ms)" in lines
+    assert "epoch 0, step 3: validation loss 0.7500, accuracy 0.5000 (20 ms)" in lines
 
 
 def test_slow_steps_get_a_line_although_it_is_not_their_turn():
@@ -76,17 +81,17 @@ def test_slow_steps_get_a_line_although_it_is_not_their_turn():
 
 
 def test_a_terminal_gets_one_bar_that_ends_full():
-    text = ESCAPES.sub("", played(terminal=True))
+    text = without_escapes(played(terminal=True))
     last = text.replace("\r", "\n").splitlines()
     bar = next(line for line in reversed(last) if "━" in line)
-    assert re.fullmatch(r"epoch 2/2 ━+ 6/6 loss 0\.5001  200 samples/s  0:00:00 left  4 workers\s*", bar), bar
+    assert re.fullmatch(r"epoch 1/1 ━+ 6/6 loss 0\.5001  200 samples/s  0:00:00 left  4 workers\s*", bar), bar
     assert last[-1].startswith("done: 6 steps")
     assert sum("validation" in line for line in last) == 2
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 200])
 def test_no_drawn_line_is_wider_than_the_terminal(width):
-    text = ESCAPES.sub("", played(terminal=True, width=width))
+    text = without_escapes(played(terminal=True, width=width))
     bars = [line for line in re.split(r"[\r\n]", text) if "━" in line or "samples/s  " in line]
     assert bars
     assert max(map(len, bars)) <= width
@@ -98,7 +103,122 @@ def test_the_cursor_comes_back_also_when_a_run_fails():
     progress.on_start(RunInfo(config=TrainConfig(), workers=1, total_steps=3))
     progress.close()
     progress.close()
-    assert out.getvalue().rstrip().endswith("\x1b[?25h")
+    screen = Screen(25, 200)
+    screen.write(out.getvalue())
+    assert screen.region == (0, 24)
+    assert out.getvalue().count("\x1b[r") == 1
+
+
+class Screen:
+    """A terminal of a few lines: what its screen shows after what several processes have written to it."""
+
+    def __init__(self, height: int, width: int) -> None:
+        self.lines, self.gone = [[" "] * width for _ in range(height)], list[str]()
+        self.row = self.column = 0
+        self.region, self.saved, self.width = (0, height - 1), (0, 0), width
+
+    def write(self, text: str) -> None:
+        for escape, plain in re.findall(r"\x1b(\[[0-9;?]*[A-Za-z]|[78])|([^\x1b])", text, re.DOTALL):
+            self._obey(escape) if escape else self._put(plain)
+
+    def _put(self, letter: str) -> None:
+        if letter == "\r":
+            self.column = 0
+        elif letter == "\n":
+            self.column = 0  # a terminal's driver adds the carriage return
+            if self.row == self.region[1]:
+                self.gone.append("".join(self.lines.pop(self.region[0])).rstrip())
+                self.lines.insert(self.region[1], [" "] * self.width)
+            else:
+                self.row = min(self.row + 1, len(self.lines) - 1)
+        else:
+            self.lines[self.row][self.column] = letter
+            self.column += 1
+
+    def _obey(self, escape: str) -> None:
+        numbers = [int(number) for number in re.findall(r"\d+", escape)]
+        match escape[-1]:
+            case "7":
+                self.saved = self.row, self.column
+            case "8":
+                self.row, self.column = self.saved
+            case "r":
+                low, high = numbers or (1, len(self.lines))
+                self.region, self.row, self.column = (low - 1, high - 1), 0, 0
+            case "H":
+                self.row, self.column = numbers[0] - 1, numbers[1] - 1
+            case "K":
+                self.lines[self.row] = [" "] * self.width
+            case "A":
+                self.row -= numbers[0]
+            case "m":
+                pass  # a colour
+            case other:
+                raise AssertionError(f"unknown: {other}")
+
+    @property
+    def shown(self) -> list[str]:
+        return [line for line in ("".join(one).rstrip() for one in self.lines) if line]
+
+
+@pytest.mark.parametrize("begin", [0, 3, 9], ids=["top", "middle", "bottom"])
+def test_what_any_process_prints_does_not_tear_the_bar(begin):
+    """Workers write to the terminal by themselves, between two draws of the bar; nothing is lost."""
+    screen, clock, out = Screen(10, 100), VirtualClock(), io.StringIO()
+    screen.write("\n" * begin)
+    console = Console(file=out, force_terminal=True, width=100, height=10, color_system=None)
+    progress = ProgressDisplay(console, clock=clock)
+
+    def pass_on() -> None:
+        screen.write(out.getvalue())
+        out.seek(0)
+        out.truncate()
+
+    progress.on_start(RunInfo(config=TrainConfig(), workers=2, total_steps=20))
+    pass_on()
+    for step in range(1, 21):
+        screen.write(f"print of a worker in step {step}\n")
+        clock.advance(1.0)
+        progress.on_step(StepRecord(step=step, epoch=0, loss=0.5, samples=8, seconds=1.0))
+        pass_on()
+        bars = [line for line in screen.shown if "━" in line]
+        assert bars == [screen.shown[-1]]
+        assert re.match(rf"epoch 0 [━╸╺]+ +{step}/20 loss 0.5000", bars[0])
+    progress.on_end(History(total_time=20.0, state_hash="0" * 64))
+    pass_on()
+    screen.write("after the run\n")
+    everything = [line for line in (*screen.gone, *screen.shown) if line]
+    assert [line for line in everything if "worker in" in line] == [
+        f"print of a worker in step {step}" for step in range(1, 21)
+    ]
+    assert everything[0].startswith("training on")
+    assert sum("━" in line for line in everything) == 1
+    assert everything[-2].startswith("done: ")
+    assert everything[-1] == "after the run"
+
+
+def test_a_terminal_that_changes_its_size_is_followed():
+    screen, clock, out = Screen(8, 100), VirtualClock(), io.StringIO()
+    console = Console(file=out, force_terminal=True, width=100, height=10, color_system=None)
+    progress = ProgressDisplay(console, clock=clock)
+    progress.on_start(RunInfo(config=TrainConfig(), workers=2, total_steps=20))
+    out.truncate(0)
+    console.height = 8
+    clock.advance(1.0)
+    progress.on_step(StepRecord(step=1, epoch=0, loss=0.5, samples=8, seconds=1.0))
+    screen.write(out.getvalue().lstrip("\0"))
+    assert screen.region == (0, 6)
+    assert "━" in screen.shown[-1]
+
+
+def test_a_terminal_of_two_lines_gets_lines():
+    out = io.StringIO()
+    progress = ProgressDisplay(
+        Console(file=out, force_terminal=True, width=80, height=2), clock=VirtualClock()
+    )
+    progress.on_start(RunInfo(config=TrainConfig(), workers=1, total_steps=3))
+    assert "\x1b[r" not in out.getvalue()
+    assert out.getvalue().startswith("training on")
 
 
 def test_unknown_ends_and_resumed_runs_are_said():
@@ -113,7 +233,7 @@ def test_unknown_ends_and_resumed_runs_are_said():
     assert out.getvalue().splitlines() == [
         "training on an unknown number of samples with 1 worker (cpu): batches of 8 to 64, "
         "continuing after step 40",
-        "epoch 2, step 41, loss nan, 16 samples/s, 1 worker",
+        "epoch 1, step 41, loss nan, 16 samples/s, 1 worker",
         "stopped (SIGTERM): 0 steps in 500 ms, ? samples/s, loss nan, state ",
     ]
 

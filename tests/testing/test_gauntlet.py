@@ -22,7 +22,7 @@ def gauntlet() -> Gauntlet:
     return Gauntlet()
 
 
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("feature", [name for name, setup in FEATURES.items() if setup.quick])
 def test_a_disturbed_run_has_the_bits_of_one_process(gauntlet: Gauntlet, feature: str) -> None:
     finding = gauntlet.attempt(feature, seed=1)
     assert not finding.wrong, f"{finding.wrong}\n{finding.plan}"
@@ -44,6 +44,13 @@ def test_plans_hold_every_kind_of_failure() -> None:
     outside = {act.kind for plan in drawn for act in plan.outside}
     assert outside == {"kill", "stop", "terminate", "kill supervisor", "kill all", "scale", "end"}
     assert any(plan.resumed_on for plan in drawn)
+
+
+def test_without_a_supervisor_none_is_asked_or_killed() -> None:
+    drawn = [plans.draw("x", seed, steps=90, shards=SHARDS, supervised=False) for seed in range(200)]
+    outside = {act.kind for plan in drawn for act in plan.outside}
+    assert outside == {"kill", "stop", "terminate", "kill all"}
+    assert not any(plan.resumed_on for plan in drawn)
 
 
 class Forgets(Modifier):

@@ -122,3 +122,13 @@ def test_what_may_be_kept_is_kept():
     before = leaks.snapshot()
     with socket.socket() as sock:
         assert leaks.since(before, kept=leaks.Allowed(descriptors=frozenset({sock.fileno()}))) == []
+
+
+def test_data_files_of_libraries_may_stay_open_in_an_environment_that_is_a_link(tmp_path, monkeypatch):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "link"))
+    before = leaks.snapshot()
+    with open(tmp_path / "link" / "a.ttf", "w"), open(tmp_path / "of a run", "w"):
+        (left,) = leaks.since(before, patience=0.0)
+    assert left.endswith("of a run")

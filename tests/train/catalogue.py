@@ -91,11 +91,11 @@ def mlp_with_dropout(**given: Any) -> TrainJob:
     )
 
 
-def small_resnet(**given: Any) -> TrainJob:
+def small_resnet(change: Callable[[nn.Module], nn.Module] = lambda model: model, **given: Any) -> TrainJob:
     images = torch.randn(SAMPLES, 1, 6, 6, generator=_generator())
     labels = torch.randint(0, 3, (SAMPLES,), generator=_generator())
     return job(
-        seeded(resnet),
+        change(seeded(resnet)),
         (images, labels),
         objective=nn.CrossEntropyLoss(),
         optimizer=lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, weight_decay=1e-3),
@@ -137,6 +137,7 @@ CATALOGUE: dict[str, Callable[[], TrainJob]] = {
     "mlp": mlp_with_dropout,
     "mlp, accumulating": lambda: mlp_with_dropout(micro_batch=1),
     "resnet": small_resnet,
+    "resnet, sync batch-norm": lambda: small_resnet(nn.SyncBatchNorm.convert_sync_batchnorm),
     "resnet, accumulating": lambda: small_resnet(micro_batch=1),
     "transformer": transformer,
     "transformer, accumulating": lambda: transformer(micro_batch=1),

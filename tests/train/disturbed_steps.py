@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
@@ -23,13 +24,19 @@ from torch.nn import functional as F
 from paceline.comm.context import DistributedContext
 from paceline.comm.rendezvous.transport_setup import single_rank
 from paceline.control.messages import MemberReport, ViewPlan
-from paceline.core.errors import CommTimeoutError, GroupInterruptedError, PeerError, PeerLostError
+from paceline.core.errors import GROUP_FAILURES as TROUBLE, GroupInterruptedError, PeerLostError
 from paceline.elastic.machine.settings import MachineSettings
 from paceline.elastic.machine.state import JobPhase, JobState, Worker, WorkerStatus
 from paceline.elastic.machine.view_change import decide
 from paceline.testing.thread_transport import run_ranks
+from paceline.train.callbacks import Callbacks, Modifier
+from paceline.train.objective import ObjectiveResult
+from paceline.train.phases import Phases
 from paceline.train.precision import LossScaler
+from paceline.train.settings.train_config import TrainConfig
 from paceline.train.state.model_state import state_hash
+from paceline.train.state.repeatable_changes import RepeatableChanges
+from paceline.train.step.lockstep import Lockstep, ShardWork
 from paceline.train.step.transaction import StepTransaction
 from paceline.train.step.weight_update import WeightUpdate
 from paceline.train.team import Team
@@ -39,7 +46,6 @@ STEPS = 3
 COUNTS = [3, 3, 3, 3]
 RANKS = 3
 X, Y = regression(12)
-TROUBLE = (PeerError, CommTimeoutError)
 Section = tuple[str, int, int]  # "install" or "step", generation, step
 
 
@@ -64,6 +70,13 @@ class Feature:
     backup: bool = False
     scaled: bool = False
     left_out: int = 0
+    talks: bool = False  # a modifier communicates between the decision and the update
+    lockstep: bool = False
+
+    @cached_property
+    def settled(self) -> TrainConfig:
+        """The configuration, which hundreds of members share."""
+        return settings(shards=SHARDS, **self.config)
 
 
 class Counter:
@@ -104,25 +117,58 @@ class Counter:
         raise GroupInterruptedError("cut off")
 
 
+class Talks(Modifier):
+    """Communicates, after it has changed its own state and the gradients."""
+
+    def __init__(self, team: Team) -> None:
+        self._team, self.seen = team, 0
+
+    def change_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.seen += 1
+        gradients = [one.grad for one in parameters.values() if one.grad is not None]
+        for gradient in gradients:
+            gradient.mul_(1.0 + self.seen / 10.0)
+        assert set(self._team.context.all_gather(self.seen)) == {self.seen}
+        for gradient in gradients:
+            gradient.mul_(0.5)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
 class Member:
     def __init__(self, number: int, feature: Feature, faults: tuple[Fault, ...] = ()) -> None:
         self.number, self.feature = number, feature
         self.counter = Counter(number, faults)
         self.alive, self.has_state, self.fresh = True, False, True
-        self.config = settings(shards=SHARDS, **feature.config)
+        self.config = feature.settled
         fixed = None if self.config.mode == "fast" else SHARDS
         self.team = Team(DistributedContext.from_transport(single_rank()), fixed)
         self.module = seeded(feature.model)
         self._first = copy.deepcopy(self.module.state_dict())
         self._build()
         self.transaction = StepTransaction(self.team, self.module, self.config, torch.device("cpu"))
+        self.lockstep: Lockstep | None = None
+        if feature.lockstep:
+            self.transaction.is_lockstep = True
+            device = torch.device("cpu")
+            self.lockstep = Lockstep(self.team, self.module, self.transaction, device, 0, Phases())
         self.restored = 0
 
     def _build(self) -> None:
         self.optimizer = torch.optim.SGD(self.module.parameters(), 0.1, momentum=0.9)
         scaler = LossScaler(self.config.loss_scaling) if self.feature.scaled else None
+        self.callbacks = Callbacks([Talks(self.team)] if self.feature.talks else [])
+        self.changes = RepeatableChanges(self.callbacks)
         self.update = WeightUpdate(
-            dict(self.module.named_parameters()), [self.optimizer], clip_norm=1.0, scaler=scaler
+            dict(self.module.named_parameters()),
+            [self.optimizer],
+            clip_norm=1.0,
+            scaler=scaler,
+            change_gradients=self.callbacks.change_gradients if self.feature.talks else None,
         )
         self.step = 0
         self.records: dict[int, str] = {}
@@ -186,6 +232,7 @@ class Member:
             "scaler": None if scaler is None else scaler.state_dict(),
             "step": self.step,
             "records": self.records,
+            "modifiers": self.callbacks.state_dict(),
         }
         file = io.BytesIO()
         torch.save(kept, file)
@@ -200,6 +247,7 @@ class Member:
         self.update.watch()
         if self.update.scaler is not None:
             self.update.scaler.load_state_dict(kept["scaler"])
+        self.callbacks.load_state_dict(kept["modifiers"])
         self.step, self.records = kept["step"], kept["records"]
 
     # as the run does it
@@ -207,13 +255,22 @@ class Member:
     def _train(self) -> None:
         transaction, scaler = self.transaction, self.update.scaler
         transaction.open(0, self.step, COUNTS[: self.team.shards], scaler.scale if scaler else 1.0)
+        if self.lockstep is not None:
+            work = [ShardWork(shard, 3, partial(self._score, shard)) for shard in transaction.missing]
+            self.lockstep.compute(0, self.step, work)
         for shard in transaction.missing:
             self._compute(shard)
         if self.team.backup:
             # Those of a slow rank, which computes them as well.
             self._compute((self.team.block[-1] + 1) % SHARDS if self.team.block else 0)
         reduced = transaction.reduce()
-        applied = self.update.apply(1.0, need_norm=True)
+        try:
+            with self.changes.undone_when_the_group_fails(self.team.context, self.step + 1):
+                applied = self.update.apply(1.0, need_norm=True)
+        except TROUBLE:
+            transaction.undo()
+            raise
+        transaction.updated()
         self.step += 1
         numbers = [reduced.numbers, torch.tensor([float(reduced.applied), reduced.pauses])]
         if reduced.shard_square_norms is not None:
@@ -227,6 +284,11 @@ class Member:
         if shard in transaction._computed:
             return
         transaction.start_shard(shard)
+        if self.lockstep is not None:
+            scored = self.lockstep.take(shard)
+            transaction.count(scored.loss, 3, scored.metrics)
+            transaction.finish_shard(shard)
+            return
         first, stop = 3 * shard, 3 * shard + 3
         if shard == 1 and self.feature.left_out:
             transaction.leave_out(self.feature.left_out)
@@ -235,6 +297,11 @@ class Member:
         loss = F.mse_loss(out, Y[first:stop])
         transaction.backward(loss, stop - first, {"size": out.detach().abs().mean()})
         transaction.finish_shard(shard)
+
+    def _score(self, shard: int) -> ObjectiveResult:
+        out = self.module(X[3 * shard : 3 * shard + 3])
+        loss = F.mse_loss(out, Y[3 * shard : 3 * shard + 3])
+        return ObjectiveResult(loss, {"size": out.detach().abs().mean()})
 
     @property
     def digest(self) -> str:

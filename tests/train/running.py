@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -129,8 +130,11 @@ def regression(samples: int, features: int = 5, outputs: int = 2, seed: int = 0)
     return x, torch.sin(x @ torch.randn(features, outputs, generator=generator))
 
 
+_drawing = threading.Lock()  # torch's generator is the process's: ranks that are threads draw in turn
+
+
 def seeded(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
-    with torch.random.fork_rng():
+    with _drawing, torch.random.fork_rng():
         torch.manual_seed(seed)
         return make()
 

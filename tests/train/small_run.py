@@ -59,7 +59,7 @@ def settings(folder: Path, workers: int = 2, **changes: Any) -> TrainConfig:
         device="cpu",
         progress=False,
         run_dir=str(folder),
-        checkpoint=CheckpointConfig(every_steps=4),
+        checkpoint=CheckpointConfig(every_steps=4, every_epochs=1),
     )
     return dataclasses.replace(config, **changes)
 

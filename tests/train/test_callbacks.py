@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.core.errors import UsageError
+from paceline.core.errors import PeerLostError, UsageError
 from paceline.train import callbacks as module
 from paceline.train.callbacks import Callbacks, Modifier, Observer, RunInfo, SavedCheckpoint
 from paceline.train.history import EpochRecord, Evaluation, History, StepRecord
@@ -145,6 +145,22 @@ def test_an_observer_that_raises_is_named_with_its_hook(hook):
         Callbacks([broken]).notify(getattr(Observer, hook), argument)
     assert isinstance(raised.value.__cause__, KeyError)
     assert f"fix Broken.{hook}" in raised.value.remedy
+
+
+def test_a_lost_rank_is_no_mistake_of_a_modifier_that_may_communicate():
+    class Lonely(Modifier):
+        def change_gradients(self, parameters):
+            raise PeerLostError("rank 1 was lost", rank=1)
+
+        def stop(self, record):
+            raise PeerLostError("rank 1 was lost", rank=1)
+
+    lonely = Callbacks([Lonely()])
+    with pytest.raises(PeerLostError):
+        lonely.change_gradients({})
+    with pytest.raises(UsageError, match="modifier Lonely raised PeerLostError in stop at step 3") as raised:
+        lonely.stop(STEP)
+    assert "communicate in change_gradients alone" in raised.value.remedy
 
 
 def test_a_modifier_that_raises_is_named_and_interrupts_pass_through():

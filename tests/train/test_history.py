@@ -58,6 +58,22 @@ def test_without_accuracy_the_lowest_loss_decides():
     assert History(total_time=1.0, state_hash="", epochs=tuple(trained)).final_loss == 2.0
 
 
+def test_the_best_accuracy_is_that_on_validation_data_alone():
+    record = EpochRecord(epoch=0, steps=1, samples=1, loss=1.0, metrics={"accuracy": 0.99})
+    assert History(total_time=1.0, state_hash="", epochs=(record,)).best_accuracy is None
+    assert History(total_time=1.0, state_hash="", epochs=(record,)).best_epoch == 0
+
+
+def test_its_repr_is_one_line_however_long_the_run_was():
+    assert repr(FULL) == (
+        "History(4 steps, 2 epochs, loss 0.7667, best accuracy 0.75, stopped: a signal, 3.2 s, 4 workers, "
+        "runs/x)"
+    )
+    records = tuple(StepRecord(step=n, epoch=0, loss=0.5, samples=1) for n in range(1, 2001))
+    plain = repr(History(total_time=0.0, state_hash="", steps=records))
+    assert plain == "History(2,000 steps, 0 epochs, loss 0.5, 0.0 s, 1 worker)"
+
+
 def test_a_run_without_a_step_has_no_figures():
     empty = History(total_time=0.0, state_hash="00")
     assert math.isnan(empty.final_loss)

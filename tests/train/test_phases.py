@@ -50,3 +50,17 @@ def test_a_view_change_meets_no_fault_and_tells_nothing_about_saving(clock):
     phases.enter(names.DATA)
     assert met == [(names.WAIT, 0), (names.DATA, 0)]
     assert phases.longest(names.CHECKPOINT) == 0.0
+
+
+def test_what_the_time_of_a_step_went_to(clock):
+    phases = Phases(clock=clock)
+    phases.take_times()
+    walk = [(names.DATA, 1.0), (names.FORWARD, 2.0), (names.BACKWARD, 4.0), (names.DATA, 0.5)]
+    passing(phases, clock, *walk, (names.COLLECTIVE, 8.0), (names.OPTIMIZER, 16.0))
+    begun = phases.now
+    assert phases.take_times() == (8.0, 1.5, 22.0)
+    assert phases.now == begun  # heartbeats still see when the phase began
+    clock.advance(3.0)
+    passing(phases, clock, (names.EVALUATION, 100.0), (names.DATA, 0.25))
+    assert phases.take_times() == (0.0, 0.25, 3.0)
+    assert phases.take_times() == (0.0, 0.0, 0.0)

@@ -28,7 +28,7 @@ def run_all(context: DistributedContext) -> dict[str, Any]:
         config = dataclasses.replace(job.config, workers=context.world_size)
         history = worker_jobs.train(context, dataclasses.replace(job, config=config)).history
         if history is not None:
-            steps = [dataclasses.replace(record, seconds=0.0) for record in history.steps]
+            steps = [record.timeless() for record in history.steps]
             found[name] = (history.state_hash, steps)
     return found
 
@@ -98,7 +98,8 @@ def run_compiled(context: DistributedContext) -> str | None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 @pytest.mark.slow
 def test_compiled_models_have_the_same_bits_over_uneven_shards() -> None:
-    found = {spawn(run_compiled, workers=workers, threads=1, timeout=300)[0] for workers in (1, 2, 3)}
+    """One process that compiles for every shape it meets in turn, and three that meet one or two."""
+    found = {spawn(run_compiled, workers=workers, threads=1, timeout=300)[0] for workers in (1, 3)}
     assert len(found) == 1
 
 

@@ -7,16 +7,18 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from paceline.cli.output import AsJson, RunArgument, echo, echo_json
+from paceline.cli.output import AsJson, OptionalRun, echo, echo_json
 from paceline.core.wording import counted
 
 if TYPE_CHECKING:
+    from paceline.core.journal import JournalDamage
     from paceline.monitor.audit import AuditResult, EpochCoverage
+    from paceline.train.state.run_folder import RunFolder
 
 _SHOWN = 40  # findings at most; JSON has every one
 
 
-def audit(run: RunArgument, as_json: AsJson = False) -> None:
+def audit(run: OptionalRun = None, as_json: AsJson = False) -> None:
     """Prove that each step was committed once and each sample applied once; exit code 1 where it is not so.
 
     Reads the journal, with the workers' receipts in it. docs/staying-alive.md says what confirms what. It
@@ -25,16 +27,10 @@ def audit(run: RunArgument, as_json: AsJson = False) -> None:
 
     Example: paceline audit runs/20250301-120000-train
     """
-    from paceline.core import journal
-    from paceline.monitor.audit import audit as look
-    from paceline.train.state.run_folder import RunFolder
+    from paceline.cli.run_choice import opened
 
-    folder = RunFolder.open(run)
-    damage: list[journal.JournalDamage] = []
-    lines = journal.iterate(folder.journal_file, on_damage=damage.append)
-    settings = folder.recorded().get("fault_tolerance")
-    backup = isinstance(settings, dict) and settings.get("stragglers") == "backup"
-    found = look(lines, backup=backup)
+    folder = opened(run)
+    found, damage = audited(folder)
     if damage:
         notes = (f"{counted(len(damage), 'damaged line')} of the journal could not be read", *found.notes)
         found = dataclasses.replace(found, notes=notes)
@@ -44,6 +40,18 @@ def audit(run: RunArgument, as_json: AsJson = False) -> None:
         _print(folder.path.name, found)
     if not found.proved:
         raise typer.Exit(1)
+
+
+def audited(folder: RunFolder) -> tuple[AuditResult, list[JournalDamage]]:
+    """Audit the journal of a run; return the lines that could not be read, too."""
+    from paceline.core import journal
+    from paceline.monitor.audit import audit as look
+
+    damage: list[JournalDamage] = []
+    lines = journal.iterate(folder.journal_file, on_damage=damage.append)
+    settings = folder.recorded().get("fault_tolerance")
+    backup = isinstance(settings, dict) and settings.get("stragglers") == "backup"
+    return look(lines, backup=backup), damage
 
 
 def _print(name: str, found: AuditResult) -> None:
@@ -56,7 +64,8 @@ def _print(name: str, found: AuditResult) -> None:
     if len(found.wrong) > _SHOWN:
         echo(f"  wrong     and {len(found.wrong) - _SHOWN} more: --json has all of them")
     if found.proved:
-        echo(f"{name}: each step was committed once, each sample applied once")
+        what = "draw" if found.drawn else "sample"
+        echo(f"{name}: each step was committed once, each {what} applied once")
     else:
         echo(f"{name}: not proved, {counted(len(found.wrong), 'thing')} wrong")
 
@@ -69,6 +78,8 @@ def summary_lines(found: AuditResult) -> list[tuple[str, str]]:
     lines = [("steps", f"{found.steps:,}{once}{again}{resumes}")]
     skipped = f", {found.skipped:,} skipped as unreadable" if found.skipped else ""
     size = "" if found.size is None else f" of a data set of {found.size:,}"
+    if found.drawn:
+        size = f" in epochs of {found.size:,} draws: a sample counts as often as it was drawn"
     lines += [
         ("epochs", _epochs(found.epochs, found.size)),
         ("samples", f"{found.samples:,} applied{size}{skipped}"),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from paceline.cli.output import AsJson, echo_json
 from paceline.core.errors import UsageError
+from paceline.core.wording import counted
 
 if TYPE_CHECKING:
     from paceline.comm.benchmark import Row
@@ -78,6 +80,67 @@ def comm(
         typer.echo(f"auto: {choice.reason}")
     if path is not None:
         typer.echo(f"links saved to {path}")
+
+
+@app.command()
+def scaling(
+    workers: Annotated[
+        str,
+        typer.Option(help="Numbers of workers, such as 1,2,4; the least is what others are compared with."),
+    ] = "1,2",
+    min_efficiency: Annotated[
+        float, typer.Option(help="Exit code 1 where one is below; 1.0: twice the workers, twice as fast.")
+    ] = 0.0,
+    steps: Annotated[int, typer.Option(help="Measured steps of each.", min=1)] = 30,
+    batch: Annotated[int, typer.Option(help="Samples in a step, over all workers.", min=1)] = 256,
+    rounds: Annotated[int, typer.Option(help="Turns; the best of each number counts.", min=1)] = 2,
+    as_json: AsJson = False,
+) -> None:
+    """Train a small built-in model with several numbers of workers, and say how efficient each is.
+
+    Example: paceline bench scaling --workers 1,2 --min-efficiency 0.85 --json
+    """
+    counts = parse_counts(workers)
+    if batch < max(counts):
+        raise UsageError(
+            f"--batch {batch} cannot be shared by {max(counts)} workers", remedy="give a larger --batch"
+        )
+
+    from paceline.core.available_resources import cores
+    from paceline.frontends.scaling_benchmark import measure_scaling
+
+    rows = measure_scaling(counts, steps=steps, batch=batch, rounds=rounds)
+    enough = all(row.efficiency >= min_efficiency for row in rows)
+    crowded = max(counts) > cores()
+    if as_json:
+        echo_json(
+            {
+                "cores": cores(),
+                "min_efficiency": min_efficiency,
+                "enough": enough,
+                "rows": [asdict(row) for row in rows],
+            }
+        )
+    else:
+        typer.echo("workers  samples/s  ms a step  efficiency")
+        for row in rows:
+            low = "" if row.efficiency >= min_efficiency else f"  below {min_efficiency}"
+            typer.echo(
+                f"{row.workers:>7}  {row.samples_per_second:>9,.0f}  {row.step_seconds * 1e3:>9.2f}  "
+                f"{row.efficiency:>10.2f}{low}"
+            )
+        if crowded:
+            typer.echo(f"note: {max(counts)} workers share {counted(cores(), 'core')}")
+    if not enough:
+        raise typer.Exit(1)
+
+
+def parse_counts(text: str) -> list[int]:
+    """Return the numbers of a text such as 1,2,4, each once."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise UsageError(f"--workers {text!r} is no list of numbers", remedy="write it like 1,2,4")
+    return sorted({int(part) for part in parts})
 
 
 def parse_size(text: str) -> int:

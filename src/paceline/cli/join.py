@@ -56,6 +56,12 @@ def join(
         say=lambda text: typer.echo(printable(text)),
         listening=ListenAddress(ports, interface),
     )
+
+    def leave(number: int, _: object) -> None:
+        if number == signal.SIGINT and not agent.has_connected:
+            raise KeyboardInterrupt("stopped by Ctrl-C before the job was reached")
+        agent.leave()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: agent.leave())
+        signal.signal(number, leave)
     raise typer.Exit(agent.run())

@@ -7,6 +7,7 @@ they run.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -17,6 +18,8 @@ from typer.core import TyperCommand, TyperGroup
 
 import paceline
 from paceline.core.errors import PacelineError, UsageError
+
+_COMPLETING = "_PACELINE_COMPLETE"  # set by the script of `paceline completion`
 
 # Typer carries its own copy of click since 0.2x and used the real one before: these are whichever it uses.
 _BadUsage = cast("type[Exception]", typer.BadParameter.__bases__[0])
@@ -43,18 +46,27 @@ class Commands(TyperGroup):
     table: ClassVar[Mapping[str, LazyCommand]] = {
         name: LazyCommand(f"paceline.cli.{home}", summary)
         for name, home, summary in (
+            ("init", "init:init", "Write a project to begin with: settings, train.py, README."),
             ("train", "train:train", "Run a training script with these settings."),
+            ("run", "run:app", "Start a script on every rank, in place of torchrun."),
+            ("ls", "runs:list_runs", "List runs: state, steps, loss, size, age."),
+            ("monitor", "monitor:monitor", "Watch a run in the terminal, or look at a finished one."),
             ("status", "run_control:status", "Show what a run and its workers are doing."),
+            ("logs", "logs:logs", "Print and follow the logs of a run's workers."),
             ("scale", "run_control:scale", "Give a run more or fewer workers while it trains."),
             ("join", "join:join", "Add this machine's workers to a job."),
             ("stop", "run_control:stop", "Have a run finish its step, save, and end."),
+            ("gc", "runs:gc", "Delete old runs; shows them first."),
+            ("report", "run_report:report", "Write a page about runs, and their checks as JUnit and JSON."),
             ("audit", "audit:audit", "Prove that each step and each sample counted once."),
             ("replay", "replay:replay", "Compute one shard's gradient again and compare its hash."),
             ("verify", "verify:verify", "Compute steps of a run again and compare the numbers."),
             ("simulate", "simulate:simulate", "Check the protocol under simulated faults."),
+            ("doctor", "doctor:doctor", "Check this machine, its folders and the links to others."),
             ("info", "info:info", "Show versions, cores, memory and limits of this machine."),
             ("bench", "bench:app", "Measure this machine."),
             ("checkpoint", "checkpoint:app", "List, verify, compare, tag and export checkpoints."),
+            ("completion", "completion:completion", "Print the script for completion in a shell."),
         )
     }
 
@@ -129,6 +141,10 @@ def run(argv: Sequence[str] | None = None) -> None:
 def invoke(command: typer.Typer, argv: Sequence[str] | None = None) -> int:
     """Run `command` with these arguments and return its exit code; errors are printed, never raised."""
     state = CliState()
+    if _COMPLETING in os.environ:
+        from typer.completion import completion_init  # type: ignore[attr-defined]
+
+        completion_init()  # else typer answers as click would, which its scripts do not understand
     try:
         args = list(sys.argv[1:] if argv is None else argv)
         result = command(args, prog_name="paceline", standalone_mode=False, obj=state)
@@ -150,6 +166,10 @@ def invoke(command: typer.Typer, argv: Sequence[str] | None = None) -> int:
         # Python complains once more at exit.
         sys.stdout = None
         return 1
+    except PermissionError as error:
+        where = "" if error.filename is None else f"{error.filename}: "
+        remedy = "\n  try: check its permissions, run the command as its owner, or choose another place"
+        return _fail(f"{where}{error.strerror or error}{remedy}", error, state, 1)
     except Exception as error:
         remedy = (
             "" if state.debug else "\n  try: run it again as `paceline --debug ...` and report what it prints"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Annotated
 
 import typer
@@ -10,8 +11,28 @@ import typer
 from paceline.core.type_conversion import finite
 from paceline.core.untrusted import printable
 
+_RUNS = "runs"
+
+
+def _complete_run(incomplete: str) -> list[str]:
+    """Return the folders below runs/ that begin so, newest first: for the shell's completion."""
+    try:
+        names = sorted(os.listdir(_RUNS), reverse=True)
+    except OSError:
+        return []
+    return [path for name in names if (path := f"{_RUNS}/{name}").startswith(incomplete)]
+
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
-RunArgument = Annotated[str, typer.Argument(help="A run's folder.")]
+RunArgument = Annotated[str, typer.Argument(help="A run's folder.", autocompletion=_complete_run)]
+OptionalRun = Annotated[
+    str | None,
+    typer.Argument(
+        help="A run's folder, or its name below runs/; without one the newest run below runs/.",
+        autocompletion=_complete_run,
+        show_default=False,
+    ),
+]
 ScriptArguments = Annotated[
     list[str] | None,
     typer.Argument(help="After --: arguments of the script, in the place of the recorded ones."),

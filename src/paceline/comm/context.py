@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,8 +24,9 @@ from paceline.comm.collectives.arguments import (
     host_groups,
     shape_of,
 )
-from paceline.comm.collectives.call_queue import CallQueue, Handle, PointToPoint
+from paceline.comm.collectives.call_queue import CallQueue, Handle, PointToPoint, StatsReport, finished
 from paceline.comm.collectives.reduction import Reducer
+from paceline.comm.collectives.result_buffers import fill, fill_by_rank, fill_chunk, is_buffer
 from paceline.comm.collectives.shard_sums import ShardOwnership
 from paceline.comm.compression import PowerSGD
 from paceline.comm.compression.error_feedback import Compression
@@ -158,22 +160,44 @@ class DistributedContext:
     def broadcast(
         self, data: Any = None, root_rank: int = 0, *, timeout: float | None = None, async_op: bool = False
     ) -> Any:
-        """Return the root's data on every rank; the others' argument is ignored."""
-        return self._queue.run(data_movement.broadcast(self._transport, data, root_rank), timeout, async_op)
+        """Return the root's data on every rank. A tensor or array that another rank passes is filled in place
+        and returned; anything else that it passes is ignored."""
+        planned = data_movement.broadcast(self._transport, data, root_rank)
+        result = self._queue.run(planned, timeout, async_op)
+        return finished(result, partial(fill, "broadcast", data)) if is_buffer(data) else result
 
     def scatter(
-        self, chunks: Any = None, root_rank: int = 0, *, timeout: float | None = None, async_op: bool = False
+        self,
+        send: Any = None,
+        recv: Any = None,
+        root_rank: int = 0,
+        *,
+        timeout: float | None = None,
+        async_op: bool = False,
     ) -> Any:
-        """Return the root's chunk for this rank. The root passes a list with one chunk per rank (sizes may
-        differ), or a tensor or array that is cut by rows."""
-        return self._queue.run(data_movement.scatter(self._transport, chunks, root_rank), timeout, async_op)
+        """Return the root's chunk for this rank, in the tensor or array `recv` where one is passed. The root
+        sends a list with one chunk per rank (sizes may differ), or a tensor or array that is cut by rows."""
+        recv, root_rank = _buffer_and_root(recv, root_rank)
+        planned = data_movement.scatter(self._transport, send, root_rank)
+        result = self._queue.run(planned, timeout, async_op)
+        return result if recv is None else finished(result, partial(fill_chunk, "scatter", recv))
 
     def gather(
-        self, data: Any, root_rank: int = 0, *, timeout: float | None = None, async_op: bool = False
+        self,
+        send: Any,
+        recv: Any = None,
+        root_rank: int = 0,
+        *,
+        timeout: float | None = None,
+        async_op: bool = False,
     ) -> Any:
         """Return the data of all ranks, a list by rank, on the root; None elsewhere. Sizes and kinds may
-        differ."""
-        return self._queue.run(data_movement.gather(self._transport, data, root_rank), timeout, async_op)
+        differ. `recv` on the root is filled: a list of tensors, or a tensor or array with a row per rank."""
+        recv, root_rank = _buffer_and_root(recv, root_rank)
+        result = self._queue.run(data_movement.gather(self._transport, send, root_rank), timeout, async_op)
+        if recv is None or self.rank != root_rank:
+            return result
+        return finished(result, partial(fill_by_rank, "gather", recv))
 
     def all_gather(self, data: Any, *, timeout: float | None = None, async_op: bool = False) -> Any:
         """Return the data of all ranks as a list by rank, on every rank. Sizes and kinds may differ."""
@@ -321,10 +345,15 @@ class DistributedContext:
             self._queue.stats.clear()
         self._queue.profiling = enabled
 
-    def get_communication_stats(self) -> dict[str, Any]:
+    def get_communication_stats(self) -> StatsReport:
         """Return what this rank counted since enable_profiling(), per operation and algorithm: calls,
-        messages, bytes as sent, seconds, bandwidth."""
-        return self._queue.stats.to_dict()
+        messages, bytes as sent, seconds, bandwidth. `.bytes_sent` and `.messages_count` are totals."""
+        return self._queue.stats.report()
+
+    @property
+    def calls(self) -> int:
+        """The collective calls of this rank so far."""
+        return self._queue.calls
 
     def waiting_for(self) -> tuple[int, ...]:
         """Return the ranks that this one waits for right now, by their labels; for another thread. Empty
@@ -359,3 +388,9 @@ class DistributedContext:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self.close(error)
+
+
+def _buffer_and_root(recv: Any, root_rank: int) -> tuple[Any, int]:
+    """Accept a rank in the place of the buffer: `gather(data, 1)`. What is no buffer is judged as a rank."""
+    is_place = recv is None or is_buffer(recv) or isinstance(recv, list | tuple)
+    return (recv, root_rank) if is_place else (None, recv)

@@ -7,7 +7,9 @@ is decided above.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import UsageError
@@ -30,6 +32,17 @@ def offer(context: DistributedContext) -> None:
     """Make a launcher's context the default, until a group is initialised explicitly."""
     _state.context = _state.offered = context
     _state.explicit = False
+
+
+@contextmanager
+def offering(context: DistributedContext) -> Iterator[None]:
+    """Make `context` the default inside the block; after it all is as it was before."""
+    before = replace(_state)
+    offer(context)
+    try:
+        yield
+    finally:
+        vars(_state).update(vars(before))
 
 
 def offered() -> DistributedContext | None:

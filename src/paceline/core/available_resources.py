@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
@@ -17,6 +17,7 @@ from typing import Final, TypeVar
 N = TypeVar("N", int, float)
 
 _PROC: Final = Path("/proc/self")
+_DEVICES: Final = Path("/dev")
 _UNLIMITED: Final = 1 << 60  # version 1 writes a page-rounded maximum where there is no limit
 
 
@@ -35,6 +36,19 @@ def cpu_quota(proc: Path = _PROC) -> float | None:
 def memory_limit(proc: Path = _PROC) -> int | None:
     """Return the bytes of the tightest limit of this process's groups; None without one."""
     return tightest(proc, "memory", memory_limit_of)
+
+
+def visible_gpus(environment: Mapping[str, str] = os.environ, devices: Path = _DEVICES) -> int:
+    """Return how many NVIDIA GPUs this process may see: those of the machine, or fewer where
+    CUDA_VISIBLE_DEVICES names some. Loads no driver."""
+    there = sum(1 for path in devices.glob("nvidia[0-9]*") if path.name.removeprefix("nvidia").isdigit())
+    chosen = environment.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
+        return there
+    named = [name.strip() for name in chosen.split(",")]
+    # What follows a name that is none is not seen, as CUDA has it.
+    valid = named.index("-1") if "-1" in named else len(named)
+    return min(there, sum(bool(name) for name in named[:valid]))
 
 
 def is_frozen(proc: Path = _PROC) -> bool:

@@ -1,4 +1,4 @@
-"""Settings as dataclasses: read from TOML, JSON and YAML files and `key=value` overrides, written as TOML.
+"""Settings as dataclasses: read from TOML, JSON and YAML files and `key=value` overrides; written to files.
 
 Later sources win, key by key. Every source is checked by itself before they are merged, so that an error can
 name the file, the key, what was expected and what was given.
@@ -21,8 +21,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar, Union
 
-from paceline.core import type_conversion
-from paceline.core.errors import ConfigError, UsageError
+from paceline.core import atomic_file, type_conversion
+from paceline.core.errors import ConfigError, PlatformError, UsageError
 from paceline.core.type_conversion import ConversionError, MismatchError, convert, fields_of, join, plain_hint
 
 T = TypeVar("T")
@@ -49,6 +49,24 @@ def load(cls: type[T], *sources: ConfigSource, overrides: Iterable[str] = ()) ->
     with _explained(", ".join(origins) or "the settings"):
         result = _build(table, "")
     return typing.cast(T, result)
+
+
+def assignments(cls: type, source: ConfigSource) -> tuple[str, ...]:
+    """Return a file or a mapping as overrides such as `optimizer.lr=0.1`, for `load`. A key that `cls` lacks
+    and a value of another type are errors; any key may be left out, and what fields have to do with each
+    other is checked by `load`."""
+    ((origin, data),) = _parsed([source], ())
+    with _explained(origin):
+        given = [*_flat(_partial_table(data, cls, ""))]
+    return tuple(f"{name}={'none' if value is None else _value(value, name)}" for name, value in given)
+
+
+def _flat(table: _Table, path: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in table.given.items():
+        if isinstance(value, _Table):
+            yield from _flat(value, join(path, name))
+        else:
+            yield join(path, name), value
 
 
 @dataclass(frozen=True)
@@ -85,7 +103,7 @@ def _parsed(
         if isinstance(source, Mapping):
             yield "given settings", dict(source)
         else:
-            yield os.fspath(source), _read(source)
+            yield os.fspath(source), read(source)
     for override in overrides:
         yield f"--set {override}", _parse_override(override)
 
@@ -108,7 +126,7 @@ def _partial_table(data: Mapping[str, Any], cls: type, path: str) -> _Table:
     given: dict[str, Any] = {}
     for key, value in data.items():
         if key not in known:
-            raise type_conversion.unknown_key(path, key, list(known))
+            raise type_conversion.unknown_key(path, key, list(known), cls)
         given[key] = _partial(value, known[key][1], join(path, key))
     return _Table(cls, given)
 
@@ -203,25 +221,19 @@ def _build(table: _Table, path: str) -> Any:
 # files
 
 
-def _read(source: str | os.PathLike[str]) -> dict[str, Any]:
+def read(source: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the content of a file, by its suffix: .toml, .json, .yaml or .yml. A key that stands twice is an
     error in all three, and errors name the file and the line."""
     path = Path(source)
-    suffix = path.suffix.lower()
-    if suffix not in _PARSERS:
-        raise ConfigError(
-            f"{path}: the suffix {path.suffix!r} is not one of {', '.join(_PARSERS)}",
-            remedy="name the file after its format",
-        )
+    language = _language(path)
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}", remedy="check the path") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text: {error.reason}", remedy="save it as UTF-8") from error
-    language, parse = _PARSERS[suffix]
     try:
-        data = parse(text)
+        data = _PARSERS[language](text)
     except ValueError as error:
         raise ConfigError(
             f"{path} is not valid {language}: {error}", remedy="correct the file at the place named"
@@ -267,15 +279,51 @@ def _yaml(text: str) -> object:
     return {} if data is None else data
 
 
-_PARSERS: dict[str, tuple[str, Callable[[str], object]]] = {
-    ".toml": ("TOML", tomllib.loads),
-    ".json": ("JSON", _json),
-    ".yaml": ("YAML", _yaml),
-    ".yml": ("YAML", _yaml),
-}
+_LANGUAGES = {".toml": "TOML", ".json": "JSON", ".yaml": "YAML", ".yml": "YAML"}
+_PARSERS: dict[str, Callable[[str], object]] = {"TOML": tomllib.loads, "JSON": _json, "YAML": _yaml}
+
+
+def _language(path: Path) -> str:
+    """Return the language of a file of settings, by its suffix."""
+    language = _LANGUAGES.get(path.suffix.lower())
+    if language is None:
+        raise ConfigError(
+            f"{path}: the suffix {path.suffix!r} is not one of {', '.join(_LANGUAGES)}",
+            remedy="name the file after its format",
+        )
+    return language
 
 
 # writing
+
+
+def save(settings: object, target: str | os.PathLike[str]) -> Path:
+    """Write a dataclass instance to a file that `load` reads back to an equal one: TOML, JSON or YAML, by its
+    suffix."""
+    path = Path(target)
+    text = _WRITERS[_language(path)](settings)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_file.replace(path, [text.encode()], durable=False)
+    except OSError as error:
+        raise PlatformError(
+            f"{path} cannot be written: {error.strerror}", remedy="check the folder and its permissions"
+        ) from error
+    return path
+
+
+def _yaml_text(settings: object) -> str:
+    import yaml
+
+    return str(yaml.safe_dump(tomllib.loads(dumps(settings)), sort_keys=False))
+
+
+_WRITERS: dict[str, Callable[[object], str]] = {
+    "TOML": lambda settings: dumps(settings),
+    # What TOML can hold, the others can: through it nothing is written that could not be read back.
+    "JSON": lambda settings: json.dumps(tomllib.loads(dumps(settings)), indent=2) + "\n",
+    "YAML": _yaml_text,
+}
 
 
 def dumps(settings: object) -> str:

@@ -162,6 +162,11 @@ class RankFailedError(PeerError):
         self.rank = rank
         self.traceback_text = traceback_text
 
+    @property
+    def original(self) -> BaseException | None:
+        """The rank's error itself, without its frames; None where it could not be pickled."""
+        return self.__cause__ or self.__context__
+
     def _body(self) -> str:
         return f"{self.message}\n\n{self.traceback_text.rstrip()}\n" if self.traceback_text else self.message
 
@@ -221,6 +226,10 @@ class UnavailableError(PlatformError):
     """A backend or an optional package is not on this machine."""
 
     usual_remedy = "install what is missing or choose another backend"
+
+
+GROUP_FAILURES = (PeerError, CommTimeoutError)
+"""What a collective raises when the cause is another rank, or the group itself."""
 
 
 def _rebuild(

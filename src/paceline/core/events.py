@@ -164,6 +164,8 @@ class StepCommitted(Event):
     `generation` is the view that it was committed in: 0 for a run without a supervisor, RECALLED where the
     step is known only from a checkpoint, because the reporting rank was killed before it sent the event.
     `sample` is a hash of a part of the weights that it was computed with, the same on all ranks.
+    Of `seconds`, the reporting rank was in the exchange with the other ranks for `comm_time` and waited for
+    data for `data_time`; `compute_efficiency` is the share that it computed. None: not measured.
     """
 
     step: int
@@ -180,6 +182,9 @@ class StepCommitted(Event):
     skipped: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
     generation: int = 0
+    comm_time: float | None = None
+    data_time: float | None = None
+    compute_efficiency: float | None = None
 
 
 @register
@@ -209,12 +214,14 @@ class RunResumed(Event):
 
 @register
 class RunEnded(Event):
-    """A run is over; `reason` is "finished", or why it ended earlier."""
+    """A run is over; `reason` is "finished", or why it ended earlier. `hash` is that of the weights that it
+    returned: those of its last step, or of the step `restored`, which had the best evaluation."""
 
     step: int
     epoch: int
     reason: str
     hash: str
+    restored: int | None = None
 
 
 @register
@@ -237,6 +244,17 @@ class Evaluated(Event):
 
 
 @register
+class MetricReported(Event):
+    """A number that the user's code on this rank reported (`paceline.metrics.report`), in `step`."""
+
+    name: str
+    value: float
+    rank: int = 0
+    step: int = 0
+    tags: dict[str, str] = field(default_factory=dict)
+
+
+@register
 class EpochEnded(Event):
     """A pass over the data is over: means over its samples, and what the evaluation after it gave."""
 
@@ -247,6 +265,7 @@ class EpochEnded(Event):
     seconds: float
     metrics: dict[str, float] = field(default_factory=dict)
     validation: dict[str, float] = field(default_factory=dict)
+    skipped: int = 0
 
 
 @register

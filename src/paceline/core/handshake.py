@@ -81,6 +81,8 @@ MESH: Final = WireProtocol("mesh", b"PLmesh", 4, context_bytes=20)
 """Two ranks of a group: from, to, stream, and how each can authenticate bulk data."""
 DIAL: Final = WireProtocol("dial", b"PLdial", 3, context_bytes=8)
 """Two workers that may be in one view: from, to."""
+DOCTOR: Final = WireProtocol("doctor", b"PLdoct", 1)
+"""`paceline doctor --hosts`, and `paceline doctor --serve` on another host."""
 
 
 class HandshakeError(WireError):

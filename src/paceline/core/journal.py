@@ -122,6 +122,7 @@ class PatientJournal:
         self._journal = journal
         self._alone = alone
         self._waiting: deque[bytes] = deque()
+        self._lock = threading.Lock()
         self._said = False
 
     @property
@@ -139,7 +140,12 @@ class PatientJournal:
         self.retry()
 
     def retry(self) -> None:
-        """Write what waits, as far as there is room."""
+        """Write what waits, as far as there is room. From any thread: a report of the user's may come from
+        another one than the steps."""
+        with self._lock:
+            self._write_waiting()
+
+    def _write_waiting(self) -> None:
         while self._waiting:
             size = None
             if self._alone:

@@ -100,12 +100,18 @@ ANY_PORT: Final = ListenAddress()
 def listener(host: str, port: int, backlog: int = BACKLOG) -> socket.socket:
     """Return a listening socket at one address or name; see ALL_ADDRESSES for those that are more than
     one."""
-    if not host:
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
-        return socket.create_server(("", port), family=family, backlog=backlog, dualstack_ipv6=both)
-    family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    return socket.create_server((str(target[0]), port), family=family, backlog=backlog)
+    both, where = not host and socket.has_dualstack_ipv6(), ""
+    family = socket.AF_INET6 if both else socket.AF_INET
+    if host:
+        family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        where = str(target[0])
+    try:
+        return socket.create_server((where, port), family=family, backlog=backlog, dualstack_ipv6=both)
+    except OSError as error:
+        if not error.errno:
+            raise
+        # Python adds the address, which the message of every caller has already.
+        raise OSError(error.errno, os.strerror(error.errno)) from None
 
 
 def local_address(listening: socket.socket) -> tuple[str, int]:

@@ -45,11 +45,14 @@ class MismatchError(ConversionError):
         super().__init__(path, f"{key}: expected {expected}, given {given}", f"change {key} to {expected}")
 
 
-def unknown_key(path: str, key: object, valid: Sequence[str]) -> ConversionError:
-    """Return the error for a key that the type does not have; `valid` are those it has."""
+def unknown_key(path: str, key: object, valid: Sequence[str], cls: type | None = None) -> ConversionError:
+    """Return the error for a key that the type does not have; `valid` are those it has. A class may know what
+    is meant: its `__explain_key__` returns the remedy for a name, or an empty text."""
     import difflib
 
     full = join(path, str(key))
+    if answer := getattr(cls, "__explain_key__", lambda name: "")(str(key)):
+        return ConversionError(full, f"unknown key {full}", answer)
     near = difflib.get_close_matches(str(key), valid, n=1, cutoff=0.5)
     hint = f"did you mean {join(path, near[0])}? " if near else ""
     where = f"below {path}" if path else "here"
@@ -198,7 +201,7 @@ def _convert_dataclass(value: object, cls: type, path: str) -> Any:
     known = fields_of(cls)
     for key in value:
         if key not in known:
-            raise unknown_key(path, key, list(known))
+            raise unknown_key(path, key, list(known), cls)
     given: dict[str, Any] = {}
     exact = _exact(cls)
     for name, (field, hint) in known.items():

@@ -28,6 +28,11 @@ class DataPosition:
         """Return where a run is after a step that took `taken` positions and applied `applied` samples."""
         return DataPosition(self.epoch, self.offset + taken, self.step + 1, self.samples + applied)
 
+    @property
+    def epoch_of_last_step(self) -> int:
+        """The epoch of the last committed step; 0 before the first."""
+        return max(0, self.epoch - 1) if self.offset == 0 else self.epoch
+
     def next_epoch(self) -> DataPosition:
         return DataPosition(self.epoch + 1, 0, self.step, self.samples)
 

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 from paceline.core.errors import PacelineError, PlatformError
 from paceline.data.arrays import ArraySource
 from paceline.data.map_source import Loading, MapSource
+from paceline.data.orders import OrderedSource
 from paceline.data.read_errors import assigned_name, read_error, shared_memory_full
 from paceline.data.seeding import one_thread, seed_everything, set_aside
 from paceline.data.source_interface import Batch, Request, Source, can_pin
@@ -36,6 +37,8 @@ _LOADERS_OWN = ("DataLoader", "Pin memory")
 def read(source: Source, requests: Iterable[Request], *, here: bool = False) -> Generator[Batch, None, None]:
     """Return one batch per request, in order. Closing the generator ends its workers. `here`: in this
     process, whatever the DataLoader asked for: for few requests that were not known ahead."""
+    if isinstance(source, OrderedSource):
+        source = source.source  # a request has the numbers of the samples themselves
     if isinstance(source, ArraySource):
         # Nothing of the user's runs, so there is no randomness to seed.
         batches = (source.fetch(request.indices) for request in requests)

@@ -21,14 +21,29 @@ from paceline.data.whole_numbers import whole
 @final
 class DataPartitioner:
     """Samples 0 to total_size - 1 in one contiguous part per rank: every sample in exactly one part.
+    `total_samples` is another name of `total_size`.
 
     Without weights the sizes differ by at most one, and the first ranks have the larger parts. With weights
     (one per rank: speeds, or memory) a rank's size is its share rounded down or up; equal weights are the
     same as none, a heavier rank never gets less than a lighter one, weight 0 gets nothing.
     """
 
-    def __init__(self, total_size: int, world_size: int, weights: Sequence[float] | None = None) -> None:
-        self.total_size = whole("total_size", total_size, 0)
+    def __init__(
+        self,
+        total_size: int | None = None,
+        world_size: int = 1,
+        weights: Sequence[float] | None = None,
+        *,
+        total_samples: int | None = None,
+    ) -> None:
+        if (total_size is None) == (total_samples is None):
+            given = "neither is given" if total_size is None else "both are given"
+            raise UsageError(
+                f"DataPartitioner: total_size and total_samples are the same setting, and {given}",
+                remedy="pass one of them: DataPartitioner(total_samples=1000, world_size=4)",
+            )
+        name, size = ("total_size", total_size) if total_samples is None else ("total_samples", total_samples)
+        self.total_size = whole(name, size, 0)
         self.world_size = whole("world_size", world_size, 1)
         if weights is None:
             base, extra = divmod(self.total_size, self.world_size)

@@ -3,6 +3,7 @@
 tensors, NumPy arrays, pandas, tuples and dicts of them   ArraySource   memory shared, rows copied out
 map-style datasets, Hugging Face datasets, DataLoaders    MapSource     one sample at a time, or many
 iterable datasets, generator functions, iterables         Stream        in order, `size` is None
+data with an order of its own (orders.py)                 OrderedSource one of the first two
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch.utils.data import (
     Sampler,
     SequentialSampler,
     TensorDataset,
+    WeightedRandomSampler,
     default_collate,
 )
 
@@ -31,6 +33,7 @@ from paceline.data.arrays import ArraySource, array_source, tensor_dataset_sourc
 from paceline.data.batch_reader import read
 from paceline.data.columns import class_in
 from paceline.data.map_source import Loading, MapSource
+from paceline.data.orders import OrderedData, OrderedSource, WeightedOrder
 from paceline.data.source_interface import Batch, Indices, Request, Skipped, SkippedSampleError, Source
 from paceline.data.stream import Stream
 
@@ -48,6 +51,7 @@ __all__ = [
     "as_source",
     "check_apart",
     "read",
+    "refuse_order",
 ]
 
 _log = logging.getLogger(__name__)
@@ -64,10 +68,13 @@ def as_source(data: Any) -> Source:
     """Return `data` as a source, without reading a sample or copying memory.
 
     Of a DataLoader the dataset, collate_fn, num_workers, prefetch_factor, pin_memory, timeout, worker_init_fn
-    and multiprocessing_context are taken over. Its batch size and order are not: those belong to the run.
+    and multiprocessing_context are taken over. Its batch size and order are not: those belong to the run. A
+    WeightedRandomSampler becomes a `WeightedOrder`.
     """
-    if isinstance(data, ArraySource | MapSource | Stream):
+    if isinstance(data, ArraySource | MapSource | Stream | OrderedSource):
         return data
+    if isinstance(data, OrderedData):
+        return OrderedSource(as_source(data.data), data.order)
     if isinstance(data, DataLoader):
         return _from_loader(data)
     if type(data) is TensorDataset:
@@ -83,12 +90,24 @@ def as_source(data: Any) -> Source:
 
 
 def check_apart(train: Source, validation: Source) -> None:
-    """Refuse one stream in two roles: an evaluation within an epoch would move the training data."""
+    """Refuse one stream in two roles, because an evaluation within an epoch would move the training data; and
+    an order of validation data."""
+    refuse_order(validation)
     if isinstance(train, Stream) and isinstance(validation, Stream) and validation.reads_from(train):
         raise UsageError(
             f"the training and the validation data are the same {validation.name}, which remembers where "
             "reading stands: an evaluation would move the training data",
             remedy="give validation an object of its own (copy.deepcopy, or make it again)",
+        )
+
+
+def refuse_order(source: Source) -> None:
+    """Refuse an order where each sample counts once, in the order of the data."""
+    if isinstance(source, OrderedSource):
+        raise UsageError(
+            f"data to evaluate or predict has the order {type(source.order).__name__}: there every sample "
+            "counts once, in the order of the data",
+            remedy="give the data itself, without an order or a WeightedRandomSampler",
         )
 
 
@@ -119,6 +138,24 @@ def _from_loader(loader: DataLoader[Any]) -> Source:
     if isinstance(dataset, IterableDataset) or _is_iterable(dataset):
         return _stream_of_loader(loader, dataset)
     bulk = _takes_lists(loader)
+    source = _source_of_loader(loader, dataset, bulk)
+    drawn = _inner_sampler(loader)
+    if isinstance(drawn, WeightedRandomSampler):
+        _log.info(
+            "the DataLoader's WeightedRandomSampler becomes a paceline.WeightedOrder: %d draws in an epoch, "
+            "by the run's seed",
+            drawn.num_samples,
+        )
+        return OrderedSource(source, WeightedOrder(drawn.weights, drawn.num_samples))
+    return source
+
+
+def _inner_sampler(loader: DataLoader[Any]) -> Any:
+    batches: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    return batches.sampler if type(batches) is BatchSampler else batches
+
+
+def _source_of_loader(loader: DataLoader[Any], dataset: Any, bulk: bool) -> Source:
     collate: Any = loader.collate_fn
     _log.info(
         "of the DataLoader of %s, batch_size=%s, %s and drop_last=%s are not used: "
@@ -190,6 +227,14 @@ def _check_sampler(loader: DataLoader[Any], sampler: Sampler[Any] | Iterable[Any
         return
     if type(sampler).__module__.startswith("paceline."):
         return
+    if type(sampler) is WeightedRandomSampler:
+        if sampler.replacement:
+            return
+        raise UsageError(
+            f"the DataLoader of {type(loader.dataset).__qualname__} has a WeightedRandomSampler with "
+            "replacement=False, whose later draws depend on all earlier ones",
+            remedy="use replacement=True, or paceline.WeightedOrder(weights, samples=...).over(dataset)",
+        )
     raise _own_sampler(loader, "sampler", sampler)
 
 
@@ -198,8 +243,9 @@ def _own_sampler(loader: DataLoader[Any], what: str, sampler: Any) -> UsageError
         f"the DataLoader of {type(loader.dataset).__qualname__} has its own {what} "
         f"({type(sampler).__qualname__}), which chooses samples in a way that Paceline would not follow: "
         "a run applies every sample of the dataset exactly once per epoch, in an order of its own",
-        remedy="for a part of the samples pass torch.utils.data.Subset(dataset, indices); for repeats, a "
-        "dataset that lists them; else pass the dataset itself",
+        remedy="for a part of the samples pass torch.utils.data.Subset(dataset, indices); for draws by "
+        "weight paceline.WeightedOrder(weights).over(dataset); for samples of like length "
+        "paceline.LengthBuckets(lengths).over(dataset); else pass the dataset itself",
     )
 
 

@@ -10,37 +10,20 @@ everything but putting arguments and results in their places. `timeout`: seconds
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar, final
+from typing import Any, final
 
-import torch
 from torch import Tensor
 
 from paceline.comm import default_group
-from paceline.comm.collectives.call_queue import Handle
+from paceline.comm.collectives.call_queue import finished
+from paceline.comm.collectives.result_buffers import check_fits, fill, fill_by_rank, fits
 from paceline.comm.compression import Compression, PowerSGD
 from paceline.comm.context import DistributedContext
 from paceline.comm.ops import ReduceOp
 from paceline.core.errors import UsageError
 from paceline.core.wording import counted, with_article
 
-T = TypeVar("T")
-
 ANY = -1
-
-
-@final
-class Pending(Generic[T]):
-    """An operation in progress whose result still has to be put in its place, which `wait` does."""
-
-    def __init__(self, handle: Handle[Any], finish: Callable[[Any], T]) -> None:
-        self._handle = handle
-        self._finish = finish
-
-    def wait(self, timeout: float | None = None) -> T:
-        return self._finish(self._handle.wait(timeout))
-
-    def done(self) -> bool:
-        return self._handle.done()
 
 
 def all_reduce(
@@ -87,7 +70,7 @@ def broadcast(
 ) -> Any:
     """Copy the root's data to every rank: into tensors that the others pass, else as a new value."""
     call = _PlainCall("broadcast", group, timeout, async_op)
-    return call.run(data, call.root(root_rank, "src", src), finish=lambda value: call.into(data, value))
+    return call.run(data, call.root(root_rank, "src", src))
 
 
 def all_gather(
@@ -103,7 +86,7 @@ def all_gather(
     if tensor is None:
         return call.run(data)
     outputs = call.outputs(data)
-    call.check_fits(outputs[call.context.rank], tensor)
+    check_fits("all_gather", outputs[call.context.rank], tensor)
     return call.run(tensor, finish=lambda values: call.fill(outputs, values))
 
 
@@ -125,8 +108,8 @@ def gather(
     if gather_list is None or call.context.rank != root:
         return call.run(data, root)
     outputs = call.outputs(gather_list)
-    call.check_fits(outputs[root], data)
-    return call.run(data, root, finish=lambda values: call.fill(outputs, values))
+    check_fits("gather", outputs[root], data)
+    return call.run(data, outputs, root)
 
 
 def scatter(
@@ -153,13 +136,12 @@ def scatter(
     else:
         chunks, output = None, data if isinstance(data, Tensor) else None
     if output is not None and scatter_list is not None and isinstance(scatter_list, list | tuple):
-        call.check_fits(output, scatter_list[root] if len(scatter_list) > root else output)
+        check_fits("scatter", output, scatter_list[root] if len(scatter_list) > root else output)
     # A rank that only has the whole tensor at hand, as the root has, is not asking to have it overwritten.
     strict = src is not None or scatter_list is not None
 
     def finish(chunk: Any) -> Any:
-        fits = isinstance(output, Tensor) and isinstance(chunk, Tensor) and _fits(output, chunk)
-        return call.into(output, chunk) if strict or fits else chunk
+        return call.into(output, chunk) if strict or fits(output, chunk) else chunk
 
     return call.run(chunks, root, finish=finish)
 
@@ -184,7 +166,7 @@ def reduce_scatter(
     if input_list is None:
         return call.run(data, _op(op))
     if isinstance(input_list, list | tuple) and len(input_list) == call.context.world_size:
-        call.check_fits(data, input_list[call.context.rank])
+        check_fits("reduce_scatter", data, input_list[call.context.rank])
     return call.run(input_list, _op(op), finish=lambda chunk: call.into(data, chunk))
 
 
@@ -273,9 +255,7 @@ class _PlainCall:
         """Run the context's method; `finish` gets the result, at once or when a pending one is waited for."""
         method = "receive" if self._name == "recv" else self._name
         result = getattr(self.context, method)(*args, **more, **self._options)
-        if finish is None:
-            return result
-        return Pending(result, finish) if isinstance(result, Handle) else finish(result)
+        return result if finish is None else finished(result, finish)
 
     def rank(
         self, name: str, value: int | None, torch_name: str, other: int | None, default: int | None = None
@@ -304,26 +284,12 @@ class _PlainCall:
         return outputs
 
     def fill(self, outputs: Sequence[Tensor], values: Sequence[Any]) -> Sequence[Tensor]:
-        for rank, (output, value) in enumerate(zip(outputs, values, strict=True)):
-            self.into(output, value, f": from rank {rank}")
-        return outputs
+        filled: Sequence[Tensor] = fill_by_rank(self._name, outputs, values)
+        return filled
 
-    def into(self, target: Any, value: Any, where: str = "") -> Any:
+    def into(self, target: Any, value: Any) -> Any:
         """Return the value in the tensor that the caller passed, or by itself if it passed none."""
-        if not isinstance(target, Tensor) or value is target:
-            return value
-        self.check_fits(target, value, where)
-        with torch.no_grad():
-            target.copy_(value)
-        return target
-
-    def check_fits(self, target: Any, value: Any, where: str = "") -> None:
-        if isinstance(target, Tensor) and isinstance(value, Tensor) and _fits(target, value):
-            return
-        raise UsageError(
-            f"{self._name}{where}: {_described(value)} does not fit into {_described(target)}",
-            remedy="pass a tensor of the same shape and dtype to fill, or none to get the value back",
-        )
+        return fill(self._name, target, value)
 
 
 def _op(op: Any) -> Any:
@@ -342,13 +308,3 @@ def _are_tensors(data: object) -> bool:
     if isinstance(data, list | tuple):
         return bool(data) and all(isinstance(part, Tensor) for part in data)
     return isinstance(data, Tensor)
-
-
-def _fits(target: Tensor, value: Tensor) -> bool:
-    return target.shape == value.shape and target.dtype == value.dtype
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    return type(value).__name__

@@ -1,6 +1,7 @@
 """Drivers of `Trainer.fit`, of one shape: a job in, a `FitResult` out.
 
     fit_in_job      on the ranks of a job that exists already (a spawned function, torchrun)
+    fit_in_caller   in the caller's process, where a debugger or a profiler watches it
     fit_supervised  on workers that a supervisor starts and replaces
     fit_spawned     on spawned ranks, of which the first failure ends the run
 
@@ -11,20 +12,22 @@ this module does not import torch.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
-from paceline.comm import tensor_pickling
+from paceline.comm import default_group, tensor_pickling
 from paceline.core.errors import PacelineError, PeerLostError, ResourceError, UsageError
 from paceline.core.events import WorkerFailed
 from paceline.core.journal import Journal
 from paceline.engines.local import memfd_pickle
+from paceline.frontends.caller_tools import profiler_is_active, watching_tool
 from paceline.frontends.spawn import spawn
 from paceline.frontends.supervised_run import SupervisedRun
 from paceline.monitor.progress_factory import progress_display
@@ -33,6 +36,7 @@ from paceline.train.history import History
 from paceline.train.loop.training_thread import PRELOAD
 from paceline.train.state.run_folder import RunFolder
 from paceline.train.state.run_lock import held
+from paceline.train.step_info import StepInfo
 from paceline.train.stop_signals import ending, interrupted, listening, write_stop_file
 
 if TYPE_CHECKING:
@@ -40,12 +44,16 @@ if TYPE_CHECKING:
 
     from paceline.comm.context import DistributedContext
     from paceline.train.loop.worker_jobs import TrainJob, TrainResult
+    from paceline.train.settings.train_config import TrainConfig
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.25
 _RESUME = 'start again with resume="auto" to continue'
+
+
+_BEGINNING = StepInfo()
 
 
 @final
@@ -56,12 +64,26 @@ class FitResult:
     weights      of the trained model, by name; None where the caller's module was trained in place
     stop_signal  why the caller's process was asked to end, also if the run had come to its end by then
     saved        a sentence about what a run that is started again continues from
+    averages     of each EMA or SWA among the callbacks; empty where the caller's own were in the run
+    reached      the place in the run of the weights
     """
 
     history: History
     weights: dict[str, Any] | None = None
     stop_signal: str | None = None
     saved: str = ""
+    averages: Sequence[dict[str, Any] | None] = ()
+    reached: StepInfo = _BEGINNING
+
+
+@contextmanager
+def keeping_nothing(context: DistributedContext | None, job: TrainJob) -> Iterator[None]:
+    """Delete the folder of a run with run_dir=False when it is over, however it ends."""
+    try:
+        yield
+    finally:
+        if job.config.run_dir is False and job.folder and (context is None or context.is_master):
+            RunFolder(job.folder).discard()
 
 
 def fit_in_job(context: DistributedContext, job: TrainJob) -> FitResult:
@@ -71,6 +93,65 @@ def fit_in_job(context: DistributedContext, job: TrainJob) -> FitResult:
     trained = worker_jobs.train(context, job)
     history = History.from_dict(context.broadcast(trained.history and trained.history.to_dict()))
     return FitResult(history, None, trained.stopped, _RESUME)
+
+
+def tool_to_stay_for(config: TrainConfig) -> str | None:
+    """Return the tool because of which a run stays in the caller's process, in words; None: it does not.
+
+    Only where one worker would compute it all. Faults can be injected only into supervised workers, and more
+    workers than one cannot be in one process: for them there is `profile=DIR`.
+    """
+    if config.workers == 1 and config.fault_tolerance.chaos is None:
+        return watching_tool()
+    if profiler_is_active():
+        _log.warning("the active torch.profiler sees nothing of the workers: fit(profile=DIR) has each trace")
+    return None
+
+
+def fit_in_caller(job: TrainJob, tool: str) -> FitResult:
+    """Train in this process, with the bits of a supervised run and without its protection.
+
+    As with workers of their own the caller's module is trained as a copy, and its generators stay as they
+    were. Nothing replaces this process if it ends: a run that is started again continues from a checkpoint.
+    """
+    from paceline.comm.context import DistributedContext
+    from paceline.data.seeding import set_aside
+    from paceline.train.loop import worker_jobs
+
+    _log.warning(
+        "%s, so this process trains by itself: breakpoints and profilers see it, and no worker is replaced. "
+        "If the process ends, the run continues from its last checkpoint",
+        tool,
+    )
+    with DistributedContext(1, 0) as context, default_group.offering(context), set_aside():
+        trained = worker_jobs.train(context, _copied(job))
+    assert trained.history is not None
+    return FitResult(trained.history, trained.weights, trained.stopped, _RESUME, trained.averages)
+
+
+def _copied(job: TrainJob) -> TrainJob:
+    """Return the job with its own copy of all that training changes; observers stay the caller's."""
+    modifiers = [one for one in job.callbacks if isinstance(one, Modifier)]
+    parts = (job.model, job.objective, job.optimizer, modifiers)
+    try:
+        # In one go: an optimizer keeps the parameters of the model, and goes on doing so.
+        model, objective, optimizer, changed = copy.deepcopy(parts)
+    except Exception as error:
+        raise UsageError(
+            f"the model, the objective, the optimizer or a modifier cannot be copied: {error}",
+            remedy="pass a function that builds the model, and keep locks, files and sockets out of it",
+        ) from error
+    copies = iter(changed)
+    callbacks = [next(copies) if isinstance(one, Modifier) else one for one in job.callbacks]
+    return dataclasses.replace(
+        job,
+        model=model,
+        objective=objective,
+        optimizer=optimizer,
+        callbacks=callbacks,
+        stop_file=None,
+        process=None,
+    )
 
 
 def fit_supervised(job: TrainJob) -> FitResult:
@@ -92,7 +173,7 @@ def fit_supervised(job: TrainJob) -> FitResult:
         trained = running.result()
         assert trained.history is not None
         stopped = signals[0] if signals else trained.stopped
-        return FitResult(trained.history, trained.weights, stopped, running.saved_sentence)
+        return FitResult(trained.history, trained.weights, stopped, running.saved_sentence, trained.averages)
 
 
 def fit_spawned(job: TrainJob) -> FitResult:
@@ -109,8 +190,8 @@ def fit_spawned(job: TrainJob) -> FitResult:
     assert trained.history is not None
     if trained.stopped is None and signals:
         # The workers had ended when the signal came; its sender wants this process to end all the same.
-        return FitResult(trained.history, trained.weights, signals[0])
-    return FitResult(trained.history, trained.weights, trained.stopped, _RESUME)
+        return FitResult(trained.history, trained.weights, signals[0], averages=trained.averages)
+    return FitResult(trained.history, trained.weights, trained.stopped, _RESUME, trained.averages)
 
 
 def train_spawned(job: TrainJob, stopping: AbstractContextManager[object]) -> TrainResult:

@@ -8,19 +8,17 @@ torch.
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import io
 import os
 import sys
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import CodeType, ModuleType
 from typing import Any, final
 
 from paceline.core import config as core_config, type_conversion
-from paceline.core.errors import ConfigError, UsageError
+from paceline.core.errors import ConfigError
+from paceline.engines.local import script_main
 from paceline.train.settings.train_config import TrainConfig
 
 
@@ -38,13 +36,19 @@ class Command:
         return {**dataclasses.asdict(self), "arguments": [*self.arguments], "settings": [*self.settings]}
 
 
+PER_GPU = "per_gpu."
+"""In front of an assignment to a setting of DistributedConfig."""
+
+
 @final
 @dataclass(frozen=True)
 class Overrides:
     """Settings and hooks that win over a script.
 
-    options       settings by name
-    assignments   texts such as `checkpoint.keep_last=5`, which win over options
+    file          a TOML, JSON or YAML file of settings
+    options       settings by name, which win over the file's
+    assignments   texts such as `checkpoint.keep_last=5`, which win over options; `per_gpu.learning_rate=0.1`
+                  is for PyTorchDDPTrainer
     command       what the run is recorded as
     replaces_fit  called with (trainer, training data, validation data) by every `Trainer.fit`, instead of
                   training; its result is what `fit` returns. For `paceline replay` and `verify`
@@ -54,13 +58,38 @@ class Overrides:
     assignments: tuple[str, ...] = ()
     command: Command | None = None
     replaces_fit: Callable[[Any, Any, Any], Any] | None = None
+    file: str | None = None
 
     def __post_init__(self) -> None:
-        for name in [*self.options, *(text.partition("=")[0].strip() for text in self.assignments)]:
+        self.assigned_by_file()
+        for name in [*self.options, *(text.partition("=")[0].strip() for text in self._global)]:
             _check_name(name)
 
     def __bool__(self) -> bool:
-        return bool(self.options or self.assignments)
+        return bool(self.options or self.assignments or self.file is not None)
+
+    def assigned_by_file(self) -> tuple[str, ...]:
+        """Return the file's settings as assignments, as they are recorded; the file may change later."""
+        if self.file is None:
+            return ()
+        return core_config.assignments(TrainConfig, self.file)
+
+    @property
+    def _global(self) -> tuple[str, ...]:
+        return tuple(text for text in self.assignments if not text.startswith(PER_GPU))
+
+    def per_gpu(self) -> tuple[str, ...]:
+        """Return the assignments for a PyTorchDDPTrainer, whose caller uses them."""
+        texts = [text.removeprefix(PER_GPU) for text in self.assignments if text.startswith(PER_GPU)]
+        _in_force.per_gpu_applied = _in_force.per_gpu_applied or self is _in_force.overrides
+        return tuple(texts)
+
+    @property
+    def workers(self) -> int | None:
+        """The number of workers that wins over a script's; None: the script decides."""
+        texts = (*self.assigned_by_file(), *self._global)
+        named = {*self.options, *(text.partition("=")[0].strip() for text in texts)}
+        return self.apply(TrainConfig()).workers if "workers" in named else None
 
     def apply(self, config: TrainConfig) -> TrainConfig:
         """Return the config with these settings in place of its own."""
@@ -74,13 +103,15 @@ class Overrides:
                 table = table.setdefault(part, {})
             table[last] = value
         _in_force.applied = _in_force.applied or self is _in_force.overrides
-        return core_config.load(TrainConfig, _as_tables(config), given, overrides=self.assignments)
+        files = [] if self.file is None else [self.file]
+        return core_config.load(TrainConfig, _as_tables(config), *files, given, overrides=self._global)
 
 
 @final
 class _InForce:
     overrides: Overrides = Overrides()
     applied: bool = False
+    per_gpu_applied: bool = False
 
 
 _in_force = _InForce()
@@ -96,15 +127,20 @@ def applied() -> bool:
     return _in_force.applied
 
 
+def per_gpu_applied() -> bool:
+    """Return whether a PyTorchDDPTrainer was made under the overrides in force."""
+    return _in_force.per_gpu_applied
+
+
 @contextmanager
 def in_force(overrides: Overrides) -> Iterator[None]:
     """Apply these overrides to every `Trainer.fit` inside."""
-    before, was_applied = _in_force.overrides, _in_force.applied
-    _in_force.overrides, _in_force.applied = overrides, False
+    before = (_in_force.overrides, _in_force.applied, _in_force.per_gpu_applied)
+    _in_force.overrides, _in_force.applied, _in_force.per_gpu_applied = overrides, False, False
     try:
         yield
     finally:
-        _in_force.overrides, _in_force.applied = before, was_applied
+        _in_force.overrides, _in_force.applied, _in_force.per_gpu_applied = before
 
 
 def command() -> Command | None:
@@ -120,33 +156,8 @@ def command() -> Command | None:
 def run_script(path: str, arguments: Sequence[str] = ()) -> None:
     """Run a user's script in this process as if Python had started it: as `__main__`, with its arguments and
     its folder first on the path, all of it restored afterwards. What it raises, SystemExit too, is raised."""
-    file = os.path.abspath(path)
-    code = _compiled(path, file)
-    module = ModuleType("__main__")
-    module.__dict__.update(__file__=file, __builtins__=__builtins__, __cached__=None)
-    main, argv, places = sys.modules["__main__"], sys.argv, sys.path[:]
-    sys.modules["__main__"] = module
-    sys.argv = [path, *arguments]
-    sys.path.insert(0, os.path.dirname(file))
-    try:
+    with script_main.running_as_main(path, arguments) as (code, module):
         exec(code, module.__dict__)
-    finally:
-        sys.modules["__main__"], sys.argv = main, argv
-        sys.path[:] = places
-
-
-def _compiled(path: str, file: str) -> CodeType:
-    try:
-        # Reads the encoding that the file declares, as Python does.
-        with io.open_code(file) as source:
-            return compile(source.read(), file, "exec", dont_inherit=True)
-    except OSError as error:
-        raise UsageError(
-            f"the script {path} cannot be read: {error.strerror}",
-            remedy="give the path of a Python file: paceline train script.py",
-        ) from None
-    except ValueError as error:
-        raise UsageError(f"the script {path} is not Python: {error}", remedy="give a Python file") from None
 
 
 def _as_tables(settings: object) -> dict[str, Any]:
@@ -169,12 +180,8 @@ def _check_name(name: str) -> None:
             )
         known = type_conversion.fields_of(cls)
         if part not in known:
-            near = difflib.get_close_matches(part, known, n=1, cutoff=0.5)
-            hint = f"did you mean {type_conversion.join(path, near[0])}? " if near else ""
-            where = f"below {path}" if path else "here"
-            raise ConfigError(
-                f"there is no setting {name}", remedy=f"{hint}valid {where}: {', '.join(known)}", key=name
-            )
+            remedy = type_conversion.unknown_key(path, part, list(known), cls).remedy
+            raise ConfigError(f"there is no setting {name}", remedy=remedy, key=name)
         path, hint = type_conversion.join(path, part), known[part][1]
         members = map(type_conversion.plain_hint, (hint, *typing.get_args(hint)))
         cls = next((one for one in members if isinstance(one, type) and dataclasses.is_dataclass(one)), None)

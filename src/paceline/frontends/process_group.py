@@ -16,11 +16,11 @@ import torch
 from paceline.comm import default_group
 from paceline.comm.collectives.arguments import check_timeout, check_world
 from paceline.comm.context import DistributedContext
-from paceline.comm.rendezvous.environment import find_launch_info
+from paceline.comm.rendezvous.environment import BACKENDS, find_launch_info
+from paceline.core import log
 from paceline.core.errors import UsageError
 from paceline.core.time_limits import COLLECTIVE_SECONDS
 
-BACKENDS = ("auto", "gloo", "nccl", "mpi", "shm")
 _ENV = "env://"
 _TCP = "tcp://"
 
@@ -56,14 +56,22 @@ def init_process_group(
         address = None if init_method == _ENV else init_method.removeprefix(_TCP)
         context = DistributedContext(world_size, rank, address=address, backend=backend, timeout=seconds)
     default_group.install(context)
+    log.label_records(context.rank)
     return context
 
 
 def destroy_process_group() -> None:
     """Leave the group, if there is one. Groups of spawn or torch.distributed stay open."""
-    context = default_group.clear()
+    context = uninstall_process_group()
     if context is not None and context is not default_group.offered():
         context.close()
+
+
+def uninstall_process_group() -> DistributedContext | None:
+    """Take back what init_process_group did to this process, and return the group, which stays open."""
+    if default_group.is_explicit():
+        log.unlabel_records()
+    return default_group.clear()
 
 
 def is_initialized() -> bool:

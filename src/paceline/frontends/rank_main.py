@@ -9,6 +9,7 @@ from __future__ import annotations
 from paceline.comm import default_group, tensor_pickling
 from paceline.comm.context import DistributedContext
 from paceline.control.worker_options import WorkerOptions
+from paceline.core import log
 from paceline.engines.local import rank_call
 from paceline.engines.local.failure_report import ended_well
 from paceline.engines.local.forked_rank import RankTask
@@ -26,6 +27,7 @@ def main(task: RankTask) -> int:
         segment, task.rank, task.workers, timeout=options.comm_timeout, links=options.links
     )
     default_group.offer(context)
+    log.label_records(task.rank)  # to the end of this process
     try:
         try:
             result = work.function(context, *work.args)
@@ -47,6 +49,7 @@ def main(task: RankTask) -> int:
 def member_main(task: RankTask) -> int:
     """Run one worker of a supervised job; return the descriptor of its pickled result."""
     __tracebackhide__ = True
+    log.label_records(task.rank)  # to the end of this process
     work = rank_call.unpack(task.payload)
     task.shared = work.classes
     try:

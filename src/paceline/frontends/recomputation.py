@@ -48,6 +48,7 @@ class FitParts(Protocol):
     model: Any
     objective: Callable[..., Any]
     optimizer: Any
+    scheduler: Any
     config: TrainConfig
     callbacks: tuple[Observer | Modifier, ...]
 
@@ -98,6 +99,7 @@ def _job(trainer: FitParts, run: str | os.PathLike[str], train_data: Any) -> Tra
         config=config,
         train=as_source(train_data),
         callbacks=trainer.callbacks,
+        scheduler=trainer.scheduler,
     )
 
 

@@ -24,8 +24,12 @@ from paceline.core.time_limits import COLLECTIVE_SECONDS
 from paceline.core.untrusted import redact_credentials
 from paceline.core.wording import counted, listed, with_article
 from paceline.elastic.supervised_folder import SUPERVISOR_FILES, recover_journal
+from paceline.frontends import launcher_link
+from paceline.frontends.caller_tools import profiler_is_active
 from paceline.train.callbacks import refuse_inside
-from paceline.train.settings.train_config import TrainConfig
+from paceline.train.settings.run_length import asked_for, told
+from paceline.train.settings.schedule import run_length
+from paceline.train.settings.train_config import TrainConfig, shards_on_ranks
 from paceline.train.state.run_folder import RunFolder
 from paceline.train.state.run_lock import held
 
@@ -62,6 +66,57 @@ def check_optimizer(optimizer: object, remedy: str) -> None:
         raise UsageError(f"the optimizer is {optimizer!r:.60}", remedy=remedy)
 
 
+def with_profile(
+    config: TrainConfig, folder: str | os.PathLike[str] | None, context: DistributedContext | None
+) -> TrainConfig:
+    """Return the config with `folder` in place of its `profile`, as a path that every worker understands.
+
+    Refuse one where a profiler of the caller's would watch the same process: there can be one only.
+    """
+    given = config.profile if folder is None else folder
+    if given is None:
+        return config
+    if (context is not None or config.workers == 1) and profiler_is_active():
+        raise UsageError(
+            f"profile={os.fspath(given)!r}, and a torch.profiler is active already in this process, which "
+            "computes the run",
+            remedy="leave profile out: the active profiler sees all; or call fit outside of it",
+        )
+    return dataclasses.replace(config, profile=str(Path(given).absolute()))
+
+
+def check_scheduler(scheduler: object) -> None:
+    """Refuse what is neither a function of the optimizer nor a list of these; without importing torch."""
+    several = scheduler if isinstance(scheduler, Sequence) and not isinstance(scheduler, str) else [scheduler]
+    for one in several:
+        kind = one if isinstance(one, type) else type(one)
+        if isinstance(one, type) or (hasattr(one, "step") and hasattr(one, "state_dict")):
+            what = (
+                f"the class {kind.__name__}" if isinstance(one, type) else f"a {kind.__name__} that is built"
+            )
+            raise UsageError(
+                f"the scheduler is {what}: each worker builds its own, over its own optimizer",
+                remedy="pass a function that builds it: "
+                f"scheduler=lambda optimizer: {kind.__name__}(optimizer, ...)",
+            )
+        if callable(one):
+            asked_for(one, "scheduler")
+        elif one is not None:
+            raise UsageError(
+                f"the scheduler is {with_article(one)}",
+                remedy="pass a function from the optimizer to a torch scheduler: "
+                "scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 10)",
+            )
+
+
+def check_length(scheduler: object, config: TrainConfig, samples: int | None) -> None:
+    """Refuse functions that build schedulers and ask for what is not known of this run."""
+    several = scheduler if isinstance(scheduler, Sequence) else [scheduler]
+    for one in several:
+        if callable(one):
+            told(one, run_length(config, samples), "scheduler")
+
+
 def running_job(what: str = "fit") -> DistributedContext | None:
     """Return the group that this process belongs to, or None; join the one that a launcher's environment
     describes. Refuse `what` if it is called inside the loop of a run."""
@@ -88,35 +143,59 @@ def prepare(
     `check` refuses a config that does not go with the data; without it the caller does that later.
     """
     if context is None:
-        settled = as_recorded(config)
-        return settled, _make_folder(settled, check)
+        settled = as_recorded(_continued(config))
+        folder = _make_folder(settled, check)
+        _announce(folder, settled)
+        return settled, folder
     if config.workers != context.world_size:
         if config.workers != 1 and context.is_master:
             _log.warning(
                 "workers=%d, and this job has %d: it trains with those", config.workers, context.world_size
             )
-        shards = config.workers if config.shards is None and config.workers != 1 else config.shards
+        shards = shards_on_ranks(config, context.world_size)
         config = dataclasses.replace(config, workers=context.world_size, shards=shards)
 
+    if config.run_dir is False and len(set(context.transport.topology.host_of)) > 1:
+        raise ConfigError(
+            "run_dir=False on several hosts: a temporary folder is that of one host",
+            remedy="give a folder that every host of the job shares",
+            key="run_dir",
+        )
     decided: list[Any] = []
     refused: PacelineError | None = None
     if context.is_master:
         try:
-            settled = as_recorded(config)
+            settled = as_recorded(_continued(config))
             _refuse_chaos(settled)
-            decided = [settled.shards, settled.threads, str(_make_folder(settled, check).path)]
+            folder = _make_folder(settled, check)
+            _announce(folder, settled)
+            changed = {name: getattr(settled, name) for name in ("shards", "threads", "run_dir", "resume")}
+            decided = [changed, str(folder.path)]
         except PacelineError as error:
             refused = error
-            decided = [error.message, error.remedy]
+            decided = [None, error.message, error.remedy]
     # The first rank may have waited for an earlier start to leave.
     decided = context.broadcast(decided, timeout=COLLECTIVE_SECONDS + config.fault_tolerance.patience)
     if refused is not None:
         raise refused
-    if len(decided) == 2:
-        raise UsageError(f"rank 0 refuses the run: {decided[0]}", remedy=decided[1])
-    shards, threads, path = decided
-    settled = dataclasses.replace(config, shards=shards, threads=threads).resolved(cores())
-    return settled, RunFolder(Path(path))
+    if decided[0] is None:
+        raise UsageError(f"rank 0 refuses the run: {decided[1]}", remedy=decided[2])
+    changed, path = decided
+    return dataclasses.replace(config, **changed).resolved(cores()), RunFolder(Path(path))
+
+
+def _continued(config: TrainConfig) -> TrainConfig:
+    """Return the config such that a run goes on which ranks of `paceline run` had begun before all of them
+    were started again."""
+    folder = launcher_link.folder_before_restart()
+    if not folder or not config.checkpoint.enabled:
+        return config
+    return dataclasses.replace(config, run_dir=folder, resume="auto")
+
+
+def _announce(folder: RunFolder, config: TrainConfig) -> None:
+    if config.run_dir is not False:
+        launcher_link.announce_folder(str(folder.path))
 
 
 def as_recorded(config: TrainConfig) -> TrainConfig:
@@ -164,7 +243,7 @@ def _make_folder(config: TrainConfig, check: Callable[[TrainConfig], None] | Non
         check(config)
     if config.resume is None and config.checkpoint.enabled and config.checkpoint.url is not None:
         _check_empty(config.checkpoint.url)
-    if config.resume is None and config.run_dir is not None:
+    if config.resume is None and config.run_dir:
         _clear_failed_start(RunFolder(Path(config.run_dir).absolute()))
     folder = RunFolder.for_config(config)
     if config.resume == "auto":

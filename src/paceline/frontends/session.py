@@ -12,20 +12,22 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.comm.context import DistributedContext
 from paceline.core.errors import ConfigError, UsageError
 from paceline.core.wording import with_article
 from paceline.data.sources import as_source
-from paceline.frontends.run_preparation import prepare, running_job
+from paceline.frontends.run_preparation import check_scheduler, prepare, running_job
 from paceline.monitor.progress import ProgressDisplay
 from paceline.train.callbacks import Modifier, Observer
 from paceline.train.history import History
@@ -38,8 +40,10 @@ from paceline.train.loop.worker_jobs import new_team
 from paceline.train.precision import autocast
 from paceline.train.settings.conflicts import check
 from paceline.train.settings.train_config import TrainConfig
+from paceline.train.state import weight_averages
+from paceline.train.state.schedulers import GivenScheduler
 from paceline.train.step.misuse_guard import guarded, refuse_wrapped
-from paceline.train.stop_signals import StopRequest, ending, listening, saved_sentence
+from paceline.train.stop_signals import NOTHING_KEPT, StopRequest, ending, listening, saved_sentence
 
 _USUAL = TrainConfig()
 
@@ -51,8 +55,13 @@ def session(
     config: TrainConfig | None = None,
     *,
     callbacks: Sequence[Observer | Modifier] = (),
+    scheduler: GivenScheduler | LRScheduler | None = None,
+    context: DistributedContext | None = None,
 ) -> Iterator[TrainingSession]:
     """Prepare this process for a run of `model`; the run is the loop over `microbatches` of the result.
+
+    `scheduler`: as for `Trainer`, or one that is built over the optimizer; the run steps it.
+    `context`: the ranks that train; left out, those of `spawn`, of a launcher or of `init_process_group`.
 
     After the block `run.history` says what happened. SIGTERM, SIGUSR1 and Ctrl-C finish the step and save;
     then the block ends with `Stopped`, or with a KeyboardInterrupt. A second Ctrl-C interrupts at once.
@@ -63,14 +72,22 @@ def session(
         )
     config = config or TrainConfig()
     _check(model, config)
-    joined = running_job("session")
+    several = scheduler if isinstance(scheduler, Sequence) else [scheduler]
+    check_scheduler([one for one in several if not isinstance(one, LRScheduler)])
+    joined = running_job("session") if context is None else context
     with ExitStack() as stack:
-        context = joined if joined is not None else stack.enter_context(DistributedContext(1, 0))
-        settled, folder = prepare(config, context)
+        group = joined if joined is not None else stack.enter_context(DistributedContext(1, 0))
+        settled, folder = prepare(config, group)
+        if settled.run_dir is False and group.is_master:
+            stack.callback(folder.discard)
         stop = StopRequest()
         stack.enter_context(listening(stop.ask, ctrl_c=True))
         stack.enter_context(process_setup.prepared(settled))
-        run = TrainingSession(context, model, optimizer, settled, callbacks, folder, stop)
+        given = [scheduler] if isinstance(scheduler, LRScheduler) else scheduler
+        make = partial(
+            RunSpec, model, optimizer, settled, callbacks=callbacks, folder=folder.path, scheduler=given
+        )
+        run = TrainingSession(group, model, settled, make, stop)
         stack.push(run._close)
         yield run
         run._conclude()
@@ -88,18 +105,15 @@ class TrainingSession:
         self,
         context: DistributedContext,
         model: nn.Module,
-        optimizer: Optimizer | Sequence[Optimizer],
         config: TrainConfig,
-        callbacks: Sequence[Observer | Modifier],
-        folder: Any,
+        make_spec: Callable[..., RunSpec],
         stop: StopRequest,
     ) -> None:
         self.context = context
         self.config = config
         self.history: History | None = None
         self.stopped: str | None = None
-        self._model, self._optimizer, self._callbacks = model, optimizer, callbacks
-        self._folder, self._stop = folder, stop
+        self._model, self._make_spec, self._stop = model, make_spec, stop
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._progress = ProgressDisplay()
         self._builder: RunBuilder | None = None
@@ -126,9 +140,7 @@ class TrainingSession:
         source = as_source(data)
         check(self.config, samples=source.size, validation=False)
         observers = [self._progress] if self.config.progress and self.context.is_master else []
-        spec = RunSpec(
-            self._model, self._optimizer, self.config, source, self._callbacks, self._folder.path, observers
-        )
+        spec = self._make_spec(data=source, observers=observers)
         self._builder = RunBuilder(new_team(self.context, self.config), spec, self._device, self._stop)
         self._run = self._builder.run()
         if self.context.is_master:
@@ -157,6 +169,8 @@ class TrainingSession:
 
     @property
     def saved_sentence(self) -> str:
+        if self.config.run_dir is False:
+            return NOTHING_KEPT
         checkpointer = None if self._run is None else self._run.parts.checkpointer
         if checkpointer is None or checkpointer.newest is None:
             return "no version is saved"
@@ -168,6 +182,7 @@ class TrainingSession:
         self._micros.close()
         with one_group():
             self.history = conclude(self._run, self._started)
+        weight_averages.finished(self._run.parts.callbacks.modifiers, self._model)
         self.stopped = self._run.state.ended if self._run.state.stopped_on_request else None
 
     def _close(
@@ -178,6 +193,8 @@ class TrainingSession:
         self._micros.close()
         if self._run is not None and error is not None:
             save_unsupervised(self._run, error)
+            if self.context.is_master and self.history is None:
+                self._run.parts.callbacks.failed(error)
         if self._builder is not None:
             self._builder.__exit__(kind, error, trace)
 
@@ -191,6 +208,12 @@ def _check(model: nn.Module, config: TrainConfig) -> None:
             'micro_batch="auto" in a session: only the loop calls the model, so no search can',
             remedy="set micro_batch to a number, or use paceline.Trainer",
         )
+    if config.dry_run:
+        raise ConfigError(
+            "dry_run in a session: the loop is the caller's, and so are the model and the optimizer that it "
+            "would change",
+            remedy="try the loop with max_steps=2, run_dir in a temporary folder and a copy of the model",
+        )
     own = [
         name
         for name in ("compile", "activation_checkpointing")
@@ -200,6 +223,11 @@ def _check(model: nn.Module, config: TrainConfig) -> None:
         raise ConfigError(
             f"{' and '.join(own)} in a session: the loop calls the model itself",
             remedy="do it to the model before the session, and leave the setting out",
+        )
+    if config.profile is not None:
+        raise ConfigError(
+            f"profile={config.profile!r} in a session, which computes in this process",
+            remedy="put torch.profiler.profile() around the loop, and leave the setting out",
         )
     kinds = {parameter.device.type for parameter in model.parameters()}
     if config.device != "auto" and kinds != {config.device}:

@@ -20,6 +20,7 @@ from paceline.core.shm_segment_layout import create_segment
 from paceline.core.wording import counted
 from paceline.engines.local import Launch, run
 from paceline.engines.local.launch import check, check_seconds
+from paceline.frontends.error_folding import folding_errors
 
 T = TypeVar("T")
 
@@ -43,6 +44,7 @@ class SpawnOptions(PlainOptions):
     links: LinkCosts
 
 
+@folding_errors
 def spawn(
     fn: Callable[..., T],
     *args: Any,
@@ -67,7 +69,7 @@ def spawn(
     preload       modules to import once, ahead of the ranks of this and later calls
 
     The first rank that fails ends the others. Its error is raised here: a Paceline error as it is, anything
-    else as RankFailedError with the rank's traceback and the original as its cause. A rank whose process
+    else as RankFailedError with the rank's traceback and the error itself as `original`. A rank whose process
     dies is a PeerLostError. However the call ends, no process, descriptor or shared memory is left of it.
     """
     if isinstance(preload, str):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -18,7 +19,8 @@ from typing import TYPE_CHECKING, final
 from paceline.comm import tensor_pickling
 from paceline.comm.cost import load_links
 from paceline.control.worker_options import WorkerOptions
-from paceline.core import events, fd_messages, journal
+from paceline.core import events, fd_messages, journal, metric_reports
+from paceline.core.available_resources import visible_gpus
 from paceline.core.chaos_spec import Chaos
 from paceline.core.errors import PeerLostError
 from paceline.core.listen_address import ListenAddress
@@ -29,12 +31,12 @@ from paceline.elastic.supervisor.supervisor_launcher import SupervisorLauncher
 from paceline.engines.local import rank_call
 from paceline.engines.local.blame import RankRaised, root_cause
 from paceline.train.callbacks import Callbacks, Modifier, Observer, RunInfo, SavedCheckpoint
-from paceline.train.history import EpochRecord, Evaluation, StepLog, StepRecord
+from paceline.train.history import EpochRecord, Evaluation, StepLog, StepRecord, earlier_steps
 from paceline.train.settings.schedule import total_steps
 from paceline.train.settings.train_config import TrainConfig
 from paceline.train.state.run_folder import RunFolder
 from paceline.train.state.run_lock import held
-from paceline.train.stop_signals import Stopped, saved_sentence
+from paceline.train.stop_signals import NOTHING_KEPT, Stopped, saved_sentence
 
 if TYPE_CHECKING:
     from paceline.train.loop.worker_jobs import TrainJob, TrainResult
@@ -71,6 +73,7 @@ class JournalObservers:
         self._info = info
         self._url = url
         self.started = False  # the run has begun or was resumed
+        self.first_step = 0  # that it was resumed from
         # Earlier events belong to earlier starts of the run; observers see those of this one.
         self._offset = file.stat().st_size if file.exists() else 0
         self.steps = StepLog()
@@ -106,10 +109,13 @@ class JournalObservers:
                 self.saved = event.version, event.step
                 info = dataclasses.replace(info, first_step=event.step, first_epoch=event.epoch)
             if not self.started:  # else the job lost all its workers, and continues from a checkpoint
-                self.started = True
+                self.started, self.first_step = True, info.first_step
                 callbacks.notify(Observer.on_start, info)
         elif isinstance(event, events.Evaluated):
             callbacks.notify(Observer.on_evaluation, Evaluation.of(event))
+        elif isinstance(event, events.MetricReported):
+            callbacks.notify(Observer.on_metric, event)
+            metric_reports.pass_to_sinks(event)
         elif isinstance(event, events.EpochEnded):
             callbacks.notify(Observer.on_epoch, EpochRecord.of(event))
         elif isinstance(event, events.CheckpointSaved):
@@ -145,6 +151,8 @@ class SupervisedRun:
         self._trained: TrainResult | None = None
         self._starts = 0
         self._stopping = self._killed = False
+        self._ended = False  # the observers know the end
+        self._failure: BaseException | None = None
         watching = [*(item for item in job.callbacks if isinstance(item, Observer)), *observers]
         self._callbacks = Callbacks(watching)
         try:
@@ -244,8 +252,10 @@ class SupervisedRun:
         outcome = self._outcome
         assert outcome is not None
         if not outcome.ok:
-            raise self._error(outcome)
+            self._failure = self._error(outcome)
+            raise self._failure
         if self._raised is not None:
+            self._failure = self._raised
             self._raised.add_note(self.saved_sentence)
             raise self._raised
         trained = self._trained
@@ -257,13 +267,16 @@ class SupervisedRun:
                 f"the run ended ({outcome.reason}), and the workers with its result were lost after it",
                 remedy=f"its last checkpoint holds the weights: paceline checkpoint ls {self.folder.path}",
             )
-        steps = {record.step: record for record in (*trained.history.steps, *self._following.steps)}
+        first = self._following.first_step
+        earlier = earlier_steps(self.folder.journal_file, first) if first else []
+        steps = {one.step: one for one in (*earlier, *trained.history.steps, *self._following.steps)}
         history = dataclasses.replace(
             trained.history,
             steps=tuple(steps[step] for step in sorted(steps)),
             total_time=time.perf_counter() - self._started,
             workers=self._following.workers,
         )
+        self._ended = True
         self._callbacks.notify(Observer.on_end, history)
         self._warn_of_chaos(max(steps, default=0))
         return dataclasses.replace(trained, history=history)
@@ -271,6 +284,9 @@ class SupervisedRun:
     def close(self) -> None:
         """End what still runs; nothing is left behind."""
         self._closing.close()
+        if self._following.started and not self._ended:
+            self._ended = True
+            self._callbacks.failed(self._failure)
         for page in self.folder.logs.glob("phase-*"):
             page.unlink(missing_ok=True)  # of workers that were killed
 
@@ -283,6 +299,8 @@ class SupervisedRun:
     @property
     def saved_sentence(self) -> str:
         """A sentence for errors: which version a run that is started again resumes from."""
+        if self._job.config.run_dir is False:
+            return NOTHING_KEPT
         if self._following.saved is not None:
             return saved_sentence(*self._following.saved)
         if not self._job.config.checkpoint.enabled:
@@ -319,10 +337,10 @@ def _job(config: TrainConfig, folder: RunFolder) -> SupervisedJob:
         tls = Tls(Path(care.certificate), Path(care.key), Path(care.authority))
     settings = MachineSettings(
         workers=config.workers,
-        shards=config.shards or config.workers,
+        shards=config.chosen_shards,
         min_workers=care.min_workers,
         # Where bits may differ, each worker is one slice of the batch, however many there are.
-        most_workers=(config.shards or config.workers) if config.mode == "exact" else 0,
+        most_workers=config.chosen_shards if config.mode == "exact" else 0,
         max_worker_failures=care.max_worker_failures,
         max_preemptions=care.max_preemptions,
         backoff=care.backoff,
@@ -359,6 +377,18 @@ def _info(config: TrainConfig, job: TrainJob) -> RunInfo:
         workers=config.workers,
         total_steps=total_steps(config, samples),
         samples=samples,
-        run_dir=str(job.folder),
-        device="cpu" if config.device != "cuda" else "cuda",
+        run_dir=None if config.run_dir is False else str(job.folder),
+        device=device_of_workers(config.device, visible_gpus(), _torch_has_cuda()),
     )
+
+
+def device_of_workers(wanted: str, gpus: int, has_cuda: bool) -> str:
+    """Return the kind of device that the workers will choose, as far as their caller can tell without a
+    driver: `gpus` are those that this host shows, `has_cuda` whether torch is built for them."""
+    return "cuda" if wanted == "cuda" or (wanted == "auto" and gpus > 0 and has_cuda) else "cpu"
+
+
+def _torch_has_cuda() -> bool:
+    """Return whether torch is built for CUDA; assumed where the caller has not imported it."""
+    torch = sys.modules.get("torch")
+    return torch is None or torch.version.cuda is not None

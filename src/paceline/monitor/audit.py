@@ -2,7 +2,8 @@
 
     steps       1 to n, none missing, none twice; after a resume the last time counts
     positions   each epoch's are taken from 0 on, without a gap or an overlap; the order of an epoch is a
-                bijection (data/permutation.py), so each sample is applied once in it
+                bijection (data/permutation.py), so each sample is applied once in it; where samples are
+                drawn by weight (data/orders.py), each draw is
     skipped     samples that a step took and did not apply are exactly those that were reported
     shards      in each step each shard was computed once: audit_receipts.py
     bits        steps and shards that were done again have the bits that they had
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import final
+from typing import Any, final
 
 import numpy as np
 
@@ -50,7 +51,8 @@ class EpochCoverage:
 @final
 @dataclass(frozen=True, kw_only=True)
 class AuditResult:
-    """The result of an audit. `wrong` is empty if the proof holds; `notes` are its limits."""
+    """The result of an audit. `wrong` is empty if the proof holds; `notes` are its limits. `wrong_by_check`
+    has the same findings by what was checked: steps, samples, shards, bits."""
 
     wrong: tuple[str, ...]
     notes: tuple[str, ...]
@@ -74,6 +76,8 @@ class AuditResult:
     samples_agreed: int = 0  # steps in which all ranks held the same sampled weights
     final_hash: str | None = None
     ended: str | None = None
+    wrong_by_check: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    drawn: bool = False  # with replacement: a position is a draw, and a sample may be drawn several times
 
     @property
     def proved(self) -> bool:
@@ -83,15 +87,20 @@ class AuditResult:
 def audit(journal: Iterable[Event], *, backup: bool = False) -> AuditResult:
     """Audit a journal. `backup`: shards may have been computed by another member than their assigned one."""
     record = journal_index.read(journal)
-    wrong: list[str] = []
+    steps: list[str] = []
+    samples: list[str] = []
+    shards: list[str] = []
+    bits: list[str] = []
     notes: list[str] = []
-    _check_steps(record, wrong, notes)
-    epochs = _check_positions(record, wrong, notes)
-    enumerated = _check_order(record, epochs, wrong)
-    receipts = audit_receipts.check(record, backup=backup, wrong=wrong, notes=notes)
-    _check_bits(record, wrong, notes)
+    _check_steps(record, steps, notes)
+    epochs = _check_positions(record, samples, notes)
+    enumerated = _check_order(record, epochs, samples)
+    receipts = audit_receipts.check(record, backup=backup, wrong=shards, notes=notes)
+    _check_bits(record, bits, notes)
+    found = {"steps": steps, "samples": samples, "shards": shards, "bits": bits}
     return AuditResult(
-        wrong=tuple(wrong),
+        wrong=tuple(finding for findings in found.values() for finding in findings),
+        wrong_by_check={name: tuple(findings) for name, findings in found.items()},
         notes=tuple(notes),
         steps=len(record.steps),
         redone=len(record.lost),
@@ -100,6 +109,7 @@ def audit(journal: Iterable[Event], *, backup: bool = False) -> AuditResult:
         size=record.size,
         samples=sum(commit.event.samples for commit in record.steps.values()),
         skipped=sum(len(epoch.skipped) for epoch in epochs),
+        drawn=bool((_own_order(record) or {}).get("replacement")),
         order=_order_text(record),
         enumerated=enumerated,
         receipts=receipts,
@@ -213,6 +223,9 @@ def check_end(record: AuditRecord, epoch: int, taken: int, complete: bool, wrong
     size, definition = record.size, record.definition
     if size is None:
         return
+    limit, fixed = definition.get("limit_batches"), definition.get("global_batch")
+    if isinstance(limit, int) and isinstance(fixed, int):
+        size = min(size, limit * fixed)
     dynamic = definition.get("dynamic_batch")
     batch = dynamic.get("max") if isinstance(dynamic, dict) else definition.get("global_batch")
     # Dropping the last batch leaves out less than one of them.
@@ -230,7 +243,8 @@ def check_samples(
 ) -> set[int]:
     """Check and return the samples that the step took and did not apply."""
     size, reported = record.size, set(skipped)
-    if step.offset >= 0 and size is not None:
+    own = _own_order(record)
+    if step.offset >= 0 and size is not None and own is None:
         order = _order(record, size, step.epoch)
         for sample in sorted(reported):
             place = order.position_of(sample) if 0 <= sample < size else -1
@@ -245,6 +259,8 @@ def check_samples(
     again = step.step in record.done_again
     # Of a step that is known from a checkpoint alone, the skipped samples may not be recorded either.
     unrecorded = step.generation == events.RECALLED and left_out > len(reported)
+    # A sample that was drawn twice in a step is left out twice, and has one number.
+    unrecorded |= own is not None and bool(own.get("replacement")) and left_out > len(reported) > 0
     if left_out != len(reported) and not unrecorded and not (again and 0 <= left_out < len(reported)):
         were = "was" if len(reported) == 1 else "were"
         wrong.append(
@@ -257,7 +273,7 @@ def check_samples(
 def _check_order(record: AuditRecord, epochs: list[EpochCoverage], wrong: list[str]) -> bool:
     """Check that no sample is at two positions of an epoch; return whether this was checked."""
     size = record.size
-    if size is None or any(epoch.covered is None for epoch in epochs):
+    if size is None or _own_order(record) is not None or any(epoch.covered is None for epoch in epochs):
         return False
     if sum(epoch.covered or 0 for epoch in epochs) > ENUMERATED:
         return False
@@ -275,10 +291,22 @@ def _order(record: AuditRecord, size: int, epoch: int) -> Permutation | InOrder:
     return Permutation(size, int(record.definition.get("seed", 0)), epoch)
 
 
+def _own_order(record: AuditRecord) -> dict[str, Any] | None:
+    """Return the facts of an order that was laid over the data: its numbers are not in the journal, so that
+    which sample is at a position cannot be told from it."""
+    own = record.definition.get("order")
+    return own if isinstance(own, dict) else None
+
+
 def _order_text(record: AuditRecord) -> str:
     """Return, as an expression, which samples a step took."""
     if record.size is None:
         return "not known" if record.started is None else "as the stream gives them"
+    own = _own_order(record)
+    if own is not None:
+        each = "drawn with replacement" if own.get("replacement") else "each once by construction"
+        of = f"{own.get('positions')} positions of {own.get('samples')} samples"
+        return f"{own.get('kind')}: {of}, {each}; its numbers have the digest {own.get('digest')}"
     if not record.definition.get("shuffle", True):
         return f"InOrder(size={record.size}).take(offset, offset + taken)"
     seed = record.definition.get("seed", 0)
@@ -316,9 +344,11 @@ def _check_bits(record: AuditRecord, wrong: list[str], notes: list[str]) -> None
                 f"and {event.hash} on rank {event.rank}"
             )
     ended = record.ended
-    final = None if ended is None else record.commit(ended.step)
-    if ended is not None and final is not None and final.hash not in (None, ended.hash):
-        wrong.append(f"step {ended.step} has the hash {final.hash}, and the run ended with {ended.hash}")
+    if ended is None:
+        return
+    final = record.commit(ended.step if ended.restored is None else ended.restored)
+    if final is not None and final.hash not in (None, ended.hash):
+        wrong.append(f"step {final.step} has the hash {final.hash}, and the run ended with {ended.hash}")
 
 
 def _same_bits(one: events.StepCommitted, other: events.StepCommitted) -> bool:

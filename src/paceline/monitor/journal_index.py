@@ -86,6 +86,7 @@ class AuditRecord:
     repairs: list[tuple[int, events.Repaired]] = field(default_factory=list)
     skipped: list[tuple[int, events.SampleSkipped]] = field(default_factory=list)  # with their index
     shard_hashes: list[tuple[int, events.ShardHashed]] = field(default_factory=list)
+    evaluations: dict[int, dict[str, float]] = field(default_factory=dict)  # metrics by step
     distrusted: list[int] = field(default_factory=list)  # where a worker was found to compute other bits
     ended_sessions: set[int] = field(default_factory=set)
     supervisors: int = 0
@@ -188,6 +189,8 @@ def read(journal: Iterable[Event]) -> AuditRecord:
                 record.repairs.append((session, event))
             case events.SampleSkipped():
                 record.skipped.append((index, event))
+            case events.Evaluated():
+                record.evaluations[event.step] = event.metrics
             case events.ShardHashed():
                 record.shard_hashes.append((index, event))
             case events.RunFailed():

@@ -1,6 +1,6 @@
-"""Progress of a run: one bar on a terminal, plain lines everywhere else.
+"""Progress of a run: one bar on a terminal or in a notebook, plain lines everywhere else.
 
-    epoch 2/3 ━━━━━━━━━━━╸━━━━━━━━━━━ 118/300 loss 0.4312  18.2k samples/s  0:00:12 left  4 workers
+    epoch 1/2 ━━━━━━━━━━━╸━━━━━━━━━━━ 118/300 loss 0.4312  18.2k samples/s  0:00:12 left  4 workers
 
 An observer without a thread: a step costs one reading of the clock, and the bar is drawn at most ten times a
 second. The time left is the number of steps left times the mean time of the steps done, evaluations included;
@@ -19,12 +19,11 @@ from contextlib import contextmanager
 from typing import final
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress as Bars, ProgressColumn, Task, TextColumn
-from rich.text import Text
 
 from paceline.core.clock import Clock, MonotonicClock
 from paceline.core.wording import counted
 from paceline.monitor.number_format import clock_time, duration, metrics_text, number, rate
+from paceline.monitor.progress_bars import BarFigures, ProgressBar, choose_bar
 from paceline.train.callbacks import Observer, RunInfo
 from paceline.train.history import EpochRecord, Evaluation, History, StepRecord
 
@@ -32,11 +31,6 @@ _log = logging.getLogger(__name__)
 
 _REDRAW_SECONDS = 0.1
 _LINE_SECONDS = 30.0
-# Columns: the text left and right of the bar, and the limits of the bar itself.
-_TEXT_WIDTH = 78
-_BAR_LEAST = 8
-_BAR_MOST = 36
-_STYLES = ("cyan", "green", "magenta", "dim")
 # Half of the weight of the shown loss is in the last few steps, so that it can be read while it changes.
 _LOSS_SMOOTHING = 0.8
 
@@ -49,7 +43,7 @@ class ProgressDisplay(Observer):
         self._console = console
         self._clock = clock or MonotonicClock()
         self._meter: _Meter | None = None
-        self._bar: _Bar | None = None
+        self._bar: ProgressBar | None = None
         self._line_at = 0.0
         self._held: Evaluation | None = None
         self._unwritable = False
@@ -57,12 +51,13 @@ class ProgressDisplay(Observer):
     def on_start(self, run: RunInfo) -> None:
         # Without a stderr (it was closed) rich would write to stdout, which belongs to the program.
         self._unwritable = self._console is None and sys.stderr is None
+        own = self._console is None
         self._console = console = self._console or _Stderr(file=sys.stderr)
         self._line_at = now = self._clock.now()
         self._meter = _Meter(run, now)
-        if console.is_terminal and not console.is_dumb_terminal and not self._unwritable:
+        if not self._unwritable:
             with self._writing():
-                self._bar = _Bar(console, self._meter)
+                self._bar = choose_bar(console, self._meter.figures, own=own)
         self._say(opening_line(run))
 
     def on_workers(self, workers: int) -> None:
@@ -89,7 +84,7 @@ class ProgressDisplay(Observer):
             self._held = evaluation
             return
         self._say(
-            f"epoch {evaluation.epoch + 1}, step {evaluation.step:,}: validation "
+            f"epoch {evaluation.epoch}, step {evaluation.step:,}: validation "
             f"{metrics_text(evaluation.metrics)} ({duration(evaluation.seconds)})"
         )
 
@@ -99,30 +94,32 @@ class ProgressDisplay(Observer):
         shown = [metrics_text({"loss": record.loss, **record.metrics})]
         if validation:
             shown.append(f"validation {metrics_text(validation)}")
-        name = f"epoch {record.epoch + 1}" if self._meter is None else self._meter.epoch_text(record.epoch)
+        name = f"epoch {record.epoch}" if self._meter is None else self._meter.epoch_text(record.epoch)
         samples = counted(record.samples, "sample")
         self._say(f"{name}: {'; '.join(shown)}; {samples} in {duration(record.seconds)}")
 
     def on_end(self, history: History) -> None:
-        self.close()
-        self._say(closing(history))
+        last = closing(history)
+        if self._bar is None:
+            self._say(last)
+        self.close(last)
 
-    def close(self) -> None:
-        """Restore the terminal, also after a run that failed. May be called twice."""
+    def close(self, last: str = "") -> None:
+        """Restore the terminal, also after a run that failed, and end with this line. May be called twice."""
         bar, self._bar = self._bar, None
         if bar is not None:
             with self._writing():
-                bar.close()
+                bar.close(last)
 
     def _say(self, text: str) -> None:
         if self._console is None or self._unwritable:
             return
         with self._writing():
-            # Printing redraws the bar below the line, so it has to be up to date.
             if self._bar is not None:
-                self._bar.draw()
-            # A line in a log file must not be wrapped to the width of a terminal.
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+                self._bar.say(text)
+            else:
+                # A line in a log file must not be wrapped to the width of a terminal.
+                self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -196,9 +193,10 @@ class _Meter:
         return max(0, total - self.step) * seconds / steps
 
     def epoch_text(self, epoch: int | None = None) -> str:
+        """Return the epoch, from 0 as in all records, and the last one of the run."""
         epochs = self.run.config.epochs
-        number = (self.epoch if epoch is None else epoch) + 1
-        return f"epoch {number}" if epochs is None else f"epoch {number}/{epochs}"
+        number = self.epoch if epoch is None else epoch
+        return f"epoch {number}" if epochs is None or epochs == 1 else f"epoch {number}/{epochs - 1}"
 
     def step_text(self) -> str:
         total = self.run.total_steps
@@ -213,66 +211,18 @@ class _Meter:
             counted(self.workers, "worker"),
         ]
 
+    def figures(self) -> BarFigures:
+        begun = self.step > self.run.first_step
+        return BarFigures(
+            self.epoch_text(),
+            self.step,
+            self.run.total_steps,
+            self.step_text(),
+            tuple(self.parts()) if begun else (),
+        )
+
     def line(self) -> str:
         return ", ".join([f"{self.epoch_text()}, step {self.step_text()}", *self.parts()])
-
-
-@final
-class _Bar:
-    """The rich bar; drawn by `draw` only, never by a thread."""
-
-    def __init__(self, console: Console, meter: _Meter) -> None:
-        self._meter = meter
-        self._bars = Bars(
-            TextColumn("{task.description}", style="bold"),
-            BarColumn(
-                bar_width=max(_BAR_LEAST, min(_BAR_MOST, console.width - _TEXT_WIDTH)),
-                complete_style="cyan",
-                finished_style="green",
-                pulse_style="cyan",
-            ),
-            TextColumn("{task.fields[steps]}"),
-            _Figures(),
-            console=console,
-            auto_refresh=False,
-            redirect_stdout=False,
-            redirect_stderr=False,
-        )
-        self._task = self._bars.add_task(
-            meter.epoch_text(), total=meter.run.total_steps, steps="", figures=()
-        )
-        self._bars.start()
-        self._update()
-
-    def draw(self) -> None:
-        self._update()
-        self._bars.refresh()
-
-    def _update(self) -> None:
-        meter = self._meter
-        self._bars.update(
-            self._task,
-            completed=meter.step,
-            description=meter.epoch_text(),
-            steps=meter.step_text(),
-            figures=tuple(meter.parts()) if meter.step > meter.run.first_step else (),
-        )
-
-    def close(self) -> None:
-        self._update()
-        self._bars.stop()
-
-
-@final
-class _Figures(ProgressColumn):
-    """Loss, speed, workers and time left; cut at the end where it does not fit, never wrapped."""
-
-    def render(self, task: Task) -> Text:
-        text = Text(no_wrap=True, overflow="ellipsis")
-        for index, part in enumerate(task.fields["figures"]):
-            text.append("  " if index else "")
-            text.append(part, style=_STYLES[min(index, len(_STYLES) - 1)])
-        return text
 
 
 def opening_line(run: RunInfo) -> str:
@@ -299,5 +249,5 @@ def closing(history: History) -> str:
         f"loss {number(history.final_loss)}",
     ]
     if history.best_accuracy is not None and history.best_epoch is not None:
-        parts.append(f"best accuracy {history.best_accuracy:.4f} (epoch {history.best_epoch + 1})")
+        parts.append(f"best accuracy {history.best_accuracy:.4f} (epoch {history.best_epoch})")
     return ", ".join([*parts, f"state {history.state_hash[:16]}"])

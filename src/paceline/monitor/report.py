@@ -219,9 +219,12 @@ def _runs(histories: Sequence[History], labels: Sequence[str]) -> str:
             "samples": f"{sum(record.samples for record in history.steps):,}",
             "time": duration(history.total_time),
             "samples/s": rate(history.samples_per_second),
+            "communication": _or_dash(history.communication_share, "{:.1%}"),
+            "data": _or_dash(history.data_share, "{:.1%}"),
+            "computing": _or_dash(history.compute_efficiency, "{:.1%}"),
             "final loss": number(history.final_loss),
             "best accuracy": _or_dash(history.best_accuracy, "{:.4f}"),
-            "best epoch": _or_dash(None if history.best_epoch is None else history.best_epoch + 1, "{}"),
+            "best epoch": _or_dash(history.best_epoch, "{}"),
             "ended": escape(history.stopped or "at its end"),
             "state": f'<code title="{escape(history.state_hash)}">{escape(history.state_hash[:12])}</code>',
         }
@@ -245,9 +248,7 @@ def _epochs(histories: Sequence[History], labels: Sequence[str]) -> str:
     rows = []
     for epoch in epochs:
         cells = [_or_dash(column.get(epoch), "{}") for columns in groups for column in columns.values()]
-        rows.append(
-            f'<tr><th scope="row">{epoch + 1}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'
-        )
+        rows.append(f'<tr><th scope="row">{epoch}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>')
     return _table("Epochs", f'<th rowspan="2">epoch</th>{top}</tr><tr>{second}', rows)
 
 

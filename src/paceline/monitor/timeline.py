@@ -64,17 +64,16 @@ class RunTimeline:
 
 def timeline(journal: Iterable[Event]) -> RunTimeline:
     """Return the timeline of a journal; empty if no worker started."""
-    reader = _Reader()
+    reader = TimelineReader()
     for event in journal:
-        if math.isfinite(event.time):
-            reader.read(event)
+        reader.read(event)
     reader.close()
     return reader.timeline
 
 
 @final
-class _Reader:
-    """Builds a timeline from events in their order."""
+class TimelineReader:
+    """Builds a timeline from events in their order; one that grows with its journal is never closed."""
 
     def __init__(self) -> None:
         self.timeline = RunTimeline()
@@ -89,6 +88,8 @@ class _Reader:
         self._viewed = False
 
     def read(self, event: Event) -> None:
+        if not math.isfinite(event.time):
+            return
         if self._first is None:
             self._first = self._last = event.time
         elif self._begins(event):

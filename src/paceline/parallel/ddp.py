@@ -29,6 +29,7 @@ from paceline.comm.collectives.reduction_input import describe
 from paceline.comm.compression import Compression, PowerSGD
 from paceline.comm.context import DistributedContext
 from paceline.comm.ops import ReduceOp
+from paceline.core import log
 from paceline.core.errors import DisagreementError, UsageError
 from paceline.core.wording import ranks
 from paceline.parallel import buckets
@@ -76,6 +77,7 @@ class DistributedDataParallel(nn.Module):
         self.module = model
         self._mode = mode
         self._no_sync_depth = 0
+        self._steps = 0  # passes whose gradients are synchronised, for log lines and reported metrics
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         self._sync: GradientSync | None = None
         # In a tuple, so that it is not registered as a second child with parameters of its own.
@@ -117,11 +119,14 @@ class DistributedDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         paused = self._no_sync_depth > 0 or _paused.get()
+        # Checkpointing calls forward again from inside backward; that decides nothing.
+        begins = torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+        if begins and not paused and self.training:
+            self._steps += 1
+            log.set_process_step(self._steps)
         if self._sync is None:
             with self._fast[0].no_sync() if paused else nullcontext():
                 return self._fast[0](*args, **kwargs)
-        # Checkpointing calls forward again from inside backward; that decides nothing.
-        begins = torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
         if begins:
             self._check_still_frozen()
             self._sync.prepare(not paused)

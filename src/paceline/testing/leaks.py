@@ -97,11 +97,13 @@ def _difference(before: Snapshot, kept: Allowed) -> list[str]:
     processes = [
         f"process {p.pid}: {_command(p.pid)}" for p in now.processes - before.processes if p.pid not in pids
     ]
+    # Libraries keep their own data files open (matplotlib its fonts) from first use to exit. The environment
+    # may be a link; descriptors name what it leads to.
+    libraries = tuple(os.path.realpath(prefix) for prefix in (sys.prefix, sys.base_prefix))
     files = [
         f"file descriptor {number}: {target}"
         for number, target in now.descriptors - before.descriptors
-        # Libraries keep their own data files open (matplotlib its fonts) from first use to exit.
-        if number not in descriptors and not target.startswith((sys.prefix, sys.base_prefix))
+        if number not in descriptors and not target.startswith(libraries)
     ]
     shared = [f"shared memory {_SHM / name}" for name in now.shared - before.shared if _is_ours(name)]
     return sorted(threads + processes + files + shared)

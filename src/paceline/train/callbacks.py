@@ -9,22 +9,30 @@ The loop, with its hook points (marked `*`):
               for each shard of this rank:                              # seeded by (seed, epoch, step, shard)
                   for each micro batch of the shard:
     *                 batch = modifiers: change_batch(batch)            # the rank that runs the shard
-                      loss = objective(model, batch); backward
+                      loss = objective(model, batch, step); backward
               gradients = canonical sum over all shards, averaged       # the same bits on every rank
+              not finite, with nonfinite="skip": no weight or buffer changes
               unscale (fp16); on overflow no weight changes
-    *         modifiers: change_gradients(parameters)                   # every rank, not after an overflow
-              clip to clip_norm; optimizer.step(); schedule             # the step is committed
+    *         modifiers: change_gradients(parameters)                   # every rank, not if it is skipped
+              clip to clip_norm; schedule; optimizer.step()             # the one whose turn it is, or all
+    *         modifiers: after_update(parameters, step)                 # every rank, not if it is skipped
+              scheduler.step(), by step, unless it was skipped
+              the step is committed
     *         observers: on_step(record)
     *         reason = modifiers: stop(record)                          # every rank; a reason ends the run
     *         observers: on_checkpoint(saved)                           # when one became durable
               evaluate, every evaluate_every steps:
+    *             weights = modifiers: evaluation_weights()             # None: the model's own
     *             observers: on_evaluation(evaluation)
               begin a checkpoint in the background, every checkpoint.every_steps steps
           evaluate, if evaluate_every is not set:
     *         observers: on_evaluation(evaluation)
     *     observers: on_epoch(record)
-          begin a checkpoint in the background, every checkpoint.every_epochs epochs
+          scheduler.step(), by epoch
+          begin a checkpoint in the background, every checkpoint.every_epochs epochs (or as "auto" has it)
     * observers: on_end(history)                                        # also when stopped early
+    * observers: on_failure(error)                                      # instead of on_end
+    * observers: on_metric(metric)                                      # whenever metrics.report was called
 
 An observer is called in one process only and is given frozen records, so it has nothing to change: in that of
 the caller, a little behind, under a supervisor; else on the first rank. A modifier is
@@ -35,6 +43,7 @@ seeded generators, never on time, rank or files. Its state is saved with every c
 from __future__ import annotations
 
 import difflib
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -42,11 +51,15 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
-from paceline.core.errors import UsageError
+from paceline.core.errors import GROUP_FAILURES, UsageError
+from paceline.core.events import MetricReported
+from paceline.core.wording import with_article
 from paceline.train.history import EpochRecord, Evaluation, EventView, History, StepRecord
 from paceline.train.settings.train_config import TrainConfig
+from paceline.train.step_info import StepInfo
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.nn import Parameter
 
 
@@ -105,6 +118,12 @@ class Observer:
     def on_end(self, history: History) -> None:
         """Handle the end of the run, also when it was stopped; not when it failed."""
 
+    def on_failure(self, error: BaseException | None) -> None:
+        """Handle a run that ended without `on_end`, after `on_start`. What is raised here is only logged."""
+
+    def on_metric(self, metric: MetricReported) -> None:
+        """Handle a number that the user's code reported on some rank, with `paceline.metrics.report`."""
+
 
 class Modifier:
     """Takes part in training on every rank, and does the same on each of them."""
@@ -114,7 +133,20 @@ class Modifier:
         return batch
 
     def change_gradients(self, parameters: Mapping[str, Parameter]) -> None:
-        """Change `.grad` of parameters in place: averaged over the global batch, before clipping."""
+        """Change `.grad` of parameters in place: averaged over the global batch, before clipping.
+
+        The one hook that may communicate with the other ranks (`paceline.all_gather(...)`), on all of them
+        alike. Where one of them is lost meanwhile, it is called again for the same step, with the state that
+        this modifier had before it.
+        """
+
+    def after_update(self, parameters: Mapping[str, Parameter], step: StepInfo) -> None:
+        """Look at the parameters after an update, the `step.step + 1`th of the run, and move what this
+        modifier keeps. Do not change the parameters here: the step is decided."""
+
+    def evaluation_weights(self) -> Mapping[str, Tensor] | None:
+        """Return weights by parameter name that an evaluation uses in place of the model's, or None."""
+        return None
 
     def stop(self, record: StepRecord) -> str | None:
         """Return a reason to end the run after this step, or None. `record.seconds` is 0 here."""
@@ -130,10 +162,22 @@ class Modifier:
 
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 _inside: ContextVar[bool] = ContextVar("paceline_inside_a_run", default=False)
 _OBSERVER_HOOKS = tuple(name for name in vars(Observer) if name.startswith("on_"))
 _MODIFIER_HOOKS = tuple(name for name in vars(Modifier) if not name.startswith("_"))
+# Whatever comes of it can be undone: see state/repeatable_changes.py.
+_MAY_COMMUNICATE = "change_gradients"
+
+
+def as_list(callbacks: Iterable[Observer | Modifier]) -> tuple[Observer | Modifier, ...]:
+    """Return the callbacks of a trainer; refuse one that is not in a list."""
+    if not isinstance(callbacks, Iterable):
+        raise UsageError(
+            f"callbacks is {with_article(callbacks)}", remedy="give a list, also of one: callbacks=[...]"
+        )
+    return tuple(callbacks)
 
 
 @final
@@ -149,6 +193,7 @@ class Callbacks:
         # Called for every micro batch and step: those that change nothing are not asked.
         self._batch_changers = [item for item in self.modifiers if _overrides(item, "change_batch")]
         self._gradient_changers = [item for item in self.modifiers if _overrides(item, "change_gradients")]
+        self._followers = [item for item in self.modifiers if _overrides(item, "after_update")]
         self._stoppers = [item for item in self.modifiers if _overrides(item, "stop")]
         self.may_stop, self.changes_gradients = bool(self._stoppers), bool(self._gradient_changers)
 
@@ -156,6 +201,15 @@ class Callbacks:
         """Call one hook of every observer: `notify(Observer.on_step, record)`."""
         for observer in self.observers:
             _call(observer, hook.__name__, record)
+
+    def failed(self, error: BaseException | None) -> None:
+        """Call `on_failure` of every observer. The error that ended the run is the one to show: what an
+        observer raises is logged."""
+        for observer in self.observers:
+            try:
+                observer.on_failure(error)
+            except Exception as another:
+                _log.warning("the observer %s raised in on_failure: %r", _name(observer), another)
 
     def change_batch(self, batch: Any) -> Any:
         for modifier in self._batch_changers:
@@ -171,6 +225,21 @@ class Callbacks:
         for modifier in self._gradient_changers:
             _call(modifier, "change_gradients", parameters)
 
+    def after_update(self, parameters: Mapping[str, Parameter], step: StepInfo) -> None:
+        for modifier in self._followers:
+            _call(modifier, "after_update", parameters, step)
+
+    def evaluation_weights(self) -> Mapping[str, Tensor] | None:
+        """Return the weights of the one modifier that has some for evaluations."""
+        given = [(item, _call(item, "evaluation_weights")) for item in self.modifiers]
+        given = [(item, weights) for item, weights in given if weights is not None]
+        if len(given) > 1:
+            raise UsageError(
+                f"{' and '.join(_name(item) for item, _ in given)} both give weights to evaluate with",
+                remedy="leave evaluate=True to one of them",
+            )
+        return given[0][1] if given else None
+
     def stop(self, record: StepRecord) -> str | None:
         """Return the first modifier's reason. All are asked, so that their states stay equal on every
         rank."""
@@ -184,9 +253,11 @@ class Callbacks:
                 )
         return next((f"{_name(modifier)}: {reason}" for modifier, reason in answers if reason), None)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the modifiers' states by position and class; empty ones are left out."""
-        states = {_key(i, item): _call(item, "state_dict") for i, item in enumerate(self.modifiers)}
+    def state_dict(self, *, of_gradient_changers: bool = False) -> dict[str, Any]:
+        """Return the modifiers' states by position and class, or those of modifiers that change gradients;
+        empty ones are left out."""
+        chosen = self._gradient_changers if of_gradient_changers else self.modifiers
+        states = {_key(self.modifiers.index(item), item): _call(item, "state_dict") for item in chosen}
         return {key: state for key, state in states.items() if state}
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
@@ -242,12 +313,17 @@ def _call(item: Observer | Modifier, hook: str, *arguments: Any) -> Any:
     try:
         return getattr(item, hook)(*arguments)
     except Exception as error:
+        remedy = f"fix {_name(item)}.{hook}, or leave this callback out"
+        if isinstance(error, GROUP_FAILURES) and isinstance(item, Modifier):
+            if hook == _MAY_COMMUNICATE:
+                raise  # not this modifier's mistake: the group is repaired, and the step done again
+            remedy = f"communicate in {_MAY_COMMUNICATE} alone, which is called again when a rank is lost"
         kind = "observer" if isinstance(item, Observer) else "modifier"
         first = arguments[0] if arguments else None
         at = f" at step {first.step}" if isinstance(first, StepRecord | Evaluation | SavedCheckpoint) else ""
         raise UsageError(
             f"the {kind} {_name(item)} raised {type(error).__name__} in {hook}{at}: {error}",
-            remedy=f"fix {_name(item)}.{hook}, or leave this callback out",
+            remedy=remedy,
         ) from error
 
 

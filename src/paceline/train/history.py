@@ -12,20 +12,23 @@ import math
 import os
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from struct import Struct
 from typing import Any, Self, final, overload
 
-from paceline.core import atomic_file, type_conversion
+from paceline.core import atomic_file, journal, type_conversion
 from paceline.core.errors import PlatformError, UsageError
-from paceline.core.events import Event
+from paceline.core.events import Event, StepCommitted
+from paceline.core.wording import counted
+from paceline.train.trace_summary import TraceSummary
 
 _FORMAT = 1
-_ROW = Struct("=qqbdddd")  # of a step: see StepLog
-_SKIPPED, _HAS_NORM = 1, 2
+_ROW = Struct("=qqbddddddd")  # of a step: see StepLog
+_SKIPPED, _HAS_NORM, _HAS_TIMES = 1, 2, 4
+_NO_TIMES = (0.0, 0.0, 0.0)
 
 
 class EventView:
@@ -47,7 +50,10 @@ class EventView:
 class StepRecord(EventView):
     """One applied step. `step` counts from 1, `samples` are those of this step, `loss` is their mean.
 
-    `skipped` is a step whose gradient overflowed in fp16 and that changed no weight.
+    `skipped` is a step that changed no weight: its gradient overflowed in fp16, or was not finite under
+    `nonfinite="skip"`. Of `seconds`, the reporting rank was in the exchange with the other ranks for
+    `comm_time` and waited for data for `data_time`; `compute_efficiency` is the share that it computed. All
+    are None where they are not known.
     """
 
     step: int
@@ -59,10 +65,18 @@ class StepRecord(EventView):
     grad_norm: float | None = None
     skipped: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
+    comm_time: float | None = None
+    data_time: float | None = None
+    compute_efficiency: float | None = None
+
+    @property
+    def is_spoiled(self) -> bool:
+        """Whether it was skipped with a loss that is no number: means leave it out."""
+        return self.skipped and not math.isfinite(self.loss)
 
     def timeless(self) -> StepRecord:
-        """Return the same without `seconds`, which differ from rank to rank: what modifiers may decide by."""
-        return dataclasses.replace(self, seconds=0.0)
+        """Return the same without times, which differ from rank to rank: what modifiers may decide by."""
+        return dataclasses.replace(self, seconds=0.0, comm_time=None, data_time=None, compute_efficiency=None)
 
 
 @final
@@ -86,7 +100,8 @@ class Evaluation(EventView):
 class EpochRecord(EventView):
     """One pass over the training data, counted from 0; `metrics` are means over its samples.
 
-    `validation` are the metrics of the evaluation that followed it, if one did.
+    `validation` are the metrics of the evaluation that followed it, if one did; `skipped` counts its steps
+    that changed no weight.
     """
 
     epoch: int
@@ -96,14 +111,16 @@ class EpochRecord(EventView):
     seconds: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
     validation: dict[str, float] = field(default_factory=dict)
+    skipped: int = 0
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class History:
     """The outcome of `fit`. `stopped`: why it ended early; None: it came to its end.
 
-    `state_hash` is the SHA-256 over parameters and buffers in name order.
+    The records are those of all starts of the run, also of those before a resume; `total_time` are the
+    seconds of the last. `state_hash` is the SHA-256 over parameters and buffers in name order.
     """
 
     total_time: float
@@ -115,7 +132,9 @@ class History:
     shards: int = 1
     run_dir: str | None = None
     stopped: str | None = None
+    restored: int | None = None  # the step of the best evaluation, whose weights early stopping brought back
     unfinished: EpochRecord | None = None  # the epoch that was under way when the run ended
+    profile_dir: str | None = None
 
     @property
     def final_loss(self) -> float:
@@ -128,14 +147,22 @@ class History:
         samples = sum(record.samples for record in last)
         if whole is not None and whole.epoch == last[-1].epoch and whole.samples > samples:
             return whole.loss
+        last = [record for record in last if not record.is_spoiled]
+        samples = sum(record.samples for record in last)
         if samples == 0:
             return self.steps[-1].loss
         return math.fsum(record.loss * record.samples for record in last) / samples
 
     @property
+    def skipped_steps(self) -> int:
+        """Steps that changed no weight: an overflow of fp16, or not finite under `nonfinite="skip"`."""
+        return sum(record.skipped for record in self.steps)
+
+    @property
     def best_accuracy(self) -> float | None:
-        """The highest "accuracy" on the validation data, else on the training data; None without one."""
-        best = _best(self._measured("accuracy"), highest=True)
+        """The highest "accuracy" on the validation data; None where none was measured."""
+        measured = [(ev.epoch, ev.metrics["accuracy"]) for ev in self.evaluations if "accuracy" in ev.metrics]
+        best = _best(measured, highest=True)
         return None if best is None else best[1]
 
     @property
@@ -152,15 +179,64 @@ class History:
         seconds = math.fsum(record.seconds for record in self.steps)
         return sum(record.samples for record in self.steps) / seconds if seconds > 0.0 else math.nan
 
+    @property
+    def profile(self) -> TraceSummary:
+        """The traces that `fit(profile=DIR)` had the workers write: `history.profile.table()`."""
+        if self.profile_dir is None:
+            raise UsageError("this run was not profiled", remedy="give a folder: fit(..., profile=DIR)")
+        return TraceSummary(Path(self.profile_dir))
+
+    @property
+    def communication_share(self) -> float | None:
+        """Share of the steps' time in which the reporting rank exchanged with the others, or waited for
+        them; None where no step was measured."""
+        return self._share(lambda record: record.comm_time)
+
+    @property
+    def data_share(self) -> float | None:
+        """Share of the steps' time in which the reporting rank waited for data."""
+        return self._share(lambda record: record.data_time)
+
+    @property
+    def compute_efficiency(self) -> float | None:
+        """Share of the steps' time in which the reporting rank computed."""
+        return self._share(
+            lambda record: (
+                None if record.compute_efficiency is None else record.compute_efficiency * record.seconds
+            )
+        )
+
+    def _share(self, part: Callable[[StepRecord], float | None]) -> float | None:
+        measured = [(found, record.seconds) for record in self.steps if (found := part(record)) is not None]
+        whole = math.fsum(seconds for _, seconds in measured)
+        return math.fsum(found for found, _ in measured) / whole if whole > 0.0 else None
+
     def _measured(self, metric: str) -> list[tuple[int, float]]:
         on_validation = [(ev.epoch, ev.metrics[metric]) for ev in self.evaluations if metric in ev.metrics]
         if on_validation:
             return on_validation
         return [(record.epoch, record.metrics[metric]) for record in self.epochs if metric in record.metrics]
 
+    def __repr__(self) -> str:
+        """Return one line for a shell or a notebook, however long the run was."""
+        parts = [
+            counted(len(self.steps), "step"),
+            counted(len(self.epochs), "epoch"),
+            f"loss {self.final_loss:.4g}",
+            *([] if self.best_accuracy is None else [f"best accuracy {self.best_accuracy:.4g}"]),
+            *([] if self.stopped is None else [f"stopped: {self.stopped}"]),
+            f"{self.total_time:.1f} s",
+            counted(self.workers, "worker"),
+            *([] if self.run_dir is None else [self.run_dir]),
+        ]
+        return f"History({', '.join(parts)})"
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON: the records and the figures that follow from them."""
-        figures = ("final_loss", "best_accuracy", "best_epoch", "samples_per_second")
+        figures = (
+            *("final_loss", "best_accuracy", "best_epoch", "samples_per_second", "skipped_steps"),
+            *("communication_share", "data_share", "compute_efficiency"),
+        )
         plain = dataclasses.asdict(self)
         records = {name: list(plain.pop(name)) for name in ("epochs", "evaluations", "steps")}
         return {
@@ -214,9 +290,16 @@ class History:
         return drawn
 
 
+def earlier_steps(file: Path, before: int) -> list[StepRecord]:
+    """Return the steps up to `before` that a journal knows; of a repeated step the last record counts."""
+    steps = (event for event in journal.iterate(file) if isinstance(event, StepCommitted))
+    found = {event.step: StepRecord.of(event) for event in steps if event.step <= before}
+    return [found[step] for step in sorted(found)]
+
+
 @final
 class StepLog(Sequence[StepRecord]):
-    """Records by growing step, each step once. Packed, 57 bytes each, so that days of short steps are kept in
+    """Records by growing step, each step once. Packed, 81 bytes each, so that days of short steps are kept in
     megabytes; a record is made when it is asked for."""
 
     def __init__(self) -> None:
@@ -231,9 +314,11 @@ class StepLog(Sequence[StepRecord]):
         new = at == len(self._steps) or self._steps[at] != step
         if new:
             self._steps.insert(at, step)
-        marks = _SKIPPED * record.skipped + _HAS_NORM * (norm is not None)
+        timed = record.comm_time is not None
+        marks = _SKIPPED * record.skipped + _HAS_NORM * (norm is not None) + _HAS_TIMES * timed
         numbers = (record.loss, record.seconds, record.learning_rate, 0.0 if norm is None else norm)
-        row = _ROW.pack(record.epoch, record.samples, marks, *numbers)
+        times = (record.comm_time, record.data_time, record.compute_efficiency) if timed else _NO_TIMES
+        row = _ROW.pack(record.epoch, record.samples, marks, *numbers, *times)
         self._rows[at * _ROW.size : (at + (not new)) * _ROW.size] = row
         self._metrics.pop(step, None)
         if record.metrics:
@@ -263,7 +348,8 @@ class StepLog(Sequence[StepRecord]):
         if isinstance(index, slice):
             return [self[each] for each in range(*index.indices(len(self)))]
         step, at = self._steps[index], range(len(self._steps))[index] * _ROW.size
-        epoch, samples, marks, loss, seconds, rate, norm = _ROW.unpack_from(self._rows, at)
+        epoch, samples, marks, loss, seconds, rate, norm, *times = _ROW.unpack_from(self._rows, at)
+        comm, waited, efficiency = times if marks & _HAS_TIMES else (None, None, None)
         return StepRecord(
             step=step,
             epoch=epoch,
@@ -274,6 +360,9 @@ class StepLog(Sequence[StepRecord]):
             grad_norm=norm if marks & _HAS_NORM else None,
             skipped=bool(marks & _SKIPPED),
             metrics=dict(self._metrics.get(step, ())),
+            comm_time=comm,
+            data_time=waited,
+            compute_efficiency=efficiency,
         )
 
 

@@ -1,9 +1,9 @@
 """The user's objective as one thing: from a model and a batch to a loss and metrics.
 
 A loss module (or a function of torch.nn.functional) takes (output, target) of a batch that is a pair; any
-other function takes (model, batch) and returns the loss, or the loss and a dict of metrics. Losses are means
-over the samples of the batch. A loss module learns nothing and remembers nothing: its gradients are not
-summed, and each worker has a copy that sees other samples.
+other function takes (model, batch), or (model, batch, step) with a `StepInfo`, and returns the loss, or the
+loss and a dict of metrics. Losses are means over the samples of the batch. A loss module learns nothing and
+remembers nothing: its gradients are not summed, and each worker has a copy that sees other samples.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from torch import Tensor, nn
 
 from paceline.core.errors import UsageError
 from paceline.core.wording import with_article
+from paceline.train.step_info import StepInfo
 
 _RULE = (
     "try: an objective that is a function is called with (model, batch), a loss module or a function of "
     "torch.nn.functional with (output, target)"
 )
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _OUTPUTS = re.compile("out|outputs?|preds?|predictions?|logits|y_pred|y_hat")
 _TARGETS = re.compile("targets?|y|y_true|labels?|truth|expected")
 # What the records of steps, of evaluations and of versions call the loss.
@@ -59,13 +61,14 @@ class Objective:
         self._module = inner if isinstance(inner, nn.Module) else None
         self._buffers: dict[str, Tensor] | None = None
         self._worked = False  # a function of the user's own was called and returned
+        self._takes_step = False
         self.takes_pairs = isinstance(inner, nn.Module) or (
             getattr(inner, "__module__", "") in ("torch.nn.functional", "torch._C._nn", "torch")
         )
         if self.takes_pairs:
             _check_reduction(inner, settings)
         else:
-            self._check_signature(objective)
+            self._takes_step = self._check_signature(objective)
         named = [] if self._module is None else self._module.named_parameters()
         learned = [name for name, parameter in named if parameter.requires_grad]
         if learned:
@@ -98,13 +101,13 @@ class Objective:
                 "a network inside of the loss may need eval()",
             )
 
-    def score(self, model: Callable[..., Any], batch: Any) -> ObjectiveResult:
+    def score(self, model: Callable[..., Any], batch: Any, info: StepInfo) -> ObjectiveResult:
         if self.takes_pairs:
             inputs, target = split_pair(batch)
             output = model(inputs)
             return ObjectiveResult(self._checked(self._objective(output, target)), {}, output)
         try:
-            result = self._objective(model, batch)
+            result = self._objective(model, batch, *((info,) if self._takes_step else ()))
         except (TypeError, AttributeError) as error:
             if not self._worked and type(model).__name__ in str(error):
                 error.add_note(_RULE)
@@ -121,9 +124,9 @@ class Objective:
             return ObjectiveResult(self._checked(loss), metrics)
         return ObjectiveResult(self._checked(result), {})
 
-    def evaluate(self, model: Callable[..., Any], batch: Any) -> ObjectiveResult:
+    def evaluate(self, model: Callable[..., Any], batch: Any, info: StepInfo) -> ObjectiveResult:
         """Return what `score` returns, and the accuracy where the loss shows that classes are predicted."""
-        scored = self.score(model, batch)
+        scored = self.score(model, batch, info)
         if self._classifies and isinstance(scored.output, Tensor) and scored.output.ndim >= 2:
             _, target = split_pair(batch)
             if isinstance(target, Tensor) and not target.is_floating_point():
@@ -143,18 +146,23 @@ class Objective:
         return loss.reshape(())
 
     @staticmethod
-    def _check_signature(objective: Callable[..., Any]) -> None:
+    def _check_signature(objective: Callable[..., Any]) -> bool:
+        """Refuse a function that cannot be called with (model, batch) or (model, batch, step); return
+        whether it takes the step: its third parameter has no default, or is named `step`."""
         try:
             signature = inspect.signature(objective)
         except (TypeError, ValueError):
-            return
+            return False
+        third = [one for one in signature.parameters.values() if one.kind in _POSITIONAL][2:3]
+        takes_step = any(one.default is one.empty or one.name == "step" for one in third)
         what = f"the objective {getattr(objective, '__name__', objective)}{signature}"
         try:
-            signature.bind(None, None)
+            signature.bind(*(None,) * (3 if takes_step else 2))
         except TypeError as error:
             raise UsageError(
                 f"{what} cannot be called with (model, batch): {error}",
-                remedy="write def objective(model, batch): ... return loss",
+                remedy="write def objective(model, batch): ... return loss, or (model, batch, step) for one "
+                "that depends on the step",
             ) from error
         output, target = [*(name.lower() for name in signature.parameters), "", ""][:2]
         if _OUTPUTS.fullmatch(output) and _TARGETS.fullmatch(target):
@@ -163,6 +171,7 @@ class Objective:
                 remedy="pass a loss module or a function of torch.nn.functional, which are called with "
                 "(output, target), or write lambda model, batch: loss(model(batch[0]), batch[1])",
             )
+        return takes_step
 
 
 def _check_reduction(loss: Callable[..., Any], settings: Mapping[str, Any]) -> None:

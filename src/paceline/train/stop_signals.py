@@ -66,6 +66,9 @@ def write_stop_file(file: Path, reason: str) -> None:
         ) from error
 
 
+NOTHING_KEPT = "nothing is kept, because run_dir=False"
+
+
 def saved_sentence(version: int, step: int) -> str:
     """Return a sentence on the version that an ended run can be resumed from."""
     return f'version {version} of step {step} is saved: start again with resume="auto" to continue from there'

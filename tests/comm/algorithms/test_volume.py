@@ -12,6 +12,8 @@ from tests.comm.ranks import on_hosts
 from paceline.comm.compression import cast_gradients, quantize_gradients, sparsify_gradients
 from paceline.comm.context import DistributedContext
 from paceline.comm.transport.base import HEADER_BYTES
+from paceline.comm.transport.tcp.framed_socket import HEAD_BYTES
+from paceline.core.session_auth import TAG_BYTES
 from paceline.testing.thread_transport import run_ranks
 
 
@@ -32,7 +34,7 @@ def test_ring_sends_the_optimum_to_the_byte(ranks):
         assert found["messages"] == 2 * (ranks - 1)
         assert found["header_bytes"] == 32 * found["messages"]
         assert found["rounds"] == 2 * (ranks - 1)
-    assert HEADER_BYTES == 32
+    assert HEADER_BYTES == HEAD_BYTES - TAG_BYTES == 32  # of shared memory, and of connections
 
 
 @pytest.mark.parametrize("length", [0, 1, 5, 1001])

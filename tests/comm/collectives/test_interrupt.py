@@ -152,10 +152,10 @@ def test_what_is_done_stays_done() -> None:
 def interrupted_at_any_moment(ctx: DistributedContext, delays: list[float]) -> tuple[str, list[str]]:
     """Reductions without an end; the interruption comes whenever it comes."""
     before = leaks.snapshot()
+    mine, small = ctx.empty(LARGE).fill_(0), torch.zeros(10)
     ctx.barrier()
     timer = threading.Timer(delays[ctx.rank], ctx.interrupt, ("a test",))
     timer.start()
-    mine, small = ctx.empty(LARGE).fill_(0), torch.zeros(10)
 
     def work() -> None:
         while True:

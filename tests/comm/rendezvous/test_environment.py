@@ -8,6 +8,7 @@ from paceline.comm.rendezvous.environment import (
     LOCAL_HOST,
     LOCAL_PORT,
     Address,
+    chosen_backend,
     derived_port,
     find_launch_info,
     first_host,
@@ -110,6 +111,60 @@ def test_openmpi_on_several_hosts_needs_a_master() -> None:
 def test_the_innermost_launcher_counts() -> None:
     assert find_launch_info(SLURM | OPENMPI).source == "OpenMPI"
     assert find_launch_info(SLURM | OPENMPI | TORCHRUN).source == "torchrun"
+
+
+EXPORTED = {"RANK": "0", "WORLD_SIZE": "6", "MASTER_ADDR": "node003", "MASTER_PORT": "29400"}
+
+
+def test_slurm_counts_where_a_batch_script_exported_a_rank_for_all_tasks(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for _ in range(2):
+        place = find_launch_info(SLURM | EXPORTED)
+        assert (place.rank, place.world_size, place.local_rank, place.source) == (5, 6, 1, "SLURM")
+        assert place.address == Address("node003", 29400)
+    (line,) = caplog.messages
+    assert "RANK=0 is exported, and SLURM_PROCID says that this is task 5 of 6: SLURM's number counts" in line
+    # Also where it exported nothing else.
+    assert find_launch_info(SLURM | {"RANK": "1"}).rank == 5
+
+
+@pytest.mark.parametrize(
+    "inside",
+    [
+        {"RANK": "5"},  # no contradiction
+        {"LOCAL_WORLD_SIZE": "6"},  # of spawn, in a task
+        {"TORCHELASTIC_RUN_ID": "none"},  # of torchrun or `paceline run`, in a task
+        {"WORLD_SIZE": "48"},  # of processes that each task starts
+        {"SLURM_PROCID": "0", "SLURM_STEP_ID": "", "RANK": "3"},  # by hand, in the batch script itself
+    ],
+)
+def test_ranks_inside_a_task_of_slurm_keep_their_number(
+    inside: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    environment = SLURM | EXPORTED | inside
+    place = find_launch_info(environment)
+    assert (place.rank, place.source) == (int(environment["RANK"]), "torchrun")
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("given", "missing", "example"),
+    [("MASTER_ADDR", "MASTER_PORT", "29500"), ("MASTER_PORT", "MASTER_ADDR", "host of rank 0")],
+)
+def test_half_of_the_meeting_point_is_explained(given: str, missing: str, example: str) -> None:
+    environment = {"RANK": "0", "WORLD_SIZE": "2", given: "77"}
+    with pytest.raises(UsageError) as caught:
+        find_launch_info(environment)
+    assert f"{missing} is not set although {given}=77 is: the ranks meet at both" in caught.value.message
+    assert f"export {missing}={example}" in caught.value.remedy
+    assert f"unset {given}" in caught.value.remedy
+
+
+def test_a_launcher_chooses_the_backend_of_groups_that_ask_for_none() -> None:
+    assert chosen_backend({"PACELINE_BACKEND": "gloo"}, "auto") == "gloo"
+    assert chosen_backend({"PACELINE_BACKEND": "gloo"}, "shm") == "shm"
+    assert chosen_backend({}, "auto") == "auto"
 
 
 def test_arguments_that_repeat_the_launcher_keep_its_address() -> None:

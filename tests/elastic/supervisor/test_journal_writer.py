@@ -199,3 +199,21 @@ def test_steps_that_only_a_checkpoint_knew_are_written_where_the_journal_lacks_t
     writer.add_lines([step(8), step(9), resumed(9)])  # what lies between is lost
     assert [event.step for event in written(path, StepCommitted)] == [1, 2, 3, 4, 8, 9]
     assert writer.journaled == 9
+
+
+def test_an_evaluation_and_the_end_of_an_epoch_are_written_once_whichever_member_tells_them(writer, path):
+    def evaluated(number: int, time: float) -> str:
+        return events.to_json(events.Evaluated(time=time, step=number, epoch=0, samples=1, metrics={}))
+
+    def epoch_ended(number: int, time: float) -> str:
+        return events.to_json(
+            events.EpochEnded(time=time, epoch=number, steps=2, samples=4, loss=0.5, seconds=1.0)
+        )
+
+    writer.add_lines([step(1), step(2), evaluated(2, 1.0), epoch_ended(0, 1.0)])
+    writer.add_lines([step(2), evaluated(2, 2.0), epoch_ended(0, 2.0), step(3), evaluated(3, 2.0)])
+    assert [event.step for event in written(path, events.Evaluated)] == [2, 3]
+    assert [event.epoch for event in written(path, events.EpochEnded)] == [0]
+    writer.add_lines([resumed(2), evaluated(2, 3.0), epoch_ended(0, 3.0)])
+    assert [event.step for event in written(path, events.Evaluated)] == [2, 3, 2]
+    assert [event.epoch for event in written(path, events.EpochEnded)] == [0, 0]

@@ -51,6 +51,13 @@ def test_and_given_up_when_it_stays_taken():
             assert bound.getsockname()[1] != port
 
 
+def test_a_port_that_is_asked_for_and_taken_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ResourceError, match=f"cannot listen at 127.0.0.1:{port}: another program does"):
+            control_port.listen("127.0.0.1", port, VirtualClock())
+
+
 def test_a_name_that_stands_for_loopback_is_refused_with_the_remedy(monkeypatch):
     """Debian writes the host's own name as 127.0.1.1 into /etc/hosts."""
     resolve = socket.getaddrinfo

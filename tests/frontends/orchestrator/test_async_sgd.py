@@ -145,7 +145,7 @@ def test_without_fault_tolerance_the_first_failure_ends_the_job_with_its_state_s
 def test_a_lost_server_is_started_again_from_the_newest_checkpoint(tmp_path):
     async def main() -> None:
         gate = Gate(tmp_path / "gate")
-        settings = small(tmp_path / "run", checkpoint_interval=10, **ASYNC)
+        settings = small(tmp_path / "run", checkpoint_every_steps=10, **ASYNC)
         async with DistributedTrainingOrchestrator(2) as orchestrator:
             task = asyncio.create_task(train(orchestrator, settings, model=gate))
             await until(lambda: gate.reached() and bool(orchestrator.checkpoints))
@@ -217,6 +217,19 @@ def test_a_mistake_of_the_user_is_raised_and_not_tried_again_and_again(tmp_path)
             assert result["epochs_completed"] == 2
 
     asyncio.run(main())
+
+
+def test_statistics_of_the_global_batch_are_refused(tmp_path):
+    async def main() -> None:
+        async with DistributedTrainingOrchestrator(2) as orchestrator:
+            with pytest.raises(UsageError, match=r"the model's 1 is a SyncBatchNorm.* asynchronous workers"):
+                await train(orchestrator, small(tmp_path / "run", **ASYNC), model=with_synced_norm)
+
+    asyncio.run(main())
+
+
+def with_synced_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(X.shape[1], 4), nn.SyncBatchNorm(4), nn.Linear(4, Y.shape[1]))
 
 
 def test_modules_of_ones_own_come_back_trained(tmp_path):

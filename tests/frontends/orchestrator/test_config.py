@@ -48,7 +48,7 @@ def test_the_dict_that_people_write():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"sise": 5}, r"have no 'sise'[\s\S]*did you mean 'size'\?[\s\S]*batch_size, learning_rate"),
+        ({"sise": 5}, r"have no 'sise'[\s\S]*did you mean size\?[\s\S]*batch_size, learning_rate"),
         ({"size": 1000, "model_size": 1000}, "given twice"),
         ({"size": "big"}, "model_size: expected"),
         ({"size": 3}, "less than 64"),
@@ -66,6 +66,11 @@ def test_the_dict_that_people_write():
         ({"staleness": Staleness(limit=3)}, "only ASYNC_SGD has old"),
         ({"staleness": 3}, "staleness is an int"),
         ({"shards": 4, "exact": False}, "only an exact sum"),
+        ({"checkpoint_every_steps": 0}, "checkpoint_every_steps=0"),
+        ({"port": 70_000}, "port=70000 is more than 65535"),
+        ({"stragglers": "shoot"}, "stragglers: expected"),
+        ({"bind": "0.0.0.0", "aggregation_strategy": "async_sgd"}, "bind='0.0.0.0' with ASYNC_SGD"),
+        ({"backoff": 2.0, "fault_tolerance": False}, r"backoff=2.0 with fault_tolerance=False"),
         ([("size", 5)], "are a list"),
     ],
 )
@@ -142,8 +147,24 @@ def test_settings_of_the_training_loop_are_global():
     assert (made.workers, made.global_batch, made.epochs, made.seed) == (3, 24, 2, 4)
     assert made.mode == "exact"
     assert made.clip_norm is None
-    assert made.checkpoint.every_steps is None
+    assert made.checkpoint.every_steps is made.checkpoint.every_epochs is None
     assert made.checkpoint.at_end
+
+
+def test_checkpoint_interval_counts_epochs_and_steps_replace_it():
+    def units(**given):
+        made = train_config(TrainingConfig(**given), 2).checkpoint
+        return made.every_epochs, made.every_steps
+
+    assert units() == (100, None)
+    assert units(checkpoint_interval=3) == (3, None)
+    assert units(checkpoint_every_steps=20) == (None, 20)
+
+
+def test_the_supervisor_listens_where_machines_can_join():
+    config = TrainingConfig(bind="0.0.0.0", port=29_999, backoff=1.5, stragglers="backup")
+    made = train_config(config, 2).fault_tolerance
+    assert (made.bind, made.port, made.backoff, made.stragglers) == ("0.0.0.0", 29_999, 1.5, "backup")
 
 
 @pytest.mark.parametrize(

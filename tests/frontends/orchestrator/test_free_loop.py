@@ -31,7 +31,7 @@ async def trains_by_sizes(folder: Path) -> None:
             "size": 3_000,
             "batch_size": 32,
             "epochs": 1,
-            "checkpoint_interval": 20,
+            "checkpoint_every_steps": 20,
             "run_dir": folder,
         }
         await orchestrator.train_distributed(settings, {"total_samples": 20_000})

@@ -79,7 +79,10 @@ def test_sizes_alone_are_enough(tmp_path):
         assert summary["final_loss"] == result["final_loss"]
         assert [worker["state"] for worker in summary["workers"]] == ["stopped", "stopped"]
         assert all(shard["checksum"] and shard["verified"] >= 1 for shard in summary["shards"])
-        assert [shard.range for shard in orchestrator.shards] == [range(10_000), range(10_000, 20_000)]
+        # Slices for 4 workers and more, so that the training can grow.
+        assert [shard.range for shard in orchestrator.shards] == [
+            range(2_500 * number, 2_500 * (number + 1)) for number in range(8)
+        ]
         await orchestrator.cleanup()
         await orchestrator.cleanup()
 
@@ -97,8 +100,8 @@ def test_workers_and_shards_can_be_looked_at_while_it_trains(tmp_path):
             assert [node.state for node in nodes] == [WorkerState.TRAINING] * 2
             assert all(node.pid is not None and is_alive(node.pid) for node in nodes)
             assert all(node.host and node.last_heartbeat > 0.0 for node in nodes)
-            assert [node.shards for node in nodes] == [(0,), (1,)]
-            assert [shard.owner for shard in orchestrator.shards] == [0, 1]
+            assert [node.shards for node in nodes] == [(0, 1), (2, 3)]
+            assert [shard.owner for shard in orchestrator.shards] == [0, 0, 1, 1]
             summary = await orchestrator.get_training_summary()
             assert summary["running"] is True
             assert summary["final_loss"] is None
@@ -127,7 +130,7 @@ def test_the_synchronous_strategies_give_the_same_bits_where_the_sum_is_exact(tm
         assert len(hashes) == 1
         # And the number of workers does not matter either, for the same slices of the same batch.
         async with DistributedTrainingOrchestrator(1) as alone:
-            result = await train(alone, small(tmp_path / "alone", batch_size=30, shards=2))
+            result = await train(alone, small(tmp_path / "alone", batch_size=30))
             assert result["state_hash"] in hashes
 
     asyncio.run(main())
@@ -189,8 +192,8 @@ def test_a_killed_worker_leaves_no_trace_and_its_shard_moves(tmp_path):
             assert result["worker_failures"] == 1
             assert orchestrator.workers[1].failures == 1
             assert orchestrator.workers[0].pid == other
-            assert orchestrator.shards[1].moves >= 1
-            assert orchestrator.shards[1].verified >= 2
+            assert orchestrator.shards[3].moves >= 1
+            assert orchestrator.shards[3].verified >= 2
             assert (await orchestrator.get_training_summary())["repairs"]
 
     asyncio.run(main())
@@ -333,7 +336,7 @@ def test_data_that_changes_meanwhile_is_found_out(tmp_path):
             await until(gate.reached)
             x[SAMPLES - 1, 0] += 1.0
             gate.open()
-            with pytest.raises(PlatformError, match="shard 1, samples 600 to 1199, changed"):
+            with pytest.raises(PlatformError, match="shard 3, samples 900 to 1199, changed"):
                 await task
 
     asyncio.run(main())
@@ -381,5 +384,53 @@ def test_every_sample_is_applied_once_by_the_journal(tmp_path):
         async with DistributedTrainingOrchestrator(2) as orchestrator:
             await train(orchestrator, small(tmp_path / "run", batch_size=7))
             assert applied(tmp_path / "run") == every_position(SAMPLES, 2)
+
+    asyncio.run(main())
+
+
+def test_a_training_is_scaled_while_it_trains_and_has_the_same_bits(tmp_path):
+    async def main() -> None:
+        # Long enough for the newcomers to be gathered: they are let in together, at one step.
+        settings = small(tmp_path / "run", shards=4, batch_size=60, epochs=60)
+        gate = Gate(tmp_path / "gate")
+        async with DistributedTrainingOrchestrator(2) as orchestrator:
+            task = asyncio.create_task(
+                orchestrator.train_distributed(
+                    model_config=settings, model=gate, dataset=(X, Y), objective=nn.MSELoss()
+                )
+            )
+            await until(gate.reached)
+            await orchestrator.scale(4)
+            await until(lambda: len(told(tmp_path / "run", events.WorkerStarted)) >= 4)
+            gate.open()
+            result = await task
+            assert orchestrator.num_workers == 4
+            views = [event.members for event in told(tmp_path / "run", events.ViewChanged)]
+            await orchestrator.scale(1)
+            plain = {**settings, "run_dir": tmp_path / "alone", "batch_size": 120}
+            alone = await train(orchestrator, plain, model=gate)
+        assert max(map(len, views)) == 4
+        assert result["state_hash"] == alone["state_hash"]
+        assert applied(tmp_path / "run") == every_position(SAMPLES, 60)
+
+    asyncio.run(main())
+
+
+def test_what_cannot_be_scaled_says_so(tmp_path):
+    async def main() -> None:
+        gate = Gate(tmp_path / "gate")
+        settings = small(tmp_path / "run", fault_tolerance=False)
+        async with DistributedTrainingOrchestrator(1) as orchestrator:
+            with pytest.raises(UsageError, match="workers=0 is not a whole number from 1"):
+                await orchestrator.scale(0)
+            task = asyncio.create_task(train(orchestrator, settings, model=gate))
+            await until(gate.reached)
+            with pytest.raises(UsageError, match="without fault_tolerance: no supervisor"):
+                await orchestrator.scale(2)
+            gate.open()
+            await task
+            assert orchestrator.num_workers == 1
+        with pytest.raises(UsageError, match="closed"):
+            await orchestrator.scale(2)
 
     asyncio.run(main())

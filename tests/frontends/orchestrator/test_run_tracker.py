@@ -12,6 +12,7 @@ from paceline.control.run_status import WorkerFacts
 from paceline.core import events
 from paceline.core.errors import PlatformError
 from paceline.data.sources import as_source
+from paceline.frontends.orchestrator.metric_publisher import MetricPublisher
 from paceline.frontends.orchestrator.observed_state import (
     DataShard,
     TrainingMetrics,
@@ -19,7 +20,6 @@ from paceline.frontends.orchestrator.observed_state import (
     checksum,
     verify,
 )
-from paceline.frontends.orchestrator.orchestrator import MetricPublisher
 from paceline.frontends.orchestrator.run_tracker import RunTracker
 
 NOW = 64.0
@@ -183,7 +183,7 @@ def metrics(number: int) -> TrainingMetrics:
 
 
 def test_the_end_takes_no_metrics_away(monkeypatch):
-    monkeypatch.setattr("paceline.frontends.orchestrator.orchestrator._MAX_UNREAD", 3)
+    monkeypatch.setattr("paceline.frontends.orchestrator.metric_publisher._MAX_UNREAD", 3)
 
     async def main() -> list[int]:
         broadcast = MetricPublisher()

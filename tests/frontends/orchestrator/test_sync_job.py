@@ -1,4 +1,4 @@
-"""Synchronous training of the orchestrator without a supervisor: stops and losses."""
+"""Synchronous training of the orchestrator: stops, and losses without a supervisor."""
 
 from __future__ import annotations
 
@@ -39,10 +39,12 @@ def test_a_killed_rank_is_in_the_journal(tmp_path: Path):
     asyncio.run(main())
 
 
-def test_a_stop_before_the_run_has_its_lock_is_obeyed(tmp_path: Path):
-    """Taking the lock removes the stop file, which could be an earlier run's."""
+@pytest.mark.parametrize("supervised", [False, True])
+def test_a_stop_before_a_worker_has_a_result_is_obeyed(tmp_path: Path, supervised: bool):
+    """Taking the lock removes the stop file, which could be an earlier run's. Under a supervisor no worker
+    returns anything: the outcome is a stop all the same."""
     given = TrainingArguments(None, small_net, (X, Y), nn.MSELoss(), None)
-    prepared = prepare_training(read_config(small(tmp_path / "run", fault_tolerance=False)), given, 1)
+    prepared = prepare_training(read_config(small(tmp_path / "run", fault_tolerance=supervised)), given, 1)
     job = SyncJob(prepared.job)
     job.stop("early")
     job.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,11 +13,15 @@ from paceline.core import events
 from paceline.core.errors import UsageError
 from paceline.data.batch_plan import DataPosition
 from paceline.train.callbacks import Callbacks
+from paceline.train.history import Evaluation
 from paceline.train.loop.duties import Duties
 from paceline.train.phases import Phases
+from paceline.train.settings.train_config import TrainConfig
 from paceline.train.state.duty_progress import Agenda, Duty
 from paceline.train.state.recorder import PendingStep, Recorder
+from paceline.train.state.schedulers import TorchSchedulers
 from paceline.train.step.step_counters import ReducedStep
+from paceline.train.step_info import StepInfo
 from paceline.train.stop_signals import StopRequest
 
 
@@ -27,6 +32,7 @@ class NotedCheckpointer:
         self.calls: list[Any] = []
         self.begun_step = -1
         self.written = self.due_after_this_step = self.due_after_this_epoch = False
+        self.recent = self.best = False
 
     def all_written(self, written: int, failed: int) -> bool:
         return self.written
@@ -54,6 +60,12 @@ class NotedCheckpointer:
     ) -> None:
         self.calls.append(("begin", position.step, metrics, shares))
 
+    def is_recent(self) -> bool:
+        return self.recent
+
+    def is_best(self, evaluations: Sequence[Evaluation]) -> bool:
+        return self.best
+
     def unsaved(self, step: int) -> str | None:
         return "the disk is full"
 
@@ -66,9 +78,15 @@ class Rank:
         self.compared: list[str] = []
         self.saver = NotedCheckpointer()
         self.evaluations = 0
-        context = SimpleNamespace(world_size=1, all_gather=lambda value: [value])
+        context = SimpleNamespace(
+            world_size=1, all_gather=lambda value: [value], broadcast=lambda value: value
+        )
         self.parts = SimpleNamespace(
-            config=SimpleNamespace(evaluate_every=every, checkpoint=SimpleNamespace(at_end=True)),
+            config=SimpleNamespace(
+                evaluate_every=every,
+                checkpoint=SimpleNamespace(at_end=True, every_epochs="auto"),
+                epochs=None,
+            ),
             checkpointer=self.saver if saves else None,
             recorder=Recorder(Callbacks([]), self.told.append, torch.device("cpu")),
             callbacks=Callbacks([]),
@@ -76,24 +94,31 @@ class Rank:
             team=SimpleNamespace(context=context),
             stop=StopRequest(),
             evaluate=self.evaluate,
+            course=StepInfo(),
+            schedulers=TorchSchedulers([], TrainConfig()),
+            update=SimpleNamespace(watch=lambda: None),
+            transaction=SimpleNamespace(trained={}),
             early=None,
         )
         self.state = SimpleNamespace(
             agenda=Agenda(),
             position=DataPosition(epoch=1, offset=12, step=4),
             ended=None,
+            at_boundary=True,
             stopped_on_request=False,
             loop_left=False,
             evaluated_step=None,
             final_hashes=[],
             export=dict,
             weights_hash=lambda: "weights",
+            step_to_restore=lambda: None,
         )
         replicas = SimpleNamespace(compare=lambda kind, digest: self.compared.append(kind))
         self.duties = Duties(cast(Any, self.parts), cast(Any, self.state), cast(Any, replicas))
 
-    def evaluate(self) -> tuple[dict[str, float], int]:
+    def evaluate(self, info: StepInfo) -> tuple[dict[str, float], int]:
         self.evaluations += 1
+        assert info == StepInfo(step=4, epoch=1)
         return {"loss": 0.5}, 8
 
     def commit(self, step: int) -> None:
@@ -144,7 +169,7 @@ def test_an_epoch_is_saved_after_it_was_closed():
     rank = Rank(every=2)
     rank.saver.due_after_this_epoch = True
     rank.duties.plan_end_of_epoch()
-    assert rank.planned == [Duty.CLOSE_EPOCH, Duty.SAVE]
+    assert rank.planned == [Duty.CLOSE_EPOCH, Duty.SAVE_EPOCH]
 
 
 def test_an_epoch_without_a_step_is_refused():
@@ -226,17 +251,39 @@ def test_only_an_evaluation_of_the_plan_takes_part_in_early_stopping():
         seen.append(metrics)
         return "no longer better"
 
-    rank.parts.early = SimpleNamespace(observe=observe)
+    rank.parts.early = SimpleNamespace(observe=observe, restores=False)
     rank.duties.do(Duty.EVALUATE_AT_END, ())
     assert (seen, rank.state.ended, rank.state.evaluated_step) == ([], None, None)
     rank.duties.do(Duty.EVALUATE, ())
     assert (seen, rank.state.ended, rank.state.evaluated_step) == ([{"loss": 0.5}], "no longer better", 4)
 
 
+@pytest.mark.parametrize(
+    ("recent", "evaluated", "best", "every", "epochs", "saves"),
+    [
+        (False, True, False, "auto", None, True),
+        (True, True, False, "auto", None, False),
+        (True, True, True, "auto", None, True),
+        (True, False, True, "auto", None, False),  # the best evaluation is not of these weights
+        (True, True, False, 1, None, True),
+        (True, True, False, "auto", 2, False),
+        (True, True, False, "auto", 1, True),  # the last epoch
+    ],
+)
+def test_an_epoch_that_ends_soon_after_a_version_gets_none(recent, evaluated, best, every, epochs, saves):
+    rank = Rank()
+    rank.saver.recent, rank.saver.best = recent, best
+    rank.parts.config.checkpoint.every_epochs, rank.parts.config.epochs = every, epochs
+    if evaluated:
+        rank.duties.do(Duty.EVALUATE, ())
+    rank.duties.do(Duty.SAVE_EPOCH, ())
+    assert [call[0] for call in rank.saver.calls] == (["begin"] if saves else [])
+
+
 def test_an_error_in_an_evaluation_says_where():
     rank = Rank()
 
-    def broken() -> Any:
+    def broken(info: StepInfo) -> Any:
         raise ValueError("no such class")
 
     rank.parts.evaluate = broken
@@ -304,3 +351,10 @@ def test_the_end_gathers_hashes_stops_and_why_the_last_save_failed():
     rank.duties.do(Duty.COMPARE_WEIGHTS, ())
     assert rank.state.final_hashes == [["weights", False, "the disk is full"]]
     assert rank.compared == ["end"]
+
+
+def test_the_hash_of_a_run_that_restores_its_best_weights_is_theirs():
+    rank = Rank()
+    rank.state.step_to_restore, rank.state.best = lambda: 2, SimpleNamespace(hash=lambda: "best")
+    rank.duties.do(Duty.COMPARE_WEIGHTS, ())
+    assert (rank.state.final_hashes[0][0], rank.state.restored) == ("best", 2)

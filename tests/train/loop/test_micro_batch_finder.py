@@ -159,7 +159,7 @@ def test_the_batch_is_changed_as_in_the_run():
         sizes.append(len(batch[0]))
         return net(batch[0]).sum()
 
-    config = TrainConfig(workers=1, global_batch=4)
+    config = TrainConfig(workers=1, shards=1, global_batch=4)
     data = as_source((torch.randn(9, 4), torch.randn(9, 2)))
     net = nn.Linear(4, 2)
 
@@ -172,8 +172,8 @@ def test_the_batch_is_changed_as_in_the_run():
 
 def test_the_largest_is_a_shard_and_never_more_than_there_is():
     data = as_source(torch.randn(100, 2))
-    assert largest_size(TrainConfig(workers=4, global_batch=30), data) == 8
-    assert largest_size(TrainConfig(workers=1, global_batch=512), data) == 100
+    assert largest_size(TrainConfig(workers=4, shards=4, global_batch=30), data) == 8
+    assert largest_size(TrainConfig(workers=1, shards=1, global_batch=512), data) == 100
     dynamic = TrainConfig(workers=2, shards=2, dynamic_batch=DynamicBatch(8, 64))
     assert largest_size(dynamic, data) == 32
     with pytest.raises(ConfigError, match="iterable dataset") as caught:
@@ -202,7 +202,7 @@ def test_a_real_gpu_with_little_memory():
             return wide.mean() + model(batch[0]).mean()
 
         data = as_source((torch.randn(256, 4), torch.randn(256, 2)))
-        config = TrainConfig(workers=1, global_batch=256, device="cuda")
+        config = TrainConfig(workers=1, shards=1, global_batch=256, device="cuda")
         found = find_for_run(config, net, net, Objective(objective), data, device)
         assert 8 <= found < 256
         before = torch.cuda.memory_allocated(device)

@@ -27,7 +27,7 @@ def test_versions_carry_only_what_was_measured_at_their_step(tmp_path: Path) -> 
         validation=DATA,
         epochs=2,
         run_dir=tmp_path / "run",
-        checkpoint=CheckpointConfig(every_steps=1, keep_last=50),
+        checkpoint=CheckpointConfig(every_steps=1, every_epochs=1, keep_last=50),
     )
     history = train(given).history
     measured = {evaluation.step: evaluation.metrics for evaluation in history.evaluations}

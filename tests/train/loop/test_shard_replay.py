@@ -76,7 +76,8 @@ def trained(folder: Path, **given) -> TrainJob:
         "callbacks": [Doubles()],
         "checkpoint": CheckpointConfig(every_steps=7, every_epochs=None, keep_last=9),
     }
-    made = job(net, regression(44), run_dir=folder, **{**defaults, **given})
+    given = {**defaults, **given}
+    made = job(given.pop("model", net), regression(44), run_dir=folder, **given)
     keeps = Keeps(folder / "journal.jsonl")
     watched = dataclasses.replace(made, callbacks=[*made.callbacks, keeps])
     with ExitStack() as stack:
@@ -117,6 +118,17 @@ def test_any_shard_has_its_bits(whole, step, shard, version, redone):
     assert found.rank == 0
     assert contents(folder) == before
     assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_a_shard_that_needs_the_others_has_its_bits(tmp_path):
+    """Its step is computed with all of its shards."""
+    folder = tmp_path / "run"
+    made = trained(folder, model=lambda: nn.SyncBatchNorm.convert_sync_batchnorm(net()))
+    for step, shard in ((1, 0), (4, 5), (12, 3)):
+        found = replay_shard(made, folder, step, shard)
+        assert found.same is True
+        assert found.strayed is None
+    assert recompute.verify_run(made, folder, read_record(folder), 6).same
 
 
 def test_a_shard_without_samples_and_one_with(whole):

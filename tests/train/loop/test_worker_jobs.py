@@ -8,7 +8,8 @@ from contextlib import ExitStack
 from typing import NoReturn
 
 import pytest
-from tests.train.running import job, mlp, regression, train
+from tests.train.running import job, mlp, regression, seeded, train
+from torch import nn
 
 from paceline.comm.context import DistributedContext
 from paceline.comm.rendezvous.transport_setup import single_rank
@@ -47,7 +48,9 @@ class Scripted:
             return True
         return False
 
-    def shards_to_compute(self, step: int, missing: Sequence[int]) -> Iterator[int]:
+    def shards_to_compute(
+        self, step: int, missing: Sequence[int], lasted: float | None = None
+    ) -> Iterator[int]:
         self.step = step
         for done, shard in enumerate([*missing, None]):
             if (step, done) in self.interrupts:
@@ -70,9 +73,11 @@ class Scripted:
         raise AssertionError("a rank that is alone differs from nothing")
 
 
-def drive(hooks: Scripted, walk: Callable[[Run, BuiltModel], None]) -> str:
+def drive(
+    hooks: Scripted, walk: Callable[[Run, BuiltModel], None], model: Callable[[], nn.Module] = mlp
+) -> str:
     """Build a run with these hooks, begin it as the first view would, and hand it to `walk`."""
-    given = job(mlp(), DATA, max_steps=STEPS)
+    given = job(model(), DATA, max_steps=STEPS)
     with ExitStack() as stack:
         stack.enter_context(process_setup.prepared(given.config))
         built = build(given, stack, 0)
@@ -120,6 +125,25 @@ def test_a_run_whose_group_changes_comes_to_the_same_bits(pauses, interrupts, un
     assert len([cause for cause in causes if isinstance(cause, GroupInterruptedError)]) == len(interrupts)
     # What was held was not computed again: every shard of every step once.
     assert sorted(hooks.computed) == [(step, shard) for step in range(1, STEPS + 1) for shard in range(6)]
+
+
+def test_a_step_of_shards_that_belong_together_is_computed_again_as_a_whole():
+    def synced() -> nn.Module:
+        return seeded(lambda: nn.Sequential(nn.Linear(5, 6), nn.SyncBatchNorm(6), nn.Linear(6, 2)))
+
+    def walk(run: Run, built: BuiltModel) -> None:
+        def rejoin(cause: BaseException | None) -> None:
+            assert run.parts.transaction.held == ()
+            run.parts.team.install(DistributedContext.from_transport(single_rank()))
+            run.state.rebind()
+            run.state.synchronize(0, [])
+
+        train_to_end(run, built, rejoin)
+
+    hooks = Scripted([2], [(1, 0), (3, 4), (5, 6)])
+    assert drive(hooks, walk, synced) == train(job(synced(), DATA, max_steps=STEPS)).hash
+    assert hooks.computed.count((3, 0)) == 2
+    assert hooks.committed_steps == list(range(1, STEPS + 1))
 
 
 def test_without_a_driver_that_rejoins_the_change_is_raised():

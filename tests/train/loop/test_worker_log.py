@@ -96,6 +96,17 @@ def test_ranks_that_are_threads_keep_apart(tmp_path):
     warnings.showwarning = shown
 
 
+def test_runs_of_one_process_that_end_in_any_order_leave_it_no_rank(tmp_path):
+    first = WorkerLog(tmp_path, 0, 2)
+    log.label_records(0)
+    log.label_records(1)  # a run that began within the first one, and ends after it
+    log.unlabel_records()
+    first.close()
+    assert log.position().rank == 0
+    log.unlabel_records()
+    assert log.position() == log.LogPosition()
+
+
 def test_a_folder_that_cannot_be_written_is_said(tmp_path, caplog):
     (tmp_path / "logs").write_text("a file in its place")
     worker = WorkerLog(tmp_path / "logs", 0, 1)

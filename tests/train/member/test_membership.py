@@ -139,7 +139,7 @@ def test_the_report_has_what_the_member_holds():
         one.join()
         computing = one.run.microbatches()
         micro = next(computing)
-        one.run.backward(one.built.objective.score(one.built.call, micro.data).loss)
+        one.run.backward(one.built.objective.score(one.built.call, micro.data, micro.info).loss)
         assert next(computing).shard == 1
         one.membership.receive(abort(2))
         one.replies[MemberReport] = [alone_in(2)]

@@ -54,7 +54,7 @@ REFUSED = [
         "dynamic_batch.max=64 over shards=4 with micro_batch=20: a shard holds 16 samples",
     ),
     ({"loss_scaling": LossScaling(initial=2.0)}, 100, 'precision="fp32": only fp16'),
-    ({"dynamic_batch": DynamicBatch(8, 64)}, 100, r"shards=1: .* divided by shards - 1 = 0"),
+    ({"shards": 1, "dynamic_batch": DynamicBatch(8, 64)}, 100, r"shards=1: .* divided by shards - 1 = 0"),
     (
         {"dynamic_batch": DynamicBatch(3, 64), "shards": 4},
         100,

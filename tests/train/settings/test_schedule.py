@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given, strategies as st
 
 from paceline.core.errors import UsageError
+from paceline.train.settings.run_length import RunLength
 from paceline.train.settings.schedule import Schedule, steps_per_epoch, total_steps
 from paceline.train.settings.train_config import DynamicBatch, TrainConfig
 
 
 def factors(total, **settings):
-    schedule = Schedule(TrainConfig(**settings), total)
+    schedule = Schedule(TrainConfig(**settings), RunLength(total_steps=total))
     return [schedule.factor(step) for step in range(total)]
 
 
@@ -39,33 +40,36 @@ def test_every_step_learns_and_none_more_than_was_asked_for(total, warmup, shape
 
 
 def test_asking_beyond_the_end_stays_at_the_end():
-    schedule = Schedule(TrainConfig(schedule="cosine"), 10)
+    schedule = Schedule(TrainConfig(schedule="cosine"), RunLength(total_steps=10))
     assert schedule.factor(10) == schedule.factor(1000) == 0.0
 
 
 @pytest.mark.parametrize(("rule", "expected"), [("none", 1.0), ("linear", 4.0), ("sqrt", 2.0)])
 def test_the_rule_follows_the_batch(rule, expected):
-    schedule = Schedule(TrainConfig(global_batch=32, lr_rule=rule), None)
+    schedule = Schedule(TrainConfig(global_batch=32, lr_rule=rule), RunLength())
     assert schedule.factor(5) == schedule.factor(5, 32) == 1.0
     assert schedule.factor(5, 128) == expected
     assert schedule.factor(5, 8) == pytest.approx(1 / expected)
 
 
 def test_rule_warmup_and_shape_multiply():
-    schedule = Schedule(TrainConfig(global_batch=32, lr_rule="linear", warmup_steps=2, schedule="linear"), 6)
+    schedule = Schedule(
+        TrainConfig(global_batch=32, lr_rule="linear", warmup_steps=2, schedule="linear"),
+        RunLength(total_steps=6),
+    )
     assert schedule.factor(0, 64) == 0.5 * 1.0 * 2.0
     assert schedule.factor(4, 64) == 1.0 * 0.5 * 2.0
 
 
 def test_under_a_dynamic_batch_the_learning_rate_is_meant_for_the_first_batch():
     config = TrainConfig(lr_rule="linear", shards=2, dynamic_batch=DynamicBatch(8, 64))
-    schedule = Schedule(config, None)
+    schedule = Schedule(config, RunLength())
     assert [schedule.factor(0, batch) for batch in (8, 16, 64)] == [1.0, 2.0, 8.0]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -0.5, None, "1", True])
 def test_a_function_that_returns_nonsense_is_named_with_the_step(bad):
-    schedule = Schedule(TrainConfig(schedule=lambda step: bad), 10)
+    schedule = Schedule(TrainConfig(schedule=lambda step: bad), RunLength(total_steps=10))
     with pytest.raises(UsageError, match="for step 7"):
         schedule.factor(7)
 

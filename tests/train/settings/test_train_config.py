@@ -220,10 +220,40 @@ def test_paths_are_welcome_and_tables_may_be_given_as_dicts():
 
 def test_what_is_left_open_is_filled_in_once():
     config = TrainConfig(workers=3).resolved(cores=16)
-    assert (config.shards, config.epochs, config.max_steps, config.threads) == (3, 1, None, 5)
+    assert (config.shards, config.epochs, config.max_steps, config.threads) == (4, 1, None, 4)
     assert dataclasses.replace(config, workers=1).resolved(cores=64) == dataclasses.replace(config, workers=1)
     assert TrainConfig(max_steps=9).resolved(cores=2).epochs is None
     assert TrainConfig(shards=8).resolved(cores=2).threads == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "shards"),
+    [
+        ({"global_batch": 256}, 8),
+        ({"global_batch": 256, "workers": 8}, 16),
+        ({"global_batch": 256, "workers": 12}, 32),
+        ({"global_batch": 40, "workers": 4}, 5),
+        ({"global_batch": 32}, 4),
+        ({"global_batch": 12}, 4),
+        ({"global_batch": 3}, 3),
+        ({"global_batch": 3, "workers": 2}, 3),
+        ({"global_batch": 32, "workers": 9}, 9),
+        ({"global_batch": 256, "micro_batch": 64}, 4),
+        ({"global_batch": 256, "micro_batch": "auto"}, 8),
+        ({"dynamic_batch": DynamicBatch(16, 512)}, 4),
+        ({"global_batch": 256, "workers": 3, "mode": "fast"}, 3),
+    ],
+)
+def test_shards_that_are_left_open_leave_room_to_grow(settings, shards):
+    assert TrainConfig(**settings).resolved(cores=8).shards == shards
+
+
+@pytest.mark.parametrize("batch", [4, 7, 12, 32, 100, 256])
+def test_up_to_four_workers_have_one_definition(batch):
+    defined = [
+        definition(TrainConfig(workers=n, global_batch=batch).resolved(cores=16)) for n in (1, 2, 3, 4)
+    ]
+    assert all(one == defined[0] for one in defined)
 
 
 def test_audit_alone_is_every_hundred_steps():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from tests.virtual_clock import VirtualClock
 
 from paceline.core import events
 from paceline.train.callbacks import Callbacks
+from paceline.train.phases import StepTimes
 from paceline.train.state.recorder import PendingStep, Recorder
 
 
@@ -86,6 +88,28 @@ def test_steps_that_were_done_again_are_there_once_and_after_the_resume(journal)
     assert [event.step for event in made.events_after(1)] == [2, 3]  # type: ignore[attr-defined]
 
 
+def evaluated(number: int) -> events.Evaluated:
+    return events.Evaluated(time=1.0, step=number, epoch=0, samples=1, metrics={"loss": 0.5})
+
+
+def test_evaluations_and_ends_of_epochs_have_their_place_among_the_steps(journal):
+    made = recorder(journal)
+    take(made, journal, 1, 2)
+    made.evaluated(evaluated(2))
+    made.end_epoch(0, {})
+    take(made, journal, 3)
+    other = recorder(journal)
+    other.load_state_dict(made.state_dict())
+    kinds = ["step_committed", "step_committed", "evaluated", "epoch_ended", "step_committed"]
+    assert [event.type for event in other.recall()] == kinds
+    assert [event.type for event in other.recall(after=2)] == kinds[-1:]
+    assert [event.type for event in other.events_after(1)] == kinds[1:]
+    # Of the step that the journal has it may lack what came after it; a supervisor knows.
+    assert [event.type for event in other.events_after(2)] == kinds[2:]
+    made.note(resumed(1))
+    assert [event.type for event in made.recall()] == ["step_committed", "run_resumed"]
+
+
 def test_what_is_remembered_is_bounded(journal):
     made = recorder(journal)
     take(made, journal, *range(1, 9001))
@@ -101,3 +125,29 @@ def test_a_checkpoint_from_before_it_held_any(journal):
     del state["unconfirmed"]
     made.load_state_dict(state)
     assert made.recall() == []
+
+
+def test_times_of_a_step_are_rounded_and_those_before_it_do_not_count():
+    clock, taken = VirtualClock(0.0), [StepTimes(9.0, 9.0, 9.0), StepTimes(0.1234567, 0.01, 0.3)]
+    told: list[events.Event] = []
+    made = Recorder(
+        Callbacks([]), told.append, torch.device("cpu"), clock=clock, take_times=lambda: taken.pop(0)
+    )
+    made.start_clock()
+    clock.advance(0.5)
+    event = events.StepCommitted(time=0.0, step=1, epoch=0, loss=0.0, samples=2)
+    record = made.commit(PendingStep(event, torch.tensor([0.25]), False, ()))
+    assert record is not None
+    assert (record.comm_time, record.data_time, record.compute_efficiency) == (0.123457, 0.01, 0.6)
+    (committed,) = told
+    assert committed == dataclasses.replace(
+        event,
+        time=committed.time,
+        loss=0.25,
+        seconds=0.5,
+        comm_time=0.123457,
+        data_time=0.01,
+        compute_efficiency=0.6,
+    )
+    timeless = record.timeless()
+    assert (timeless.seconds, timeless.comm_time, timeless.compute_efficiency) == (0.0, None, None)

@@ -28,24 +28,26 @@ from paceline.core import events
 from paceline.core.errors import ConfigError
 from paceline.core.journal import Journal, PatientJournal
 from paceline.core.plain_options import PlainOptions
-from paceline.data.permutation import Permutation
+from paceline.data.orders import EpochOrder, epoch_order, facts_of
 from paceline.data.seeding import seed_everything
 from paceline.engines.local import rank_call
 from paceline.engines.local.forked_rank import RankTask
-from paceline.train.history import EpochRecord, History, StepRecord
+from paceline.train.history import EpochRecord, History, StepRecord, earlier_steps
 from paceline.train.loop import process_setup
 from paceline.train.loop.training_thread import TrainingOutcome
 from paceline.train.loop.worker_jobs import TrainJob
 from paceline.train.objective import Objective
-from paceline.train.settings.train_config import definition
+from paceline.train.settings.train_config import CheckpointConfig, definition
 from paceline.train.state import model_state, optimizers
 from paceline.train.state.model_state import state_hash
 from paceline.train.state.recorder import EpochSums
-from paceline.train.state.resume import earlier_steps
 from paceline.train.state.run_folder import RunFolder
 from paceline.train.step.batch_feed import to_device
+from paceline.train.step.lockstep_limits import refuse_synced_layers
+from paceline.train.step_info import StepInfo
 
 _FORMAT = 1
+_NEVER = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,7 @@ def _serve(training: AsyncTraining, control: socket.socket, options: ServerOptio
     assert job.folder is not None
     folder = RunFolder(job.folder)
     module = process_setup.build_model(job.model, config.seed).train()
+    refuse_synced_layers(module, "asynchronous workers do not wait for each other's batches")
     made = optimizers.build(job.optimizer, module)
     ranges = RangeAllocator(job.train.size, config.epochs or 1, config.global_batch // config.workers)
     ledger = GradientLedger(ranges, training.staleness, config.workers)
@@ -121,7 +124,7 @@ def _serve(training: AsyncTraining, control: socket.socket, options: ServerOptio
             store,
             lambda: _contents(job, module, made, ledger),
             emit,
-            every=config.checkpoint.every_steps or 1 << 62,
+            every=_steps_between_versions(config.checkpoint, ranges),
             keep_last=config.checkpoint.keep_last,
         )
         stack.callback(checkpointer.close)
@@ -171,6 +174,17 @@ def _serve(training: AsyncTraining, control: socket.socket, options: ServerOptio
         return TrainingOutcome(history, weights, ledger.allocator.completed, reason, ledger.statistics())
 
 
+def _steps_between_versions(settings: CheckpointConfig, ranges: RangeAllocator) -> int:
+    """Return the steps between two versions; an epoch is as many steps as it has ranges, though the last of
+    them may still be in progress when the next epoch begins."""
+    if settings.every_steps is not None:
+        return settings.every_steps
+    if settings.every_epochs is None:
+        return _NEVER
+    epochs = 1 if settings.every_epochs == "auto" else settings.every_epochs
+    return epochs * -(-ranges.samples // ranges.batch)
+
+
 def _epochs(steps: Sequence[StepRecord]) -> tuple[EpochRecord, ...]:
     sums: dict[int, EpochSums] = defaultdict(EpochSums)
     for step in steps:
@@ -186,19 +200,26 @@ def _work(training: AsyncTraining, sock: socket.socket, memory: int, slot: int) 
         module = process_setup.build_model(job.model, config.seed).to(device).train()
         objective = Objective(job.objective)
         objective.to(device)
-        orders: dict[int, Permutation] = {}
+        orders: dict[int, EpochOrder] = {}
+        each = config.global_batch // config.workers
+        ranges = -(-job.train.size // each)
+        course = StepInfo(steps_per_epoch=ranges, total_steps=ranges * (config.epochs or 1))
 
         def compute(part: SampleRange) -> tuple[float, int]:
             if part.epoch not in orders:
                 orders.clear()
-                orders[part.epoch] = Permutation(job.train.size, config.seed, part.epoch)
+                orders[part.epoch] = epoch_order(
+                    job.train, seed=config.seed, epoch=part.epoch, batch=each, shuffle=True
+                )
             ids = orders[part.epoch].take(part.start, part.stop)
             # Seeded by the range, so that it does not matter which worker computes it.
             seed_everything(config.seed, part.epoch, part.start)
             batch = job.train.fetch(ids)
             if batch.count == 0:
                 return 0.0, 0
-            scored = objective.score(module, to_device(batch.data, device))
+            # By the range's place in the data: which updates come before its own is not known here.
+            info = course.at(part.epoch * ranges + part.start // each, part.epoch)
+            scored = objective.score(module, to_device(batch.data, device), info)
             scored.loss.backward()  # type: ignore[no-untyped-call]
             return float(scored.loss.detach()), batch.count
 
@@ -227,7 +248,7 @@ def _contents(
 
 
 def _definition(job: TrainJob) -> dict[str, Any]:
-    return {**definition(job.config), "shards": None, "mode": "asynchronous"}
+    return {**definition(job.config, facts_of(job.train)), "shards": None, "mode": "asynchronous"}
 
 
 def _load(

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError as FutureTimeoutError
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, final
 
 from torch import Tensor
 
@@ -63,6 +63,41 @@ class Handle(Generic[T]):
 _TRAFFIC = ("messages", "bytes_sent", "bytes_received", "header_bytes", "bytes_between_hosts", "rounds")
 
 
+@final
+class Pending(Generic[T]):
+    """An operation in progress whose result still has to be put in its place, which `wait` does."""
+
+    def __init__(self, handle: Handle[Any], finish: Callable[[Any], T]) -> None:
+        self._handle = handle
+        self._finish = finish
+
+    def wait(self, timeout: float | None = None) -> T:
+        return self._finish(self._handle.wait(timeout))
+
+    def done(self) -> bool:
+        return self._handle.done()
+
+
+def finished(result: Any, finish: Callable[[Any], Any]) -> Any:
+    """Return what `finish` makes of a result: now, or when a pending one is waited for."""
+    return Pending(result, finish) if isinstance(result, Handle) else finish(result)
+
+
+@final
+class StatsReport(dict[str, Any]):
+    """What was counted, as plain data; the totals that are asked for most are attributes too."""
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank sent, as they travelled, headers apart."""
+        return int(self["total"]["bytes_sent"])
+
+    @property
+    def messages_count(self) -> int:
+        """Messages that this rank sent."""
+        return int(self["total"]["messages"])
+
+
 class CommunicationStats:
     """Counters of what operations cost, by algorithm. Bytes are payload as it travelled, headers apart."""
 
@@ -79,14 +114,14 @@ class CommunicationStats:
         for name, amount in cost.items():
             tally[name] += amount
 
-    def to_dict(self) -> dict[str, Any]:
+    def report(self) -> StatsReport:
         """Return {"total": {...}, "operations": {"all_reduce": {"ring": {...}}, ...}}."""
         operations: dict[str, dict[str, Any]] = {}
         total = {**dict.fromkeys(("calls", *_TRAFFIC), 0), "seconds": 0.0}
         for (operation, algorithm), tally in sorted(self._tallies.items()):
             operations.setdefault(operation, {})[algorithm or "-"] = _with_bandwidth(tally)
             total = {name: total[name] + amount for name, amount in tally.items()}
-        return {"total": _with_bandwidth(total), "operations": operations}
+        return StatsReport({"total": _with_bandwidth(total), "operations": operations})
 
     def clear(self) -> None:
         self._tallies.clear()
@@ -106,7 +141,7 @@ class CallQueue:
         self.timeout = timeout
         self.profiling = False
         self.stats = CommunicationStats()
-        self._next = 0
+        self.calls = 0  # begun so far: the number of the next one
         self._lock = threading.RLock()
         self._background: ThreadPoolExecutor | None = None
         self._pending = 0
@@ -138,8 +173,8 @@ class CallQueue:
                 return None
             if self._broken is not None or self._closed:
                 self.check_open()
-            call = CollectiveCall(self._next, prepared.text, prepared.signature)
-            self._next += 1
+            call = CollectiveCall(self.calls, prepared.text, prepared.signature)
+            self.calls += 1
             deadline = self.deadline(timeout)
             try:
                 prepared.small.run(call, (data,), out, deadline)
@@ -201,8 +236,8 @@ class CallQueue:
 
     def _call(self, text: str, line: str = "", in_background: bool = False) -> CollectiveCall:
         self.check_open()
-        call = CollectiveCall(self._next, text, signature_of(text), line, in_background)
-        self._next += 1
+        call = CollectiveCall(self.calls, text, signature_of(text), line, in_background)
+        self.calls += 1
         return call
 
     def _submit(self, planned: PlannedCall[T], timeout: float | None, *, in_background: bool) -> Handle[T]:

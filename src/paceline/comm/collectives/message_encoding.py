@@ -81,6 +81,9 @@ def decode_message(head: bytes | memoryview, body: Tensor) -> Any:
 
 
 def _typed(body: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    if not body.numel():
+        # No memory to view: arrays without elements have strides that torch does not take.
+        return torch.empty(shape, dtype=dtype)
     if body.data_ptr() % dtype.itemsize:
         body = body.clone()
     return body.view(dtype).view(shape)

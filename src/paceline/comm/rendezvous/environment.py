@@ -2,9 +2,12 @@
 from arguments first, then from what launchers set.
 
 torchrun, OpenMPI and SLURM are known, in this order: the innermost launcher is the one that counts, and a
-torchrun or an mpirun may itself run under SLURM. Where no supervisor gives the ranks a secret, all of them or
-none have a file that PACELINE_SECRET_FILE names: the store in which they meet asks for it, and the key of
-their connections is made from it and from what rank 0 drew, so that reading the rendezvous reveals neither.
+torchrun or an mpirun may itself run under SLURM. A RANK that a batch script exported for all of its tasks is
+no launcher's: SLURM's own number of the task counts then.
+
+Where no supervisor gives the ranks a secret, all of them or none have a file that PACELINE_SECRET_FILE names:
+the store in which they meet asks for it, and the key of their connections is made from it and from what
+rank 0 drew, so that reading the rendezvous reveals neither.
 Reads a mapping that it is given; opens no file but the secret's, sends nothing.
 """
 
@@ -12,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import os
 import re
 import stat
@@ -22,16 +26,26 @@ from typing import Final
 
 from paceline.core.errors import UsageError
 
+_log = logging.getLogger("paceline.comm")
+
 LOCAL_HOST = "127.0.0.1"
 LOCAL_PORT = 29577
 """Where ranks of one machine meet by default."""
 
 SECRET_VARIABLE: Final = "PACELINE_SECRET_FILE"
+BACKENDS: Final = ("auto", "gloo", "nccl", "mpi", "shm")
+BACKEND_VARIABLE: Final = "PACELINE_BACKEND"
+"""The backend of groups that ask for none; `paceline run --backend` sets it."""
 _MOST_SECRET: Final = 4096
 _HOW: Final = "make one with `(umask 077; openssl rand -hex 32 > FILE)` and give every rank a copy"
 
+# Set in the tasks of srun, and not in the batch script itself.
+_STEP = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS")
+_INSIDE_A_TASK = ("LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK")
+_contradictions: set[tuple[str, str]] = set()  # those that were logged
+
 # Below the range from which Linux takes ports for outgoing connections.
-_DERIVED_PORTS = range(20000, 29500)
+DERIVED_PORTS = range(20000, 29500)
 
 
 @dataclass(frozen=True)
@@ -111,6 +125,11 @@ def find_launch_info(
     return _placed(environment, launcher, size, number, address)
 
 
+def chosen_backend(environment: Mapping[str, str], backend: str) -> str:
+    """Return the backend of a group: the one that its caller named, else the launcher's, else "auto"."""
+    return (environment.get(BACKEND_VARIABLE) or backend) if backend == "auto" else backend
+
+
 def parse_address(text: str, what: str = "address") -> Address:
     """Read `host:port`, `tcp://host:port` or `[v6::address]:port`."""
     match = re.fullmatch(
@@ -137,7 +156,7 @@ def first_host(node_list: str) -> str:
 
 def derived_port(job: str) -> int:
     """Return a port that all ranks of a job come to by themselves."""
-    return _DERIVED_PORTS[zlib.crc32(job.encode()) % len(_DERIVED_PORTS)]
+    return DERIVED_PORTS[zlib.crc32(job.encode()) % len(DERIVED_PORTS)]
 
 
 def group_secret(environment: Mapping[str, str]) -> bytes:
@@ -236,8 +255,11 @@ def _at(
         name, port = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", "")
         if not name or not port:
             unset = "MASTER_PORT" if name else "MASTER_ADDR"
+            given = "MASTER_ADDR" if name else "MASTER_PORT"
             raise UsageError(
-                f"{unset} is not set although the other of the two is", remedy="set both, or pass address="
+                f"{unset} is not set although {given}={name or port} is: the ranks meet at both",
+                remedy=f"set {unset} as well (export {unset}={'29500' if name else 'host of rank 0'}); unset "
+                f"{given} where all ranks are on this machine; or pass address=",
             )
         master = parse_address(
             f"[{name}]:{port}" if ":" in name else f"{name}:{port}", "MASTER_ADDR:MASTER_PORT"
@@ -274,7 +296,31 @@ def _slurm_address(environment: Mapping[str, str]) -> Address:
 def _launcher(environment: Mapping[str, str]) -> _Launcher | None:
     known = (_TORCHRUN, _OPENMPI, _SLURM)
     present = (each for each in known if any(environment.get(name) for name in (*each.size, each.rank)))
-    return next(present, None)
+    found = next(present, None)
+    return _SLURM if found is _TORCHRUN and _slurm_contradicts(environment) else found
+
+
+def _slurm_contradicts(environment: Mapping[str, str]) -> bool:
+    """Return whether RANK was exported by the batch script of a SLURM job, for all its tasks alike, and SLURM
+    has numbered this task otherwise; say so once."""
+    rank, task = environment.get("RANK", ""), environment.get(_SLURM.rank, "")
+    size, tasks = environment.get("WORLD_SIZE", ""), environment.get(_first_set(environment, _SLURM.size), "")
+    # Launchers and `spawn`, which number the ranks inside a task, say how many of them share a host.
+    numbered_inside = any(environment.get(name) for name in _INSIDE_A_TASK)
+    # The batch script itself is task 0: processes that it starts by hand have no step.
+    by_hand = task == "0" and not any(environment.get(name) for name in _STEP)
+    if rank == task or not (rank and task and tasks) or numbered_inside or by_hand or size not in ("", tasks):
+        return False
+    if (rank, task) not in _contradictions:
+        _contradictions.add((rank, task))
+        _log.warning(
+            "RANK=%s is exported, and SLURM_PROCID says that this is task %s of %s: SLURM's number counts; "
+            "leave RANK out of the batch script",
+            rank,
+            task,
+            tasks,
+        )
+    return True
 
 
 def _has_master(environment: Mapping[str, str]) -> bool:

@@ -28,6 +28,7 @@ from paceline.comm.cost import LinkCosts, load_links
 from paceline.comm.rendezvous.environment import (
     Address,
     LaunchInfo,
+    chosen_backend,
     find_launch_info,
     group_secret,
     mesh_secret,
@@ -64,6 +65,7 @@ def join(
     world_size: int | None, rank: int | None, address: str | None, backend: str, timeout: float
 ) -> tuple[Transport, LinkCosts]:
     """Connect this rank to its group; return its transport and the links that all ranks choose by."""
+    backend = chosen_backend(os.environ, backend)
     check_name(backend)
     launch = find_launch_info(os.environ, world_size, rank, address)
     if launch.world_size == 1:

@@ -100,6 +100,11 @@ class Agent:
         finally:
             self._close()
 
+    @property
+    def has_connected(self) -> bool:
+        """Whether the supervisor was reached, now or before."""
+        return self._attempts > 0
+
     def leave(self) -> None:
         """Have the workers leave at the next step boundary, then leave. May be called by a signal handler."""
         self._leaving = True

@@ -27,7 +27,7 @@ from paceline.control.messages import (
 from paceline.control.run_status import RunStatus, WorkerFacts
 from paceline.core import limit_errors
 from paceline.core.clock import Clock
-from paceline.core.errors import PacelineError, RendezvousError, UsageError, WireError
+from paceline.core.errors import PacelineError, RendezvousError, ResourceError, UsageError, WireError
 from paceline.core.listen_address import ANY_PORT, ListenAddress, resolves_to_loopback
 from paceline.core.untrusted import printable
 from paceline.core.wording import counted
@@ -77,8 +77,14 @@ def listen(
             f"the control port cannot listen at {host}: {trouble.strerror}",
             remedy="give an address of this host, or 0.0.0.0 for all of them",
         ) from trouble
-    asked = f"the control connection has no port at {host}" + (f" (port {port} is asked for)" if port else "")
-    raise limit_errors.explain_os_error(trouble, asked) from trouble
+    if port and trouble.errno == errno.EADDRINUSE:
+        raise ResourceError(
+            f"the supervisor cannot listen at {host}:{port}: another program does",
+            remedy="choose another port, or 0 for any free one; `ss -tlnp` shows which program it is",
+            limit=port,
+        ) from trouble
+    at = f"the supervisor cannot listen at {host}" + (f":{port}" if port else "")
+    raise limit_errors.explain_os_error(trouble, at) from trouble
 
 
 @dataclass(eq=False)

@@ -25,6 +25,8 @@ from paceline.control.messages import JournalLines, StepReceipt
 from paceline.core.clock import Clock
 from paceline.core.errors import WireError
 from paceline.core.events import (
+    EpochEnded,
+    Evaluated,
     Event,
     RunEnded,
     RunResumed,
@@ -67,6 +69,8 @@ class JournalWriter:
         on_flush: Callable[[int], None] = lambda pid: None,
     ) -> None:
         self.journaled = 0
+        # The last evaluation and the last end of an epoch that are written: each member has its own line.
+        self._evaluated, self._ended_epoch = -1, -1
         self._clock = clock
         self._wall_clock = wall_clock
         self._on_flush = on_flush
@@ -281,9 +285,22 @@ class JournalWriter:
                 # Steps after that one are done again, and journaled again: their lines have other times, so
                 # that they are no duplicates of the first ones.
                 self.journaled, self._end = step, None
+                # Those of this step may be done again.
+                self._evaluated = min(self._evaluated, step - 1)
+                epoch = data.get("epoch")
+                self._ended_epoch = min(self._ended_epoch, epoch - 1) if isinstance(epoch, int) else -1
                 self._received.clear()
             case {"type": RunStarted.type}:
                 self.journaled, self._end = 0, None
+                self._evaluated = self._ended_epoch = -1
+            case {"type": Evaluated.type, "step": int(step)}:
+                if step <= self._evaluated:
+                    return False
+                self._evaluated = step
+            case {"type": EpochEnded.type, "epoch": int(epoch)}:
+                if epoch <= self._ended_epoch:
+                    return False
+                self._ended_epoch = epoch
         return True
 
     def _remember(self, mark: int) -> None:

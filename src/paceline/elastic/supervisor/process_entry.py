@@ -37,11 +37,11 @@ def main(descriptor: int) -> NoReturn:
         _serve(parent)
         code = 0
     except PacelineError as error:
-        traceback.print_exc()
         try:
+            # The parent raises it: printed here as well, it would be on the terminal twice.
             parent_messages.send(parent, "error", (memfd_pickle.dump(error),))
         except OSError:
-            # The parent is gone too; what is on the terminal must do.
+            traceback.print_exc()
             code = 2
     except BaseException:
         traceback.print_exc()

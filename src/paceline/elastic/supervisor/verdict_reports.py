@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final, final
 
 from paceline.control.messages import StackRequest
-from paceline.core import phase_page
+from paceline.core import phase_page, traceback_filter
 from paceline.core.clock import Clock
 from paceline.core.errors import PacelineError
 from paceline.core.events import Note, Verdict, WorkerFailed
@@ -123,6 +123,8 @@ class VerdictReports:
         """Report a failed worker: in the journal, and on the terminal unless a verdict is shown there."""
         if note.kind == "preempted" and not record.pid:
             return  # it was asked for and never started
+        # Of an exception one line: its traceback is in the worker's log, and in the error that the caller
+        # raises if the run ends.
         exception = record.exception if note.kind == "raised" else None
         # The exception's message is newer than the last heartbeat.
         phase = exception.phase if exception is not None else self._phase(note, record)
@@ -158,15 +160,12 @@ class VerdictReports:
         if len(self._raised) > _MAX_SUMMARIES:
             del self._raised[next(iter(self._raised))]
         if now - before < _SAME_SECONDS:
-            same = f"paceline: {who} raised the same as rank {slot}: {summary}"
-            return f"{same}; the run ends" if note.final else same
+            same = f"paceline: {who} raised the same as rank {slot}"
+            return f"{same}, and the run ends" if note.final else same
         if note.final:
-            # The traceback is in the error that the caller raises: once is enough.
             return f"paceline: {who} raised in phase {note.phase}, and the run ends: {summary}"
-        return (
-            f"paceline: {who} raised in phase {note.phase}: {summary}\n"
-            + record.exception.traceback.rstrip().replace("\n", "\n  ").join(("  ", ""))
-        )
+        place = traceback_filter.last_place(record.exception.traceback)
+        return f"paceline: {who} raised in phase {note.phase}{place}: {summary}"
 
     def _report(self, case: _OpenVerdict) -> None:
         del self._open[case.note.member]

@@ -46,7 +46,7 @@ class FailureReport:
 
 def describe(error: BaseException) -> FailureReport:
     """Turn an exception, caught in a rank, into a report."""
-    shown = traceback.TracebackException(type(error), error, _users_frames(error.__traceback__))
+    shown = traceback.TracebackException(type(error), error, _users_frames(error))
     fault = error.fault if isinstance(error, PacelineError) else "code"
     users = "" if fault == "ours" else traceback_filter.user_frames(shown)
     return FailureReport(
@@ -72,9 +72,10 @@ def _standing(error: BaseException) -> FailureRole:
     return max(roles, default=FailureRole.CAUSE)
 
 
-def _users_frames(frames: TracebackType | None) -> TracebackType | None:
-    """Leave out the frames before the user's function; they are marked the way pytest's helpers are."""
-    first = frames
+def _users_frames(error: BaseException) -> TracebackType | None:
+    """Leave out the frames before the user's function; they are marked the way pytest's helpers are. An error
+    in the syntax of a user's file has no other frames."""
+    first = frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_locals.get("__tracebackhide__"):
         frames = frames.tb_next
-    return frames or first
+    return frames if isinstance(error, SyntaxError) else frames or first

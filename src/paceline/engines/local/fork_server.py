@@ -134,10 +134,13 @@ def _preload(order: LaunchOrder) -> None:
     here = sys.path[:]
     # "" stands for the caller's folder, which need not be the server's.
     sys.path[:] = [os.path.join(order.cwd or "/", entry) for entry in order.sys_path]
+    # An import makes next to no garbage, and looking for it takes time that the first rank waits for.
+    gc.disable()
     try:
         for name in missing:
             preload_module(name)
     finally:
+        gc.enable()
         sys.path[:] = here
     # What is here now stays for good: ranks need not scan, copy or dismantle it. Torch has finalizers by the
     # hundred, which would cost each rank more time at its end than its start takes.

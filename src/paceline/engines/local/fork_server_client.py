@@ -202,7 +202,7 @@ def _start() -> ForkServer:
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            stderr=None if _is_open(2) else subprocess.DEVNULL,
+            stderr=None if is_open(2) else subprocess.DEVNULL,
             start_new_session=True,
             env={**os.environ, **thread_counts.SINGLE_THREADED},
         )
@@ -230,7 +230,8 @@ def has_ended(watch: int, seconds: float) -> bool:
     return bool(poll.poll(max(0.0, seconds) * 1000))
 
 
-def _is_open(descriptor: int) -> bool:
+def is_open(descriptor: int) -> bool:
+    """Return whether a descriptor of this process refers to anything."""
     with contextlib.suppress(OSError):
         os.fstat(descriptor)
         return True

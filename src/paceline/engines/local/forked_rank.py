@@ -162,7 +162,7 @@ def _take_stdio(stdout: int, stderr: int) -> None:
     sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr  # type: ignore[misc]
 
 
-class _Output(io.FileIO):
+class Output(io.FileIO):
     """Standard output or error of this rank. Where that is a pipe without a reader, a terminal that is gone
     or a full disk, what is printed is dropped: lost output is no reason to lose the rank."""
 
@@ -176,7 +176,7 @@ class _Output(io.FileIO):
 
 
 def _text_stream(descriptor: int, errors: str) -> io.TextIOWrapper:
-    raw = io.BufferedWriter(_Output(descriptor, "wb", closefd=False))
+    raw = io.BufferedWriter(Output(descriptor, "wb", closefd=False))
     return io.TextIOWrapper(raw, encoding="utf-8", errors=errors, line_buffering=True)
 
 

@@ -22,17 +22,28 @@ from paceline.comm.rendezvous.environment import find_launch_info
 from paceline.core.errors import ConfigError, UsageError
 from paceline.core.wording import with_article
 from paceline.data.sources import as_source
+from paceline.frontends.announcements import announce
 from paceline.frontends.orchestrator import synthetic_task
 from paceline.frontends.orchestrator.orchestrator_config import ALGORITHMS, TrainingConfig, check_keys
 from paceline.frontends.orchestrator.sync_job import SyncJob
+from paceline.frontends.own_words import in_words_of
 from paceline.frontends.run_preparation import check_model, check_optimizer, prepare
 from paceline.train.loop.process_setup import WorkerProcessTuning
 from paceline.train.loop.training_thread import TrainingJob
 from paceline.train.loop.worker_jobs import TrainJob
 from paceline.train.objective import Objective
 from paceline.train.settings import conflicts
-from paceline.train.settings.train_config import CheckpointConfig, FaultTolerance, TrainConfig
+from paceline.train.settings.train_config import CheckpointConfig, TrainConfig
 
+# What the settings of the training loop say, and what it is called in TrainingConfig.
+_OWN_WORDS = {
+    "TrainConfig": "TrainingConfig",
+    "global_batch": "the global batch (workers x batch_size)",
+    "clip_norm": "gradient_clip",
+    'resume="auto"': "resume=True",
+    "every_steps": "checkpoint_every_steps",
+    "every_epochs": "checkpoint_interval",
+}
 _DATA_KEYS = ("total_samples", "noise")
 
 
@@ -144,13 +155,14 @@ def prepare_training(config: TrainingConfig, given: TrainingArguments, workers: 
             remedy="give a dataset with __len__ and __getitem__, or use a synchronous strategy",
         )
     fits = partial(conflicts.check, samples=job.train.size, validation=False)
-    settled, folder = prepare(job.config, None, fits)
+    with in_words_of(_OWN_WORDS):
+        settled, folder = prepare(job.config, None, fits)
     process = WorkerProcessTuning.like_this_one()
     job = dataclasses.replace(job, config=settled, folder=folder.path, process=process)
     if config.asynchronous:
         training = AsyncTraining(job, config.staleness, config.worker_timeout)
         return PreparedTraining(job, lambda: AsyncJob(training).start(), shards=workers, measured=False)
-    shards, measured = settled.shards or workers, settled.fault_tolerance.enabled
+    shards, measured = settled.shards or workers, config.supervised
     return PreparedTraining(job, lambda: SyncJob(job).start(), shards, measured)
 
 
@@ -177,6 +189,8 @@ def _unresolved_job(config: TrainingConfig, given: TrainingArguments, workers: i
             )
     optimizer = given.optimizer or partial(AdamW, lr=config.learning_rate)
     loop, own = train_config(config, workers), config.own_aggregation
+    if workers > 1 and not config.asynchronous:
+        announce(f"global batch {loop.global_batch} = batch_size {config.batch_size} x workers {workers}")
     return TrainJob(model, objective, optimizer, loop, source, aggregation=own)
 
 
@@ -194,10 +208,11 @@ def train_config(config: TrainingConfig, workers: int) -> TrainConfig:
         clip_norm=config.gradient_clip,
         threads=config.threads,
         progress=False,
-        fault_tolerance=FaultTolerance(
-            enabled=config.fault_tolerance, max_worker_failures=config.max_worker_failures
+        fault_tolerance=config.supervision(),
+        checkpoint=CheckpointConfig(
+            every_steps=config.checkpoint_every_steps,
+            every_epochs=config.checkpoint_interval if config.checkpoint_every_steps is None else None,
         ),
-        checkpoint=CheckpointConfig(every_steps=config.checkpoint_interval, every_epochs=None),
         run_dir=config.run_dir,
         name="orchestrator",
         resume="auto" if config.resume else None,

@@ -24,9 +24,12 @@ from torch import nn
 from paceline.core import journal
 from paceline.core.errors import PacelineError, UsageError
 from paceline.core.events import Event
-from paceline.frontends import fit_drivers
+from paceline.elastic.supervisor.tool_client import NotRunningError
+from paceline.frontends import fit_drivers, overrides
+from paceline.frontends.error_folding import folding_errors
 from paceline.frontends.orchestrator import job_preparation
 from paceline.frontends.orchestrator.job_preparation import PreparedTraining
+from paceline.frontends.orchestrator.metric_publisher import MetricPublisher
 from paceline.frontends.orchestrator.observed_state import (
     DataShard,
     ModelVersion,
@@ -38,7 +41,7 @@ from paceline.frontends.orchestrator.observed_state import (
 )
 from paceline.frontends.orchestrator.orchestrator_config import TrainingConfig, read_config
 from paceline.frontends.orchestrator.run_tracker import RunTracker, result_of, summary_of
-from paceline.frontends.orchestrator.sync_job import measurements
+from paceline.frontends.orchestrator.sync_job import measurements, request_workers
 from paceline.frontends.spawn import spawn
 from paceline.train.loop.training_thread import PRELOAD, TrainingJob, TrainingOutcome
 
@@ -48,9 +51,9 @@ _log = logging.getLogger(__name__)
 
 _THREADS = 4
 _TICK_SECONDS = 0.05
+_START_SECONDS = 10.0  # until a supervisor that was started answers
 _MEASURE_SECONDS = 0.5
 _READ_BYTES = 64 * 1024
-_MAX_UNREAD = 65_536  # metrics of a consumer; beyond it loses the oldest
 
 
 class _OrchestratorState(Enum):
@@ -65,42 +68,6 @@ class _EndRequest(Enum):
     NONE = "none"
     STOP = "finish the step, save, end"
     KILL = "end at once"
-
-
-@final
-class MetricPublisher:
-    """Publishes metrics to any number of consumers in one event loop; a slow consumer delays no other."""
-
-    def __init__(self) -> None:
-        self._consumers: list[asyncio.Queue[TrainingMetrics | None]] = []
-        self._ended = False
-
-    def publish(self, metrics: TrainingMetrics | None) -> None:
-        """Publish one step; None: the last."""
-        for unread in self._consumers:
-            if metrics is not None and unread.qsize() >= _MAX_UNREAD:
-                unread.get_nowait()
-            unread.put_nowait(metrics)
-
-    def end(self) -> None:
-        """Let consumers read what is left; then their loops end."""
-        self._ended = True
-        self.publish(None)
-
-    def subscribe(self) -> AsyncIterator[TrainingMetrics]:
-        """Subscribe with this call, not with the first `async for`."""
-        unread: asyncio.Queue[TrainingMetrics | None] = asyncio.Queue(_MAX_UNREAD + 1)
-        if self._ended:
-            unread.put_nowait(None)
-        self._consumers.append(unread)
-        return self._read(unread)
-
-    async def _read(self, unread: asyncio.Queue[TrainingMetrics | None]) -> AsyncIterator[TrainingMetrics]:
-        try:
-            while (metrics := await unread.get()) is not None:
-                yield metrics
-        finally:
-            self._consumers.remove(unread)
 
 
 @final
@@ -120,18 +87,16 @@ class DistributedTrainingOrchestrator:
     """
 
     def __init__(self, num_workers: int = 4) -> None:
-        if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 1:
-            raise UsageError(
-                f"num_workers={num_workers!r} is not a whole number from 1", remedy="pass num_workers=4"
-            )
-        self.num_workers = num_workers
+        chosen = overrides.current().workers  # of `paceline train --num-gpus`
+        self.num_workers = _worker_count("num_workers", num_workers if chosen is None else chosen)
         self._phase = _OrchestratorState.NEW
         self._pool: ThreadPoolExecutor | None = None
-        self._nodes = tuple(WorkerNode(number) for number in range(num_workers))
+        self._nodes = tuple(WorkerNode(number) for number in range(self.num_workers))
         self._publisher = MetricPublisher()
         self._tracker: RunTracker | None = None
         self._source: Any = None
         self._job: TrainingJob | None = None
+        self._running: TrainingJob | None = None  # the job, while its processes run
         self._outcome: TrainingOutcome | None = None
         self._config: TrainingConfig | None = None
         self._started = 0.0
@@ -176,6 +141,7 @@ class DistributedTrainingOrchestrator:
 
     # the life of an orchestrator
 
+    @folding_errors
     async def initialize_workers(self) -> None:
         """Warm up the process that workers are forked from, and check that this many can be started.
 
@@ -211,10 +177,11 @@ class DistributedTrainingOrchestrator:
             WorkerNode(node.id, WorkerState.IDLE, host, last_heartbeat=now) for node in self._nodes
         )
 
+    @folding_errors
     async def train_distributed(
         self,
-        config: TrainingConfig | Mapping[str, Any] | None = None,
-        data: Mapping[str, Any] | None = None,
+        model_config: TrainingConfig | Mapping[str, Any] | None = None,
+        data_config: Mapping[str, Any] | None = None,
         *,
         model: nn.Module | Callable[[], nn.Module] | None = None,
         dataset: Any = None,
@@ -228,8 +195,8 @@ class DistributedTrainingOrchestrator:
         left out it is AdamW with the learning rate of the settings.
         """
         self._check_can_train()
-        settings = read_config(config)
-        given = job_preparation.TrainingArguments(data, model, dataset, objective, optimizer)
+        settings = read_config(model_config)
+        given = job_preparation.TrainingArguments(data_config, model, dataset, objective, optimizer)
         job_preparation.check_arguments(settings, given)
         self._begin(settings)
         self._task = asyncio.current_task()
@@ -245,6 +212,7 @@ class DistributedTrainingOrchestrator:
             if self._phase is _OrchestratorState.TRAINING:
                 self._phase = _OrchestratorState.READY
 
+    @folding_errors
     async def get_training_summary(self) -> dict[str, Any]:
         """Return the state of the present or the last training as plain data."""
         if self._tracker is None or self._config is None:
@@ -254,6 +222,51 @@ class DistributedTrainingOrchestrator:
         running = self._phase is _OrchestratorState.TRAINING
         seconds = time.perf_counter() - self._started if running else self._seconds
         return summary_of(self._config, self._tracker, self._outcome, seconds, running, self.run_dir)
+
+    @folding_errors
+    async def scale(self, workers: int) -> None:
+        """Give the training more or fewer workers while it trains, or the next training that many.
+
+        The result does not depend on the number of workers. The supervisor starts or ends the difference in
+        the background: `workers` shows them when they come and go.
+        """
+        self._refuse_closed("scale")
+        count = _worker_count("workers", workers)
+        if self._phase is _OrchestratorState.TRAINING:
+            await self._scale_training(count)
+        elif self._phase is _OrchestratorState.INITIALIZING:
+            raise UsageError(
+                "scale() while initialize_workers() is under way", remedy="await initialize_workers() first"
+            )
+        self.num_workers = count
+        if self._phase is not _OrchestratorState.TRAINING:
+            self._nodes = tuple(
+                self._nodes[number] if number < len(self._nodes) else WorkerNode(number)
+                for number in range(count)
+            )
+
+    async def _scale_training(self, workers: int) -> None:
+        assert self._config is not None
+        if not self._config.supervised:
+            why = "of ASYNC_SGD" if self._config.asynchronous else "without fault_tolerance"
+            raise UsageError(
+                f"scale({workers}) during a training {why}: no supervisor can start or end workers there",
+                remedy="train synchronously with fault_tolerance=True, or scale before the training",
+            )
+        deadline = time.monotonic() + _START_SECONDS
+        while True:
+            try:
+                if self._running is not None:
+                    return await self._off_loop(partial(request_workers, self._running.folder.path, workers))
+            except NotRunningError:
+                # The supervisor of this training starts, or is started again.
+                if time.monotonic() > deadline:
+                    raise
+            if self._phase is not _OrchestratorState.TRAINING:
+                raise UsageError(
+                    f"scale({workers}): the training ended meanwhile", remedy="scale while it trains"
+                )
+            await asyncio.sleep(_TICK_SECONDS)
 
     async def cleanup(self) -> None:
         """End every process and release everything; may be called again."""
@@ -326,9 +339,9 @@ class DistributedTrainingOrchestrator:
         assert self._config is not None
         outcome = self._outcome = await self._off_loop(self._job.result)
         await self._verify(range(len(tracker.shards)))
-        self._model = await self._off_loop(
-            lambda: fit_drivers.load_weights(fit_drivers.built(job.model, job.config.seed), outcome.weights)
-        )
+        if outcome.weights:
+            built = partial(fit_drivers.built, job.model, job.config.seed)
+            self._model = await self._off_loop(lambda: fit_drivers.load_weights(built(), outcome.weights))
         return result_of(self._config, tracker, outcome, self._job.folder.path)
 
     async def _stop(self, carried: asyncio.Task[None]) -> None:
@@ -346,12 +359,13 @@ class DistributedTrainingOrchestrator:
         """Run the job from the start of its processes to their end."""
         if self._job is not None:
             await self._off_loop(self._job.close)
-        job = self._job = await self._off_loop(prepared.start)
+        job = self._job = self._running = await self._off_loop(prepared.start)
         # In another task: events of the journal must not wait for a supervisor that does not answer.
         measuring = asyncio.create_task(self._measure(job)) if prepared.measured else None
         try:
             await self._follow(job)
         finally:
+            self._running = None
             if measuring is not None:
                 measuring.cancel()
                 await asyncio.wait([measuring])
@@ -415,6 +429,12 @@ class DistributedTrainingOrchestrator:
         """Run in a thread. A cancelled task waits for it, so that nothing is left half done."""
         assert self._pool is not None
         return await _finish(asyncio.get_running_loop().run_in_executor(self._pool, do))
+
+
+def _worker_count(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UsageError(f"{name}={value!r} is not a whole number from 1", remedy=f"pass {name}=4")
+    return value
 
 
 async def _finish(future: asyncio.Future[T]) -> T:

@@ -10,14 +10,15 @@ from typing import Final, final
 
 from paceline.control.messages import ToolRequest
 from paceline.control.run_status import RunStatus, WorkerFacts
-from paceline.core.errors import PacelineError
+from paceline.core.errors import PacelineError, UsageError
 from paceline.elastic.supervisor import tool_client
 from paceline.frontends.fit_drivers import train_spawned
 from paceline.frontends.supervised_run import SupervisedRun
+from paceline.train.history import History
 from paceline.train.loop.training_thread import TrainingJob, TrainingOutcome
 from paceline.train.loop.worker_jobs import TrainJob, TrainResult
 from paceline.train.state.run_folder import RunFolder
-from paceline.train.stop_signals import write_stop_file
+from paceline.train.stop_signals import Stopped, write_stop_file
 
 _POLL_SECONDS: Final = 0.05
 # For connecting, authenticating and the answer: a supervisor on the same host takes milliseconds.
@@ -47,11 +48,18 @@ class SyncJob(TrainingJob):
             self._thread.join()
 
     def _train(self) -> TrainingOutcome:
-        trained = (
-            self._train_supervised()
-            if self._supervised
-            else train_spawned(self._job, self._stop_file_is_ours())
-        )
+        try:
+            trained = (
+                self._train_supervised()
+                if self._supervised
+                else train_spawned(self._job, self._stop_file_is_ours())
+            )
+        except Stopped as stopped:
+            # No worker was there to return a result. What was saved before is there.
+            nothing = History(
+                total_time=0.0, state_hash="", run_dir=str(self.folder.path), stopped=stopped.reason
+            )
+            return TrainingOutcome(nothing, {}, 0, stopped.reason)
         history = trained.history
         assert history is not None
         return TrainingOutcome(history, trained.weights, len(history.epochs), trained.stopped)
@@ -72,6 +80,13 @@ class SyncJob(TrainingJob):
         if self._stop_reason is not None:
             write_stop_file(self.folder.stop_file, self._stop_reason)
         yield
+
+
+def request_workers(folder: Path, workers: int) -> None:
+    """Ask the run's supervisor for another number of workers."""
+    answer = tool_client.ask(folder, ToolRequest(what="scale", number=workers))
+    if not answer.done:
+        raise UsageError(answer.text, remedy="see `paceline status` for what the run is doing")
 
 
 def measurements(folder: Path) -> tuple[float, Sequence[WorkerFacts]]:

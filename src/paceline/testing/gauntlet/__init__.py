@@ -8,6 +8,7 @@
                     short stops, requests to leave, changes of size, a killed supervisor, stop and resume
     outside_faults  injects the failures that come from outside of the workers into their real processes
     attempt         one run: disturb it, compare weights, losses and audit with the undisturbed run
+    stepwise_way    the processes of the step-by-step manager, which nothing replaces (stepwise_ranks)
     runner          many runs in parallel processes, and the table that is printed
 
 A plan is a function of the feature and the seed alone. Failures that the workers inject into themselves are

@@ -16,6 +16,8 @@ _MOST_FAILURES: Final = 3
 _DELAY: Final = 0.008  # of a signal within a phase: about a step
 _APART: Final = 0.05  # between the two of a double kill
 _WINDOW: Final = 1.2  # seconds from the first view in which failures come from outside
+_OUTSIDE: Final = ("kill", "kill", "double", "stop", "terminate", "supervisor", "scale", "scale", "all")
+_WITHOUT_SUPERVISOR: Final = ("kill", "kill", "double", "stop", "terminate", "all")
 
 
 @final
@@ -49,8 +51,11 @@ class FaultPlan:
         return "; ".join([*parts, *(f"resumed on {workers}" for workers in self.resumed_on)])
 
 
-def draw(feature: str, seed: int, *, steps: int, shards: int, inside: bool = True) -> FaultPlan:
-    """Draw the plan of a feature and seed. `inside`: workers can inject failures into themselves."""
+def draw(
+    feature: str, seed: int, *, steps: int, shards: int, inside: bool = True, supervised: bool = True
+) -> FaultPlan:
+    """Draw the plan of a feature and seed. `inside`: workers can inject failures into themselves.
+    `supervised`: there is a supervisor to kill, and to ask for another size or an end."""
     dice = random.Random(f"{feature}/{seed}")
     workers = dice.randint(2, shards)
     chaos: list[Fault] = []
@@ -61,7 +66,9 @@ def draw(feature: str, seed: int, *, steps: int, shards: int, inside: bool = Tru
         if chance < 0.6:
             chaos += _from_inside(dice, workers, steps)
         elif chance < 0.95:
-            outside += _from_outside(dice, shards)
+            outside += _from_outside(dice, shards, _OUTSIDE if supervised else _WITHOUT_SUPERVISOR)
+        elif not supervised:
+            outside.append(OutsideAction(dice.uniform(0.0, _WINDOW), "kill all"))
         elif not resumed:
             resumed = (dice.randint(1, shards),)
             outside.append(OutsideAction(dice.uniform(0.0, _WINDOW), "end"))
@@ -93,9 +100,9 @@ def _from_inside(dice: random.Random, workers: int, steps: int) -> list[Fault]:
     return [first]
 
 
-def _from_outside(dice: random.Random, shards: int) -> list[OutsideAction]:
+def _from_outside(dice: random.Random, shards: int, kinds: tuple[str, ...]) -> list[OutsideAction]:
     at, number = dice.uniform(0.0, _WINDOW), dice.randrange(shards)
-    match dice.choice(("kill", "kill", "double", "stop", "terminate", "supervisor", "scale", "scale", "all")):
+    match dice.choice(kinds):
         case "double":
             return [
                 OutsideAction(at, "kill", number),

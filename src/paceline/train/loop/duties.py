@@ -5,20 +5,24 @@ also across groups, is in state/duty_progress.py.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import ClassVar, final
 
 from paceline.checkpoint.digests import combined
 from paceline.core import events
-from paceline.core.errors import UsageError
+from paceline.core.errors import GROUP_FAILURES, UsageError
 from paceline.train.history import Evaluation
 from paceline.train.loop.replica_checks import ReplicaChecks
-from paceline.train.loop.run_hooks import GROUP_FAILURES, RunParts
+from paceline.train.loop.run_hooks import RunParts
 from paceline.train.phases import CHECKPOINT, COLLECTIVE, EVALUATION
+from paceline.train.settings.schedule import EarlyStopper
 from paceline.train.state import modifier_states
 from paceline.train.state.checkpointing import TRAIN_LOSS
 from paceline.train.state.duty_progress import Duty
 from paceline.train.state.run_state import RunState
+from paceline.train.state.schedulers import TorchSchedulers
+from paceline.train.state.weight_averages import evaluated_with
 from paceline.train.step.step_counters import ReducedStep
 
 
@@ -58,11 +62,11 @@ class Duties:
                 remedy="use a smaller global_batch or drop_last=False",
             )
         parts.recorder.flush()
-        if parts.config.evaluate_every is None:
+        if parts.config.evaluate_every is None or parts.schedulers.evaluates_epochs:
             agenda.add(Duty.EVALUATE)
         agenda.add(Duty.CLOSE_EPOCH)
         if parts.checkpointer is not None and parts.checkpointer.due_after_epoch(position.epoch + 1):
-            agenda.add(Duty.SAVE)
+            agenda.add(Duty.SAVE_EPOCH)
 
     def plan_conclusion(self) -> None:
         parts, state = self._parts, self._state
@@ -94,7 +98,16 @@ class Duties:
         if metrics is not None:
             self._state.evaluated_step = self._state.position.step
             if self._parts.early is not None:
-                self._state.ended = self._state.ended or self._parts.early.observe(metrics)
+                self._observe(self._parts.early, metrics)
+            with self._scheduling() as schedulers:
+                schedulers.after_evaluation(self._state.position.step, metrics)
+
+    def _observe(self, early: EarlyStopper, metrics: dict[str, float]) -> None:
+        state = self._state
+        if early.restores and early.improves(metrics):
+            with self._evaluation_weights():
+                state.best.keep(state.position.step)
+        state.ended = state.ended or early.observe(metrics)
 
     def _evaluated(self) -> dict[str, float] | None:
         """Evaluate, unless this step was. By itself, where the run ends between two of its evaluations, it
@@ -106,7 +119,9 @@ class Duties:
         parts.phases.enter(EVALUATION)
         started = time.perf_counter()
         try:
-            metrics, samples = parts.evaluate()
+            info = parts.course.at(position.step, position.epoch_of_last_step)
+            with self._evaluation_weights():
+                metrics, samples = parts.evaluate(info)
         except Exception as error:
             if not isinstance(error, GROUP_FAILURES):
                 error.add_note(f"in the evaluation after step {position.step}")
@@ -124,6 +139,11 @@ class Duties:
         parts.recorder.start_clock()
         return metrics
 
+    def _evaluation_weights(self) -> AbstractContextManager[None]:
+        """Give the model the weights that evaluations are of: its own, or an average of them."""
+        parts = self._parts
+        return evaluated_with(parts.transaction.trained, parts.callbacks.evaluation_weights())
+
     def _stop(self) -> None:
         if self._state.ended is None:
             self._state.stopped_on_request = True
@@ -131,6 +151,21 @@ class Duties:
 
     def _save_unless_ended(self) -> None:
         if self._state.ended is None:
+            self.save()
+
+    def _save_epoch(self) -> None:
+        """Save after an epoch, unless the version before is recent. The clock of one rank decides for all; no
+        weight depends on it."""
+        parts, state = self._parts, self._state
+        if parts.checkpointer is None or state.ended is not None:
+            return
+        if parts.config.checkpoint.every_epochs != "auto":
+            self.save()
+            return
+        last = parts.config.epochs is not None and state.position.epoch >= parts.config.epochs
+        best = self._evaluation_here is not None and parts.checkpointer.is_best(parts.recorder.evaluations)
+        parts.phases.enter(COLLECTIVE)
+        if last or best or not parts.team.context.broadcast(parts.checkpointer.is_recent()):
             self.save()
 
     def save(self) -> None:
@@ -156,7 +191,9 @@ class Duties:
         parts, state = self._parts, self._state
         validation = {} if parts.config.evaluate_every is not None else self._validation_here()
         parts.recorder.end_epoch(state.position.epoch, validation)
-        state.position = state.position.next_epoch()
+        with self._scheduling() as schedulers:
+            schedulers.after_epoch(state.position.step, self._validation_here())
+            state.position = state.position.next_epoch()
         checkpointer = parts.checkpointer
         if (
             checkpointer is not None
@@ -165,6 +202,16 @@ class Duties:
         ):
             checkpointer.save_again()  # a version of this step does not have that the epoch has turned
         parts.recorder.start_clock()
+
+    @contextmanager
+    def _scheduling(self) -> Iterator[TorchSchedulers]:
+        """Let schedulers be stepped. Meanwhile the state is that of no boundary: one whose code fails has
+        counted what did not happen, and is not worth a version."""
+        state, parts = self._state, self._parts
+        before, state.at_boundary = state.at_boundary, False
+        yield parts.schedulers
+        state.at_boundary = before
+        parts.update.watch()
 
     def _close_last_epoch(self) -> None:
         self._parts.recorder.end_epoch(self._state.position.epoch, self._validation_here())
@@ -179,8 +226,10 @@ class Duties:
         parts.phases.enter(COLLECTIVE)
         unsaved = parts.checkpointer.unsaved(state.position.step) if parts.checkpointer is not None else None
         digest = state.weights_hash()
-        state.final_hashes = parts.team.context.all_gather([digest, parts.stop.asked(), unsaved])
-        self._replicas.compare("end", digest)
+        state.restored = state.step_to_restore()
+        result = digest if state.restored is None else state.best.hash()
+        state.final_hashes = parts.team.context.all_gather([result, parts.stop.asked(), unsaved])
+        self._replicas.compare("end", digest if result == digest else f"{digest}+{result}")
 
     @property
     def _evaluation_here(self) -> Evaluation | None:
@@ -205,6 +254,7 @@ class Duties:
         Duty.EVALUATE_AT_END: _evaluated,
         Duty.STOP: _stop,
         Duty.SAVE: _save_unless_ended,
+        Duty.SAVE_EPOCH: _save_epoch,
         Duty.SAVE_LAST: save,
         Duty.DRAIN_CHECKPOINTS: _drain_checkpoints,
         Duty.CLOSE_EPOCH: _close_epoch,

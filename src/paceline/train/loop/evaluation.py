@@ -1,14 +1,15 @@
 """Evaluation and prediction, spread over the ranks, with the bits and the order of one process.
 
 The data is cut into batches of one size; whole batches are assigned to the ranks, and what they give is put
-together in the order of the data. Means are weighted by the samples of each batch.
+together in the order of the data. Means are weighted by the samples of each batch; metrics over the whole set
+are in whole_set_metrics.py.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,10 +23,12 @@ from paceline.core.wording import counted, with_article
 from paceline.data.batch_plan import assign
 from paceline.data.containers import packed, plain, unpacked
 from paceline.data.seeding import seed_everything
-from paceline.data.sources import Batch, Request, Source, Stream, read
+from paceline.data.sources import Batch, Request, Source, Stream, read, refuse_order
+from paceline.train.loop.whole_set_metrics import BatchOutputs, WholeSetMetrics
 from paceline.train.objective import Objective
 from paceline.train.precision import autocast
 from paceline.train.step.batch_feed import to_device
+from paceline.train.step_info import StepInfo
 from paceline.train.team import Team
 
 _log = logging.getLogger(__name__)
@@ -44,6 +47,7 @@ class Forward:
     precision: str
     seed: int
     batch: int
+    most: int | None = None  # samples, where not all of them are to be seen
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -57,16 +61,51 @@ class Forward:
                 child.training = training
 
 
-def evaluate(forward: Forward, objective: Objective, source: Source) -> tuple[dict[str, float], int]:
-    """Return the means of loss and metrics over all samples, and the number of samples; on every rank."""
+def evaluate_sets(
+    forward: Forward,
+    objective: Objective,
+    sets: Mapping[str, Source],
+    info: StepInfo,
+    whole: WholeSetMetrics | None,
+) -> tuple[dict[str, float], int]:
+    """Return the metrics of several sets, "name/metric", and the number of all samples. Those of the set
+    without a name, else of the first, are there as "metric" too."""
+    found: dict[str, float] = {}
+    total = 0
+    for name, source in sets.items():
+        try:
+            metrics, samples = evaluate(forward, objective, source, info, whole)
+        except Exception as error:
+            if name:
+                error.add_note(f"in the validation set {name!r}")
+            raise
+        total += samples
+        found = found or metrics
+        found |= {f"{name}/{metric}": value for metric, value in metrics.items()} if name else {}
+    return found, total
+
+
+def evaluate(
+    forward: Forward,
+    objective: Objective,
+    source: Source,
+    info: StepInfo,
+    whole: WholeSetMetrics | None = None,
+) -> tuple[dict[str, float], int]:
+    """Return the means of loss and metrics over all samples, the metrics over the whole set, and the number
+    of samples; on every rank. `info`: of the weights, for an objective that asks."""
     rows: list[list[Any]] = []
+    kept: BatchOutputs = []
     with forward.evaluating():
         for number, batch in _my_batches(forward, source):
             for skipped in batch.skipped:
                 _log.warning("evaluation continues without sample %d: %s", skipped.index, skipped.reason)
             if not batch.count:
                 continue
-            scored = objective.evaluate(forward.call, to_device(batch.data, forward.device))
+            data = to_device(batch.data, forward.device)
+            scored = objective.evaluate(forward.call, data, info)
+            if whole is not None:
+                kept.append([number, *whole.outputs(forward.call, data, scored, batch.count)])
             values = {"loss": scored.loss, **scored.metrics}
             rows.append([number, batch.count, {name: float(value) for name, value in values.items()}])
     scores = sorted(row for rank_rows in forward.team.context.all_gather(rows) for row in rank_rows)
@@ -82,9 +121,17 @@ def evaluate(forward: Forward, objective: Objective, source: Source) -> tuple[di
                 remedy="return the same metrics for every batch",
             )
     # The exact sum, rounded once: no order of adding can change it.
-    return {
+    means = {
         name: math.fsum(_total(values[name], count) for _, count, values in scores) / total for name in names
-    }, total
+    }
+    measured = {} if whole is None else whole.measured(forward.team, kept, _joined)
+    twice = sorted(means.keys() & measured.keys())
+    if twice:
+        raise UsageError(
+            f"the objective and EvaluationConfig.metrics both give {', '.join(twice)}",
+            remedy="rename one of them",
+        )
+    return {**means, **measured}, total
 
 
 def _total(mean: float, count: int) -> float:
@@ -154,7 +201,10 @@ def _my_batches(forward: Forward, source: Source) -> Iterator[tuple[int, Batch]]
 
 
 def _indexed_batches(forward: Forward, source: Source) -> Iterator[tuple[int, Batch]]:
+    refuse_order(source)
     size = source.size or 0
+    if forward.most is not None:
+        size = min(size, forward.most)
     if not size:
         return
     mine = assign(-(-size // forward.batch), forward.team.world_size)[forward.team.rank]
@@ -175,7 +225,7 @@ def _stream_batches(forward: Forward, stream: Stream) -> Iterator[tuple[int, Bat
     while True:
         parts: list[Any] | None = None
         if context.is_master:
-            taken = [stream.take(forward.batch) for _ in range(context.world_size)]
+            taken = [stream.take(left) for left in _left(forward, number)]
             total = sum(map(len, taken))
             made = [stream.batch(samples) for samples in taken]
             parts = [[packed(batch.data), batch.count, total] for batch in made]
@@ -184,6 +234,15 @@ def _stream_batches(forward: Forward, stream: Stream) -> Iterator[tuple[int, Bat
             return
         yield number + context.rank, Batch(unpacked(data), count)
         number += context.world_size
+
+
+def _left(forward: Forward, number: int) -> list[int]:
+    """Return, for each rank, the samples of a stream's batch, from batch `number` on."""
+    most = (number + forward.team.world_size) * forward.batch if forward.most is None else forward.most
+    return [
+        max(0, min(forward.batch, most - one * forward.batch))
+        for one in range(number, number + forward.team.world_size)
+    ]
 
 
 def per_sample(output: Any, count: int, place: str, of_batches: set[str]) -> Any:

@@ -19,10 +19,9 @@ from paceline.control.member_shell_rules import LACKS_RESIDUALS
 from paceline.core import events
 from paceline.core.errors import InternalError, PacelineError, PeerError, PlatformError, ReplicasDifferError
 from paceline.train.callbacks import Observer
-from paceline.train.history import History
+from paceline.train.history import History, earlier_steps
 from paceline.train.loop.run import Run
-from paceline.train.state.resume import earlier_steps
-from paceline.train.stop_signals import saved_sentence
+from paceline.train.stop_signals import NOTHING_KEPT, saved_sentence
 
 _log = logging.getLogger(__name__)
 
@@ -42,9 +41,12 @@ def conclude(run: Run, started: float) -> History | None:
             epoch=state.position.epoch,
             reason=state.ended or "finished",
             hash=str(final[0][0]),
+            restored=state.restored,
         )
     )
     history = history_of(run, started) if is_master else None
+    if is_master and state.restored is not None:
+        _log.info("the model has the weights of its best evaluation, after step %d", state.restored)
     if any(asked for _, asked, _ in final):
         # Also where the signal came after the last step: its sender wants the process to end.
         state.stopped_on_request = True
@@ -78,14 +80,18 @@ def history_of(run: Run, started: float) -> History:
         evaluations=tuple(recorder.evaluations),
         workers=parts.team.world_size,
         shards=parts.team.shards,
-        run_dir=None if parts.folder is None else str(parts.folder.path),
+        run_dir=None if parts.folder is None or parts.config.run_dir is False else str(parts.folder.path),
         stopped=state.ended,
+        restored=state.restored,
         unfinished=recorder.sums.record(state.position.epoch, {}) if recorder.sums.samples else None,
+        profile_dir=parts.config.profile,
     )
 
 
 def _saved(run: Run) -> str:
     checkpointer = run.parts.checkpointer
+    if run.parts.config.run_dir is False:
+        return NOTHING_KEPT
     if checkpointer is None:
         return "nothing is saved, because checkpoints are turned off"
     if checkpointer.newest is None:
@@ -143,7 +149,9 @@ def save_unsupervised(run: Run, error: BaseException) -> None:
     if run.state.at_boundary and not run.state.agenda.concluded and step > checkpointer.begun_step:
         with _one_at_a_time(run):
             save_alone(run) if several else save_in_group(run)
-    if checkpointer.newest is not None:
+    if run.parts.config.run_dir is False:
+        error.add_note(NOTHING_KEPT)
+    elif checkpointer.newest is not None:
         error.add_note(saved_sentence(checkpointer.newest, checkpointer.newest_step))
 
 

@@ -21,13 +21,14 @@ from torch import nn
 
 from paceline.core.errors import ConfigError, ResourceError
 from paceline.core.wording import counted
-from paceline.data.permutation import InOrder, Permutation
+from paceline.data.orders import epoch_order
 from paceline.data.seeding import seed_everything, set_aside
 from paceline.data.sources import Request, Source, read
 from paceline.train.objective import Objective
 from paceline.train.precision import autocast
 from paceline.train.settings.train_config import TrainConfig
 from paceline.train.step.batch_feed import to_device
+from paceline.train.step_info import first_step_of
 
 _log = logging.getLogger(__name__)
 
@@ -85,7 +86,8 @@ def find_for_run(
 ) -> int:
     """Return what fits for this run: `call` is the module as the loop calls it (compiled, say)."""
     largest = largest_size(config, source)
-    order = Permutation(source.size or 0, config.seed, 0) if config.shuffle else InOrder(source.size or 0)
+    order = epoch_order(source, seed=config.seed, epoch=0, batch=config.first_batch, shuffle=config.shuffle)
+    first = first_step_of(config, source.size)
     reserve = _COPIES_SET_ASIDE * sum(p.nbytes for p in module.parameters() if p.requires_grad)
 
     def try_size(size: int) -> None:
@@ -96,9 +98,12 @@ def find_for_run(
             # On a CPU memory that is never touched costs nothing.
             held = torch.empty(reserve if device.type == "cuda" else 0, dtype=torch.uint8, device=device)
             seed_everything(config.seed, _TRIAL)
-            with autocast(config.precision, device):
-                scored = objective.score(call, change_batch(batch) if change_batch is not None else batch)
-            scored.loss.backward()  # type: ignore[no-untyped-call]
+            for turn in range(len(config.optimizer_turns or (1,))):
+                info = first.at(0, 0, None if config.optimizer_turns is None else turn)
+                with autocast(config.precision, device):
+                    given = change_batch(batch) if change_batch is not None else batch
+                    scored = objective.score(call, given, info)
+                scored.loss.backward()  # type: ignore[no-untyped-call]
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             del held
@@ -123,7 +128,7 @@ def largest_size(config: TrainConfig, source: Source) -> int:
             key="micro_batch",
         )
     batch = config.global_batch if config.dynamic_batch is None else config.dynamic_batch.max
-    return max(1, min(-(-batch // (config.shards or config.workers)), source.size))
+    return max(1, min(-(-batch // config.chosen_shards), source.size))
 
 
 def _fits(try_size: Callable[[int], None], size: int) -> bool:

@@ -1,15 +1,12 @@
 """Prepare a process to compute a run's bits: device, threads, deterministic kernels, the compiler's settings;
 and restore them afterwards.
 
-`WorkerProcessTuning` (fp32 precision, malloc) is for good, and only for processes that were started for
-training, never for the caller's. Freed memory is kept there: a training step allocates and frees the same
-hundreds of megabytes again and again, and getting them from the kernel as fresh zeroed pages each time costs
-up to a fifth of the step on a CPU.
+`WorkerProcessTuning` (fp32 precision, memory_pool.py) is for good, and only for processes that were started
+for training, never for the caller's.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -25,13 +22,10 @@ from torch.utils.checkpoint import checkpoint
 from paceline.core.errors import UnavailableError, UsageError
 from paceline.core.wording import with_article
 from paceline.data.seeding import seed_everything
+from paceline.train.memory_pool import keep_freed_memory
 from paceline.train.settings.train_config import TrainConfig
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-# From malloc.h of the GNU C library.
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-_LARGEST = (1 << 31) - 1
-_LARGE_BLOCK = 1 << 30
 # For each function that is compiled; with more the compiler would give up and run it as it is.
 _MOST_SHAPES = 64
 
@@ -114,7 +108,7 @@ def recomputing(module: nn.Module, which: bool | tuple[str, ...]) -> Iterator[No
     chosen = _blocks(module) if which is True else _named(module, which or ())
     for child in chosen:
         # An attribute of the object, which hides the method of its class for the time of the run.
-        passes = partial(_contexts_of_passes, child)
+        passes = partial(contexts_of_passes, child)
         child.forward = partial(checkpoint, child.forward, use_reentrant=False, context_fn=passes)
     try:
         yield
@@ -123,7 +117,7 @@ def recomputing(module: nn.Module, which: bool | tuple[str, ...]) -> Iterator[No
             del child.forward
 
 
-def _contexts_of_passes(
+def contexts_of_passes(
     module: nn.Module,
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return the contexts of the first pass and of the second. No closure: a user's code may pickle the model
@@ -157,6 +151,19 @@ def _blocks(module: nn.Module) -> list[nn.Module]:
             remedy='name the classes to recompute: activation_checkpointing=("Block",)',
         )
     return list(blocks.values())
+
+
+def classes_of_blocks(module: nn.Module) -> tuple[str, ...]:
+    """Return the classes of the members of ModuleLists and Sequentials that are made of further modules: a
+    residual or a transformer block, and not a single layer."""
+    names = {type(block).__name__ for block in _blocks(module) if any(block.children())}
+    if not names:
+        raise UsageError(
+            f"no member of a ModuleList or Sequential of {type(module).__name__} is made of further modules: "
+            "there are layers, and no blocks",
+            remedy="recompute layers, or name the classes to recompute",
+        )
+    return tuple(sorted(names))
 
 
 def _named(module: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
@@ -220,8 +227,4 @@ class WorkerProcessTuning:
     def apply(self) -> None:
         """Apply the tuning to this process; it is not undone."""
         torch.set_float32_matmul_precision(self.matmul_precision)
-        # Freed memory is reused instead of returned. Another C library than GNU's has no such function:
-        # training is as right there, and a little slower.
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-        if mallopt is not None and mallopt(_MMAP_THRESHOLD, _LARGE_BLOCK):
-            mallopt(_TRIM_THRESHOLD, _LARGEST)
+        keep_freed_memory()

@@ -23,7 +23,7 @@ import dataclasses
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, final
@@ -34,9 +34,9 @@ from paceline.comm.context import DistributedContext
 from paceline.core.errors import ConfigError, PlatformError, UsageError
 from paceline.core.events import RunEnded, RunStarted, ShardHashed, StepCommitted
 from paceline.data.batch_plan import slices_of_step
-from paceline.data.permutation import InOrder, Permutation
+from paceline.data.orders import epoch_order, facts_of
 from paceline.data.seeding import set_aside
-from paceline.data.sources import as_source
+from paceline.data.sources import Source, as_source
 from paceline.train import host_fingerprint
 from paceline.train.callbacks import Modifier
 from paceline.train.loop import process_setup
@@ -45,11 +45,14 @@ from paceline.train.loop.run_builder import RunBuilder
 from paceline.train.loop.run_hooks import one_group
 from paceline.train.loop.worker_jobs import BuiltModel, TrainJob, build, compute, new_team
 from paceline.train.settings.fault_tolerance import FaultTolerance
+from paceline.train.settings.run_length import asked_for
 from paceline.train.settings.train_config import TrainConfig, changes_of_definition, definition
+from paceline.train.state.best_weights import BEST
 from paceline.train.state.resume import resume
 from paceline.train.state.run_folder import RunFolder
 from paceline.train.step import replica_agreement
 from paceline.train.step.step_hashes import shard_hash
+from paceline.train.step_info import StepInfo
 from paceline.train.stop_signals import StopRequest
 
 
@@ -84,6 +87,7 @@ class RecordedRun(Protocol):
 
     started: RunStarted | None
     ended: RunEnded | None
+    evaluations: dict[int, dict[str, float]]  # metrics by step
 
     @property
     def first(self) -> int:
@@ -136,7 +140,7 @@ def replay_shard(
         recorded=recorded,
         same=None if recorded is None else recorded == digest,
         loss=loss,
-        samples=samples_of(record, step, shard),
+        samples=samples_of(record, step, shard, as_source(job.train)),
         rank=record.computed_by(step, shard) if hashed is None else hashed.rank,
         checkpoint=state.parent,
         redone=step - 1 - first,
@@ -155,7 +159,7 @@ def kept_versions(job: TrainJob, run: str | os.PathLike[str]) -> CheckpointStore
 def alone(job: TrainJob, record: RecordedRun, last: int) -> Iterator[tuple[BuiltModel, Run]]:
     """Build the run in this process, at its beginning; it saves, evaluates and records nothing, and ends with
     step `last` at the latest. The caller's own parts stay as they are."""
-    config = _settings(job.config, last)
+    config = _settings(job, last)
     modifiers = [callback for callback in job.callbacks if isinstance(callback, Modifier)]
     # Optimizers hold the parameters of their model, so they are copied together.
     model, objective, optimizer, callbacks = copy.deepcopy(
@@ -172,7 +176,12 @@ def alone(job: TrainJob, record: RecordedRun, last: int) -> Iterator[tuple[Built
         context = stack.enter_context(DistributedContext(1, 0))
         built = build(alone, stack, 0)
         builder = RunBuilder(new_team(context, config), built.spec, built.device, StopRequest())
-        run = stack.enter_context(builder).run()
+
+        def recorded(info: StepInfo) -> tuple[dict[str, float], int]:
+            """Return what the run's own evaluation gave: a scheduler may follow it."""
+            return dict(record.evaluations.get(info.step, {})), 0
+
+        run = stack.enter_context(builder).run(None if job.scheduler is None else recorded)
         assert record.started is not None
         differ = host_fingerprint.differences(record.started.fingerprint, run.parts.fingerprint)
         if differ:
@@ -201,7 +210,8 @@ def check_recomputable(record: RecordedRun, config: TrainConfig, data: Any) -> R
             remedy='give a run of mode="exact"',
         )
     # Through JSON, as the journal has it: tuples are lists there.
-    changes = changes_of_definition(started.definition, json.loads(json.dumps(definition(config))))
+    now = json.loads(json.dumps(definition(config, facts_of(source))))
+    changes = changes_of_definition(started.definition, now)
     if source.size != started.samples:
         changes.append(f"samples: {started.samples} -> {source.size}")
     if changes:
@@ -212,7 +222,7 @@ def check_recomputable(record: RecordedRun, config: TrainConfig, data: Any) -> R
     return started
 
 
-def samples_of(record: RecordedRun, step: int, shard: int) -> tuple[int, ...]:
+def samples_of(record: RecordedRun, step: int, shard: int, source: Source) -> tuple[int, ...]:
     """Return the samples of the shard, by their numbers in the data; none where the journal does not have
     them."""
     commit, started = record.commit(step), record.started
@@ -224,27 +234,33 @@ def samples_of(record: RecordedRun, step: int, shard: int) -> tuple[int, ...]:
             return ()  # how long a step that was cut short would have been is not recorded
         batch = commit.taken
     part = slices_of_step(commit.offset, commit.taken, batch, started.shards)[shard]
-    order: Permutation | InOrder = InOrder(started.samples)
-    if started.definition.get("shuffle", True):
-        order = Permutation(started.samples, int(started.definition["seed"]), commit.epoch)
+    order = epoch_order(
+        source,
+        seed=int(started.definition["seed"]),
+        epoch=commit.epoch,
+        batch=started.definition["global_batch"],
+        shuffle=bool(started.definition.get("shuffle", True)),
+    )
     return tuple(order.take(part.start, part.stop).tolist())
 
 
-def _settings(config: TrainConfig, step: int) -> TrainConfig:
+def _settings(job: TrainJob, step: int) -> TrainConfig:
     """Return the run's settings for one worker that watches, saves and evaluates nothing."""
+    config = job.config
     quiet = dataclasses.replace(
         config,
         workers=1,
         progress=False,
         audit_every=0,
-        evaluate_every=None,
+        evaluate_every=None if job.scheduler is None else config.evaluate_every,
         early_stopping=None,
         resume=None,
         run_dir=None,
         fault_tolerance=FaultTolerance(enabled=False),
     )
-    if config.schedule in ("linear", "cosine"):
-        return quiet
+    several = job.scheduler if isinstance(job.scheduler, Sequence) else [job.scheduler]
+    if "max_steps" in definition(config) or any(one and asked_for(one, "scheduler") for one in several):
+        return quiet  # the learning rate is a function of the end
     # A run may have continued beyond the end that its script names.
     return dataclasses.replace(quiet, epochs=None, max_steps=step)
 
@@ -409,11 +425,15 @@ class _Walk:
             self._same(step, "hash", commit.hash, self.run.state.weights_hash())
         version = self.versions.get(step)
         if version is not None and self.store is not None:
-            saved = self.store.open(version)
-            mine = self.run.state.export().tensors
-            self._same(step, "checkpoint", digest_of(dict(saved.tensors())), digest_of(mine))
+            # Nothing is evaluated again: the weights of the best evaluation are not known here.
+            saved = {
+                name: tensor
+                for name, tensor in self.store.open(version).tensors().items()
+                if not name.startswith(BEST)
+            }
+            self._same(step, "checkpoint", digest_of(saved), digest_of(self.run.state.export().tensors))
         ended = self.record.ended
-        if ended is not None and ended.step == step:
+        if ended is not None and step == (ended.step if ended.restored is None else ended.restored):
             self._same(step, "end", ended.hash, self.run.state.weights_hash())
 
     def _same(self, step: int, what: str, recorded: str, computed: str) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import NoReturn, final
 
-from paceline.core.errors import GroupInterruptedError
-from paceline.train.loop.run_hooks import GROUP_FAILURES, RunParts
+from paceline.core.errors import GROUP_FAILURES, GroupInterruptedError
+from paceline.train.loop.run_hooks import RunParts
 from paceline.train.state.run_state import RunState
 from paceline.train.step import replica_agreement
 

@@ -17,34 +17,42 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from paceline.core import events
-from paceline.core.errors import UsageError
+from paceline.core.errors import GROUP_FAILURES, UsageError
 from paceline.core.wording import counted
 from paceline.data.batch_plan import DataPosition, slices_of_step
 from paceline.data.seeding import seed_everything
 from paceline.data.sources import Batch
 from paceline.train.loop.duties import Duties
 from paceline.train.loop.replica_checks import ReplicaChecks
-from paceline.train.loop.run_hooks import GROUP_FAILURES, GroupChangedError, MicroBatch, RunParts
+from paceline.train.loop.run_hooks import GroupChangedError, MicroBatch, RunParts
+from paceline.train.objective import ObjectiveResult
 from paceline.train.phases import BACKWARD, COLLECTIVE, DATA, FORWARD, OPTIMIZER
 from paceline.train.state import modifier_states
 from paceline.train.state.recorder import PendingStep
+from paceline.train.state.repeatable_changes import RepeatableChanges
 from paceline.train.state.run_state import RunState
-from paceline.train.step import replica_agreement
+from paceline.train.step import misuse_guard, replica_agreement
 from paceline.train.step.batch_feed import to_device
+from paceline.train.step.lockstep import Lockstep, ShardWork
 from paceline.train.step.misuse_guard import NonFiniteLossError, is_finite
 from paceline.train.step.step_counters import ReducedStep, StepRequests
 from paceline.train.step.weight_update import AppliedUpdate
+from paceline.train.step_info import StepInfo
 
 _log = logging.getLogger(__name__)
 
+DRY_STEPS = 2
+"""Of a dry run: two epochs of one step each."""
 _ONCE = "call run.backward(loss) exactly once for every micro-batch"
 
 
@@ -58,7 +66,9 @@ class Run:
         self.duties = Duties(parts, state, self._replicas)
         self._saver_prepared = False
         self._modifiers_checked = False
-        self._learns = False  # a step of this process gave some parameter a gradient
+        self._learns: set[int | None] = set()  # turns in which a step of this process gave a gradient
+        self._said_spoiled = False
+        self._changes = RepeatableChanges(parts.callbacks)
         self._pause = False  # after the step that was just committed
         self._pending = 0  # samples of a micro-batch that was handed out and has not come back
         self._planned = 0  # samples of the open step
@@ -68,7 +78,9 @@ class Run:
     def batch(self) -> int:
         """Samples of the next full step."""
         noise = self.parts.noise
-        return self.parts.config.global_batch if noise is None else noise.batch
+        if noise is not None:
+            return noise.batch
+        return self.parts.feed.full_step or self.parts.config.global_batch
 
     @property
     def finished(self) -> bool:
@@ -76,6 +88,7 @@ class Run:
         return (
             self.state.ended is not None
             or (config.max_steps is not None and position.step >= config.max_steps)
+            or (config.dry_run and position.step >= DRY_STEPS)
             or (config.epochs is not None and position.epoch >= config.epochs)
         )
 
@@ -93,6 +106,14 @@ class Run:
             state.ended = state.ended or "the loop was left"
             parts.transaction.abandon()
             raise
+
+    def one_step(self) -> Iterator[MicroBatch]:
+        """Yield the micro-batches of the next step, which is committed when the iteration ends: for a caller
+        that decides by itself when the next one begins, and that no agenda follows."""
+        self._pending = 0
+        self.parts.recorder.start_clock()
+        with self._failures_change_the_group():
+            yield from self._step()
 
     def _steps(self) -> Iterator[MicroBatch]:
         state = self.state
@@ -153,12 +174,19 @@ class Run:
         scaler = parts.update.scaler
         slices = slices_of_step(position.offset, self._planned, self.batch, parts.team.shards)
         self._counts = [part.count for part in slices]
+        turn = parts.turns.at(position.step)
+        info = parts.course.at(position.step, position.epoch, turn)
+        transaction.resting = parts.turns.resting(turn)
         transaction.open(position.epoch, position.step, self._counts, scaler.scale if scaler else 1.0)
         first = position.step == 0 and not self._modifiers_checked
         modifiers = modifier_states.digests(parts.callbacks) if first else {}
-        for shard in parts.step_hooks.shards_to_compute(phases.step, transaction.missing):
+        batches: Callable[[int], Iterable[Batch]] = feed.batches
+        lasted = None
+        if parts.lockstep is not None:
+            batches, lasted = self._compute_together(parts.lockstep, info), parts.lockstep.shard_seconds
+        for shard in parts.step_hooks.shards_to_compute(phases.step, transaction.missing, lasted):
             transaction.start_shard(shard)
-            for batch in feed.batches(shard):
+            for batch in batches(shard):
                 if batch.skipped:
                     transaction.leave_out(len(batch.skipped))
                     self._note_skipped(batch)
@@ -166,8 +194,9 @@ class Run:
                     continue
                 self._pending = batch.count
                 data = to_device(batch.data, parts.device)
-                phases.enter(FORWARD)
-                yield MicroBatch(data, batch.count, shard, position.epoch, position.step)
+                if parts.lockstep is None:
+                    phases.enter(FORWARD)
+                yield MicroBatch(data, batch.count, shard, info)
                 if self._pending:
                     raise UsageError(
                         f"step {position.step}: a micro-batch of {counted(batch.count, 'sample')} was handed "
@@ -181,11 +210,43 @@ class Run:
             modifier_states.check_batch_changers(modifiers, parts.callbacks)
         self._commit()
 
+    def _compute_together(self, lockstep: Lockstep, info: StepInfo) -> Callable[[int], list[Batch]]:
+        """Compute all shards of this rank at once; return their batches. The micro-batches that are handed
+        out afterwards are computed: `taken` has their losses."""
+        parts, score = self.parts, self.parts.score
+        assert score is not None
+        read = {
+            shard: [
+                replace(batch, data=to_device(batch.data, parts.device))
+                for batch in parts.feed.batches(shard)
+            ]
+            for shard in parts.transaction.missing
+        }
+        micros = [
+            MicroBatch(batch.data, batch.count, shard, info)
+            for shard, batches in read.items()
+            for batch in batches
+            if batch.count
+        ]
+        parts.phases.enter(FORWARD)
+        change = parts.callbacks.change_batch
+        work = [ShardWork(micro.shard, micro.count, partial(score, micro, change)) for micro in micros]
+        lockstep.compute(info.epoch, info.step, work)
+        return read.__getitem__
+
+    def taken(self, micro: MicroBatch) -> ObjectiveResult | None:
+        """Return what a step that computes its shards together has of this micro-batch, whose gradients are
+        the parameters' from now on; None: it is to be computed."""
+        return None if self.parts.lockstep is None else self.parts.lockstep.take(micro.shard)
+
     def backward(self, loss: Tensor, metrics: Mapping[str, Any] | None = None) -> None:
         """Compute the gradients of the loss (a mean) of the micro-batch that was handed out last."""
         if not self._pending:
             raise UsageError("backward was called without a micro-batch, or twice for one", remedy=_ONCE)
         count, self._pending = self._pending, 0
+        if self.parts.lockstep is not None:
+            self.parts.transaction.count(loss, count, metrics)
+            return
         self.parts.phases.enter(BACKWARD)
         self.parts.transaction.backward(loss, count, metrics)
 
@@ -204,16 +265,24 @@ class Run:
             seed_everything(parts.config.seed, epoch, step, parts.team.shards)
         try:
             factor = parts.schedule.factor(step, batch)
-            applied = parts.update.apply(factor, need_norm=parts.noise is not None)
+            with self._changes.undone_when_the_group_fails(parts.team.context, step + 1):
+                applied = self._apply(factor, step, reduced)
         except GROUP_FAILURES:
             # A modifier communicates with the other ranks, and one of them is gone. No weight has changed
             # yet: the decided step is undone, and repeated, or taken over from a rank that came through.
             parts.transaction.undo()
             state.at_boundary = True
             raise
+        parts.transaction.updated()
+        if not applied.skipped:
+            info = parts.course.at(step, epoch, parts.turns.at(step))
+            parts.callbacks.after_update(parts.transaction.trained, info)
         if parts.noise is not None:
             self._observe_noise(reduced, applied)
         state.position = position.after(self._planned, reduced.applied)
+        if parts.schedulers and not applied.skipped:
+            parts.schedulers.after_step(state.position.step)
+            parts.update.watch()
         if parts.replica_hooks.watches_weights:
             self._replicas.updated()
         self._pause = reduced.pauses > 0
@@ -226,6 +295,13 @@ class Run:
                 self._saver_prepared = True
                 parts.checkpointer.prepare(state.export())
             parts.checkpointer.poll()
+
+    def _apply(self, factor: float, step: int, reduced: ReducedStep) -> AppliedUpdate:
+        parts = self.parts
+        if reduced.spoiled:
+            return parts.update.skip()
+        active = parts.turns.active(parts.turns.at(step))
+        return parts.update.apply(factor, need_norm=parts.noise is not None, active=active)
 
     def _reduce(self) -> tuple[ReducedStep, int | None]:
         """Exchange gradients, counters and a sample of the weights with all ranks: the point of decision."""
@@ -250,13 +326,23 @@ class Run:
     ) -> None:
         parts, state = self.parts, self.state
         step, audit = state.position.step, parts.config.audit_every
-        if before.step == 0 and reduced.unused and parts.team.is_master:
-            _log.warning(
-                "the first step gave no gradient to %s: a parameter keeps its value in every step "
-                "in which no sample uses it",
-                ", ".join(reduced.unused),
+        if reduced.unused and parts.team.is_master and parts.turns.first_of_turn(before.step):
+            turn = parts.turns.at(before.step)
+            unused = set(reduced.unused).intersection(
+                parts.turns.taking_part(turn, parts.transaction.trained)
             )
+            if unused:
+                _log.warning(
+                    "the first step%s gave no gradient to %s: a parameter keeps its value in every step "
+                    "in which no sample uses it",
+                    "" if turn is None else f" of optimizer {turn}",
+                    ", ".join(name for name in reduced.unused if name in unused),
+                )
         numbers = reduced.numbers
+        if reduced.spoiled and not self._said_spoiled and math.isfinite(numbers[0]) and parts.team.is_master:
+            # Where the loss is not finite the recorder says it.
+            self._said_spoiled = True
+            _log.warning("the gradient of step %d is not finite: the step changed no weight", step)
         if applied.norm is not None:
             norm = applied.norm.to(numbers).reshape(1)
             numbers = torch.cat([numbers[:1], norm, numbers[1:]])
@@ -298,18 +384,17 @@ class Run:
         noise.observe(means, self._counts, float(applied.measured) ** 2)
 
     def _check_learns(self, reduced: ReducedStep) -> None:
-        """Refuse, in the first step of this process, a loss that no parameter of the model takes part in."""
-        if self._learns or not reduced.applied:
+        """Refuse, in the first step of this process and of each turn, a loss that no parameter takes part
+        in."""
+        step, turns = self.state.position.step, self.parts.turns
+        turn = turns.at(step)
+        if turn in self._learns or not reduced.applied:
             return
-        if len(reduced.unused) == len(self.parts.transaction.trained):
-            raise UsageError(
-                f"step {self.state.position.step + 1} gave no gradient to any parameter of the model that is "
-                "trained: the loss was computed by another model, or by parameters that are not the model's",
-                remedy="use the model that the objective is called with (def objective(model, batch)): every "
-                "worker trains a copy of its own, and one from outside of the function is another; in a "
-                "session, the module that was given to it",
-            )
-        self._learns = True
+        if set(reduced.unused).issuperset(turns.taking_part(turn, self.parts.transaction.learning)):
+            if turn is not None:
+                misuse_guard.refuse_turn(step + 1, turn, turns.kind(turn))
+            misuse_guard.refuse_other_model(step + 1)
+        self._learns.add(turn)
 
     def _note_skipped(self, batch: Batch) -> None:
         position = self.state.position

@@ -21,22 +21,31 @@ import torch
 from torch import nn
 
 from paceline.checkpoint.store import CheckpointStore
-from paceline.core import events
+from paceline.core import events, log, metric_reports
 from paceline.core.errors import PacelineError, PeerError, UsageError
 from paceline.core.journal import Journal, PatientJournal
 from paceline.core.wording import first_line
+from paceline.data.orders import facts_of
 from paceline.data.sources import Source
 from paceline.train import host_fingerprint
 from paceline.train.callbacks import Callbacks, Modifier, Observer, RunInfo
 from paceline.train.loop.run import Run
-from paceline.train.loop.run_hooks import Evaluate, FixedGroup, ReplicaHooks, RunParts, StepHooks
+from paceline.train.loop.run_hooks import (
+    Evaluate,
+    FixedGroup,
+    ReplicaHooks,
+    RunParts,
+    ScoreMicroBatch,
+    StepHooks,
+)
 from paceline.train.loop.worker_log import WorkerLog
 from paceline.train.phases import Phases
 from paceline.train.precision import LossScaler
 from paceline.train.settings.dynamic_batch import GradientNoise
-from paceline.train.settings.schedule import EarlyStopper, Schedule, total_steps
+from paceline.train.settings.run_length import RunLength
+from paceline.train.settings.schedule import EarlyStopper, Schedule, run_length
 from paceline.train.settings.train_config import TrainConfig
-from paceline.train.state import optimizers
+from paceline.train.state import optimizers, schedulers
 from paceline.train.state.checkpointing import Checkpointer
 from paceline.train.state.optimizers import OptimizerFactory
 from paceline.train.state.recorder import Recorder
@@ -44,11 +53,17 @@ from paceline.train.state.resume import note_start, resume
 from paceline.train.state.run_folder import RunFolder
 from paceline.train.state.run_lock import held
 from paceline.train.state.run_state import RunState
+from paceline.train.state.schedulers import GivenScheduler
 from paceline.train.step.aggregation_registry import Aggregation
-from paceline.train.step.batch_feed import open_feed
+from paceline.train.step.batch_feed import BatchFeed, open_feed
 from paceline.train.step.gradient_reducer import GradientChecks
+from paceline.train.step.lockstep import Lockstep
+from paceline.train.step.lockstep_limits import needs_lockstep
+from paceline.train.step.optimizer_turns import OptimizerTurns
 from paceline.train.step.transaction import StepTransaction
+from paceline.train.step.unfreezing import Unfreezing
 from paceline.train.step.weight_update import WeightUpdate
+from paceline.train.step_info import first_step_of
 from paceline.train.stop_signals import StopRequest
 from paceline.train.team import Team
 
@@ -65,6 +80,13 @@ class RunSpec:
     folder: Path | None = None
     observers: Sequence[Observer] = field(default_factory=tuple)  # of the main rank only
     aggregation: Aggregation | None = None
+    scheduler: GivenScheduler | None = None
+    feed: BatchFeed | None = None  # in place of the one that reads `data`
+    score: ScoreMicroBatch | None = None  # None: the caller's own loop computes the losses
+
+    @property
+    def length(self) -> RunLength:
+        return run_length(self.config, self.data.size)
 
 
 @dataclass(frozen=True)
@@ -113,6 +135,8 @@ class RunBuilder:
             self._lock()
         tell = self._open_logs()
         parts = self._parts(tell, evaluate)
+        self._closing.enter_context(log.labelled(self._rank, lambda: self._phases.step))
+        self._closing.enter_context(metric_reports.journal_of(self._rank, partial(_report, parts)))
         state = RunState(parts)
         if parts.store is not None:
             parts.checkpointer = self._checkpointer(parts.store, parts, state.run_id)
@@ -130,11 +154,11 @@ class RunBuilder:
         return RunInfo(
             config=config,
             workers=self._team.world_size,
-            total_steps=total_steps(config, self._spec.data.size),
+            total_steps=self._spec.length.total_steps,
             samples=self._spec.data.size,
             first_step=position.step,
             first_epoch=position.epoch,
-            run_dir=None if self._folder is None else str(self._folder.path),
+            run_dir=None if self._folder is None or config.run_dir is False else str(self._folder.path),
             device=str(self._device),
         )
 
@@ -142,10 +166,22 @@ class RunBuilder:
         spec, team, device, hooks = self._spec, self._team, self._device, self._hooks
         config = spec.config
         callbacks = Callbacks([*spec.callbacks, *(spec.observers if team.is_master else ())])
+        # Before the optimizers, which hold from the start what learns later.
+        unfreezing = Unfreezing(spec.module, config.unfreeze)
         made = optimizers.build(spec.optimizer, spec.module)
+        # Before the update remembers the rates: some schedulers begin with another one.
+        scheduled = schedulers.build(
+            spec.scheduler, made, config, spec.length, validation=evaluate is not None
+        )
         checks = None if hooks is None else hooks.checks
         transaction = StepTransaction(
-            team, spec.module, config, device, checks=checks, aggregation=spec.aggregation
+            team,
+            spec.module,
+            config,
+            device,
+            checks=checks,
+            aggregation=spec.aggregation,
+            unfreezing=unfreezing,
         )
         self._closing.callback(transaction.close)
         update = WeightUpdate(
@@ -154,8 +190,11 @@ class RunBuilder:
             clip_norm=config.clip_norm,
             scaler=LossScaler(config.loss_scaling) if config.precision == "fp16" else None,
             change_gradients=callbacks.change_gradients if callbacks.changes_gradients else None,
+            scheduled=bool(scheduled),
+            log_norm=config.log_grad_norm,
         )
-        feed = open_feed(spec.data, config, team)
+        turns = OptimizerTurns(made, config.optimizer_turns)
+        feed = open_feed(spec.data, config, team) if spec.feed is None else spec.feed
         self._closing.callback(feed.close)
         acked_at = None if hooks is None else hooks.journal_acked_at
         steps, replicas = (FixedGroup(team),) * 2 if hooks is None else (hooks.steps, hooks.replicas)
@@ -166,27 +205,52 @@ class RunBuilder:
             device=device,
             module=spec.module,
             optimizers=made,
+            schedulers=scheduled,
             transaction=transaction,
             update=update,
-            recorder=Recorder(callbacks, tell, device, lambda: team.is_master, acked_at),
+            recorder=Recorder(
+                callbacks,
+                tell,
+                device,
+                lambda: team.is_master,
+                acked_at,
+                take_times=self._phases.take_times,
+            ),
             callbacks=callbacks,
             feed=feed,
             samples=spec.data.size,
+            order=facts_of(spec.data),
             fingerprint=host_fingerprint.fingerprint(device, torch.get_num_threads()),
             noise=None if config.dynamic_batch is None else GradientNoise(config.dynamic_batch),
             early=None if config.early_stopping is None else EarlyStopper(config.early_stopping),
             store=CheckpointStore(self._folder.checkpoint_url(config)) if self._folder and saves else None,
             journal_file=None if self._journal is None else self._journal.path,
-            schedule=Schedule(config, total_steps(config, spec.data.size)),
+            schedule=Schedule(config, spec.length),
+            turns=turns,
+            course=first_step_of(config, spec.data.size),
             stop=self._stop,
             evaluate=evaluate,
             step_hooks=steps,
             replica_hooks=replicas,
             phases=self._phases,
             folder=self._folder,
+            lockstep=self._lockstep(transaction),
+            score=spec.score,
             draws_after_exchange=bool(callbacks.modifiers)
             or any(not type(one).__module__.startswith("torch.optim.") for one in made),
         )
+
+    def _lockstep(self, transaction: StepTransaction) -> Lockstep | None:
+        """Return what computes the shards of a step together, where the model needs that."""
+        spec = self._spec
+        if not needs_lockstep(spec.module, spec.config, own_loop=spec.score is None):
+            return None
+        transaction.is_lockstep = True
+        lockstep = Lockstep(
+            self._team, spec.module, transaction, self._device, spec.config.seed, self._phases
+        )
+        self._closing.callback(lockstep.close)
+        return lockstep
 
     def _checkpointer(self, store: CheckpointStore, parts: RunParts, run_id: str) -> Checkpointer:
         checkpointer = Checkpointer(
@@ -264,6 +328,13 @@ class RunBuilder:
             )
             with suppress(PacelineError):  # the error itself is on its way, and says more
                 self._journal.append(failed)
+
+
+def _report(parts: RunParts, metric: events.MetricReported) -> None:
+    """Send a number that the user's code reported to the journal, and to the observers that are here."""
+    parts.recorder.note_here(metric)
+    if parts.team.is_master:
+        parts.callbacks.notify(Observer.on_metric, metric)
 
 
 def local_place(folder: RunFolder, config: TrainConfig) -> Path | None:

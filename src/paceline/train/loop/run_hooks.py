@@ -8,20 +8,19 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol, final
 
 from paceline.core import events
-from paceline.core.errors import CommTimeoutError, PeerError
-from paceline.train.objective import split_pair
+from paceline.train.objective import ObjectiveResult, split_pair
 from paceline.train.phases import Phases
 from paceline.train.settings.schedule import Schedule
 from paceline.train.state.run_folder import RunFolder
 from paceline.train.state.run_state import RunState, StateParts
+from paceline.train.step.lockstep import Lockstep
+from paceline.train.step.optimizer_turns import OptimizerTurns
 from paceline.train.step.replica_agreement import differ_error
+from paceline.train.step_info import StepInfo
 from paceline.train.stop_signals import StopRequest
 from paceline.train.team import Team
 
-Evaluate = Callable[[], tuple[dict[str, float], int]]
-
-GROUP_FAILURES = (PeerError, CommTimeoutError)
-"""What a collective raises when the cause is another rank, or the group itself."""
+Evaluate = Callable[[StepInfo], tuple[dict[str, float], int]]
 
 
 class GroupChangedError(Exception):
@@ -56,10 +55,13 @@ class StepHooks(Protocol):
     def wants_pause(self) -> bool:
         """Whether the group should change after the next step that all ranks commit."""
 
-    def shards_to_compute(self, step: int, missing: Sequence[int]) -> Iterable[int]:
+    def shards_to_compute(
+        self, step: int, missing: Sequence[int], lasted: float | None = None
+    ) -> Iterable[int]:
         """Return the shards that this rank computes: those it lacks and, under the backup policy, some of
-        slow ranks. Each is computed when the next one is asked for. Raises one of GROUP_FAILURES, also while
-        iterated, if the group has to change at once."""
+        slow ranks. Each is computed when the next one is asked for; where all were computed together before,
+        each took `lasted` seconds. Raises one of GROUP_FAILURES, also while iterated, if the group has to
+        change at once."""
 
     def committed(
         self, state: RunState, step: events.StepCommitted, shards: tuple[int, ...], hashes: Mapping[int, str]
@@ -98,7 +100,9 @@ class FixedGroup:
     def __init__(self, team: Team) -> None:
         self._team = team
 
-    def shards_to_compute(self, step: int, missing: Sequence[int]) -> Iterable[int]:
+    def shards_to_compute(
+        self, step: int, missing: Sequence[int], lasted: float | None = None
+    ) -> Iterable[int]:
         return missing
 
     def committed(
@@ -116,13 +120,21 @@ class FixedGroup:
 @final
 @dataclass(frozen=True)
 class MicroBatch:
-    """A micro-batch to compute: `x` and `y` of a pair, or all of it as `data`; `count` samples."""
+    """A micro-batch to compute: `x` and `y` of a pair, or all of it as `data`; `count` samples. `info` has
+    the step's place in the run, and whose turn it is where optimizers take turns."""
 
     data: Any
     count: int
     shard: int
-    epoch: int
-    step: int
+    info: StepInfo
+
+    @property
+    def step(self) -> int:
+        return self.info.step
+
+    @property
+    def epoch(self) -> int:
+        return self.info.epoch
 
     @property
     def x(self) -> Any:
@@ -133,15 +145,23 @@ class MicroBatch:
         return split_pair(self.data)[1]
 
 
+ScoreMicroBatch = Callable[[MicroBatch, Callable[[Any], Any]], ObjectiveResult]
+"""From a micro-batch, and what changes its data, to its loss and metrics."""
+
+
 @dataclass(kw_only=True)
 class RunParts(StateParts):
     """All parts of a run, made by `RunBuilder`: those that hold its state, and those of the loop."""
 
     schedule: Schedule
+    turns: OptimizerTurns
+    course: StepInfo  # the first step; the others have the same lengths of epoch and run
     stop: StopRequest
     step_hooks: StepHooks
     replica_hooks: ReplicaHooks
     evaluate: Evaluate | None = None
     phases: Phases = field(default_factory=Phases)
     folder: RunFolder | None = None
+    lockstep: Lockstep | None = None  # where the shards of a step are computed together
+    score: ScoreMicroBatch | None = None  # None: a loop of the user's own computes the losses
     draws_after_exchange: bool = True  # modifiers, or optimizers that may use randomness

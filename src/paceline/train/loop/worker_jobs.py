@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from paceline.comm.context import DistributedContext
 from paceline.core.wording import counted
-from paceline.data.sources import as_source
+from paceline.data.sources import Source, as_source
 from paceline.train.callbacks import Callbacks, Modifier, Observer, inside_a_run
 from paceline.train.history import History
 from paceline.train.loop import evaluation, process_setup
@@ -27,13 +27,19 @@ from paceline.train.loop.micro_batch_finder import find_for_run, is_out_of_memor
 from paceline.train.loop.process_setup import WorkerProcessTuning, compiled
 from paceline.train.loop.run import Run
 from paceline.train.loop.run_builder import RunBuilder, RunSpec
-from paceline.train.loop.run_hooks import GroupChangedError, MicroBatch, one_group
-from paceline.train.objective import Objective
+from paceline.train.loop.run_hooks import Evaluate, GroupChangedError, MicroBatch, one_group
+from paceline.train.loop.step_profiler import profiled
+from paceline.train.loop.whole_set_metrics import WholeSetMetrics
+from paceline.train.objective import Objective, ObjectiveResult
 from paceline.train.precision import autocast
+from paceline.train.settings.evaluation_config import EvaluationConfig
 from paceline.train.settings.train_config import TrainConfig
+from paceline.train.state import weight_averages
 from paceline.train.state.model_state import model_tensors
 from paceline.train.step.aggregation_registry import Aggregation
 from paceline.train.step.misuse_guard import refuse_wrapped
+from paceline.train.step.unfreezing import Unfreezing
+from paceline.train.step_info import StepInfo
 from paceline.train.stop_signals import StopRequest, listening
 from paceline.train.team import Team
 
@@ -54,15 +60,20 @@ class TrainJob:
     aggregation: Aggregation | None = None  # of the user's own, for mode="fast"
     display: Callable[[], AbstractContextManager[Observer]] | None = None  # on the main rank's terminal
     process: WorkerProcessTuning | None = None  # given where the process was started for this job
+    scheduler: Any = None
+    info: StepInfo = field(default_factory=StepInfo)  # of the weights, where they are evaluated alone
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Result of a worker's training; only the main rank sends history and weights."""
+    """Result of a worker's training; only the main rank sends history and weights. `averages`: of each
+    EMA or SWA among the callbacks, in their order."""
 
     history: History | None
     weights: dict[str, Tensor]
     stopped: str | None
+    averages: Sequence[dict[str, Tensor] | None] = ()
 
 
 @dataclass(frozen=True)
@@ -74,13 +85,40 @@ class BuiltModel:
     objective: Objective
     device: torch.device
     spec: RunSpec
-    validation: Any
+    evaluated: EvaluationConfig
+    validation: Mapping[str, Source]  # the sets by name; that of `fit` has none
 
-    def evaluation(self, team: Team) -> Callable[[], tuple[dict[str, float], int]] | None:
-        if self.validation is None:
+    def loss_of(self, micro: MicroBatch, change: Callable[[Any], Any]) -> ObjectiveResult:
+        """Compute the loss of a micro-batch, its data changed before."""
+        with autocast(self.spec.config.precision, self.device):
+            return self.objective.score(self.call, change(micro.data), micro.info)
+
+    def loss_together(self, micro: MicroBatch, change: Callable[[Any], Any]) -> ObjectiveResult:
+        """Compute the loss inside of a step that computes its shards together."""
+        try:
+            return self.loss_of(micro, change)
+        except Exception as error:
+            error.add_note(position_note(micro, self.spec))
+            raise
+
+    def evaluation(self, team: Team) -> Evaluate | None:
+        if not self.validation:
             return None
-        forward = _forward(team, self.module, self.call, self.device, self.spec.config)
-        return lambda: evaluation.evaluate(forward, self.objective, self.validation)
+        how, config = self.evaluated, self.spec.config
+        forward = _forward(team, self.module, self.call, self.device, config, how.batch_size)
+        if config.limit_validation is not None or config.dry_run:
+            limit = 1 if config.dry_run else config.limit_validation
+            forward = replace(forward, most=(limit or 1) * config.first_batch)
+        objective = self.objective if how.objective is None else _placed(how.objective, self.device)
+        whole = _whole(how, config)
+
+        def evaluate(info: StepInfo) -> tuple[dict[str, float], int]:
+            found = evaluation.evaluate_sets(forward, objective, self.validation, info, whole)
+            if objective is not self.objective:
+                objective.check_unchanged()
+            return found
+
+        return evaluate
 
 
 def build(job: TrainJob, stack: ExitStack, number: int, observers: Sequence[Observer] = ()) -> BuiltModel:
@@ -89,14 +127,26 @@ def build(job: TrainJob, stack: ExitStack, number: int, observers: Sequence[Obse
     device = process_setup.choose_device(config, number)
     module = process_setup.build_model(job.model, config.seed).to(device).train()
     refuse_wrapped(module)
-    objective = Objective(job.objective)
-    objective.to(device)
+    objective = _placed(job.objective, device)
     stack.enter_context(process_setup.recomputing(module, config.activation_checkpointing))
     call = stack.enter_context(compiled(module, config))
     data = as_source(job.train)
-    spec = RunSpec(module, job.optimizer, config, data, job.callbacks, job.folder, observers, job.aggregation)
-    validation = None if job.validation is None else as_source(job.validation)
-    return BuiltModel(module, call, objective, device, spec, validation)
+    spec = RunSpec(
+        module,
+        job.optimizer,
+        config,
+        data,
+        job.callbacks,
+        job.folder,
+        observers,
+        job.aggregation,
+        job.scheduler,
+    )
+    sets = {name: as_source(one) for name, one in job.evaluation.sets.items()}
+    if job.validation is not None:
+        sets = {"": as_source(job.validation), **sets}
+    built = BuiltModel(module, call, objective, device, spec, job.evaluation, sets)
+    return replace(built, spec=replace(spec, score=built.loss_together))
 
 
 def new_team(
@@ -104,7 +154,7 @@ def new_team(
     config: TrainConfig,
     announce: Callable[[DistributedContext], None] | None = None,
 ) -> Team:
-    shards = config.shards or config.workers if config.mode == "exact" else None
+    shards = config.chosen_shards if config.mode == "exact" else None
     return Team(context, shards, announce=announce)
 
 
@@ -145,7 +195,7 @@ def conclude_again(run: Run, rejoin: Rejoin) -> bool:
 def train_steps(run: Run, built: BuiltModel) -> None:
     """Run the training loop: one micro-batch after the other."""
     objective, checked = built.objective, False
-    with inside_a_run():
+    with inside_a_run(), profiled(run):
         for micro in run.microbatches():
             try:
                 compute(run, built, micro)
@@ -165,8 +215,7 @@ def train_steps(run: Run, built: BuiltModel) -> None:
 
 def compute(run: Run, built: BuiltModel, micro: MicroBatch) -> Tensor:
     """Compute forward and backward of one micro-batch; return its loss, detached."""
-    with autocast(run.parts.config.precision, built.device):
-        scored = built.objective.score(built.call, run.parts.callbacks.change_batch(micro.data))
+    scored = run.taken(micro) or built.loss_of(micro, run.parts.callbacks.change_batch)
     run.backward(scored.loss, scored.metrics)
     return scored.loss.detach()
 
@@ -194,8 +243,11 @@ def train(context: DistributedContext, job: TrainJob) -> TrainResult:
             with one_group():
                 train_to_end(run, built)
                 history = conclude(run, started)
-        except Exception as error:
-            save_unsupervised(run, error)
+        except BaseException as error:
+            if isinstance(error, Exception):
+                save_unsupervised(run, error)
+            if context.is_master:
+                run.parts.callbacks.failed(error)
             raise
         return trained(run, built.module, history)
 
@@ -203,10 +255,13 @@ def train(context: DistributedContext, job: TrainJob) -> TrainResult:
 def trained(run: Run, module: nn.Module, history: History | None) -> TrainResult:
     """Return what this worker sends back."""
     stopped = run.state.ended if run.state.stopped_on_request else None
+    averages = weight_averages.finished(run.parts.callbacks.modifiers, module)
+    if run.state.restored is not None:
+        run.state.best.restore()
     if history is None:
         return TrainResult(None, {}, stopped)
     weights = {name: tensor.detach().cpu() for name, tensor in model_tensors(module).items()}
-    return TrainResult(history, weights, stopped)
+    return TrainResult(history, weights, stopped, averages)
 
 
 def find_micro_batch(context: DistributedContext, job: TrainJob) -> int:
@@ -217,6 +272,7 @@ def find_micro_batch(context: DistributedContext, job: TrainJob) -> int:
         stack.enter_context(process_setup.prepared(job.config))
         built = build(job, stack, context.rank)
         change = Callbacks(job.callbacks).change_batch
+        Unfreezing(built.module, job.config.unfreeze)  # the steps that need the most memory come later
         context.barrier()
         size = find_for_run(
             job.config, built.module, built.call, built.objective, built.spec.data, built.device, change
@@ -227,9 +283,10 @@ def find_micro_batch(context: DistributedContext, job: TrainJob) -> int:
 def evaluate(context: DistributedContext, job: TrainJob) -> dict[str, float]:
     """Return loss and metrics of the model on `job.train`."""
     with _passing(context, job) as forward:
-        objective = Objective(job.objective)
-        objective.to(forward.device)
-        found = evaluation.evaluate(forward, objective, as_source(job.train))[0]
+        how = job.evaluation
+        objective = _placed(how.objective or job.objective, forward.device)
+        whole = _whole(how, job.config)
+        found = evaluation.evaluate(forward, objective, as_source(job.train), job.info, whole)[0]
         objective.check_unchanged()
         return found
 
@@ -248,13 +305,28 @@ def _passing(context: DistributedContext, job: TrainJob) -> Iterator[Forward]:
         device = process_setup.choose_device(config, context.rank)
         module = process_setup.build_model(job.model, config.seed).to(device)
         with compiled(module, config) as call:
-            yield _forward(Team(context, None), module, call, device, config)
+            yield _forward(Team(context, None), module, call, device, config, job.evaluation.batch_size)
+
+
+def _placed(objective: Callable[..., Any], device: torch.device) -> Objective:
+    placed = Objective(objective)
+    placed.to(device)
+    return placed
+
+
+def _whole(how: EvaluationConfig, config: TrainConfig) -> WholeSetMetrics | None:
+    return WholeSetMetrics(how, config.seed) if how.metrics else None
 
 
 def _forward(
-    team: Team, module: nn.Module, call: Callable[..., Any], device: torch.device, config: TrainConfig
+    team: Team,
+    module: nn.Module,
+    call: Callable[..., Any],
+    device: torch.device,
+    config: TrainConfig,
+    batch: int | None = None,
 ) -> Forward:
-    batch = config.micro_samples or -(-config.first_batch // (config.shards or config.workers))
+    batch = batch or config.micro_samples or -(-config.first_batch // config.chosen_shards)
     return Forward(team, module, call, device, config.precision, config.seed, batch)
 
 
@@ -264,7 +336,7 @@ def position_note(micro: MicroBatch, spec: RunSpec) -> str:
     batch, size = spec.config.first_batch, spec.data.size
     alone = micro.count == 1 and batch > 1 and spec.config.dynamic_batch is None
     if alone and size is not None and size % batch:
-        shards = counted(spec.config.shards or spec.config.workers, "shard")
+        shards = counted(spec.config.chosen_shards, "shard")
         text += (
             f"\nthe last batch of an epoch holds {size} % {batch} = {counted(size % batch, 'sample')}, cut "
             f"into {shards}; where one sample is too few (BatchNorm), use drop_last=True or another "

@@ -32,8 +32,8 @@ class WorkerLog:
         self._stack = ExitStack()
         self._rank = rank
         if log.position().rank is None:
-            log.set_process_rank(rank)
-            self._stack.callback(log.set_process_rank, None)
+            log.hold_process_rank(rank)
+            self._stack.callback(log.release_process_rank)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file: _RunLogHandler | None = _RunLogHandler(folder / file_name(rank), encoding="utf-8")

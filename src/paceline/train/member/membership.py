@@ -34,12 +34,11 @@ from paceline.control.member_state import (
 from paceline.control.messages import ControlMessage, DialRequest, Heartbeat, MemberHello, ShardComputed, View
 from paceline.control.reachability import ReachabilityProber
 from paceline.control.worker_options import WorkerOptions
-from paceline.core.errors import GroupInterruptedError, PacelineError, RendezvousError
+from paceline.core.errors import GROUP_FAILURES, GroupInterruptedError, PacelineError, RendezvousError
 from paceline.core.process_state import start_time
 from paceline.core.time_limits import COLLECTIVE_SECONDS
 from paceline.train import phases as phase_names
 from paceline.train.loop.run import Run
-from paceline.train.loop.run_hooks import GROUP_FAILURES
 from paceline.train.member.machine_shell import MachineShell
 from paceline.train.member.member_messages import MemberMessages, collective_failed
 from paceline.train.member.outbox import Outbox, worth_keeping

@@ -53,11 +53,11 @@ class Outbox:
         self._receipts: list[_PendingReceipt] = []
 
     def tell(self, event: events.Event) -> None:
-        """Send an event to the journal; steps that follow each other quickly are sent together."""
+        """Send an event to the journal; steps and metrics that come quickly are sent together."""
         with self._lock:
             self._lines.append(events.to_json(event))
             recent = self._clock.now() - self._lines_sent_at < _BATCH_SECONDS
-            if not (recent and isinstance(event, events.StepCommitted)):
+            if not (recent and isinstance(event, events.StepCommitted | events.MetricReported)):
                 self._send_lines()
 
     def committed(

@@ -106,7 +106,9 @@ class StepReports:
         self._shell.tick()
         return self._shell.state.wants_pause
 
-    def shards_to_compute(self, step: int, missing: Sequence[int]) -> Iterator[int]:
+    def shards_to_compute(
+        self, step: int, missing: Sequence[int], lasted: float | None = None
+    ) -> Iterator[int]:
         team = self._team
         for shard in chain(missing, self._spares(step)) if team.backup else missing:
             self._shell.check()
@@ -114,7 +116,7 @@ class StepReports:
                 continue
             started = self._clock.now()
             yield shard
-            seconds = self._clock.now() - started
+            seconds = self._clock.now() - started if lasted is None else lasted
             self.shard_seconds = running_mean(self.shard_seconds, seconds + self._injector.slow(seconds))
             if team.backup:
                 self.claims.add(team.generation, step, shard)

@@ -9,8 +9,10 @@ from __future__ import annotations
 from typing import NoReturn
 
 from paceline.core.errors import ConfigError
+from paceline.core.untrusted import redact_credentials
 from paceline.core.wording import counted
-from paceline.train.settings.schedule import steps_per_epoch, total_steps
+from paceline.train.settings.run_length import told
+from paceline.train.settings.schedule import run_length, steps_of_epoch, steps_per_epoch, total_steps
 from paceline.train.settings.train_config import GradientCompression, LossScaling, TrainConfig
 
 # More shards than this cannot make slices smaller, only more numerous: surely a mistake.
@@ -32,7 +34,10 @@ def check(config: TrainConfig, *, samples: int | None, validation: bool = True) 
     _dynamic_batch(config, samples)
     _schedule(config, samples)
     _warmup(config, samples)
+    _unfreeze(config, samples)
+    _limits(config, validation)
     _compression(config)
+    _optimizer_turns(config)
     _algorithm(config)
     _checkpoints(config)
     _nonfinite(config)
@@ -45,25 +50,21 @@ def shard_sizes(global_batch: int, shards: int) -> str:
     return counted(low, "sample") if low == high else f"{low} or {counted(high, 'sample')}"
 
 
-def _shards(config: TrainConfig) -> int:
-    return config.workers if config.shards is None else config.shards
-
-
 def _refuse(message: str, remedy: str) -> NoReturn:
     raise ConfigError(message, remedy=remedy)
 
 
 def _nonfinite(config: TrainConfig) -> None:
-    if config.nonfinite == "stop" and config.mode == "fast":
+    if config.nonfinite != "warn" and config.mode == "fast":
         _refuse(
-            'nonfinite="stop" for mode="fast", where each worker knows its own loss only: some would '
-            "stop, and others apply the step",
+            f'nonfinite="{config.nonfinite}" for mode="fast", where each worker knows its own loss only: '
+            f"some would {config.nonfinite}, and others apply the step",
             'use mode="exact", or a modifier that stops',
         )
 
 
 def _workers_and_shards(config: TrainConfig) -> None:
-    shards = _shards(config)
+    shards = config.chosen_shards
     if config.workers > shards:
         idle = config.workers - shards
         _refuse(
@@ -92,7 +93,7 @@ def _workers_and_shards(config: TrainConfig) -> None:
 
 
 def _global_batch(config: TrainConfig) -> None:
-    shards = _shards(config)
+    shards = config.chosen_shards
     if config.dynamic_batch is None and config.global_batch < shards:
         _refuse(
             f"global_batch={config.global_batch} over shards={shards}: "
@@ -126,7 +127,7 @@ def _data(config: TrainConfig, samples: int | None) -> None:
 def _micro_batch(config: TrainConfig) -> None:
     if not isinstance(config.micro_batch, int):
         return
-    shards = _shards(config)
+    shards = config.chosen_shards
     name, batch = "global_batch", config.global_batch
     if config.dynamic_batch is not None:
         name, batch = "dynamic_batch.max", config.dynamic_batch.max
@@ -157,7 +158,34 @@ def _warmup(config: TrainConfig, samples: int | None) -> None:
         )
 
 
+def _unfreeze(config: TrainConfig, samples: int | None) -> None:
+    total = total_steps(config, samples)
+    for prefix, steps in config.unfreeze.items():
+        if total is not None and steps >= total:
+            _refuse(
+                f"unfreeze={{{prefix!r}: {steps}}} of {_total_shown(config, samples, total)}: the run would "
+                "end before these parameters learn",
+                f"set it below {total}, or freeze them with requires_grad_(False) and leave unfreeze out",
+            )
+
+
+def _limits(config: TrainConfig, validation: bool) -> None:
+    if config.limit_batches is not None and config.dynamic_batch is not None:
+        _refuse(
+            f"limit_batches={config.limit_batches} with dynamic_batch: how many samples these are would "
+            "depend on how the batch grows",
+            "set max_steps, or leave one of the two out",
+        )
+    if config.limit_validation is not None and not validation:
+        _refuse(
+            f"limit_validation={config.limit_validation}, and there is no validation data",
+            "give fit(train, val) validation data, or leave limit_validation out",
+        )
+
+
 def _schedule(config: TrainConfig, samples: int | None) -> None:
+    if not isinstance(config.schedule, str):
+        told(config.schedule, run_length(config, samples), "schedule")
     if config.schedule not in ("linear", "cosine") or total_steps(config, samples) is not None:
         return
     epochs = config.epochs or 1
@@ -182,7 +210,7 @@ def _dynamic_batch(config: TrainConfig, samples: int | None) -> None:
     dynamic = config.dynamic_batch
     if dynamic is None:
         return
-    shards = _shards(config)
+    shards = config.chosen_shards
     if config.mode == "fast":
         _refuse(
             'dynamic_batch with mode="fast": the noise is measured between the gradients of shards, and '
@@ -240,6 +268,23 @@ def _compression(config: TrainConfig) -> None:
         )
 
 
+def _optimizer_turns(config: TrainConfig) -> None:
+    if config.optimizer_turns is None:
+        return
+    if config.compression is not None and config.compression.error_feedback:
+        _refuse(
+            f"optimizer_turns={config.optimizer_turns} with compression and error_feedback=True: what could "
+            "not be sent in a turn would be sent, and lost, in the turn of another optimizer",
+            "set compression.error_feedback=False, or leave compression out",
+        )
+    if config.dynamic_batch is not None:
+        _refuse(
+            f"optimizer_turns={config.optimizer_turns} with dynamic_batch: the noise is measured over "
+            "steps, and here the steps have different losses",
+            "leave dynamic_batch out, and set global_batch",
+        )
+
+
 def _algorithm(config: TrainConfig) -> None:
     if config.algorithm != "auto" and (config.mode == "exact" or config.compression is not None):
         why = 'mode="exact"' if config.mode == "exact" else "compression"
@@ -251,11 +296,17 @@ def _algorithm(config: TrainConfig) -> None:
 
 def _checkpoints(config: TrainConfig) -> None:
     checkpoint = config.checkpoint
-    never = checkpoint.every_steps is None and checkpoint.every_epochs is None and not checkpoint.at_end
+    never = checkpoint.every_steps is None and checkpoint.epochs_between is None and not checkpoint.at_end
     if checkpoint.enabled and never:
         _refuse(
             "checkpoint: enabled=True, but every_steps=None, every_epochs=None, at_end=False never write one",
             "set one of the three, or enabled=False",
+        )
+    if checkpoint.enabled and checkpoint.url is not None and config.run_dir is False:
+        _refuse(
+            f"checkpoint.url={redact_credentials(checkpoint.url)!r} with run_dir=False: versions would stay "
+            "behind of a run that keeps nothing",
+            "leave checkpoint.url out, or give the run a folder",
         )
     if not checkpoint.enabled and config.resume is not None:
         _refuse(
@@ -281,7 +332,7 @@ def _total_shown(config: TrainConfig, samples: int | None, total: int) -> str:
     if samples is None or config.dynamic_batch is not None or total == config.max_steps:
         return f"max_steps={total}"
     epochs = config.epochs or 1
-    steps = steps_per_epoch(samples, config.global_batch, drop_last=config.drop_last)
+    steps = steps_of_epoch(config, samples)
     return (
         f"{counted(total, 'step')} (epochs={epochs} x {counted(steps, 'step')}, {counted(samples, 'sample')} "
         f"by global_batch={config.global_batch})"

@@ -17,6 +17,8 @@ from typing import Any, final
 
 from paceline.core.errors import UsageError
 from paceline.core.wording import counted
+from paceline.train.settings.learning_rate_scaling import scaling_factor
+from paceline.train.settings.run_length import RunLength, told
 from paceline.train.settings.train_config import EarlyStopping, TrainConfig
 
 # The mathematics library may differ in the last bit from machine to machine; the learning rate must not.
@@ -26,6 +28,12 @@ _DIGITS = 12
 def steps_per_epoch(samples: int, global_batch: int, *, drop_last: bool) -> int:
     """Return the steps of one pass: a short last batch is a step too unless it is dropped."""
     return samples // global_batch if drop_last else -(-samples // global_batch)
+
+
+def steps_of_epoch(config: TrainConfig, samples: int) -> int:
+    """Return the steps of one pass under these settings, whose batch is fixed."""
+    steps = steps_per_epoch(samples, config.global_batch, drop_last=config.drop_last)
+    return steps if config.limit_batches is None else min(steps, config.limit_batches)
 
 
 def total_steps(config: TrainConfig, samples: int | None) -> int | None:
@@ -38,18 +46,28 @@ def total_steps(config: TrainConfig, samples: int | None) -> int | None:
     if samples is None or config.dynamic_batch is not None or epochs is None:
         # With an unknown size the epochs may end the run before max_steps does.
         return config.max_steps if epochs is None or config.max_steps is not None else None
-    steps = epochs * steps_per_epoch(samples, config.global_batch, drop_last=config.drop_last)
+    steps = epochs * steps_of_epoch(config, samples)
     return steps if config.max_steps is None else min(steps, config.max_steps)
+
+
+def run_length(config: TrainConfig, samples: int | None) -> RunLength:
+    """Return how long the run is, as far as that is known."""
+    steps = None if samples is None or config.dynamic_batch is not None else steps_of_epoch(config, samples)
+    total, epochs = total_steps(config, samples), config.epochs
+    if epochs is None:
+        epochs = 1 if config.max_steps is None else -(-config.max_steps // steps) if steps else None
+    return RunLength(steps, total, epochs)
 
 
 @final
 class Schedule:
     """The factor for each step of one run, whose settings go together (conflicts.py)."""
 
-    def __init__(self, config: TrainConfig, total_steps: int | None) -> None:
+    def __init__(self, config: TrainConfig, length: RunLength) -> None:
         self._schedule = config.schedule
+        self._told = {} if isinstance(self._schedule, str) else told(self._schedule, length, "schedule")
         self._warmup = config.warmup_steps
-        self._total = total_steps
+        self._total = total_steps = length.total_steps
         self._rule = config.lr_rule
         self._batch = config.first_batch
         # conflicts.py refuses these with the arithmetic, before anything is built.
@@ -58,12 +76,12 @@ class Schedule:
     def factor(self, step: int, global_batch: int | None = None) -> float:
         """Return the learning rate's factor in step `step`, counted from 0, of `global_batch` samples."""
         warmed = (step + 1) / self._warmup if step < self._warmup else 1.0
-        ratio = 1.0 if global_batch is None or self._rule == "none" else global_batch / self._batch
-        return warmed * self._shape(step) * (math.sqrt(ratio) if self._rule == "sqrt" else ratio)
+        ratio = 1.0 if global_batch is None else global_batch / self._batch
+        return warmed * self._shape(step) * scaling_factor(self._rule, ratio)
 
     def _shape(self, step: int) -> float:
         if not isinstance(self._schedule, str):
-            return _checked(self._schedule(step), step)
+            return _checked(self._called(step), step)
         if self._schedule == "constant" or self._total is None:
             return 1.0
         # A run that is asked for more steps than it has stays at the end.
@@ -71,6 +89,18 @@ class Schedule:
         if self._schedule == "linear":
             return 1.0 - done
         return round(0.5 * (1.0 + math.cos(math.pi * done)), _DIGITS)
+
+    def _called(self, step: int) -> object:
+        assert not isinstance(self._schedule, str)
+        try:
+            return self._schedule(step, **self._told)
+        except TypeError as error:
+            if "is not an Optimizer" not in str(error):
+                raise
+            raise UsageError(
+                f"the schedule builds a torch scheduler, and is called with the number of the step: {error}",
+                remedy="give the function to the Trainer or the session: scheduler=lambda optimizer: ...",
+            ) from error
 
 
 def _checked(factor: object, step: int) -> float:
@@ -97,6 +127,7 @@ class EarlyStopper:
         self._settings = settings
         self._best: float | None = None
         self._waited = 0
+        self.restores = settings.restore_best
 
     def observe(self, metrics: Mapping[str, float]) -> str | None:
         """Count one evaluation and return the reason to stop, or None. NaN is never an improvement."""
@@ -108,8 +139,7 @@ class EarlyStopper:
                 remedy="return the metric from the objective, or watch one of those that are there",
             )
         value, best = metrics[settings.metric], self._best
-        gain = math.inf if best is None else best - value if settings.mode == "min" else value - best
-        if not math.isnan(value) and gain > settings.min_delta:
+        if self.improves(metrics):
             self._best, self._waited = value, 0
             return None
         self._waited += 1
@@ -120,6 +150,13 @@ class EarlyStopper:
             f"early stopping: {settings.metric} was not better than {known} "
             f"in {counted(self._waited, 'evaluation')}"
         )
+
+    def improves(self, metrics: Mapping[str, float]) -> bool:
+        """Return whether an evaluation is better than all that were observed, by more than `min_delta`."""
+        settings, best = self._settings, self._best
+        value = metrics.get(settings.metric, math.nan)
+        gain = math.inf if best is None else best - value if settings.mode == "min" else value - best
+        return not math.isnan(value) and gain > settings.min_delta
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self._best, "waited": self._waited}

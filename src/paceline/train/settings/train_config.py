@@ -16,7 +16,8 @@ from paceline.core import config as core_config
 from paceline.core.untrusted import redact_credentials
 from paceline.train.settings.dynamic_batch import DynamicBatch as DynamicBatch
 from paceline.train.settings.fault_tolerance import FaultTolerance as FaultTolerance
-from paceline.train.settings.keyword_hints import explained
+from paceline.train.settings.keyword_hints import OF_CHECKPOINTS, explained
+from paceline.train.settings.run_length import asked_for
 from paceline.train.settings.value_checks import (
     at_least,
     between,
@@ -27,6 +28,8 @@ from paceline.train.settings.value_checks import (
     refuse,
 )
 
+_WORKERS_WITH_EQUAL_BITS = 4  # up to these many, the number of workers does not change a run's defaults
+_COMFORTABLE_SAMPLES = 8  # of a shard that was not asked for
 _AUDIT_EVERY = 100  # steps, where `audit` is on without a number
 _FOLDER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -41,8 +44,11 @@ _DEFINITION = (
     "micro_batch",
     "clip_norm",
     "lr_rule",
+    "optimizer_turns",
     "warmup_steps",
     "schedule",
+    "scheduler_interval",
+    "scheduler_metric",
     "dynamic_batch",
     "compile",
     "compression",
@@ -50,14 +56,17 @@ _DEFINITION = (
     "threads",
     "shuffle",
     "drop_last",
+    "limit_batches",
+    "unfreeze",
 )
 
 
 @runtime_checkable
 class ScheduleFunction(Protocol):
-    """A user-defined schedule: the step, counted from 0, to a factor of the learning rate."""
+    """A user-defined schedule: the step, counted from 0, to a factor of the learning rate. It may have other
+    parameters (run_length.py): steps_per_epoch, total_steps and epochs, which it is given by name."""
 
-    def __call__(self, step: int, /) -> float: ...
+    def __call__(self, step: int, /, *more: Any, **length: Any) -> float: ...
 
 
 @final
@@ -78,15 +87,21 @@ class LossScaling:
         at_least(self, "growth_interval", 1, "it counts the good steps before the scale grows")
 
 
+@explained(hints=OF_CHECKPOINTS)
 @final
 @dataclass(frozen=True, kw_only=True)
 class EarlyStopping:
-    """Stop when `metric` has not become better by more than `min_delta` in `patience` evaluations."""
+    """Stop when `metric` has not become better by more than `min_delta` in `patience` evaluations.
+
+    `restore_best`: at the end of the run, early or not, the model gets the weights of the evaluation that was
+    the best by this rule.
+    """
 
     metric: str = "loss"
     patience: int = 3
     min_delta: float = 0.0
     mode: Literal["min", "max"] = "min"
+    restore_best: bool = True
 
     def __post_init__(self) -> None:
         conform(self)
@@ -113,17 +128,21 @@ class GradientCompression:
             refuse(self, "keep", message, "set keep=0.01 to send the largest 1 %")
 
 
+@explained(hints=OF_CHECKPOINTS)
 @final
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """Settings of checkpoints: when and where they are written, and which of them stay.
 
-    `url` is any fsspec URL (default: the run's folder). `keep_best` is by `metric` and `mode`; `keep_every`
-    keeps the first of that number of consecutive versions.
+    `every_epochs="auto"` is after every epoch, but not within `least_seconds` of the version before, unless
+    the epoch is the last one or has the best evaluation so far; never where `every_steps` is set. `url` is
+    any fsspec URL (default: the run's folder). `keep_best` is by `metric` and `mode`; `keep_every` keeps the
+    first of that number of consecutive versions.
     """
 
     every_steps: int | None = None
-    every_epochs: int | None = 1
+    every_epochs: int | Literal["auto"] | None = "auto"
+    least_seconds: float = 10.0
     keep_last: int = 3
     keep_best: int = 1
     keep_every: int | None = None
@@ -137,11 +156,22 @@ class CheckpointConfig:
         path_as_text(self, "url")
         conform(self)
         at_least(self, "every_steps", 1, "it counts the steps between two checkpoints")
-        at_least(self, "every_epochs", 1, "it counts the epochs between two checkpoints")
+        if self.every_epochs != "auto":
+            at_least(self, "every_epochs", 1, "it counts the epochs between two checkpoints")
+        if not 0.0 <= self.least_seconds < float("inf"):
+            message = f"least_seconds={self.least_seconds}: the time between two versions is 0 or more"
+            refuse(self, "least_seconds", message, "set least_seconds to 0 for a version after every epoch")
         at_least(self, "keep_last", 1, "the newest checkpoint is what a resumed run starts from")
         at_least(self, "keep_best", 0, "it counts the best checkpoints that stay")
         at_least(self, "keep_every", 1, "it counts versions")
         _check_metric(self)
+
+    @property
+    def epochs_between(self) -> int | None:
+        """Epochs between two versions; None where epochs do not matter."""
+        if self.every_epochs != "auto":
+            return self.every_epochs
+        return 1 if self.every_steps is None else None
 
 
 @explained()
@@ -152,7 +182,8 @@ class TrainConfig:
 
     `workers` decides how fast, never what comes out. Steps, batches and intervals are global. With `audit`
     all workers hash their weights every `audit_every` steps (100 where that is not set), and workers that
-    differ are named.
+    differ are named. With `profile` each worker writes a trace of `profile_steps` steps to that folder.
+    `run_dir=False`: the run keeps nothing; its folder is a temporary one that is deleted.
     """
 
     workers: int = 1
@@ -167,38 +198,50 @@ class TrainConfig:
     loss_scaling: LossScaling = field(default_factory=LossScaling)
     micro_batch: int | Literal["auto"] | None = None
     clip_norm: float | None = None
+    optimizer_turns: tuple[int, ...] | None = None
     lr_rule: Literal["none", "linear", "sqrt"] = "none"
     warmup_steps: int = 0
     schedule: Literal["constant", "linear", "cosine"] | ScheduleFunction = "constant"
+    scheduler_interval: Literal["epoch", "step"] = "epoch"
+    scheduler_metric: str = "loss"
     dynamic_batch: DynamicBatch | None = None
     compression: GradientCompression | None = None
     algorithm: Literal["auto", "direct", "ring", "tree", "hierarchical"] = "auto"
 
+    unfreeze: dict[str, int] = field(default_factory=dict, hash=False)
     compile: bool = False
     activation_checkpointing: bool | tuple[str, ...] = False
     threads: int | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     shuffle: bool = True
     drop_last: bool = False
+    limit_batches: int | None = None
+    limit_validation: int | None = None
+    dry_run: bool = False
 
     evaluate_every: int | None = None
     log_every: int = 50
     early_stopping: EarlyStopping | None = None
-    nonfinite: Literal["warn", "stop"] = "warn"
+    log_grad_norm: bool = False
+    nonfinite: Literal["warn", "stop", "skip"] = "warn"
     audit: bool = False
     audit_every: int = 0
+    profile: str | None = None
+    profile_steps: int = 3
     progress: bool = True
     timeout: float | None = None
 
     fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    run_dir: str | None = None
+    run_dir: str | Literal[False] | None = None
     run_dir_access: Literal["owner", "group", "all"] = "owner"
     name: str = "train"
     resume: str | int | None = None
 
     def __post_init__(self) -> None:
         path_as_text(self, "run_dir")
+        path_as_text(self, "profile")
+        _check_schedule(self)
         conform(self)
         at_least(self, "workers", 1, "a run needs a worker")
         at_least(self, "shards", 1, "a global batch is cut into this many slices")
@@ -210,15 +253,22 @@ class TrainConfig:
             at_least(self, "micro_batch", 1, "it counts the samples of one forward pass")
         at_least(self, "warmup_steps", 0, "it counts steps")
         at_least(self, "threads", 1, "it counts the threads of a worker")
+        if self.optimizer_turns is not None and min(self.optimizer_turns, default=0) < 1:
+            message = f"optimizer_turns={self.optimizer_turns}: a turn is one step or more in a row"
+            refuse(self, "optimizer_turns", message, "give one number from 1 up for each optimizer")
         at_least(self, "evaluate_every", 1, "it counts the steps between two evaluations")
+        at_least(self, "limit_batches", 1, "it counts the steps of an epoch")
+        at_least(self, "limit_validation", 1, "it counts global batches of validation data")
         at_least(self, "log_every", 1, "it counts the steps between two lines")
         at_least(self, "audit_every", 0, "it counts the steps between two hashes, and 0 is never")
+        at_least(self, "profile_steps", 1, "it counts the steps that are recorded")
         positive(self, "clip_norm", "gradients are scaled down to this norm")
         positive(self, "timeout", "it is how many seconds a worker waits for the others")
         if self.seed >= 1 << 63:
             message = f"seed={self.seed} needs {self.seed.bit_length()} bits, and a seed has 63"
             refuse(self, "seed", message, "take a smaller seed")
         _check_names(self)
+        _check_unfreeze(self)
 
     @property
     def micro_samples(self) -> int | None:
@@ -230,36 +280,74 @@ class TrainConfig:
         """Samples of the first step, which the optimizer's learning rate is meant for."""
         return self.global_batch if self.dynamic_batch is None else self.dynamic_batch.min
 
+    @property
+    def chosen_shards(self) -> int:
+        """Shards of a global batch: those that are set, else a number with which a run can grow."""
+        return default_shards(self) if self.shards is None else self.shards
+
     def resolved(self, cores: int) -> TrainConfig:
         """Return the same run with what was left open filled in, for a machine of `cores` cores.
 
-        One shard per worker, one epoch where no end is given, and `cores // shards` threads: all of these
-        are part of the run's definition from then on, so none may depend on workers that come and go.
+        The shards of `default_shards`, one epoch where no end is given, and threads that fill the cores when
+        each shard has a worker (where the shards are the default: with 4 workers or more). All of these are
+        part of the run's definition from then on, so none may depend on workers that come and go.
         """
-        shards = self.workers if self.shards is None else self.shards
+        shards = self.chosen_shards
+        sharing = shards if self.shards is not None else max(_WORKERS_WITH_EQUAL_BITS, self.workers)
         return dataclasses.replace(
             self,
             shards=shards,
             audit_every=_AUDIT_EVERY if self.audit and not self.audit_every else self.audit_every,
             epochs=1 if self.epochs is None and self.max_steps is None else self.epochs,
-            threads=max(1, cores // shards) if self.threads is None else self.threads,
+            threads=max(1, cores // sharing) if self.threads is None else self.threads,
         )
 
 
-def definition(config: TrainConfig) -> dict[str, Any]:
+def default_shards(config: TrainConfig) -> int:
+    """Return the shards of a run that sets none: twice the workers and at least 8, rounded up to a power of
+    2, as long as a shard has 8 samples; but never fewer than 4.
+
+    So 1, 2 and 4 workers give the same bits, and a run can grow. Smaller slices cost more for each sample,
+    and BatchNorm sees a slice at a time. A shard is at least one sample and, where a micro-batch is set, one
+    whole micro-batch; in fast mode a shard is a worker.
+    """
+    if config.mode == "fast":
+        return config.workers
+    wanted = 1 << (2 * max(config.workers, _WORKERS_WITH_EQUAL_BITS) - 1).bit_length()
+    comfortable = max(_WORKERS_WITH_EQUAL_BITS, config.first_batch // _COMFORTABLE_SAMPLES)
+    most = config.first_batch // (config.micro_samples or 1)
+    return max(config.workers, min(wanted, comfortable, most))
+
+
+def shards_on_ranks(config: TrainConfig, ranks: int) -> int | None:
+    """Return the shards of the run that the settings describe, for a job of that many ranks: fewer ranks than
+    its workers do not make it another run. In fast mode they are the ranks, and None is returned."""
+    if config.shards is not None or config.mode == "fast":
+        return config.shards
+    return default_shards(dataclasses.replace(config, workers=max(config.workers, ranks)))
+
+
+def definition(config: TrainConfig, order: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the settings that the weights are a function of, as plain JSON data, for a resolved config.
 
     Settings about speed, reporting and storage are not among them. The end of the run is, where the learning
-    rate is a function of it.
+    rate is a function of it. `order`: of the data, where it has one of its own (data/orders.py).
     """
     names = list(_DEFINITION)
-    if config.schedule in ("linear", "cosine"):
+    if config.schedule in ("linear", "cosine") or (
+        not isinstance(config.schedule, str) and asked_for(config.schedule, "schedule")
+    ):
         names += ["epochs", "max_steps"]
+    if config.nonfinite == "skip":
+        names.append("nonfinite")  # the two others change no weight
     plain = {name: getattr(config, name) for name in names}
     for name, value in plain.items():
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             plain[name] = dataclasses.asdict(value)
-    return {**plain, "schedule": _schedule_text(config.schedule)}
+        elif isinstance(value, tuple):
+            plain[name] = list(value)  # as JSON has it
+    plain["schedule"] = _schedule_text(config.schedule)
+    return plain if order is None else {**plain, "order": dict(order)}
 
 
 def changes_of_definition(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
@@ -267,9 +355,9 @@ def changes_of_definition(before: Mapping[str, Any], after: Mapping[str, Any]) -
 
     A setting that an earlier version did not have yet was what is its default now.
     """
-    defaults = {one.name: one.default for one in dataclasses.fields(TrainConfig)}
+    defaults = vars(TrainConfig())
     names = [*before, *(name for name in after if name not in before)]
-    pairs = [(name, before.get(name, defaults.get(name)), after.get(name)) for name in names]
+    pairs = [(name, *(one.get(name, defaults.get(name)) for one in (before, after))) for name in names]
     return [f"{name}: {old} -> {new}" for name, old, new in pairs if old != new]
 
 
@@ -308,7 +396,12 @@ def _check_names(config: TrainConfig) -> None:
         remedy = "use letters, digits, dots, dashes and underscores, beginning with a letter or digit"
         refuse(config, "name", f"name={config.name!r} cannot be part of a folder's name", remedy)
     not_empty(config, "run_dir")
+    not_empty(config, "profile")
+    if config.run_dir is False and config.resume is not None:
+        message = f"resume={config.resume!r} with run_dir=False: a run that keeps nothing cannot be resumed"
+        refuse(config, "run_dir", message, "give the folder of the run as run_dir, or leave resume out")
     not_empty(config, "resume")
+    not_empty(config, "scheduler_metric")
     if isinstance(config.resume, bool) or (isinstance(config.resume, int) and config.resume < 0):
         remedy = 'use resume="auto", the number of a version, or a tag'
         refuse(config, "resume", f"resume={config.resume!r} is neither a version nor a tag", remedy)
@@ -317,6 +410,38 @@ def _check_names(config: TrainConfig) -> None:
         message = f"activation_checkpointing={classes} has an empty class name"
         remedy = "name the module classes whose activations are recomputed"
         refuse(config, "activation_checkpointing", message, remedy)
+
+
+def _check_schedule(config: TrainConfig) -> None:
+    """Refuse what is a torch scheduler, or builds one, or asks for what a run does not know."""
+    schedule = config.schedule
+    kind = schedule if isinstance(schedule, type) else type(schedule)
+    name = kind.__name__
+    if isinstance(schedule, type) or (hasattr(schedule, "step") and hasattr(schedule, "state_dict")):
+        what = "a class" if isinstance(schedule, type) else "a torch scheduler"
+        torchs = hasattr(kind, "step") and hasattr(kind, "state_dict")
+        refuse(
+            config,
+            "schedule",
+            f"schedule is {what}, {name}, and not a function from the step to a factor",
+            f"give the Trainer a function that builds it: paceline.Trainer(..., scheduler=lambda optimizer: "
+            f"{name}(optimizer, ...))"
+            if torchs
+            else f"give an object of the class, {name}(...), or a function: schedule=lambda step: 0.99**step",
+        )
+    if callable(schedule):
+        asked_for(schedule, "schedule")
+
+
+def _check_unfreeze(config: TrainConfig) -> None:
+    for prefix, steps in config.unfreeze.items():
+        if not prefix or steps < 1:
+            refuse(
+                config,
+                "unfreeze",
+                f"unfreeze={{{prefix!r}: {steps}}}: a part of the model has a name and waits 1 step or more",
+                'name what begins to learn after how many steps: unfreeze={"backbone.": 100}',
+            )
 
 
 def _check_metric(settings: EarlyStopping | CheckpointConfig) -> None:

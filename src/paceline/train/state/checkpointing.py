@@ -16,8 +16,9 @@ commits.
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, final
 
@@ -33,6 +34,7 @@ from paceline.core import events
 from paceline.core.errors import CommTimeoutError, ConfigError, PacelineError, UsageError
 from paceline.data.batch_plan import DataPosition
 from paceline.train.callbacks import SavedCheckpoint
+from paceline.train.history import Evaluation
 from paceline.train.settings.train_config import CheckpointConfig
 from paceline.train.state.recorder import Tell
 from paceline.train.team import Team
@@ -86,6 +88,7 @@ class Checkpointer:
         self._shares: list[str] = []  # what each writer's part must hash to
         self._committing: tuple[int, float, float] | None = None  # version, begun, stall; on the first rank
         self._begun = self._stall = 0.0
+        self._since = time.perf_counter()  # of the last version, or of the beginning
         self.begun_step = -1  # the last that a save was begun of
         self.waits_for_storage = False
         self._failure: tuple[int, str] | None = None  # of the last save: its step, and why; on the first rank
@@ -108,8 +111,21 @@ class Checkpointer:
         return self.again or (every is not None and step % every == 0)
 
     def due_after_epoch(self, epochs: int) -> bool:
-        every = self._config.every_epochs
+        every = self._config.epochs_between
         return every is not None and epochs % every == 0
+
+    def is_recent(self) -> bool:
+        """Return whether the version before was begun so lately, by this rank's clock, that one after an
+        epoch may be left out."""
+        return time.perf_counter() - self._since < self._config.least_seconds
+
+    def is_best(self, evaluations: Sequence[Evaluation]) -> bool:
+        """Return whether the last of these is the best so far, so that its version is one to keep."""
+        values = [one.metrics.get(self._config.metric, math.nan) for one in evaluations]
+        if not self._config.keep_best or not values or math.isnan(values[-1]):
+            return False
+        sign = 1.0 if self._config.mode == "min" else -1.0
+        return not any(sign * value <= sign * values[-1] for value in values[:-1])
 
     @property
     def written(self) -> tuple[bool, bool]:
@@ -150,7 +166,7 @@ class Checkpointer:
 
         `shares`: the digests of the parts that all ranks agreed on; None: this rank's own.
         """
-        started = time.perf_counter()
+        started = self._since = time.perf_counter()
         self._check_metric(metrics)
         self.drain()
         self.again = False

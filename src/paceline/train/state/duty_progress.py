@@ -22,6 +22,7 @@ class Duty(enum.StrEnum):
     EVALUATE_AT_END = enum.auto()
     STOP = enum.auto()
     SAVE = enum.auto()
+    SAVE_EPOCH = enum.auto()
     SAVE_LAST = enum.auto()
     DRAIN_CHECKPOINTS = enum.auto()
     CLOSE_EPOCH = enum.auto()

@@ -32,16 +32,21 @@ def state_hash(module: nn.Module) -> str:
     Of each: the name in UTF-8, a zero byte, the dtype, a zero byte, the shape as "2,3", a zero byte, the
     elements' raw bytes in row-major order.
     """
-    return _hashed(module, hashlib.sha256())
+    return hash_of(model_tensors(module))
+
+
+def hash_of(tensors: Mapping[str, Tensor]) -> str:
+    """Return what `state_hash` returns of a module with these parameters and buffers."""
+    return _hashed(tensors, hashlib.sha256())
 
 
 def quick_hash(module: nn.Module) -> str:
     """Hash the same bytes as `state_hash`; quick, and not cryptographic."""
-    return _hashed(module, xxhash.xxh3_128())
+    return _hashed(model_tensors(module), xxhash.xxh3_128())
 
 
-def _hashed(module: nn.Module, digest: Any) -> str:
-    for name, tensor in sorted(model_tensors(module).items()):
+def _hashed(tensors: Mapping[str, Tensor], digest: Any) -> str:
+    for name, tensor in sorted(tensors.items()):
         add_tensor(digest, name, tensor)
     return str(digest.hexdigest())
 
@@ -108,8 +113,12 @@ def model_names(module: nn.Module) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def load_model(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy "model/..." tensors into the module, which has to have exactly these."""
+def load_model(
+    module: nn.Module,
+    tensors: Mapping[str, Tensor],
+    remedy: str = "resume with the model that the checkpoint was written with",
+) -> None:
+    """Copy "model/..." tensors into the module, which has to have exactly these; all of them, or none."""
     saved = {name.removeprefix(MODEL): tensor for name, tensor in tensors.items() if name.startswith(MODEL)}
     here = model_tensors(module)
     differ = sorted(set(saved) ^ set(here))
@@ -118,15 +127,18 @@ def load_model(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
             f"{name} ({'only in the checkpoint' if name in saved else 'only in the model'})"
             for name in differ
         ]
-        raise UsageError(
-            f"the checkpoint is of another model: {', '.join(where[:5])}{' ...' if len(where) > 5 else ''}",
-            remedy="resume with the model that the checkpoint was written with",
-        )
+        raise UsageError(f"the checkpoint is of another model: {_some(where)}", remedy=remedy)
+    unlike = [
+        f"{name} is {tensor.dtype} {tuple(tensor.shape)} in the model and "
+        f"{saved[name].dtype} {tuple(saved[name].shape)} in the checkpoint"
+        for name, tensor in here.items()
+        if saved[name].shape != tensor.shape or saved[name].dtype != tensor.dtype
+    ]
+    if unlike:
+        raise UsageError(_some(unlike), remedy=remedy)
     for name, tensor in here.items():
-        if saved[name].shape != tensor.shape or saved[name].dtype != tensor.dtype:
-            raise UsageError(
-                f"{name} is {tensor.dtype} {tuple(tensor.shape)} in the model and "
-                f"{saved[name].dtype} {tuple(saved[name].shape)} in the checkpoint",
-                remedy="resume with the model that the checkpoint was written with",
-            )
         tensor.copy_(saved[name])
+
+
+def _some(texts: Sequence[str]) -> str:
+    return f"{'; '.join(texts[:5])}{' ...' if len(texts) > 5 else ''}"

@@ -1,4 +1,4 @@
-"""Values that an optimizer keeps, as plain data for JSON next to tensors by name; and back.
+"""Values that an optimizer or a scheduler keeps, as plain data for JSON next to tensors by name; and back.
 
 Numbers, text, lists, tuples, sets, dicts and tensors, however deep. What an optimizer of the user's own keeps
 as attributes of itself counts as well. Anything else is refused by name: a run that continues without it
@@ -7,7 +7,7 @@ would quietly be another run.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -54,16 +54,18 @@ def to_plain(value: Any, path: str, what: str) -> Any:
         return items if isinstance(value, list) else {_KIND: "tuple", _VALUE: items}
     if type(value) in (set, frozenset) and all(isinstance(item, str | int) for item in value):
         return {_KIND: type(value).__name__, _VALUE: sorted(value, key=repr)}
+    if isinstance(value, np.generic) and isinstance(value.item(), _PLAIN):
+        return value.item()
     if isinstance(value, dict) and all(type(key) in _PLAIN for key in value):
         pairs = [
             [key, to_plain(item, f"{path}.{number}", what)]
             for number, (key, item) in enumerate(value.items())
         ]
-        return {_KIND: "dict", _VALUE: pairs}
+        return {_KIND: "counter" if isinstance(value, Counter) else "dict", _VALUE: pairs}
     raise UsageError(
         f"{what} is {with_article(value)}: a checkpoint could not hold it, and a resumed run would lack it",
-        remedy="keep numbers, text, tensors and lists or dicts of them in an optimizer, or turn checkpoints "
-        "off: CheckpointConfig(enabled=False)",
+        remedy="keep numbers, text, tensors and lists or dicts of them in an optimizer or a scheduler, or "
+        "turn checkpoints off: CheckpointConfig(enabled=False)",
     )
 
 
@@ -78,8 +80,9 @@ def from_plain(value: Any, tensor_at: Callable[[str], Tensor]) -> Any:
         return tensor_at(inner)
     if kind == "sparse":
         return sparse_tensor(inner, tensor_at)
-    if kind == "dict":
-        return {key: from_plain(item, tensor_at) for key, item in inner}
+    if kind in ("dict", "counter"):
+        pairs = {key: from_plain(item, tensor_at) for key, item in inner}
+        return Counter(pairs) if kind == "counter" else pairs
     return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](
         from_plain(item, tensor_at) for item in inner
     )
@@ -137,7 +140,7 @@ def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
                 "list, or turn checkpoints off: CheckpointConfig(enabled=False)",
             )
         if isinstance(value, _KEPT + _MEMORY):
-            if _is_tool(value):
+            if is_tool(value):
                 continue
             to_plain(value, name, what)
             found[name] = value
@@ -151,9 +154,9 @@ def load_attributes(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
         setattr(optimizer, name, on_device(value, here.device if isinstance(here, Tensor) else device))
 
 
-def _is_tool(value: Any) -> bool:
-    """Return whether an optimizer works with a value (functions, modules, parameters in a list) rather than
-    remembers it."""
+def is_tool(value: Any) -> bool:
+    """Return whether an optimizer or a scheduler works with a value (functions, modules, parameters in a
+    list) rather than remembers it."""
     if isinstance(value, list | tuple | dict):
-        return any(map(_is_tool, value.values() if isinstance(value, dict) else value))
+        return any(map(is_tool, value.values() if isinstance(value, dict) else value))
     return callable(value) or isinstance(value, torch.nn.Parameter)

@@ -177,8 +177,11 @@ def load(
     module: nn.Module,
     plain: Sequence[Mapping[str, Any]],
     tensors: Mapping[str, Tensor],
+    *,
+    scheduled: bool = False,
 ) -> None:
-    """Load saved state into the optimizers of this run."""
+    """Load saved state into the optimizers of this run. `scheduled`: schedulers change settings of groups, so
+    other values than those that an optimizer was built with mean nothing."""
     if [type(optimizer).__name__ for optimizer in optimizers] != [saved["type"] for saved in plain]:
         raise UsageError(
             f"the checkpoint was written with {[saved['type'] for saved in plain]}, "
@@ -196,7 +199,8 @@ def load(
         groups = []
         current = optimizer.state_dict()["param_groups"]
         for group, old in zip(current, saved["groups"], strict=True):
-            _log_changed(saved["type"], group, old)
+            if not scheduled:
+                _log_changed(saved["type"], group, old)
             settings = {key: setting_from_plain(value, group.get(key)) for key, value in old.items()}
             groups.append({**group, **settings, "params": group["params"]})
         optimizer.load_state_dict({"state": state, "param_groups": groups})

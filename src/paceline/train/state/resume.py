@@ -20,7 +20,6 @@ from paceline.core.errors import ConfigError, UnavailableError, UsageError
 from paceline.core.wording import ranks
 from paceline.data.batch_plan import DataPosition
 from paceline.train import host_fingerprint
-from paceline.train.history import StepRecord
 from paceline.train.settings.train_config import TrainConfig, changes_of_definition, definition
 from paceline.train.state.duty_progress import Duty
 from paceline.train.state.model_state import RESIDUAL, quick_hash
@@ -69,7 +68,7 @@ def _load_version(
         state.begin_at(DataPosition())
         state.parent = state.evaluated_step = None
         return {}
-    check_same_run(found, parts.config, parts.samples)
+    check_same_run(found, parts.config, parts.samples, parts.order)
     state.load(found.state, found.tensors)
     state.parent, state.run_id = found.version, found.run or state.run_id
     return {
@@ -90,17 +89,14 @@ def note_start(state: RunState, *, disowned: bool = False) -> None:
                 workers=team.world_size,
                 shards=team.shards,
                 samples=parts.samples,
-                definition=definition(parts.config),
+                definition=definition(parts.config, parts.order),
                 fingerprint=parts.fingerprint,
                 disowned=disowned,
             )
         )
         return
-    recalled = recorder.recall()
-    if parts.journal_file is not None and team.is_master:
-        # Written in order: only the end may be missing. A supervisor drops duplicates by itself.
-        known = journaled(parts.journal_file)
-        recalled = [one for one in recalled if one.step > known and one.type != events.RunResumed.type]
+    # Written in order: only the end may be missing. A supervisor drops duplicates by itself.
+    recalled = recorder.recall(None if parts.journal_file is None else journaled(parts.journal_file))
     for event in recalled if team.is_master else ():
         recorder.note_here(event)
     recorder.note(
@@ -183,7 +179,12 @@ def fetch(
     return saved
 
 
-def check_same_run(found: LoadedCheckpoint, config: TrainConfig, samples: int | None) -> None:
+def check_same_run(
+    found: LoadedCheckpoint,
+    config: TrainConfig,
+    samples: int | None,
+    order: Mapping[str, Any] | None = None,
+) -> None:
     """Refuse a checkpoint of another format, of other settings or of other data, and name the difference."""
     saved, version = found.state, found.version
     if saved.get("format") != FORMAT:
@@ -192,7 +193,7 @@ def check_same_run(found: LoadedCheckpoint, config: TrainConfig, samples: int | 
             remedy="resume with the Paceline that wrote it, or begin anew from its weights "
             "(paceline checkpoint export)",
         )
-    before, now = dict(saved["definition"]), definition(config)
+    before, now = dict(saved["definition"]), definition(config, order)
     if config.mode == "fast" and before.get("mode") == "fast":
         # There a shard is a worker, and workers come and go.
         before["shards"] = now["shards"] = None
@@ -205,13 +206,6 @@ def check_same_run(found: LoadedCheckpoint, config: TrainConfig, samples: int | 
             remedy="resume with the settings and the data of the run, or begin anew from its weights "
             "(paceline checkpoint export)",
         )
-
-
-def earlier_steps(file: Path, before: int) -> list[StepRecord]:
-    """Return the steps up to `before` that the journal knows; of a repeated step the last record counts."""
-    steps = (event for event in journal.iterate(file) if isinstance(event, events.StepCommitted))
-    found = {event.step: StepRecord.of(event) for event in steps if event.step <= before}
-    return [found[step] for step in sorted(found)]
 
 
 def journaled(file: Path) -> int:

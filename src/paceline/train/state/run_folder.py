@@ -7,6 +7,8 @@
         logs/           the workers' output
         lock            held by the run until it ends; see run_lock.py
 
+A run with run_dir=False has the same in a temporary folder, which is deleted when it ends.
+
 Folders are made with one atomic mkdir, so that runs started in the same second get `+2`, `+3`, ... and never
 share one. A folder that holds a run is never overwritten. It holds weights, logs and arguments: only its
 owner can enter one that is made here, unless `run_dir_access` widens it. One that was there may come from
@@ -17,6 +19,8 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import tempfile
 import time
 import tomllib
 from dataclasses import dataclass
@@ -33,6 +37,7 @@ RUNS = "runs"
 _WRITTEN = frozenset(
     {"config.toml", "journal.jsonl", "command.json", "control.json", "control.secret", "supervisor.json"}
     | {"crew", "leave", "lock", "stop", "logs", "unheard"}
+    | {"metrics.csv", "mlflow-run.json", "tensorboard", "wandb", "wandb-run.json"}
 )
 _MODES = {"owner": 0o700, "group": 0o750, "all": 0o755}
 _DEFAULT_NAME = re.compile(r"(?P<time>\d{8}-\d{6})-(?P<name>[A-Za-z0-9._-]+)(?:\+(?P<copy>\d+))?")
@@ -78,8 +83,11 @@ class RunFolder:
     def create(
         config: TrainConfig, *, root: str | os.PathLike[str] = RUNS, clock: Clock | None = None
     ) -> RunFolder:
-        """Return a new run's folder: `config.run_dir`, else a fresh one below `root`."""
-        if config.run_dir is not None:
+        """Return a new run's folder: `config.run_dir`, else a fresh one below `root`; a temporary one for a
+        run that keeps nothing."""
+        if config.run_dir is False:
+            folder = RunFolder(_temporary())
+        elif config.run_dir is not None:
             folder = RunFolder(Path(config.run_dir).absolute())
             _make(folder.path, _MODES[config.run_dir_access])
             folder.check_no_links()
@@ -141,7 +149,7 @@ class RunFolder:
         """Return the folder of the run that `config` resumes, if there is one; creates nothing."""
         if config.resume is None:
             return None
-        if config.run_dir is None:
+        if not config.run_dir:
             return find_latest(config.name, root=root)
         folder = RunFolder(Path(config.run_dir).absolute())
         return folder if folder.config_file.is_file() else None
@@ -171,6 +179,11 @@ class RunFolder:
     def save_config(self, config: TrainConfig) -> None:
         """Write config.toml in one piece."""
         replace_file(self.config_file, recorded_toml(config).encode())
+
+    def discard(self) -> None:
+        """Delete the folder of a run that keeps nothing; what cannot be deleted stays in the system's folder
+        for temporary files."""
+        shutil.rmtree(self.path, ignore_errors=True)
 
 
 def find_latest(name: str, *, root: str | os.PathLike[str] = RUNS) -> RunFolder | None:
@@ -209,6 +222,13 @@ def _fresh(root: Path, name: str, now: float, mode: int) -> Path:
             raise _cannot(path, error) from error
         else:
             return path
+
+
+def _temporary() -> Path:
+    try:
+        return Path(tempfile.mkdtemp(prefix="paceline-run-"))
+    except OSError as error:
+        raise _cannot(Path(tempfile.gettempdir()), error) from error
 
 
 def _make(path: Path, mode: int = 0o777) -> None:

@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,6 +20,7 @@ from paceline.core.errors import PlatformError, UsageError
 
 # File systems without locks: running unprotected is better than not at all.
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+_TRIES, _RETRY_SECONDS = 3, 0.01
 
 
 @contextmanager
@@ -43,9 +45,34 @@ def held(file: Path, what: str) -> Iterator[None]:
         os.close(descriptor)
 
 
+def is_held(file: Path) -> bool:
+    """Return whether a process holds the lock now; a file that cannot be opened is held by none."""
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def _lock(descriptor: int, file: Path, what: str) -> None:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for left in reversed(range(_TRIES)):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not left:
+                    raise
+                time.sleep(_RETRY_SECONDS)  # a process may be looking in `is_held`
     except BlockingIOError:
         raise UsageError(
             f"{what} is in use: {_holder(descriptor)} is running there (it holds {file})",

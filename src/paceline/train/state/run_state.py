@@ -6,10 +6,11 @@
 
 A checkpoint writes what `export` returns (checkpointing.py), a resume loads it (resume.py), a member that
 lacks the state gets it from one that has it (`synchronize`) together with the agenda, which no checkpoint
-holds. Tensors: parameters and buffers as "model/<name>", optimizer state as
-"optimizer/<number>/<parameter>/<key>", residuals of compression as "residual/<dtype>/<shard>"; complex128 as
-pairs of doubles. Randomness needs no entry: generators are seeded from (seed, epoch, step, shard), so the
-position is enough. The loop that changes this state is in loop/run.py.
+holds. Tensors: parameters and buffers as "model/<name>", those of the best evaluation as "best/<name>",
+optimizer state as "optimizer/<number>/<parameter>/<key>", tensors of schedulers as
+"scheduler/<number>.<...>", residuals of compression as "residual/<dtype>/<shard>"; complex128 as pairs of
+doubles. Randomness needs no entry: generators are seeded from (seed, epoch, step, shard), so the position is
+enough. The loop that changes this state is in loop/run.py.
 """
 
 from __future__ import annotations
@@ -35,9 +36,11 @@ from paceline.train.settings.dynamic_batch import GradientNoise
 from paceline.train.settings.schedule import EarlyStopper
 from paceline.train.settings.train_config import TrainConfig, definition, recorded_toml
 from paceline.train.state import model_state, modifier_states, optimizers
+from paceline.train.state.best_weights import BestWeights
 from paceline.train.state.checkpointing import Checkpointer, RunContents
 from paceline.train.state.duty_progress import Agenda, Duty
 from paceline.train.state.recorder import Recorder
+from paceline.train.state.schedulers import TorchSchedulers
 from paceline.train.step.batch_feed import BatchFeed
 from paceline.train.step.replica_agreement import WeightSample, WeightWatch
 from paceline.train.step.step_hashes import StepHashes
@@ -60,6 +63,7 @@ class StateParts:
     device: torch.device
     module: nn.Module
     optimizers: list[Optimizer]
+    schedulers: TorchSchedulers
     transaction: StepTransaction
     update: WeightUpdate
     recorder: Recorder
@@ -72,6 +76,7 @@ class StateParts:
     store: CheckpointStore | None = None
     checkpointer: Checkpointer | None = None
     journal_file: Path | None = None
+    order: Mapping[str, Any] | None = None  # of the data, where it has one of its own
 
 
 @final
@@ -93,8 +98,10 @@ class RunState:
         self.agreed_step = 0  # the last step after which all ranks were seen to hold the same state
         # Of all ranks, at the end: the hash, whether a stop was asked for, why the last save failed.
         self.final_hashes: list[list[Any]] = []
+        self.restored: int | None = None  # the step whose weights these are, where it is not the last
         self.first_step = 0  # that this process started from
         self.parent: int | None = None  # the version that this process resumed from
+        self.best = BestWeights(parts.module)
         self.sample = WeightSample(parts.module.parameters())
         self.watch = WeightWatch(self.sample, parts.module.parameters())
         self.hashes = StepHashes(self.sample.parts)
@@ -105,6 +112,20 @@ class RunState:
     def progress(self) -> Progress:
         """Progress of this rank; ranks that trained together differ by what one collective decides."""
         return self.position.step, self.position.epoch, self.agenda.done
+
+    def step_to_restore(self) -> int | None:
+        """Return the step of the best evaluation, whose weights a run returns at its end instead of its last.
+        None for a run that will continue, and where the last weights are the best."""
+        early, best, evaluations = self.parts.early, self.best.step, self.parts.recorder.evaluations
+        if early is None or not early.restores or best is None:
+            return None
+        if best == self.position.step and self.parts.callbacks.evaluation_weights() is None:
+            return None
+        last = evaluations[-1:]
+        # The evaluation at the end of a run takes no part in early stopping.
+        if last and last[0].step == self.position.step and early.improves(last[0].metrics):
+            return None
+        return None if self.stopped_on_request or self.loop_left else best
 
     def weights_hash(self) -> str:
         """Return the hash of the model that journal and history have: of parameters and buffers."""
@@ -125,6 +146,8 @@ class RunState:
         parts, module, scaler = self.parts, self.parts.module, self.parts.update.scaler
         tensors = {model_state.MODEL + n: t for n, t in model_state.model_tensors(module).items()}
         tensors |= optimizers.tensors_of(parts.optimizers, module)
+        tensors |= parts.schedulers.tensors()
+        tensors |= self.best.export()
         modifiers, modified = modifier_states.split(parts.callbacks.state_dict())
         tensors |= modified
         tensors, pairs = model_state.as_pairs(tensors)
@@ -137,14 +160,16 @@ class RunState:
             "evaluated": self.evaluated_step,
             "model": model_state.model_names(module),
             "optimizers": optimizers.plain_state_of(parts.optimizers, module),
+            "schedulers": parts.schedulers.plain_state(),
             "scaler": None if scaler is None else scaler.state_dict(),
             "dynamic_batch": None if parts.noise is None else parts.noise.state_dict(),
             "early_stopping": None if parts.early is None else parts.early.state_dict(),
             "patience": self._patience(),
+            "best_step": self.best.step,
             "modifiers": modifiers,
             "data": {"size": parts.samples, "feed": parts.feed.state_dict()},
             "records": parts.recorder.state_dict(),
-            "definition": definition(parts.config),
+            "definition": definition(parts.config, parts.order),
             "config": recorded_toml(parts.config),
             "fingerprint": parts.fingerprint,
             "pairs": pairs,
@@ -159,13 +184,18 @@ class RunState:
         self.begin_at(DataPosition(**saved["position"]))
         tensors = model_state.from_pairs(tensors, saved["pairs"])
         model_state.load_model(parts.module, tensors)
-        optimizers.load(parts.optimizers, parts.module, saved["optimizers"], tensors)
+        scheduled = bool(parts.schedulers)
+        optimizers.load(parts.optimizers, parts.module, saved["optimizers"], tensors, scheduled=scheduled)
+        parts.schedulers.load(saved.get("schedulers", ()), tensors)  # an earlier format had none
         if parts.update.scaler is not None and saved["scaler"] is not None:
             parts.update.scaler.load_state_dict(saved["scaler"])
         if parts.noise is not None and saved["dynamic_batch"] is not None:
             parts.noise.load_state_dict(saved["dynamic_batch"])
         if parts.early is not None and saved["early_stopping"] is not None:
             parts.early.load_state_dict(saved["early_stopping"])
+        # A run that does not restore them keeps them no longer; versions of earlier releases have none.
+        restores = parts.early is not None and parts.early.restores
+        self.best.load(saved.get("best_step") if restores else None, tensors)
         parts.callbacks.load_state_dict(modifier_states.joined(saved["modifiers"], tensors, parts.device))
         # A run that had ended stays ended, unless what ended it has been changed or removed.
         if saved["patience"] == self._patience() and (parts.early is not None or parts.callbacks.may_stop):
@@ -190,7 +220,9 @@ class RunState:
 
     def _patience(self) -> dict[str, Any] | None:
         settings = self.parts.config.early_stopping
-        return None if settings is None else asdict(settings)
+        if settings is None:
+            return None
+        return {name: value for name, value in asdict(settings).items() if name != "restore_best"}
 
     # state transfer: a checkpoint that never touches a disk
 
@@ -227,6 +259,7 @@ class RunState:
             "stopped_on_request": self.stopped_on_request,
             "left": self.loop_left,
             "final_hashes": self.final_hashes,
+            "restored": self.restored,
             "agreed": self.agreed_step,
         }
         saving = None if checkpointer is None else checkpointer.state_dict()
@@ -242,7 +275,7 @@ class RunState:
         self.agenda.load_state_dict(agenda)
         self.ended, self.agreed_step = agenda["ended"], agenda["agreed"]
         self.stopped_on_request, self.loop_left = agenda["stopped_on_request"], agenda["left"]
-        self.final_hashes = list(agenda["final_hashes"])
+        self.final_hashes, self.restored = list(agenda["final_hashes"]), agenda["restored"]
 
     # the end of a run that cannot continue
 

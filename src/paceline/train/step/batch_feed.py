@@ -19,7 +19,7 @@ import torch
 from paceline.core.errors import UsageError
 from paceline.data.batch_plan import DataPosition, ShardSlice, slices_of_step
 from paceline.data.containers import map_leaves, packed, unpacked
-from paceline.data.permutation import InOrder, Permutation
+from paceline.data.orders import epoch_order
 from paceline.data.sources import Batch, Request, Source, Stream, read
 from paceline.train.settings.train_config import TrainConfig
 from paceline.train.team import Team
@@ -28,6 +28,9 @@ _READING = 1  # marks keys of reading, apart from those of computing
 
 
 class BatchFeed(ABC):
+    full_step: int | None = None
+    """Samples of a full step, where the feed decides it and not the settings."""
+
     @abstractmethod
     def step(self, position: DataPosition, batch: int, missing: Sequence[int] | None = None) -> int:
         """Turn to the step at `position` and return how many samples it takes; 0 at the end of an epoch.
@@ -108,7 +111,7 @@ class IndexedFeed(BatchFeed):
         self._reader = self._ready_for = None
 
     def _planned(self, offset: int, batch: int) -> int:
-        left = self._size - offset
+        left = min(self._size, steps_limit(self._config, self._size)) - offset
         return 0 if self._config.drop_last and left < batch else max(0, min(batch, left))
 
     @property
@@ -123,7 +126,13 @@ class IndexedFeed(BatchFeed):
         config = self._config
         shards, block = self._assigned
         while config.epochs is None or epoch < config.epochs:
-            order = Permutation(self._size, config.seed, epoch) if config.shuffle else InOrder(self._size)
+            order = epoch_order(
+                self._source,
+                seed=config.seed,
+                epoch=epoch,
+                batch=config.first_batch,
+                shuffle=config.shuffle,
+            )
             while planned := self._planned(offset, batch):
                 if config.max_steps is not None and step >= config.max_steps:
                     return
@@ -192,6 +201,8 @@ class StreamFeed(BatchFeed):
     def _take(self, position: DataPosition, batch: int) -> list[Any]:
         if self._end == (position.epoch, position.offset):
             return []
+        if position.offset >= steps_limit(self._config, position.offset + 1):
+            return []  # the rest of the stream is not read
         self._seek(position)
         samples = self._stream.take(batch)
         if len(samples) < batch:
@@ -214,6 +225,12 @@ class StreamFeed(BatchFeed):
         if any(saved.get(key) != value for key, value in here.items()):
             saved = {**here, "seed": config.seed, "resume": None}
         stream.load_state_dict(saved)
+
+
+def steps_limit(config: TrainConfig, samples: int) -> int:
+    """Return how many of an epoch's samples its steps take at most: `samples` where there is no limit."""
+    limit = 1 if config.dry_run else config.limit_batches
+    return samples if limit is None else limit * config.first_batch
 
 
 def open_feed(source: Source, config: TrainConfig, team: Team) -> BatchFeed:

@@ -8,7 +8,7 @@ requests, a sample of its weights), so that all are summed in one exchange.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -114,6 +114,12 @@ def real(gradient: Tensor) -> Tensor:
     if gradient.is_sparse:
         gradient = gradient.to_dense()
     return torch.view_as_real(gradient) if gradient.is_complex() else gradient
+
+
+def clear_gradients(parameters: Iterable[Parameter]) -> None:
+    """Leave the parameters without gradients."""
+    for parameter in parameters:
+        parameter.grad = None
 
 
 def expose(parameters: Sequence[Parameter], flat: FlatGradients, used: Sequence[bool]) -> None:

@@ -204,7 +204,9 @@ def _replaced(
         why, remedy = words
         raise UsageError(f"{called} was called inside the loop of a session: {why}", remedy=remedy)
 
-    # A method, as a scheduler that is made in the loop expects it to be.
+    # With its marks, by which a scheduler knows that the step is the one that it counts; a method, as a
+    # scheduler that is made in the loop expects it to be.
+    vars(refuse).update(getattr(before, "__dict__", {}))
     setattr(owner, name, MethodType(refuse, owner))
     try:
         yield
@@ -256,8 +258,10 @@ def refuse_freezing(changed: Sequence[str], step: int) -> NoReturn:
     )
 
 
-def refuse_lacking(step: int, planned: int, applied: int, left_out: int) -> NoReturn:
+def check_applied(step: int, planned: int, applied: int, left_out: int) -> None:
     """Refuse a sum whose counters do not add up: the last defence of "every sample exactly once"."""
+    if applied + left_out == planned:
+        return
     raise InternalError(
         f"step {step} has {counted(planned, 'sample')}, and the sum of all shards holds {applied}, "
         f"with {left_out} left out: it was not applied",
@@ -265,12 +269,35 @@ def refuse_lacking(step: int, planned: int, applied: int, left_out: int) -> NoRe
     )
 
 
-def refuse_loss(given: Any) -> NoReturn:
+def refuse_other_model(step: int) -> NoReturn:
+    """Refuse a loss that no parameter of the model takes part in."""
+    raise UsageError(
+        f"step {step} gave no gradient to any parameter of the model that is trained: the loss was computed "
+        "by another model, or by parameters that are not the model's",
+        remedy="use the model that the objective is called with (def objective(model, batch)): every worker "
+        "trains a copy of its own, and one from outside of the function is another; in a session, the module "
+        "that was given to it",
+    )
+
+
+def refuse_turn(step: int, turn: int, kind: str) -> NoReturn:
+    """Refuse a loss that no parameter of the optimizer whose turn it is takes part in."""
+    raise UsageError(
+        f"step {step} is a turn of optimizer {turn} ({kind}), and its loss gave no gradient to any parameter "
+        "of that optimizer: nothing would be learned in these turns",
+        remedy="return the loss of the optimizer whose turn it is: def objective(model, batch, step) is told "
+        "it as step.optimizer, a session as micro.info.optimizer",
+    )
+
+
+def check_loss(given: Any) -> None:
     """Refuse a loss that nothing can be learned from."""
     if not isinstance(given, Tensor):
         what = f"the loss is a {type(given).__name__}"
     elif given.numel() != 1:
         what = f"the loss is a tensor of shape {tuple(given.shape)}"
+    elif given.requires_grad:
+        return
     else:
         what = "the loss does not depend on any parameter that is trained"
     raise UsageError(

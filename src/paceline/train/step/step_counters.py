@@ -47,6 +47,7 @@ class ReducedStep:
     parts_failed: int
     pauses: int
     shard_square_norms: Tensor | None
+    spoiled: bool = False  # loss or gradient are not finite, and the settings skip such a step
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ from paceline.train.step.gradient_memory import (
     GradientLayout,
     Rows,
     SparseGradients,
+    clear_gradients,
     expose,
     sparse_parameters,
 )
@@ -52,7 +53,8 @@ from paceline.train.step.step_counters import (
     pack_counters,
 )
 from paceline.train.step.step_hashes import shard_hash
-from paceline.train.step.weight_update import total_norm
+from paceline.train.step.unfreezing import Unfreezing
+from paceline.train.step.weight_update import sum_is_finite, total_norm
 from paceline.train.team import Team, first_owners
 
 _LOSS, _FIRST_METRIC = 0, 1
@@ -72,17 +74,18 @@ class StepTransaction:
         *,
         checks: GradientChecks | None = None,
         aggregation: Aggregation | None = None,
+        unfreezing: Unfreezing | None = None,
     ) -> None:
         self._team = team
         self._config = config
         # With loss scaling a step that is not finite is skipped, and training continues.
         self._stops_at_nonfinite = config.nonfinite == "stop" and config.precision != "fp16"
+        self._skips_nonfinite = config.nonfinite == "skip"
         self._device = device
         self._checks = checks or GradientChecks()
         self._aggregation = aggregation
         named = dict(module.named_parameters())
-        self._all_names, self._all_parameters = list(named), list(named.values())
-        self._learning = [p.requires_grad for p in self._all_parameters]
+        self._unfreezing = unfreezing or Unfreezing(module, config.unfreeze)
         trained = {name: p for name, p in named.items() if p.requires_grad}
         sparse = sparse_parameters(module)
         self._dense = {name: p for name, p in trained.items() if name not in sparse}
@@ -94,7 +97,8 @@ class StepTransaction:
         self._noise = config.dynamic_batch is not None
         self._norms_start = _FIRST_METRIC + MOST_METRICS + self._buffers.size
         self._epoch = self._step = self._planned = self._shard_applied = self._shard_left_out = 0
-        self._scale = 1.0
+        self._scale, self._first_filled = 1.0, 0
+        self.resting: Sequence[Parameter] = ()  # get no gradient: it is another optimizer's turn
         self._loss: Tensor | None = None
         self._metrics = ShardMetrics(device)
         self._computed: dict[int, ComputedShard] = {}
@@ -102,8 +106,7 @@ class StepTransaction:
         self.shard_hashes: dict[int, str] = {}  # of this rank's shards, in steps that are audited
         self._open: tuple[int, int] | None = None
         self._touched = False  # whether a shard has moved the buffers since they were remembered
-        self._first_filled = 0
-        self._watched = False
+        self._watched = self.is_lockstep = False  # lock-step: no shard can be computed alone
         self._prepare()
 
     def _prepare(self) -> None:
@@ -136,15 +139,19 @@ class StepTransaction:
         """Return the number of shards, and whether it is one shard on one worker: then autograd's own
         gradients are the sum, and nothing is copied."""
         team = self._team
-        alone = team.shards == 1 and team.world_size == 1 and self._config.compression is None
-        return team.shards, alone
+        return team.shards, team.shards == team.world_size == 1 and self._config.compression is None
 
     @property
     def held(self) -> tuple[int, ...]:
         """The shards of the open step that need not be computed again, whichever ranks are in the group."""
-        if self._open is None or self._reducer is None or not self._reducer.survives_failure:
-            return ()
-        return tuple(sorted(self._computed))
+        keeps = self._reducer is not None and self._reducer.survives_failure and not self.is_lockstep
+        return tuple(sorted(self._computed)) if keeps and self._open is not None else ()
+
+    @property
+    def learning(self) -> Mapping[str, Parameter]:
+        """The parameters that learn in the step that was opened last."""
+        still = self._unfreezing.frozen
+        return {name: parameter for name, parameter in self.trained.items() if name not in still}
 
     @property
     def missing(self) -> list[int]:
@@ -171,10 +178,7 @@ class StepTransaction:
 
     def open(self, epoch: int, step: int, counts: Sequence[int], scale: float = 1.0) -> None:
         """Begin a step; `counts` are the samples by shard, `scale` is what fp16 multiplies the loss by."""
-        if [p.requires_grad for p in self._all_parameters] != self._learning:
-            learns = zip(self._all_names, self._all_parameters, self._learning, strict=True)
-            changed = [name for name, parameter, before in learns if parameter.requires_grad != before]
-            misuse_guard.refuse_freezing(changed, self._step + 1)
+        self._unfreezing.turn_to(step)
         self._watch.opened(step)
         if self._open == (epoch, step):
             return  # done again with another group
@@ -194,8 +198,7 @@ class StepTransaction:
         if self._buffers.size and self._touched:
             self._buffers.restore()
         self._touched = True
-        for parameter in self.trained.values():
-            parameter.grad = None
+        clear_gradients(self.trained.values())
         self._watch.start_shard()
         self._loss = None
         self._metrics.start()
@@ -204,12 +207,21 @@ class StepTransaction:
 
     def backward(self, loss: Tensor, count: int, metrics: Mapping[str, Any] | None = None) -> None:
         """Add one micro-batch of `count` samples to the current shard; `loss` is their mean."""
-        if not isinstance(loss, Tensor) or not loss.requires_grad or loss.numel() != 1:
-            misuse_guard.refuse_loss(loss)
+        part = self.weighted(loss, count)
         self._watch.check_gradients(self._step + 1)
+        part.backward()  # type: ignore[no-untyped-call]
+        self.count(loss, count, metrics)
+
+    def weighted(self, loss: Tensor, count: int) -> Tensor:
+        """Return the part of the step's loss, scaled, that `count` samples with this mean are."""
+        misuse_guard.check_loss(loss)
+        factor = count / self._planned * self._scale
+        return loss if factor == 1.0 else loss * factor
+
+    def count(self, loss: Tensor, count: int, metrics: Mapping[str, Any] | None = None) -> None:
+        """Count a micro-batch whose gradients are the parameters' in the current shard."""
         weight = count / self._planned
-        factor = weight * self._scale
-        (loss if factor == 1.0 else loss * factor).backward()  # type: ignore[no-untyped-call]
+        clear_gradients(self.resting)
         self._watch.after_backward()
         self._carried.look(warn=self._team.is_master)
         self._shard_applied += count
@@ -347,11 +359,13 @@ class StepTransaction:
         self._sparse.apply(rows)
         applied, left_out, stops, written, failed, pauses, *marks = counters
         # Before the model changes: the last check that every sample is in the sum exactly once.
-        if applied + left_out != self._planned:
-            misuse_guard.refuse_lacking(self._step + 1, self._planned, applied, left_out)
+        misuse_guard.check_applied(self._step + 1, self._planned, applied, left_out)
         self._open = None
-        self.residuals.decide()
-        if self._buffers.size and self._reducer is not None and applied:
+        watched = () if self._config.precision == "fp16" else self.trained.values()
+        spoiled = self._skips_nonfinite and not sum_is_finite(scalars[_LOSS], watched)
+        if spoiled and self._buffers.size:
+            self._buffers.restore()
+        elif self._buffers.size and self._reducer is not None and applied:
             movement = scalars[_FIRST_METRIC + MOST_METRICS : self._norms_start]
             self._buffers.move(movement, applied / self._planned)
         short = self._planned / applied if 0 < applied != self._planned else 1.0
@@ -359,25 +373,34 @@ class StepTransaction:
             # Samples were skipped: what was weighted by the planned number is weighted by the real one.
             grads = [p.grad for p in self.trained.values() if p.grad is not None]
             torch._foreach_mul_(grads, short)
-        names = self._metrics.names
+        names, still = self._metrics.names, self._unfreezing.frozen
+        marked = zip(self.trained, marks, strict=True)
         return ReducedStep(
             # A copy: the next step writes over what was exchanged.
             scalars[: _FIRST_METRIC + len(names)] * short,
             names,
             applied,
-            () if all(marks) else tuple(n for n, mark in zip(self.trained, marks, strict=True) if not mark),
+            () if all(marks) else tuple(name for name, mark in marked if not mark and name not in still),
             stops,
             written,
             failed,
             pauses,
             scalars[self._norms_start :].clone() if self._noise else None,
+            spoiled,
         )
 
+    def updated(self) -> None:
+        """Note that the update of this step is through, or that it was skipped: nothing undoes it. In both
+        cases what its shards could not send follows from their own bytes, so a rank that was late comes to
+        the same, without knowing what the others have seen."""
+        self.residuals.decide()
+
     def undo(self) -> None:
-        """Undo a decided step whose update failed because of another rank: the model is as before `open`."""
+        """Undo a decided step whose update failed because of another rank: the model is as before `open`.
+        Another rank may have come through it: what this one's shards could not send stays (`settle`)."""
         if self._buffers.size:
             self._buffers.restore()
-        self.abandon()
+        self._forget()
 
     def abandon(self) -> None:
         """Give the step up: the model is as it was before `open`."""
@@ -391,13 +414,12 @@ class StepTransaction:
         if self._buffers.size and self._open is not None:
             self._buffers.restore()
         self._open, self._computed = None, {}
-        for parameter in self.trained.values():
-            parameter.grad = None
+        clear_gradients(self.trained.values())
 
     def close(self) -> None:
-        """Release the memory that gradients were exchanged in from the module."""
-        for parameter in self.trained.values():
-            parameter.grad = None
+        """Release the memory that gradients were exchanged in, and leave the module as it was given."""
+        self._unfreezing.close()
+        clear_gradients(self.trained.values())
 
     @property
     def residuals(self) -> Residuals:

@@ -7,7 +7,7 @@ the same bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -29,7 +29,7 @@ class AppliedUpdate:
     """Result of an update; the norm may still be on the device, and is None when it was not needed."""
 
     norm: Tensor | None
-    skipped: bool  # an overflow of fp16: the parameters are as they were
+    skipped: bool  # an overflow of fp16, or a gradient of no use: the parameters are as they were
     learning_rate: float
     measured: Tensor | None = None  # the norm before modifiers changed the gradient, where it was asked for
 
@@ -44,25 +44,37 @@ class WeightUpdate:
         clip_norm: float | None,
         scaler: LossScaler | None,
         change_gradients: ChangeGradients | None = None,
+        scheduled: bool = False,
+        log_norm: bool = False,
     ) -> None:
+        """`scheduled`: schedulers write learning rates to the groups, and the factor multiplies those.
+        `log_norm`: measure the gradient's norm also where nothing needs it."""
         self._parameters, self._optimizers, self._clip_norm = parameters, optimizers, clip_norm
         self.scaler = scaler
         self._change = change_gradients
+        self._scheduled, self._log_norm = scheduled, log_norm
         self._watched: list[tuple[int, Any]] | None = None
         self.applying = False  # while it does, and nothing else may, call the optimizers
         # The learning rates that the schedule multiplies; a resumed run finds them in the groups.
         for group in self._groups():
             group.setdefault("initial_lr", float(group["lr"]))
 
-    def apply(self, factor: float, *, need_norm: bool = False) -> AppliedUpdate:
-        """Take one optimizer step with learning rates of `factor` times the initial ones."""
+    def apply(
+        self, factor: float, *, need_norm: bool = False, active: Sequence[Optimizer] | None = None
+    ) -> AppliedUpdate:
+        """Take one optimizer step with learning rates of `factor` times the initial ones, or times those that
+        schedulers wrote. `active`: the optimizers that step; None: all of them."""
         self.applying = True
         try:
-            return self._apply(factor, need_norm)
+            return self._apply(factor, need_norm, self._optimizers if active is None else active)
         finally:
             self.applying = False
 
-    def _apply(self, factor: float, need_norm: bool) -> AppliedUpdate:
+    def skip(self) -> AppliedUpdate:
+        """Leave the weights, the optimizers and the loss scale as they are."""
+        return AppliedUpdate(None, True, _learning_rate(self._optimizers))
+
+    def _apply(self, factor: float, need_norm: bool, active: Sequence[Optimizer]) -> AppliedUpdate:
         gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
         overflow = False
         if self.scaler is not None:
@@ -70,12 +82,12 @@ class WeightUpdate:
             overflow = bool(gradients) and not math.isfinite(float(total_norm(gradients)))
             if overflow:
                 self.scaler.update(overflow)
-                return AppliedUpdate(None, True, self._learning_rate())
+                return AppliedUpdate(None, True, _learning_rate(active))
         measured = norm = total_norm(gradients) if need_norm else None
         if self._change is not None:
             self._change(self._parameters)
             gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
-        if self._clip_norm is not None and (norm is None or self._change is not None):
+        if (self._clip_norm is not None or self._log_norm) and (norm is None or self._change is not None):
             norm = total_norm(gradients)
         if self._clip_norm is not None and norm is not None:
             # As torch's clip_grad_norm_: a product instead of a branch, so that a GPU is not waited for.
@@ -85,16 +97,20 @@ class WeightUpdate:
             self.scaler.update(overflow)
         groups = self._groups()
         self._check_untouched(groups)
-        for group in groups:
-            wanted = group["initial_lr"] * factor
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(wanted)
-            else:
-                group["lr"] = wanted
+        bases = [_rate_of(group) if self._scheduled else group["initial_lr"] for group in groups]
+        if not self._scheduled or factor != 1.0:
+            for group, base in zip(groups, bases, strict=True):
+                _set_rate(group, base * factor)
         self.watch()
-        for optimizer in self._optimizers:
+        for optimizer in active:
             optimizer.step()
-        return AppliedUpdate(norm, False, self._learning_rate(), measured)
+        rate = _learning_rate(active)
+        if self._scheduled and factor != 1.0:
+            # A scheduler computes its next rate from its last one, which the factor is no part of.
+            for group, base in zip(groups, bases, strict=True):
+                _set_rate(group, base)
+            self.watch()
+        return AppliedUpdate(norm, False, rate, measured)
 
     def watch(self) -> None:
         """Notice changes of groups and learning rates by other code from now on."""
@@ -117,15 +133,29 @@ class WeightUpdate:
         raise UsageError(
             f"the learning rate of group {odd} of {kinds} is {float(groups[odd]['lr']):.6g}, and that is not "
             "what the run's schedule wrote: something else changes it, and it would be written over",
-            remedy="give a function of the step as TrainConfig(schedule=...), and leave torch's "
-            "lr_scheduler and assignments to param_groups out",
+            remedy="give a function of the step as TrainConfig(schedule=...), or one that builds torch's "
+            "scheduler as scheduler=..., which the run steps; leave scheduler.step() and assignments to "
+            "param_groups out",
         )
 
     def _groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
-    def _learning_rate(self) -> float:
-        return float(self._groups()[0]["lr"])
+
+def _learning_rate(active: Sequence[Optimizer]) -> float:
+    return float(active[0].param_groups[0]["lr"])
+
+
+def _rate_of(group: Mapping[str, Any]) -> Any:
+    rate = group["lr"]
+    return rate.clone() if isinstance(rate, Tensor) else rate
+
+
+def _set_rate(group: dict[str, Any], rate: Any) -> None:
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
 
 
 def _marks(group: Mapping[str, Any]) -> tuple[int, Any]:
@@ -133,6 +163,13 @@ def _marks(group: Mapping[str, Any]) -> tuple[int, Any]:
     device."""
     rate = group["lr"]
     return len(group["params"]), (id(rate), rate._version) if isinstance(rate, Tensor) else rate
+
+
+def sum_is_finite(loss: Tensor, parameters: Iterable[Parameter]) -> bool:
+    """Return whether the summed loss is finite, and the summed gradient of the parameters (none where loss
+    scaling watches it). All ranks have the same bits of both. Waits for the device."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return math.isfinite(float(loss)) and math.isfinite(float(total_norm(gradients)))
 
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:

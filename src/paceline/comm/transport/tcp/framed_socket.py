@@ -20,18 +20,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
-from paceline.comm.transport.base import HEADER_BYTES
 from paceline.core.authenticated_listener import AuthenticatedSocket
 from paceline.core.errors import WireError
 from paceline.core.session_auth import TAG_BYTES
 
-_HEADER = struct.Struct("<QqQBxxxI")
-assert _HEADER.size == HEADER_BYTES
+_HEADER = struct.Struct("<QqQBxxxI")  # HEADER_BYTES of comm/transport/base.py, which would import torch
 
 INLINE_BYTES = 64 * 1024
 """Messages of collectives up to this size travel inside their frame, larger ones beside it."""
 
-HEAD_BYTES = HEADER_BYTES + TAG_BYTES
+HEAD_BYTES = _HEADER.size + TAG_BYTES
 """A header and its tag: what travels of a frame without a body."""
 
 BODY_TAG_BYTES = TAG_BYTES
@@ -183,7 +181,7 @@ class FramedSocket:
             if self._have < HEAD_BYTES:
                 return
             head = memoryview(self._head)
-            self._incoming_tags.check(head[HEADER_BYTES:], head[:HEADER_BYTES])
+            self._incoming_tags.check(head[_HEADER.size :], head[: _HEADER.size])
             self._frame, self._have = _opened(self._head, self._limits), 0
             self._digest = sha256()
             if not self._frame.body:

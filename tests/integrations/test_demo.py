@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-DEMO = Path(__file__).parent.parent / "examples" / "demo_train.py"
+DEMO = Path(__file__).parent.parent.parent / "examples" / "demo_train.py"
 
 
 def test_the_demo_kills_a_worker_adds_one_and_ends_with_the_same_bits_and_a_report(tmp_path):

@@ -1,0 +1,131 @@
+"""One error is one message: whichever door a user came in by, an error in their code is shown once, with
+their frames and none of Paceline's."""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.train import small_run
+from tests.train.small_run import UNATTENDED, build, data, settings
+from torch import Tensor, nn
+
+import paceline
+from paceline.core.errors import UsageError
+from paceline.frontends.own_words import translated
+
+
+def broken(model: nn.Module, batch: Any) -> Tensor:
+    raise KeyError("no such column")
+
+
+def broken_loss(output: Tensor, target: Tensor) -> Tensor:
+    return broken(nn.Identity(), (output, target))
+
+
+def supervised(folder: Path) -> None:
+    small_run.trainer(settings(folder), objective=broken).fit(data())
+
+
+def spawned(folder: Path) -> None:
+    small_run.trainer(settings(folder, fault_tolerance=UNATTENDED), objective=broken).fit(data())
+
+
+def evaluated(folder: Path) -> None:
+    small_run.trainer(settings(folder), objective=broken).evaluate(data())
+
+
+class Broken(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return broken(self, x)
+
+
+def predicted(folder: Path) -> None:
+    small_run.trainer(settings(folder, workers=1), model=Broken).predict(data()[0])
+
+
+def per_gpu(folder: Path) -> None:
+    trainer = paceline.PyTorchDDPTrainer(
+        build(), num_gpus=1, batch_size=12, loss_fn=broken_loss, checkpoint_dir=folder
+    )
+    trainer.fit(torch.utils.data.TensorDataset(*data()))
+
+
+def orchestrated(folder: Path) -> None:
+    async def train() -> None:
+        async with paceline.DistributedTrainingOrchestrator(num_workers=1) as orchestrator:
+            await orchestrator.train_distributed(
+                {"batch_size": 12, "run_dir": folder}, model=build, dataset=data(), objective=broken
+            )
+
+    asyncio.run(train())
+
+
+def managed(folder: Path) -> None:
+    with paceline.DistributedTrainingManager({"batch_size": 12}) as manager:
+        manager.init_environment()
+        manager.prepare_training(build(), 54, loss_fn=broken_loss)
+        start, end = manager.get_local_batch(12)
+        manager.train_step(tuple(part[start:end] for part in data()), 0)
+
+
+DOORS = [supervised, spawned, evaluated, predicted, per_gpu, orchestrated, managed]
+
+
+@pytest.mark.parametrize("door", DOORS, ids=[door.__name__ for door in DOORS])
+def test_an_error_of_the_users_code(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], door: Callable[[Path], None]
+) -> None:
+    with pytest.raises((paceline.RankFailedError, KeyError)) as caught:
+        door(tmp_path / "run")
+    text = "".join(traceback.format_exception(caught.value))
+    assert text.count('raise KeyError("no such column")') == 1
+    assert "in broken" in text
+    assert "/src/paceline/" not in text
+    assert "direct cause" not in text
+    said = capfd.readouterr().err
+    assert "Traceback" not in said  # the supervisor has one line for each worker
+    assert said.count("no such column") <= 1
+
+
+def test_settings_have_the_names_of_the_door_that_was_used(tmp_path: Path) -> None:
+    dataset = torch.utils.data.TensorDataset(*data())
+    with pytest.raises(UsageError, match="PyTorchDDPTrainer: scaler_init_scale=-1"):
+        paceline.PyTorchDDPTrainer(build(), scaler_init_scale=-1.0)
+    with pytest.raises(UsageError, match="PyTorchDDPTrainer: max_steps=0, which is less than 1"):
+        paceline.PyTorchDDPTrainer(build(), checkpoint_dir=tmp_path).fit(dataset, max_steps=0)
+    with pytest.raises(UsageError, match="batch_size=2 over shards=4: 2 of the 4 shards") as caught:
+        paceline.DistributedTrainingManager({"batch_size": 2, "shards": 4})
+    assert "set batch_size to 4 or more" in caught.value.remedy
+
+    async def train() -> None:
+        async with paceline.DistributedTrainingOrchestrator(num_workers=1) as orchestrator:
+            await orchestrator.train_distributed(
+                {"batch_size": 2, "shards": 4}, model=build, dataset=data(), objective=nn.CrossEntropyLoss()
+            )
+
+    with pytest.raises(UsageError, match=r"the global batch \(workers x batch_size\)=2 over shards=4"):
+        asyncio.run(train())
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("set workers to 2", "set num_gpus to 2"),
+        ("coworkers and checkpoint.workers", "coworkers and checkpoint.workers"),
+        ('a "b" of workers=3', 'a "c" of num_gpus=3'),
+    ],
+)
+def test_words_are_replaced_as_a_whole(text: str, said: str) -> None:
+    assert translated(text, {"workers": "num_gpus", '"b"': '"c"'}) == said
+
+
+def test_a_callback_that_is_not_in_a_list() -> None:
+    with pytest.raises(UsageError, match="callbacks is an EMA") as caught:
+        small_run.trainer(paceline.TrainConfig(), callbacks=paceline.EMA())  # type: ignore[arg-type]
+    assert "callbacks=[...]" in caught.value.remedy
