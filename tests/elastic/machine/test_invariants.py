@@ -12,11 +12,11 @@ from math import inf
 from random import Random
 
 import pytest
-from tests.elastic.machine.made_states import fresh_actions, made
+from tests.elastic.machine.made_states import change, fresh_actions, made
 
 from paceline.control.messages import Stop
 from paceline.elastic.machine import invariants, job_end
-from paceline.elastic.machine.actions import KillWorker, ProbeWorkers, Send, StartWorker
+from paceline.elastic.machine.actions import KillWorker, ProbeWorkers, RequestDial, Send, StartWorker
 from paceline.elastic.machine.invariants import validate, validate_change
 from paceline.elastic.machine.state import JobPhase, JobState, WorkerStatus
 from paceline.elastic.simulation import campaign
@@ -214,3 +214,12 @@ def test_a_message_or_a_probe_is_for_some_member():
         (broken,) = invariants.validate_step(job, job, (message,), "enough")
         assert broken.startswith("invariant 9")
     assert invariants.validate_step(job, job, (ProbeWorkers((1,)),), "enough") == []
+
+
+def test_a_member_that_has_not_reconnected_is_not_dialed():
+    job = made((0, 1))
+    assert invariants.validate_step(job, job, (RequestDial(2, (1,)),), "they meet") == []
+    change(job, 1, reconnected=False)
+    for dial in (RequestDial(2, (1,)), RequestDial(1, (2,))):
+        (broken,) = invariants.validate_step(job, job, (dial,), "they meet")
+        assert broken.startswith("invariant 10")

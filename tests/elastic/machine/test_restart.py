@@ -11,7 +11,7 @@ from tests.elastic.machine.made_states import NOW, after, change, made
 
 from paceline.control.messages import ViewPlan
 from paceline.elastic.machine import machine
-from paceline.elastic.machine.actions import EndJob, KillWorker
+from paceline.elastic.machine.actions import EndJob, KillWorker, RequestDial, StartWorker
 from paceline.elastic.machine.hash_votes import Dispute
 from paceline.elastic.machine.machine_events import ProcessProbed, SupervisorBegan, Tick, WorkerLost
 from paceline.elastic.machine.settings import MachineSettings
@@ -308,3 +308,18 @@ def test_who_cannot_come_back_because_its_interpreter_is_held_is_waited_for():
     job, actions, reason = machine.step(job, Tick(), late)
     assert (job.phase, some(actions, KillWorker)) == (JobPhase.RETURNING, [])
     assert "no member is past its limit; 1 member has not come back" in reason
+
+
+def test_a_replacement_dials_a_member_once_that_member_is_back():
+    """Before, the supervisor does not know where the member listens."""
+    job, _ = begun(machine.snapshot(made((0, 0, 1))))
+    job, actions = after(job, WorkerLost(3, "crash", "killed"))
+    (start,) = some(actions, StartWorker)
+    job, actions = after(job, hello_of(start.member, 2, 1))
+    assert some(actions, RequestDial) == []
+    job, actions = after(job, hello_of(2, 1, 0, generation=3))
+    assert some(actions, RequestDial) == [RequestDial(start.member, (2,))]
+    job, actions = after(job, Tick(0.0))
+    assert some(actions, RequestDial) == []
+    job, actions = after(job, hello_of(1, 0, 0, generation=3))
+    assert some(actions, RequestDial) == [RequestDial(start.member, (1,))]

@@ -46,7 +46,8 @@ def dial(job: JobState) -> None:
             continue
         again = job.now - worker.dialed_at >= job.settings.dial_seconds
         asked = frozenset() if again else worker.dialing
-        fresh = tuple(peer.number for peer in unmet if peer.number not in asked)
+        # After a restart of the supervisor the endpoint of a member is known once that member is back.
+        fresh = tuple(peer.number for peer in unmet if peer.reconnected and peer.number not in asked)
         if fresh:
             job.actions.append(RequestDial(worker.number, fresh))
             since = job.now if again or not worker.dialing else worker.dialed_at

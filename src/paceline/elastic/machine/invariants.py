@@ -12,7 +12,15 @@ from operator import is_not
 from typing import TypeVar
 
 from paceline.control.messages import ViewPlan
-from paceline.elastic.machine.actions import Action, EndJob, InstallView, ProbeWorkers, Send, StartWorker
+from paceline.elastic.machine.actions import (
+    Action,
+    EndJob,
+    InstallView,
+    ProbeWorkers,
+    RequestDial,
+    Send,
+    StartWorker,
+)
 from paceline.elastic.machine.admission import have_met
 from paceline.elastic.machine.state import IN_VIEW, JobPhase, JobState, WorkerStatus, in_view
 
@@ -116,6 +124,13 @@ def _check_actions(before: JobState, after: JobState, actions: tuple[Action, ...
         wrong.append("invariant 8: a worker is started while the job stops")
     if any(isinstance(action, Send | ProbeWorkers) and not action.members for action in actions):
         wrong.append("invariant 9: a message or a probe is for no member")
+    for dial in actions:
+        if isinstance(dial, RequestDial) and any(
+            not worker.reconnected
+            for number in (dial.member, *dial.peers)
+            if (worker := after.workers.get(number)) is not None
+        ):
+            wrong.append("invariant 10: a dial to or from a member whose endpoint is not known yet")
 
 
 def _unmet(before: JobState, after: JobState, plan: ViewPlan) -> list[str]:

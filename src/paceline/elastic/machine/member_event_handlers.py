@@ -72,6 +72,7 @@ def _on_reconnect(job: JobState, worker: Worker, hello: messages.MemberHello) ->
     if job.phase is JobPhase.RETURNING:
         job.workers[worker.number] = replace(worker, reconnected=True)
         job.tick_by(job.now + probe_limit(job))
+        admission.dial(job)
         if job.view is None or hello.generation != job.view.generation:
             # The predecessor's snapshot and this member do not know the same view: nothing but a new view
             # brings them together, and nothing computed in between is lost, because all report first.
