@@ -197,6 +197,14 @@ def test_names(store):
     assert "[1, 2, 3]" in str(caught.value)
     with pytest.raises(UsageError, match="has the metric 'accuracy'"):
         store.find("best", metric="accuracy")
+    with pytest.raises(UsageError, match="asked for as a NoneType") as caught:
+        store.open(None)
+    assert "'latest' or 'best'" in caught.value.remedy
+
+
+def test_where_nothing_was_saved_there_is_no_best(store):
+    with pytest.raises(UsageError, match="there is no checkpoint in"):
+        store.find("best")
 
 
 def test_tags_move_and_go(store):

@@ -125,6 +125,11 @@ def test_a_weighted_sampler_of_torch_becomes_the_order() -> None:
             "is for 1 sample, and the data has 2",
         ),
         (lambda: as_source(WeightedOrder([1.0]).over(iter([1]))), "over a stream"),
+        (lambda: WeightedOrder([1e308, 1e308]), "the sum of 2 weights is inf"),
+        (
+            lambda: as_source(LengthBuckets([1]).over(WeightedOrder([1.0]).over(torch.arange(1)))),
+            "LengthBuckets over data that has the order WeightedOrder",
+        ),
     ],
 )
 def test_what_is_no_order_is_refused(make: Any, text: str) -> None:

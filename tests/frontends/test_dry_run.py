@@ -81,6 +81,22 @@ def test_everything_is_done_once_and_nothing_is_left(tmp_path: Path, monkeypatch
     assert os.listdir(tmp_path) == ["temporary"]
 
 
+def test_traces_of_a_real_run_stay_and_none_are_written(tmp_path: Path) -> None:
+    traces = tmp_path / "traces"
+    traces.mkdir()
+    trace = traces / "rank-0.step-2.pt.trace.json"
+    trace.write_text("of a real run")
+    trainer(build(), profile=str(traces)).fit((X, Y), (X[:20], Y[:20]))
+    trainer(build()).fit((X, Y), (X[:20], Y[:20]), profile=traces)
+    assert list(traces.iterdir()) == [trace]
+    assert trace.read_text() == "of a real run"
+
+
+def test_a_run_of_one_epoch_is_tried_for_one_step() -> None:
+    history = trainer(build(), epochs=1, warmup_steps=1).fit((X, Y), (X[:20], Y[:20]))
+    assert [len(history.steps), len(history.epochs), len(history.evaluations)] == [1, 1, 1]
+
+
 def in_a_job(context: DistributedContext, folder: str) -> list[Any]:
     tempfile.tempdir = folder
     model, counts = build(), Counts()

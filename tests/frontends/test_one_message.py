@@ -93,6 +93,22 @@ def test_an_error_of_the_users_code(
     assert said.count("no such column") <= 1
 
 
+def test_an_error_that_a_worker_finds_in_the_settings(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    stopping = paceline.EarlyStopping(metric="acuracy")
+    for care in (paceline.FaultTolerance(), UNATTENDED):
+        folder = tmp_path / str(care.enabled)
+        config = settings(folder, epochs=1, early_stopping=stopping, fault_tolerance=care)
+        with pytest.raises(UsageError, match="'acuracy', and the evaluation has") as caught:
+            small_run.trainer(config).fit(data(), data())
+        text = "".join(traceback.format_exception(caught.value))
+        assert text.count("'acuracy'") == 1
+        assert "/src/paceline/" not in text
+        assert any("raised on rank" in note for note in caught.value.__notes__)
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_settings_have_the_names_of_the_door_that_was_used(tmp_path: Path) -> None:
     dataset = torch.utils.data.TensorDataset(*data())
     with pytest.raises(UsageError, match="PyTorchDDPTrainer: scaler_init_scale=-1"):

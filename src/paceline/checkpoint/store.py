@@ -48,6 +48,7 @@ from paceline.core.clock import Clock, WallClock
 from paceline.core.errors import PlatformError, UsageError
 from paceline.core.storage.open_storage import open_storage
 from paceline.core.storage.storage import Storage
+from paceline.core.wording import with_article
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -62,6 +63,7 @@ TAGS: Final = "tags.json"
 
 _TAG: Final = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,63}")
 _RESERVED: Final = re.compile(r"latest|best|v\d+")
+_NAMES: Final = "give a version, a tag, 'latest' or 'best'"
 
 OnDamage = Callable[[CheckpointDamage], None]
 
@@ -191,17 +193,12 @@ class CheckpointStore:
         """Return the version that a number, a tag, "latest" or "best" stands for."""
         if isinstance(which, int):
             return which
+        if not isinstance(which, str):
+            raise UsageError(f"a version is asked for as {with_article(which)}", remedy=_NAMES)
         if which == "latest":
             return self._newest()
         if which == "best":
-            best = ranked(self.manifests(), Retention(metric=metric, mode=mode))
-            if not best:
-                have = sorted({name for manifest in self.manifests() for name in manifest.info.metrics})
-                raise UsageError(
-                    f"no checkpoint in {self.url} has the metric {metric!r}",
-                    remedy=f"name another metric: there are {have}" if have else "name a version or a tag",
-                )
-            return best[0].version
+            return self._best(metric, mode)
         tagged = self.tags().get(which)
         if tagged is not None:
             return tagged
@@ -210,7 +207,7 @@ class CheckpointStore:
         names = ", ".join(sorted(self.tags())) or "none"
         raise UsageError(
             f"there is no checkpoint {which!r} in {self.url} (tags: {names})",
-            remedy="give a version, a tag, 'latest' or 'best'",
+            remedy=_NAMES,
         )
 
     def open(
@@ -371,6 +368,19 @@ class CheckpointStore:
             raise UsageError(
                 f"there is no checkpoint {version} in {self.url}", remedy="see `paceline checkpoint ls`"
             )
+
+    def _best(self, metric: str, mode: Literal["min", "max"]) -> int:
+        manifests = self.manifests()
+        best = ranked(manifests, Retention(metric=metric, mode=mode))
+        if best:
+            return best[0].version
+        if not manifests:
+            return self._newest()  # opening one that cannot be read fails with the reason
+        have = sorted({name for manifest in manifests for name in manifest.info.metrics})
+        raise UsageError(
+            f"no checkpoint in {self.url} has the metric {metric!r}",
+            remedy=f"name another metric: there are {have}" if have else "name a version or a tag",
+        )
 
     def _newest(self) -> int:
         newest = self._latest()

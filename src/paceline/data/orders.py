@@ -80,7 +80,8 @@ class WeightedOrder(SampleOrder):
                 f"WeightedOrder: {_shown(self._weights)} are no weights",
                 remedy="give a number for each sample, finite and not negative",
             )
-        self._sums = np.cumsum(self._weights)
+        with np.errstate(over="ignore"):  # refused in words
+            self._sums = np.cumsum(self._weights)
         if not 0.0 < self._sums[-1] < np.inf:
             raise UsageError(
                 f"WeightedOrder: the sum of {counted(len(self._weights), 'weight')} is {self._sums[-1]}",
@@ -226,6 +227,12 @@ class OrderedSource:
     order: SampleOrder
 
     def __post_init__(self) -> None:
+        if isinstance(self.source, OrderedSource):
+            raise UsageError(
+                f"{type(self.order).__name__} over data that has the order "
+                f"{type(self.source.order).__name__}: an epoch has one order",
+                remedy="give the order the data itself, without an order or a WeightedRandomSampler",
+            )
         if self.source.size is None:
             raise UsageError(
                 f"{type(self.order).__name__} over a stream, which has an order of its own",
@@ -248,16 +255,21 @@ class OrderedSource:
 
 def epoch_order(source: Source, *, seed: int, epoch: int, batch: int, shuffle: bool) -> EpochOrder:
     """Return the samples of an epoch of a run over this source, which has a size."""
+    check_shuffled(source, shuffle)
     if isinstance(source, OrderedSource):
-        if not shuffle:
-            raise ConfigError(
-                f"shuffle=False, and the data has the order {type(source.order).__name__}",
-                remedy="leave shuffle out, or give the data without the order",
-                key="shuffle",
-            )
         return source.order.of_epoch(seed, epoch, batch)
     size = source.size or 0
     return Permutation(size, seed, epoch) if shuffle else InOrder(size)
+
+
+def check_shuffled(source: Source, shuffle: bool) -> None:
+    """Refuse data with an order of its own for a run that is to take samples as they come."""
+    if isinstance(source, OrderedSource) and not shuffle:
+        raise ConfigError(
+            f"shuffle=False, and the data has the order {type(source.order).__name__}",
+            remedy="leave shuffle out, or give the data without the order",
+            key="shuffle",
+        )
 
 
 def facts_of(source: Source) -> dict[str, Any] | None:

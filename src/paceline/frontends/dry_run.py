@@ -24,6 +24,7 @@ def dry_settings(config: TrainConfig) -> TrainConfig:
         config,
         run_dir=False,
         resume=None,
+        profile=None,
         checkpoint=CheckpointConfig(
             every_epochs=1, metric=saved.metric, mode=saved.mode, enabled=saved.enabled
         ),

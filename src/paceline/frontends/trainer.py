@@ -175,6 +175,7 @@ class Trainer:
 
         The context is that of the job that this process belongs to, or None.
         """
+        from paceline.data.orders import check_shuffled
         from paceline.data.sources import as_source, check_apart
         from paceline.train.loop.process_setup import WorkerProcessTuning
         from paceline.train.loop.worker_jobs import TrainJob
@@ -187,7 +188,7 @@ class Trainer:
         sets = {name: as_source(data) for name, data in self.evaluation.sets.items()}
         source, validation = as_source(train_data), None if val_data is None else as_source(val_data)
         context = self._running_job("fit")
-        given = with_profile(given, profile, context)
+        given = with_profile(given, None if given.dry_run else profile, context)
         url = given.checkpoint.url or ""
         if context is None and url.startswith("memory:"):
             raise ConfigError(
@@ -201,6 +202,7 @@ class Trainer:
 
         def fits(config: TrainConfig) -> None:
             conflicts.check(config, samples=source.size, validation=bool(validated))
+            check_shuffled(source, config.shuffle)
             check_length(self.scheduler, config, source.size)
 
         config, folder = prepare(given, context, fits)
@@ -326,10 +328,12 @@ class Trainer:
         return None if self._joint_link() is not None else running_job(what)
 
     def _pass_over(self, function: Callable[[DistributedContext, TrainJob], T], data: Any) -> T:
-        from paceline.data.sources import as_source
+        from paceline.data.sources import as_source, refuse_order
         from paceline.train.loop.worker_jobs import TrainJob
 
         context = self._running_job(function.__name__)
+        source = as_source(data)
+        refuse_order(source)
         group = context or self._joint_link()
         workers = self.config.workers if group is None else group.world_size
         config = dataclasses.replace(self._settled or as_recorded(self.config), workers=workers)
@@ -338,7 +342,7 @@ class Trainer:
             self.objective,
             None,
             config,
-            as_source(data),
+            source,
             info=self._reached,
             evaluation=self.evaluation,
         )

@@ -10,13 +10,14 @@ import pytest
 from paceline.core.errors import (
     CommTimeoutError,
     DisagreementError,
+    InternalError,
     PacelineError,
     PeerLostError,
     RankFailedError,
     UsageError,
 )
 from paceline.engines.local.blame import RankDied, RankRaised, root_cause
-from paceline.engines.local.failure_report import FailureRole, describe
+from paceline.engines.local.failure_report import FailureReport, FailureRole, describe
 
 
 def raised(rank: int, when: float, error: BaseException) -> RankRaised:
@@ -72,6 +73,15 @@ def test_an_error_of_ours_keeps_its_type_and_says_where_it_was_raised(error):
     assert isinstance(found, PacelineError)
     assert "raised on rank 1 (pid 1001)" in found.__notes__[0]
     assert "raise error" in found.__notes__[0]
+
+
+def test_only_a_bug_of_ours_shows_all_frames():
+    def blamed(error: PacelineError) -> str:
+        report = FailureReport("said", "all frames", FailureRole.CAUSE, True, None, fault=error.fault)
+        return root_cause([RankRaised(1, 1001, 1.0, report, error)]).__notes__[0]
+
+    assert blamed(UsageError("bad op", remedy="use SUM")) == "raised on rank 1 (pid 1001)"
+    assert "all frames" in blamed(InternalError("a bug"))
 
 
 def test_equal_failures_are_told_once():

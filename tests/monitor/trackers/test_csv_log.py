@@ -54,6 +54,22 @@ def test_a_resumed_run_continues_the_table_after_its_checkpoint(tmp_path):
     assert all(None not in row.values() for row in rows(path))
 
 
+def test_an_evaluation_that_is_done_again_has_one_row(tmp_path):
+    path = tmp_path / "table.csv"
+    run(paceline.CsvLog(path), range(1, 5))
+    tracker = paceline.CsvLog(path)
+    tracker.on_start(RunInfo(config=TrainConfig(), workers=2, first_step=2))
+    tracker.on_evaluation(Evaluation(step=2, epoch=0, metrics={"loss": 3.0}))
+    tracker.on_evaluation(Evaluation(step=2, epoch=0, metrics={"loss": 3.0, "f1": 0.5}))  # another one
+    tracker.on_failure(None)
+    assert [(row["step"], row["validation/loss"]) for row in rows(path)] == [
+        ("1", ""),
+        ("2", ""),
+        ("2", "3.0"),
+        ("2", "3.0"),
+    ]
+
+
 def test_a_run_that_begins_anew_has_a_table_of_its_own(tmp_path):
     path = tmp_path / "table.csv"
     run(paceline.CsvLog(path), range(1, 5))

@@ -33,6 +33,7 @@ class NotedCheckpointer:
         self.begun_step = -1
         self.written = self.due_after_this_step = self.due_after_this_epoch = False
         self.recent = self.best = False
+        self.checked: list[dict[str, float]] = []
 
     def all_written(self, written: int, failed: int) -> bool:
         return self.written
@@ -60,6 +61,9 @@ class NotedCheckpointer:
     ) -> None:
         self.calls.append(("begin", position.step, metrics, shares))
 
+    def check_metric(self, metrics: dict[str, float]) -> None:
+        self.checked.append(metrics)
+
     def is_recent(self) -> bool:
         return self.recent
 
@@ -84,7 +88,7 @@ class Rank:
         self.parts = SimpleNamespace(
             config=SimpleNamespace(
                 evaluate_every=every,
-                checkpoint=SimpleNamespace(at_end=True, every_epochs="auto"),
+                checkpoint=SimpleNamespace(at_end=True, every_epochs="auto", metric="loss"),
                 epochs=None,
             ),
             checkpointer=self.saver if saves else None,
@@ -237,6 +241,7 @@ def test_a_step_is_evaluated_once():
     rank.duties.do(Duty.EVALUATE, ())
     rank.duties.do(Duty.EVALUATE_AT_END, ())
     assert rank.evaluations == 1
+    assert rank.saver.checked == [{"loss": 0.5}]
     (event,) = rank.told
     assert isinstance(event, events.Evaluated)
     assert (event.step, event.epoch, event.samples, event.metrics) == (4, 1, 8, {"loss": 0.5})

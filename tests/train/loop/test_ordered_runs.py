@@ -15,10 +15,11 @@ from paceline.core import events, journal
 from paceline.core.errors import ConfigError, UsageError
 from paceline.data.orders import LengthBuckets, OrderedData, WeightedOrder
 from paceline.data.source_interface import SkippedSampleError
+from paceline.frontends.trainer import Trainer
 from paceline.monitor import journal_index
 from paceline.monitor.audit import audit
 from paceline.train.loop.recompute import replay_shard
-from paceline.train.settings.train_config import CheckpointConfig
+from paceline.train.settings.train_config import CheckpointConfig, TrainConfig
 
 DATA = regression(29)
 WEIGHTS = np.arange(29) % 4
@@ -119,3 +120,16 @@ def test_a_replayed_shard_names_the_samples_of_its_order(tmp_path: Path) -> None
 def test_validation_data_has_no_order() -> None:
     with pytest.raises(UsageError, match="has the order WeightedOrder"):
         train(job(mlp(), DATA, validation=weighted(), epochs=1))
+
+
+def test_an_order_that_cannot_be_kept_is_refused_before_a_worker_starts(tmp_path: Path) -> None:
+    config = TrainConfig(shuffle=False, run_dir=str(tmp_path / "run"), progress=False)
+    trainer = Trainer(mlp(), torch.nn.MSELoss(), optimizer=lambda p: torch.optim.SGD(p, 0.1), config=config)
+    with pytest.raises(ConfigError, match=r"shuffle=False, and .* the order WeightedOrder") as caught:
+        trainer.fit(weighted())
+    assert not hasattr(caught.value, "__notes__")  # of a rank
+    for call in (trainer.evaluate, trainer.predict):
+        with pytest.raises(UsageError, match="has the order LengthBuckets") as refused:
+            call(bucketed())
+        assert not hasattr(refused.value, "__notes__")
+    assert not (tmp_path / "run").exists()

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 from tests.train import small_run
-from tests.train.small_run import UNATTENDED, fit, journal_of, settings
+from tests.train.small_run import STEPS_OF_EPOCH, UNATTENDED, fit, journal_of, settings
 from tests.waiting import wait_for
 
 import paceline
@@ -21,6 +21,29 @@ from paceline.data.batch_plan import DataPosition
 from paceline.train.settings.train_config import CheckpointConfig
 from paceline.train.state.checkpointing import Checkpointer, RunContents
 from paceline.train.team import Team
+
+
+def test_a_metric_that_no_evaluation_gives_costs_one_evaluation_and_no_step(tmp_path):
+    folder = tmp_path / "run"
+    whole = fit(settings(tmp_path / "whole", 1, epochs=3))
+    wrong = settings(folder, 2, epochs=3, checkpoint=CheckpointConfig(metric="acuracy"))
+    with pytest.raises(ConfigError, match="'acuracy'") as caught:
+        fit(wrong)
+    assert any(f"of step {STEPS_OF_EPOCH} is saved" in note for note in caught.value.__notes__)
+    again = fit(settings(folder, 2, epochs=3, resume="auto", checkpoint=CheckpointConfig(metric="accuracy")))
+    assert again.state_hash == whole.state_hash
+    assert [(one.step, one.metrics) for one in again.evaluations] == [
+        (one.step, one.metrics) for one in whole.evaluations
+    ]
+
+
+def test_versions_can_be_kept_by_the_loss_of_training(tmp_path):
+    keeping = CheckpointConfig(metric="train_loss", keep_last=1, every_epochs=1)
+    history = fit(settings(tmp_path / "run", 1, checkpoint=keeping))
+    saved = CheckpointStore(str(tmp_path / "run" / "checkpoints")).manifests()
+    ends = history.steps[STEPS_OF_EPOCH - 1 :: STEPS_OF_EPOCH]
+    assert min(one.info.metrics["train_loss"] for one in saved) == min(record.loss for record in ends)
+    assert all("loss" in one.info.metrics for one in saved)
 
 
 def test_a_metric_that_no_evaluation_gives_is_refused(tmp_path):

@@ -97,8 +97,9 @@ def _raised(failure: RankRaised) -> BaseException:
     who = f"rank {failure.rank} (pid {failure.pid})"
     if report.is_ours and isinstance(failure.error, PacelineError):
         # The error itself is shown anyway: of its traceback only what the user wrote, if it came from there.
-        lines = report.users_lines or f"\n{report.traceback_text.rstrip()}"
-        failure.error.add_note(f"raised on {who}:\n{lines}")
+        # All of it only where it is a bug of Paceline.
+        lines = f"\n{report.traceback_text.rstrip()}" if report.fault == "ours" else report.users_lines
+        failure.error.add_note(f"raised on {who}:\n{lines}" if lines else f"raised on {who}")
         return failure.error
     if report.exit_code is not None:
         message = f"{who} called sys.exit({report.exit_code})"

@@ -42,7 +42,7 @@ class _CsvTable:
     """The open file, and its columns."""
 
     def __init__(self, path: Path, first_step: int) -> None:
-        self._path = path
+        self._path, self._first_step = path, first_step
         self._columns: list[str] = list(_FIRST)
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = _read(path) if first_step else []
@@ -56,12 +56,20 @@ class _CsvTable:
         prefix = f"{TRAIN}/"
         named = {name.removeprefix(prefix): repr(float(value)) for name, value in row.values.items()}
         line = {"time": f"{row.time:.3f}", "step": str(row.step), **named}
+        if row.step <= self._first_step:
+            self._forget(line)
         new = [name for name in line if name not in self._columns]
         if new:
             self._file.close()
             self._columns += new
             self._file = self._rewritten(_read(self._path))
         self._file.write(_text([line], self._columns))
+
+    def _forget(self, line: Mapping[str, str]) -> None:
+        """Drop the row that an earlier start has written of the same: its evaluation followed the checkpoint
+        that this start has begun from, and is done again."""
+        self._file.close()
+        self._file = self._rewritten([row for row in _read(self._path) if _what(row) != _what(line)])
 
     def save(self, saved: SavedCheckpoint) -> None:
         """Do nothing: a table keeps no files."""
@@ -77,6 +85,11 @@ class _CsvTable:
         text = _text([dict(zip(self._columns, self._columns, strict=True)), *rows], self._columns)
         atomic_file.replace(self._path, [text.encode()], durable=False)
         return self._path.open("a", encoding="utf-8", newline="")
+
+
+def _what(row: Mapping[str, str]) -> tuple[str, frozenset[str]]:
+    """Return the step of a row and the names of its numbers."""
+    return row["step"], frozenset(name for name, value in row.items() if value and name != "time")
 
 
 def _read(path: Path) -> list[dict[str, str]]:

@@ -126,6 +126,8 @@ class Duties:
             if not isinstance(error, GROUP_FAILURES):
                 error.add_note(f"in the evaluation after step {position.step}")
             raise
+        if parts.checkpointer is not None:
+            parts.checkpointer.check_metric(metrics)
         parts.recorder.evaluated(
             events.Evaluated(
                 time=time.time(),
@@ -241,12 +243,14 @@ class Duties:
         return {} if self._evaluation_here is None else self._evaluation_here.metrics
 
     def _version_metrics(self) -> dict[str, float]:
-        """Return the metrics of a version: the evaluation of these weights, else the last step's loss under
-        another name, because it is that of a few samples before the step."""
-        if self._evaluation_here is not None:
-            return dict(self._evaluation_here.metrics)
-        steps = self._parts.recorder.steps
-        return {TRAIN_LOSS: steps[-1].loss} if steps else {}
+        """Return the metrics of a version: the evaluation of these weights, else (or where versions are
+        chosen by it) the last step's loss under another name, because it is that of a few samples before the
+        step."""
+        parts = self._parts
+        found = {} if self._evaluation_here is None else dict(self._evaluation_here.metrics)
+        if parts.recorder.steps and (not found or parts.config.checkpoint.metric == TRAIN_LOSS):
+            found[TRAIN_LOSS] = parts.recorder.steps[-1].loss
+        return found
 
     _TABLE: ClassVar[Mapping[Duty, Callable[..., object]]] = {
         Duty.COMMIT_CHECKPOINT: _commit_checkpoint,

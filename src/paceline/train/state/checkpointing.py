@@ -167,7 +167,6 @@ class Checkpointer:
         `shares`: the digests of the parts that all ranks agreed on; None: this rank's own.
         """
         started = self._since = time.perf_counter()
-        self._check_metric(metrics)
         self.drain()
         self.again = False
         # One rank chooses the number: two ranks that read the store at different moments might not agree. All
@@ -396,10 +395,10 @@ class Checkpointer:
         """Return whether the newest version that this rank knows is of this step."""
         return self.newest is not None and self.newest_step == step
 
-    def _check_metric(self, metrics: Mapping[str, float]) -> None:
-        """Refuse an unknown metric: `keep_best` would silently keep nothing."""
+    def check_metric(self, metrics: Mapping[str, float]) -> None:
+        """Refuse a metric that an evaluation does not have: `keep_best` would silently keep nothing."""
         config = self._config
-        if not config.keep_best or not metrics or set(metrics) == {TRAIN_LOSS} or config.metric in metrics:
+        if not config.keep_best or config.metric in (TRAIN_LOSS, *metrics):
             return
         raise ConfigError(
             f"checkpoint.metric={config.metric!r} chooses the best versions to keep, and evaluations "
