@@ -97,6 +97,10 @@ def test_one_writer_and_each_step_once(run):
     assert [int(row["step"]) for row in steps] == list(range(1, small_run.STEPS + 1))
     assert [float(row["loss"]) for row in steps] == [record.loss for record in run.history.steps]
     assert all(0.0 <= float(row["compute_efficiency"]) <= 1.0 for row in steps)
+    # One row per step: the means over its steps are the step's own.
+    for row, record in zip(steps, run.history.steps, strict=True):
+        assert (float(row["comm_time"]), float(row["data_time"])) == (record.comm_time, record.data_time)
+        assert float(row["grad_norm"]) == record.grad_norm  # measured because a tracker writes it
     assert sum(bool(row["validation/loss"]) for row in rows) == len(run.history.evaluations)
 
 

@@ -26,7 +26,7 @@ from paceline.core.wording import counted, listed, with_article
 from paceline.elastic.supervised_folder import SUPERVISOR_FILES, recover_journal
 from paceline.frontends import launcher_link
 from paceline.frontends.caller_tools import profiler_is_active
-from paceline.train.callbacks import refuse_inside
+from paceline.train.callbacks import Modifier, Observer, refuse_inside
 from paceline.train.settings.run_length import asked_for, told
 from paceline.train.settings.schedule import run_length
 from paceline.train.settings.train_config import TrainConfig, shards_on_ranks
@@ -83,6 +83,12 @@ def with_profile(
             remedy="leave profile out: the active profiler sees all; or call fit outside of it",
         )
     return dataclasses.replace(config, profile=str(Path(given).absolute()))
+
+
+def with_measurements(config: TrainConfig, callbacks: Sequence[Observer | Modifier]) -> TrainConfig:
+    """Return the config with those measurements on that an observer reads."""
+    reads_norm = any(isinstance(one, Observer) and one.reads_grad_norm for one in callbacks)
+    return dataclasses.replace(config, log_grad_norm=config.log_grad_norm or reads_norm)
 
 
 def check_scheduler(scheduler: object) -> None:

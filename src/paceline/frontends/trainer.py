@@ -29,6 +29,7 @@ from paceline.frontends.run_preparation import (
     check_scheduler,
     prepare,
     running_job,
+    with_measurements,
     with_profile,
 )
 from paceline.monitor.progress_factory import progress_display
@@ -187,7 +188,7 @@ class Trainer:
         sets = {name: as_source(data) for name, data in self.evaluation.sets.items()}
         source, validation = as_source(train_data), None if val_data is None else as_source(val_data)
         context = self._running_job("fit")
-        given = with_profile(given, profile, context)
+        given = with_measurements(with_profile(given, profile, context), self.callbacks)
         url = given.checkpoint.url or ""
         if context is None and url.startswith("memory:"):
             raise ConfigError(

@@ -51,6 +51,8 @@ class Tracker(Observer, abc.ABC):
     `flush_seconds`: how long the end of a run may wait for a tracker that does not answer.
     """
 
+    reads_grad_norm = True
+
     def __init__(self, *, every: int | None, flush_seconds: float = 10.0) -> None:
         if every is not None and (not isinstance(every, int) or every < 1):
             raise UsageError(
