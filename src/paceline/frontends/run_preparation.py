@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
+import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -86,9 +87,11 @@ def with_profile(
 
 
 def with_measurements(config: TrainConfig, callbacks: Sequence[Observer | Modifier]) -> TrainConfig:
-    """Return the config with those measurements on that an observer reads."""
-    reads_norm = any(isinstance(one, Observer) and one.reads_grad_norm for one in callbacks)
-    return dataclasses.replace(config, log_grad_norm=config.log_grad_norm or reads_norm)
+    """Return the config with the gradient's norm measured in all steps in which an observer reads it."""
+    asked = [one.grad_norm_every(config) for one in callbacks if isinstance(one, Observer)]
+    if not any(asked):
+        return config
+    return dataclasses.replace(config, log_grad_norm=math.gcd(int(config.log_grad_norm), *asked))
 
 
 def check_scheduler(scheduler: object) -> None:

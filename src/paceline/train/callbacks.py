@@ -49,7 +49,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, final
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 from paceline.core.errors import GROUP_FAILURES, UsageError
 from paceline.core.events import MetricReported
@@ -95,12 +95,12 @@ class SavedCheckpoint(EventView):
 
 
 class Observer:
-    """Watches a run, in one process. Override what is of interest; nothing given here can be changed.
+    """Watches a run, in one process. Override what is of interest; nothing given here can be changed."""
 
-    reads_grad_norm   True: every step's record has the gradient's norm, as with `log_grad_norm=True`
-    """
-
-    reads_grad_norm: ClassVar[bool] = False
+    def grad_norm_every(self, config: TrainConfig) -> int:
+        """Return in every how many steps the record shall have the gradient's norm; 0: as `log_grad_norm` in
+        the config has it."""
+        return 0
 
     def on_start(self, run: RunInfo) -> None:
         """Handle the start of the run, before its first step."""
