@@ -81,6 +81,9 @@ class Switch(Observer):
         self.changes: list[float] = []
         self.on = turn_seconds is None
 
+    def grad_norm_every(self, config: TrainConfig) -> int:
+        return EVERY if self.trackers else 0
+
     def on_start(self, run: RunInfo) -> None:
         for tracker in self.trackers:
             tracker.on_start(run)

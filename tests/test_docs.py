@@ -5,6 +5,7 @@ Its code runs in tests/integrations/test_pages.py.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import re
 import sys
@@ -16,6 +17,8 @@ from typing import Any
 
 import pytest
 from tests import called_functions
+
+import paceline
 
 ROOT = Path(__file__).parent.parent
 _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -38,6 +41,64 @@ def test_every_link_leads_somewhere():
             if not target.exists() or (anchor and anchor not in _anchors(target)):
                 broken.append(f"{page.relative_to(ROOT)}: {link}")
     assert broken == []
+
+
+def test_the_reference_has_every_public_name():
+    """By the object that each entry names; the entry of a module has all that it defines."""
+    entries = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(entries) == len(set(entries))
+    found = set[int]()
+    for entry in entries:
+        home, _, name = entry.rpartition(".")
+        named = getattr(importlib.import_module(home), name)
+        found |= {id(one) for one in vars(named).values()} if isinstance(named, ModuleType) else {id(named)}
+    # Modules of functions that are entries themselves, and the exit codes, which docs/runs.md has.
+    aside = {"metrics", "gradient_checkpointing", "STOPPED_EXIT_CODE", "SUPERVISOR_LOST_EXIT_CODE"}
+    assert [
+        name for name in paceline.__all__ if name not in aside and id(getattr(paceline, name)) not in found
+    ] == []
+
+
+COMMAND = re.compile(r"`(?:\.venv/bin/)?paceline ([a-z][^`\n]*)`|^    paceline ([a-z].*)$", re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        str(page.relative_to(ROOT))
+        for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+        if page.name != "cli.md"
+    ],
+)
+def test_every_command_and_option_that_a_page_names_exists(page):
+    """docs/cli.md is generated from the commands, so a section of it has all that a command takes."""
+    text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    sections = dict(re.findall(r"^## paceline (\S+)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
+    wrong = []
+    for found in COMMAND.finditer((ROOT / page).read_text(encoding="utf-8")):
+        command = found.group(1) or found.group(2)
+        own = command.split(" -- ")[0]  # what follows is the script's
+        section = sections.get(own.split()[0].rstrip(",:"), "")
+        options = re.findall(r"(?<!\S)--?[a-z][\w-]*", own)
+        wrong += [command for option in options if not re.search(rf"{option}(?![\w-])", section)]
+        wrong += [] if section else [command]
+    assert wrong == []
+
+
+def test_tables_and_lists_are_such_on_the_site():
+    """The site's Markdown wants a heading row over every table, and an empty line before a list."""
+    wrong = []
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+        text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+        lines = ["", *text.splitlines()]
+        for before, line, after in zip(lines, lines[1:], [*lines[2:], ""], strict=False):
+            begins_table = line.startswith("|") and not before.startswith("|")
+            begins_list = (
+                re.match(r"[*-] |1\. ", line) and before and not re.match(r" |[*-] |\d+\. |<!--", before)
+            )
+            if (begins_table and not after.startswith("|-")) or begins_list:
+                wrong.append(f"{page.relative_to(ROOT)}: {line[:60]}")
+    assert wrong == []
 
 
 NAMING_PAGES = sorted(

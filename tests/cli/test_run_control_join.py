@@ -10,6 +10,7 @@ from tests.elastic.supervised_jobs import drop, running
 
 from paceline.cli import join, run_control
 from paceline.cli.main import invoke
+from paceline.control.run_status import WorkerFacts
 from paceline.core.events import StepCommitted
 from paceline.core.journal import Journal
 
@@ -57,6 +58,27 @@ def test_a_run_is_shown_scaled_and_stopped(tmp_path, capsys):
         run.until(lambda: len(run.pids()) == 3)
         assert invoke(app, ["stop", str(tmp_path), "--reason", "enough"]) == 0
         assert drop(run.finish()).stopped == "enough"
+
+
+def test_a_worker_is_shown_with_its_speed_and_its_memory():
+    slow = WorkerFacts(
+        rank=1,
+        member=1,
+        pid=7,
+        host="a",
+        place=0,
+        phase="forward",
+        step=4,
+        shards=(2, 3),
+        heard=0.25,
+        shard_seconds=0.0125,
+        rss=3_000_000,
+    )
+    assert run_control.worker_line(slow) == (
+        "rank 1  pid 7  a  forward  step 4  shards 2,3  12.5 ms per shard  3.0 MB  heartbeat 0.2 s ago"
+    )
+    new = WorkerFacts(rank=0, member=0, pid=0, host="", place=0, phase="start", step=0)
+    assert run_control.worker_line(new) == "rank 0  pid 0  -  start  step 0  shards none  no heartbeat yet"
 
 
 def test_a_folder_without_a_run_is_a_mistake(tmp_path, capsys):

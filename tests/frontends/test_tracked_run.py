@@ -97,6 +97,10 @@ def test_one_writer_and_each_step_once(run):
     assert [int(row["step"]) for row in steps] == list(range(1, small_run.STEPS + 1))
     assert [float(row["loss"]) for row in steps] == [record.loss for record in run.history.steps]
     assert all(0.0 <= float(row["compute_efficiency"]) <= 1.0 for row in steps)
+    # One row per step: the means over its steps are the step's own.
+    for row, record in zip(steps, run.history.steps, strict=True):
+        assert (float(row["comm_time"]), float(row["data_time"])) == (record.comm_time, record.data_time)
+        assert float(row["grad_norm"]) == record.grad_norm  # measured because a tracker writes it
     assert sum(bool(row["validation/loss"]) for row in rows) == len(run.history.evaluations)
 
 
@@ -138,3 +142,20 @@ def test_the_journal_of_a_step_stays_small(run):
     lines = (run.folder / "journal.jsonl").read_bytes().splitlines()
     sizes = sorted(len(line) for line in lines if b'"step_committed"' in line)
     assert sizes[len(sizes) // 2] < 400
+
+
+def test_trackers_of_a_session_have_the_norm_in_their_rows(tmp_path):
+    """In those of both intervals, and in no step that neither writes."""
+    model, inputs = nn.Linear(6, 3), small_run.data()
+    config = small_run.settings(tmp_path / "run", 1, epochs=2)
+    tables = [paceline.CsvLog(tmp_path / f"{every}.csv", every=every) for every in (4, 6)]
+    with paceline.session(model, small_run.adam(model.parameters()), config, callbacks=tables) as run:
+        for micro in run.microbatches(inputs):
+            x, y = micro.data
+            run.backward(nn.functional.cross_entropy(model(x), y))
+    assert run.history is not None
+    measured = [record.step for record in run.history.steps if record.grad_norm is not None]
+    assert measured == [2, 4, 6, 8, 10]
+    for every, expected in ((4, [4, 8, 10]), (6, [6, 10])):
+        with (tmp_path / f"{every}.csv").open(newline="") as file:
+            assert [int(row["step"]) for row in csv.DictReader(file) if row["grad_norm"]] == expected

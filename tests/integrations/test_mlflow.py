@@ -89,7 +89,10 @@ def test_a_supervised_run_with_parameters_metrics_figures_and_checkpoints(server
         "4",
     )
     assert metric(client, run.info.run_id, "train/loss") == [(one.step, one.loss) for one in history.steps]
-    for name in ("samples_per_second", "communication_share", "compute_efficiency", "learning_rate"):
+    for name in (
+        *("samples_per_second", "learning_rate", "grad_norm"),
+        *("communication_share", "comm_time", "data_time", "compute_efficiency"),
+    ):
         assert len(metric(client, run.info.run_id, f"train/{name}")) == small_run.STEPS
     assert metric(client, run.info.run_id, "validation/loss") == [
         (e.step, e.loss) for e in history.evaluations

@@ -55,7 +55,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 def test_offline(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
-    tracker = paceline.WeightsAndBiases("digits", every=1)
+    tracker = paceline.WeightsAndBiases("digits", every=1, flush_seconds=200)
     try:
         history = small_run.fit(small_run.settings(tmp_path / "run", epochs=2), [tracker])
         assert (tracker.dropped, tracker.failed) == (0, 0)
@@ -65,6 +65,8 @@ def test_offline(tmp_path, monkeypatch):
     written = rows(tmp_path / "run")
     losses = [(row["step"], row["train/loss"]) for row in written if "train/loss" in row]
     assert losses == [(one.step, one.loss) for one in history.steps]
+    times = [(row["train/comm_time"], row["train/data_time"]) for row in written if "train/loss" in row]
+    assert times == [(one.comm_time, one.data_time) for one in history.steps]
     assert [row["validation/loss"] for row in written if "validation/loss" in row] == [
         one.loss for one in history.evaluations
     ]

@@ -88,7 +88,7 @@ def status(run: OptionalRun = None, as_json: AsJson = False, token_file: Token =
             f"{times['compute_efficiency']:.1%}"
         )
     for worker in found.workers:
-        echo(_line(worker))
+        echo(worker_line(worker))
 
 
 def _print_end(path: Path, as_json: bool) -> None:
@@ -142,13 +142,20 @@ def _recent_times(run: Path) -> dict[str, float]:
     }
 
 
-def _line(worker: WorkerFacts) -> str:
+def worker_line(worker: WorkerFacts) -> str:
+    """Return what one worker does, how fast it computes and what memory it has, as far as it has said so."""
+    from paceline.cli.runs import size_text
+
     heard = "no heartbeat yet" if worker.heard is None else f"heartbeat {worker.heard:.1f} s ago"
     shards = ",".join(map(str, worker.shards)) or "none"
-    return (
-        f"rank {worker.rank}  pid {worker.pid}  {worker.host or '-'}  {worker.phase}  "
-        f"step {worker.step}  shards {shards}  {heard}"
-    )
+    parts = [
+        f"rank {worker.rank}  pid {worker.pid}  {worker.host or '-'}  {worker.phase}",
+        f"step {worker.step}  shards {shards}",
+        f"{worker.shard_seconds * 1e3:.3g} ms per shard" if worker.shard_seconds > 0.0 else "",
+        size_text(worker.rss) if worker.rss else "",
+        heard,
+    ]
+    return "  ".join(part for part in parts if part)
 
 
 def _ask(run: Path, token: Path | None, what: str, number: int = 0, text: str = "") -> ToolReply:

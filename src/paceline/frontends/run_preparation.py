@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
+import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ from paceline.core.wording import counted, listed, with_article
 from paceline.elastic.supervised_folder import SUPERVISOR_FILES, recover_journal
 from paceline.frontends import launcher_link
 from paceline.frontends.caller_tools import profiler_is_active
-from paceline.train.callbacks import refuse_inside
+from paceline.train.callbacks import Modifier, Observer, refuse_inside
 from paceline.train.settings.run_length import asked_for, told
 from paceline.train.settings.schedule import run_length
 from paceline.train.settings.train_config import TrainConfig, shards_on_ranks
@@ -83,6 +84,14 @@ def with_profile(
             remedy="leave profile out: the active profiler sees all; or call fit outside of it",
         )
     return dataclasses.replace(config, profile=str(Path(given).absolute()))
+
+
+def with_measurements(config: TrainConfig, callbacks: Sequence[Observer | Modifier]) -> TrainConfig:
+    """Return the config with the gradient's norm measured in all steps in which an observer reads it."""
+    asked = [one.grad_norm_every(config) for one in callbacks if isinstance(one, Observer)]
+    if not any(asked):
+        return config
+    return dataclasses.replace(config, log_grad_norm=math.gcd(int(config.log_grad_norm), *asked))
 
 
 def check_scheduler(scheduler: object) -> None:

@@ -27,7 +27,7 @@ from paceline.comm.context import DistributedContext
 from paceline.core.errors import ConfigError, UsageError
 from paceline.core.wording import with_article
 from paceline.data.sources import as_source
-from paceline.frontends.run_preparation import check_scheduler, prepare, running_job
+from paceline.frontends.run_preparation import check_scheduler, prepare, running_job, with_measurements
 from paceline.monitor.progress import ProgressDisplay
 from paceline.train.callbacks import Modifier, Observer
 from paceline.train.history import History
@@ -77,7 +77,7 @@ def session(
     joined = running_job("session") if context is None else context
     with ExitStack() as stack:
         group = joined if joined is not None else stack.enter_context(DistributedContext(1, 0))
-        settled, folder = prepare(config, group)
+        settled, folder = prepare(with_measurements(config, callbacks), group)
         if settled.run_dir is False and group.is_master:
             stack.callback(folder.discard)
         stop = StopRequest()

@@ -29,6 +29,7 @@ from paceline.frontends.run_preparation import (
     check_scheduler,
     prepare,
     running_job,
+    with_measurements,
     with_profile,
 )
 from paceline.monitor.progress_factory import progress_display
@@ -189,6 +190,7 @@ class Trainer:
         source, validation = as_source(train_data), None if val_data is None else as_source(val_data)
         context = self._running_job("fit")
         given = with_profile(given, None if given.dry_run else profile, context)
+        given = with_measurements(given, self.callbacks)
         url = given.checkpoint.url or ""
         if context is None and url.startswith("memory:"):
             raise ConfigError(

@@ -97,6 +97,11 @@ class SavedCheckpoint(EventView):
 class Observer:
     """Watches a run, in one process. Override what is of interest; nothing given here can be changed."""
 
+    def grad_norm_every(self, config: TrainConfig) -> int:
+        """Return in every how many steps the record shall have the gradient's norm; 0: as `log_grad_norm` in
+        the config has it."""
+        return 0
+
     def on_start(self, run: RunInfo) -> None:
         """Handle the start of the run, before its first step."""
 

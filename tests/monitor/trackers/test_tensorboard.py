@@ -56,6 +56,8 @@ def test_what_is_measured_is_in_the_file(tmp_path):
         "train/grad_norm": [(2, 3.0)],
         "train/samples_per_second": [(2, 64.0), (3, 64.0)],
         "train/step_seconds": [(2, 0.5), (3, 0.5)],
+        "train/comm_time": [(2, 0.1)],
+        "train/data_time": [(2, 0.05)],
         "train/communication_share": [(2, 0.2)],
         "train/data_share": [(2, 0.1)],
         "train/compute_efficiency": [(2, 0.7)],

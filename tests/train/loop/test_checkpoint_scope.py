@@ -52,6 +52,33 @@ class Written(nn.Module):
         return x
 
 
+class Headed(nn.Module):
+    """Layers in a list and functions between them, as `Written`; a Sequential that is a small part of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(8))
+        self.head = nn.Sequential(nn.Dropout(0.1), nn.Linear(32, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        result: Tensor = self.head(x)
+        return result
+
+
+class Mixed(nn.Module):
+    """As many layers in a Sequential as outside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4))), Written()
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.second(self.first(x))
+        return result
+
+
 def flat() -> nn.Sequential:
     return nn.Sequential(*(part for _ in range(8) for part in (nn.Linear(32, 32), nn.ReLU())))
 
@@ -61,6 +88,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "blocks": lambda: nn.Sequential(*(Block() for _ in range(8))),
     "listed": Listed,
     "written": Written,
+    "headed": Headed,
+    "mixed": Mixed,
     "nested": lambda: nn.Sequential(flat(), Listed(), nn.Linear(32, 3)),
     "alone": lambda: nn.Linear(32, 32),
 }

@@ -132,3 +132,16 @@ def test_the_norm_is_measured_without_clipping_and_changes_no_bit(more: dict[str
     assert ([record.grad_norm for record in quiet.history.steps] == norms) == ("clip_norm" in more)
     two = train(logged, 2).history.steps
     assert [record.grad_norm for record in two if not record.skipped] == norms
+
+
+def test_the_norm_every_few_steps() -> None:
+    plain = skipping(model=mlp(), data=(X, Y), nonfinite="warn")
+    every, third = (
+        train(dataclasses.replace(plain, config=dataclasses.replace(plain.config, log_grad_norm=interval)))
+        for interval in (True, 3)
+    )
+    expected = [record.grad_norm if record.step % 3 == 0 else None for record in every.history.steps]
+    assert [record.grad_norm for record in third.history.steps] == expected
+    assert any(expected)
+    with pytest.raises(ConfigError, match="log_grad_norm=-1"):
+        dataclasses.replace(plain.config, log_grad_norm=-1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import final
 
 from paceline.core.events import MetricReported
@@ -40,7 +40,8 @@ class StepWindow:
     comm_time: float = 0.0
     data_time: float = 0.0
     compute_time: float = 0.0
-    timed: float = field(default=0.0)  # seconds of those steps whose parts were measured
+    timed: float = 0.0  # seconds of those steps whose parts were measured
+    timed_steps: int = 0
     newest: StepRecord | None = None
 
     def add(self, record: StepRecord) -> None:
@@ -50,6 +51,7 @@ class StepWindow:
         self.seconds += record.seconds
         if record.comm_time is not None:
             self.timed += record.seconds
+            self.timed_steps += 1
             self.comm_time += record.comm_time
             self.data_time += record.data_time or 0.0
             self.compute_time += (record.compute_efficiency or 0.0) * record.seconds
@@ -65,6 +67,8 @@ class StepWindow:
             "grad_norm": record.grad_norm,
             "samples_per_second": self.samples / self.seconds if self.seconds > 0.0 else None,
             "step_seconds": self.seconds / self.steps if self.seconds > 0.0 else None,
+            "comm_time": self._mean(self.comm_time),
+            "data_time": self._mean(self.data_time),
             "communication_share": self._share(self.comm_time),
             "data_share": self._share(self.data_time),
             "compute_efficiency": self._share(self.compute_time),
@@ -72,6 +76,9 @@ class StepWindow:
             "epoch": record.epoch,
         }
         return {f"{TRAIN}/{name}": float(value) for name, value in found.items() if value is not None}
+
+    def _mean(self, seconds: float) -> float | None:
+        return seconds / self.timed_steps if self.timed_steps else None
 
     def _share(self, seconds: float) -> float | None:
         return seconds / self.timed if self.timed > 0.0 else None
@@ -108,6 +115,7 @@ def summary(history: History) -> dict[str, float]:
         "best_accuracy": history.best_accuracy,
         "samples_per_second": history.samples_per_second,
         "communication_share": history.communication_share,
+        "data_share": history.data_share,
         "compute_efficiency": efficiency,
         "speedup_estimate": None if efficiency is None else history.workers * efficiency,
     }

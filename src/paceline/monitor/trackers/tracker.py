@@ -23,6 +23,7 @@ from paceline.monitor.trackers.measurements import StepWindow, TrackedRow
 from paceline.monitor.trackers.tracker_queue import TrackerQueue
 from paceline.train.callbacks import Observer, RunInfo, SavedCheckpoint
 from paceline.train.history import EpochRecord, Evaluation, History, StepRecord
+from paceline.train.settings.train_config import TrainConfig
 
 
 class TrackerBackend(Protocol):
@@ -79,6 +80,9 @@ class Tracker(Observer, abc.ABC):
     def failed(self) -> int:
         """Rows of the last run that the tracker raised an error for."""
         return 0 if self._queue is None else self._queue.failed
+
+    def grad_norm_every(self, config: TrainConfig) -> int:
+        return self.every or config.log_every
 
     def on_start(self, run: RunInfo) -> None:
         self._interval = self.every or run.config.log_every

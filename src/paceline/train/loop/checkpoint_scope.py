@@ -7,8 +7,9 @@
 What autograd would keep between forward and backward is dropped and computed again: gradients are the same
 bits. Inside the block, calls of modules by this thread are seen by `_seen_call`. The outermost call is
 planned: the children of its Sequentials are run in about as many segments as the square root of their
-number, modules of a ModuleList that have parts of their own one by one, and a model with neither as a
-whole. For the models of a trainer there is `TrainConfig(activation_checkpointing=...)`.
+number, modules of a ModuleList that have parts of their own one by one. A model with too few of its layers in
+these is recomputed as a whole. For the models of a trainer there is
+`TrainConfig(activation_checkpointing=...)`.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ _lock = threading.Lock()
 _here = threading.local()  # `scope`: that of this thread; `plain`: inside of a module that is recomputed
 _open_scopes = 0
 _original: Callable[..., Any] = nn.Module.__call__
+_LEAST_SHARE = 2 / 3  # of a model's layers to recompute: autograd keeps the activations of the others
 
 
 @contextmanager
@@ -117,8 +119,19 @@ def _plan(module: nn.Module, names: frozenset[str]) -> frozenset[nn.Module]:
                 chosen.append(part)
             elif isinstance(part, nn.ModuleList):
                 chosen += [child for child in part if next(child.children(), None) is not None]
+        if sum(map(_layers, _outermost(chosen))) < _LEAST_SHARE * _layers(module):
+            chosen = [module]
+    return _outermost(chosen)
+
+
+def _outermost(chosen: Sequence[nn.Module]) -> frozenset[nn.Module]:
     within = {inner for part in chosen for inner in part.modules() if inner is not part}
-    return frozenset(part for part in chosen if part not in within) or frozenset([module])
+    return frozenset(part for part in chosen if part not in within)
+
+
+def _layers(module: nn.Module) -> int:
+    """Return the number of modules without parts."""
+    return sum(next(part.children(), None) is None for part in module.modules())
 
 
 def _is_plain_sequential(module: nn.Module) -> bool:

@@ -301,7 +301,7 @@ class Run:
         if reduced.spoiled:
             return parts.update.skip()
         active = parts.turns.active(parts.turns.at(step))
-        return parts.update.apply(factor, need_norm=parts.noise is not None, active=active)
+        return parts.update.apply(factor, step=step + 1, need_norm=parts.noise is not None, active=active)
 
     def _reduce(self) -> tuple[ReducedStep, int | None]:
         """Exchange gradients, counters and a sample of the weights with all ranks: the point of decision."""

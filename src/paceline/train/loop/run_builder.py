@@ -191,7 +191,7 @@ class RunBuilder:
             scaler=LossScaler(config.loss_scaling) if config.precision == "fp16" else None,
             change_gradients=callbacks.change_gradients if callbacks.changes_gradients else None,
             scheduled=bool(scheduled),
-            log_norm=config.log_grad_norm,
+            log_norm_every=int(config.log_grad_norm),
         )
         turns = OptimizerTurns(made, config.optimizer_turns)
         feed = open_feed(spec.data, config, team) if spec.feed is None else spec.feed

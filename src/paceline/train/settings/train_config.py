@@ -222,7 +222,7 @@ class TrainConfig:
     evaluate_every: int | None = None
     log_every: int = 50
     early_stopping: EarlyStopping | None = None
-    log_grad_norm: bool = False
+    log_grad_norm: bool | int = False
     nonfinite: Literal["warn", "stop", "skip"] = "warn"
     audit: bool = False
     audit_every: int = 0
@@ -260,6 +260,7 @@ class TrainConfig:
         at_least(self, "limit_batches", 1, "it counts the steps of an epoch")
         at_least(self, "limit_validation", 1, "it counts global batches of validation data")
         at_least(self, "log_every", 1, "it counts the steps between two lines")
+        at_least(self, "log_grad_norm", 0, "it counts the steps between two measurements")
         at_least(self, "audit_every", 0, "it counts the steps between two hashes, and 0 is never")
         at_least(self, "profile_steps", 1, "it counts the steps that are recorded")
         positive(self, "clip_norm", "gradients are scaled down to this norm")
@@ -364,8 +365,7 @@ def changes_of_definition(before: Mapping[str, Any], after: Mapping[str, Any]) -
 def to_toml(config: TrainConfig) -> str:
     """Return TOML that `core.config.load(TrainConfig, ...)` reads back to an equal object.
 
-    A schedule that is a function is written as its name, for people: loading it is refused, because a file
-    cannot hold it.
+    A schedule that is a function is written as its name, for people: loading such a file is refused.
     """
     if isinstance(config.schedule, str):
         return core_config.dumps(config)

@@ -45,14 +45,14 @@ class WeightUpdate:
         scaler: LossScaler | None,
         change_gradients: ChangeGradients | None = None,
         scheduled: bool = False,
-        log_norm: bool = False,
+        log_norm_every: int = 0,
     ) -> None:
         """`scheduled`: schedulers write learning rates to the groups, and the factor multiplies those.
-        `log_norm`: measure the gradient's norm also where nothing needs it."""
+        `log_norm_every`: measure the gradient's norm every so many steps also where nothing needs it."""
         self._parameters, self._optimizers, self._clip_norm = parameters, optimizers, clip_norm
         self.scaler = scaler
         self._change = change_gradients
-        self._scheduled, self._log_norm = scheduled, log_norm
+        self._scheduled, self._log_norm_every = scheduled, log_norm_every
         self._watched: list[tuple[int, Any]] | None = None
         self.applying = False  # while it does, and nothing else may, call the optimizers
         # The learning rates that the schedule multiplies; a resumed run finds them in the groups.
@@ -60,13 +60,19 @@ class WeightUpdate:
             group.setdefault("initial_lr", float(group["lr"]))
 
     def apply(
-        self, factor: float, *, need_norm: bool = False, active: Sequence[Optimizer] | None = None
+        self,
+        factor: float,
+        *,
+        step: int = 1,
+        need_norm: bool = False,
+        active: Sequence[Optimizer] | None = None,
     ) -> AppliedUpdate:
         """Take one optimizer step with learning rates of `factor` times the initial ones, or times those that
-        schedulers wrote. `active`: the optimizers that step; None: all of them."""
+        schedulers wrote. `step`: its number. `active`: the optimizers that step; None: all of them."""
         self.applying = True
+        logged = self._log_norm_every > 0 and step % self._log_norm_every == 0
         try:
-            return self._apply(factor, need_norm, self._optimizers if active is None else active)
+            return self._apply(factor, need_norm, logged, self._optimizers if active is None else active)
         finally:
             self.applying = False
 
@@ -74,7 +80,9 @@ class WeightUpdate:
         """Leave the weights, the optimizers and the loss scale as they are."""
         return AppliedUpdate(None, True, _learning_rate(self._optimizers))
 
-    def _apply(self, factor: float, need_norm: bool, active: Sequence[Optimizer]) -> AppliedUpdate:
+    def _apply(
+        self, factor: float, need_norm: bool, logged: bool, active: Sequence[Optimizer]
+    ) -> AppliedUpdate:
         gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
         overflow = False
         if self.scaler is not None:
@@ -87,7 +95,7 @@ class WeightUpdate:
         if self._change is not None:
             self._change(self._parameters)
             gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
-        if (self._clip_norm is not None or self._log_norm) and (norm is None or self._change is not None):
+        if (self._clip_norm is not None or logged) and (norm is None or self._change is not None):
             norm = total_norm(gradients)
         if self._clip_norm is not None and norm is not None:
             # As torch's clip_grad_norm_: a product instead of a branch, so that a GPU is not waited for.
