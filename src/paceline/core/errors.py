@@ -213,8 +213,8 @@ class ReplicasDifferError(PlatformError):
 
     usual_remedy = (
         'start again with resume="auto", which continues from the newest version that all ranks agreed on; '
-        "suspect the memory of that rank's machine, or a modifier or a model that depends on the rank, on "
-        "time or on randomness that is not seeded"
+        "suspect an optimizer that has other settings on a rank, the memory of that rank's machine, or a "
+        "modifier or a model that depends on the rank, on time or on randomness that is not seeded"
     )
 
     def __init__(self, message: str, *, ranks: Iterable[int] = (), remedy: str = "", **facts: object) -> None:

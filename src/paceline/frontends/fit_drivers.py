@@ -28,6 +28,7 @@ from paceline.core.events import WorkerFailed
 from paceline.core.journal import Journal
 from paceline.engines.local import memfd_pickle
 from paceline.frontends.caller_tools import profiler_is_active, watching_tool
+from paceline.frontends.run_preparation import owns_folder
 from paceline.frontends.spawn import spawn
 from paceline.frontends.supervised_run import SupervisedRun
 from paceline.monitor.progress_factory import progress_display
@@ -82,7 +83,7 @@ def keeping_nothing(context: DistributedContext | None, job: TrainJob) -> Iterat
     try:
         yield
     finally:
-        if job.config.run_dir is False and job.folder and (context is None or context.is_master):
+        if job.folder and owns_folder(job.config, context):
             RunFolder(job.folder).discard()
 
 

@@ -164,10 +164,12 @@ def prepare(
         shards = shards_on_ranks(config, context.world_size)
         config = dataclasses.replace(config, workers=context.world_size, shards=shards)
 
-    if config.run_dir is False and len(set(context.transport.topology.host_of)) > 1:
+    if config.run_dir is False and config.checkpoint.enabled and context.transport.topology.hosts > 1:
         raise ConfigError(
-            "run_dir=False on several hosts: a temporary folder is that of one host",
-            remedy="give a folder that every host of the job shares",
+            "run_dir=False on several hosts: a temporary folder is that of one host, and its checkpoints "
+            "are written by all",
+            remedy="give a folder that every host of the job shares, or save nothing: "
+            "checkpoint=CheckpointConfig(enabled=False)",
             key="run_dir",
         )
     decided: list[Any] = []
@@ -190,7 +192,19 @@ def prepare(
     if decided[0] is None:
         raise UsageError(f"rank 0 refuses the run: {decided[1]}", remedy=decided[2])
     changed, path = decided
-    return dataclasses.replace(config, **changed).resolved(cores()), RunFolder(Path(path))
+    settled = dataclasses.replace(config, **changed).resolved(cores())
+    if not context.is_master and owns_folder(settled, context):
+        return settled, RunFolder.for_config(settled)
+    return settled, RunFolder(Path(path))
+
+
+def owns_folder(config: TrainConfig, context: DistributedContext | None) -> bool:
+    """Return whether this rank makes a temporary folder, and deletes it: the first rank does, and each rank
+    on another host than the first one's, which does not see that folder."""
+    if config.run_dir is not False or context is None or context.is_master:
+        return config.run_dir is False
+    host_of = context.transport.topology.host_of
+    return host_of[context.rank] != host_of[0]
 
 
 def _continued(config: TrainConfig) -> TrainConfig:

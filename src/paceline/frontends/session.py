@@ -27,7 +27,13 @@ from paceline.comm.context import DistributedContext
 from paceline.core.errors import ConfigError, UsageError
 from paceline.core.wording import with_article
 from paceline.data.sources import as_source
-from paceline.frontends.run_preparation import check_scheduler, prepare, running_job, with_measurements
+from paceline.frontends.run_preparation import (
+    check_scheduler,
+    owns_folder,
+    prepare,
+    running_job,
+    with_measurements,
+)
 from paceline.monitor.progress import ProgressDisplay
 from paceline.train.callbacks import Modifier, Observer
 from paceline.train.history import History
@@ -78,7 +84,7 @@ def session(
     with ExitStack() as stack:
         group = joined if joined is not None else stack.enter_context(DistributedContext(1, 0))
         settled, folder = prepare(with_measurements(config, callbacks), group)
-        if settled.run_dir is False and group.is_master:
+        if owns_folder(settled, group):
             stack.callback(folder.discard)
         stop = StopRequest()
         stack.enter_context(listening(stop.ask, ctrl_c=True))

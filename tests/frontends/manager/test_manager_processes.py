@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import traceback
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from typing import Any
 import pytest
 from tests.comm.transport.ranks import free_port
 from tests.frontends.manager.manager_program import BATCH, train
+
+import paceline
 
 _PROGRAM = "tests.frontends.manager.manager_program"
 _KILLED = -signal.SIGKILL
@@ -85,6 +88,48 @@ def test_killed_processes_leave_no_trace(tmp_path: Path) -> None:
     assert [0, 0] in [[end - start for start, end in one["ranges"]] for one in more]
     # A launcher that ends the survivors of a failure is named, once, before there is one.
     assert [sum("torchrun ends all" in line for line in one["said"]) for one in lonely] == [1, 0]
+
+
+def _start_with(ctx: paceline.DistributedContext, settings: list[dict[str, Any]]) -> str:
+    """Take two steps and return the error of this rank, with all of its traceback."""
+    try:
+        train(ctx.rank, {"settings": settings[ctx.rank], "steps": 3})
+    except paceline.PacelineError as error:
+        return "".join(traceback.format_exception(error))
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("odd", "said"),
+    [
+        ({"batch_size": 12, "shards": 4}, "rank 1 has other settings than rank 0: batch_size: 24 -> 12\n"),
+        ({"learning_rate": 0.5}, "after step 1 the 2 ranks hold 2 different states"),
+    ],
+    ids=["refused before the first step", "found in the second"],
+)
+def test_processes_with_different_settings(odd: dict[str, Any], said: str) -> None:
+    for text in paceline.spawn(_start_with, [{"shards": 4}, odd], workers=2):
+        assert said in text
+        assert text.count("Traceback") == 1
+
+
+_FORGETS_TO_CLOSE = f"""
+from {_PROGRAM} import model
+import paceline
+manager = paceline.DistributedTrainingManager({{"world_size": 1, "local_rank": 0}})
+manager.init_environment()
+manager.prepare_training(model(), 96)
+raise SystemExit("the program's own end")
+"""
+
+
+def test_a_program_that_ends_without_close_says_nothing_else() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _FORGETS_TO_CLOSE], capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "the program's own end"
+    assert "Exception ignored" not in done.stderr
 
 
 _MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "--enable-recovery", "-n", "2", sys.executable)

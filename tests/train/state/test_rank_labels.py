@@ -14,7 +14,7 @@ from tests.train.state.savers import SHARED, saver_of
 
 from paceline.comm.context import DistributedContext
 from paceline.core import events
-from paceline.core.errors import PlatformError, UsageError
+from paceline.core.errors import ConfigError, PlatformError, UsageError
 from paceline.data.batch_plan import DataPosition
 from paceline.testing.thread_transport import run_ranks
 from paceline.train.callbacks import Callbacks, Modifier
@@ -50,6 +50,16 @@ def test_a_rank_that_starts_with_other_weights(fresh, first):
     """Compared with the first rank that has its initial weights: one that has trained has none to compare."""
     with pytest.raises(UsageError, match=f"the model of rank 9 does not .* the weights of rank {first}'s"):
         on_slots(start, {}, fresh)
+
+
+def start_in(context: DistributedContext, precision: list[Any]) -> None:
+    resume.check_same_start(context, settings(precision=precision[context.rank]), CPU, mlp())
+
+
+def test_a_rank_that_has_other_settings():
+    on_slots(start_in, ["bf16"] * 3)
+    with pytest.raises(ConfigError, match="rank 9 has other settings than rank 4: precision: fp32 -> bf16"):
+        on_slots(start_in, ["fp32", "fp32", "bf16"])
 
 
 class Counts(Modifier):

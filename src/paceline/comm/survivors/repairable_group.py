@@ -51,7 +51,7 @@ class RepairableGroup:
         self.lost_rank = gone[0] if gone else NOT_KNOWN if named is None else named
         # Others may wait for this process in the same exchange.
         self.context.close(error)
-        _log.warning("rank %d is lost: %s", self.lost_rank, error.message)
+        _log.warning("rank %d is lost: %s", self.lost_rank, error.message.rstrip(":"))
 
     @property
     def needs_repair(self) -> bool:

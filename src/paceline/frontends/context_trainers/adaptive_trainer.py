@@ -5,7 +5,11 @@ from __future__ import annotations
 from typing import final
 
 from paceline.frontends.context_trainers.neural_net_trainer import DistributedNeuralNetTrainer
+from paceline.frontends.own_words import in_words_of
 from paceline.train.settings.train_config import DynamicBatch
+
+# What the settings of a growing batch say, and what it is called here.
+_OWN_WORDS = {"DynamicBatch": "enable_dynamic_batching", "min": "min_batch", "max": "max_batch"}
 
 
 @final
@@ -17,4 +21,5 @@ class DistributedAdaptiveTrainer(DistributedNeuralNetTrainer):
     ) -> None:
         """Begin with `min_batch` samples a step and double them, up to `max_batch`, while the relative
         variance of the gradient exceeds `variance_threshold`."""
-        self._growth = DynamicBatch(min_batch, max_batch, variance_threshold)
+        with in_words_of(_OWN_WORDS):
+            self._growth = DynamicBatch(min_batch, max_batch, variance_threshold)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from paceline.comm.context import DistributedContext
@@ -63,7 +65,9 @@ class DistributedTrainer(ABC):
 
     def synchronize_model(self, root_rank: int = 0) -> None:
         """Give every rank the root's parameters."""
-        self.set_parameters(self.context.broadcast(self.get_parameters().clone(), root_rank))
+        own = self.get_parameters()
+        copied = own.detach().clone() if isinstance(own, Tensor) else copy.deepcopy(own)
+        self.set_parameters(self.context.broadcast(copied, root_rank))
 
     def aggregate_gradients(
         self,
@@ -77,21 +81,24 @@ class DistributedTrainer(ABC):
         the average, so that ranks may differ.
         """
         check_method(method)
-        if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not 0.0 <= alpha <= 1.0:
+        own_weight = _number(alpha)
+        if not 0.0 <= own_weight <= 1.0:
             raise UsageError(
                 f"alpha={alpha!r} is not between 0 and 1", remedy="it is the weight of this rank's gradient"
             )
         average = self.context.all_reduce(local_gradient, ReduceOp.AVERAGE)
         if method is AggregationMethod.SYNCHRONOUS:
             return average
-        if isinstance(local_gradient, Tensor | np.ndarray | float | int):
-            return alpha * local_gradient + (1.0 - alpha) * average
-        return [
-            alpha * own + (1.0 - alpha) * other for own, other in zip(local_gradient, average, strict=True)
-        ]
+        if not isinstance(local_gradient, list | tuple):
+            return own_weight * local_gradient + (1.0 - own_weight) * average
+        return type(average)(
+            own_weight * own + (1.0 - own_weight) * other
+            for own, other in zip(local_gradient, average, strict=True)
+        )
 
     def register_callback(self, callback: EpochCallback) -> None:
-        """Call `callback(epoch, loss)` on this rank after each epoch, counted from 1."""
+        """Call `callback(epoch, loss)` on this rank after each epoch, counted from 1. What it raises ends the
+        call of `train_epoch`; the epoch is done."""
         if not callable(callback):
             raise UsageError(
                 f"the callback is {with_article(callback)}", remedy="pass a function of (epoch, loss)"
@@ -100,16 +107,30 @@ class DistributedTrainer(ABC):
 
     def set_mixed_precision(self, enabled: bool = True) -> None:
         """Compute forward and backward passes in half precision: bf16, or fp16 with `set_loss_scaling`."""
-        self.mixed_precision = bool(enabled)
+        if not isinstance(enabled, bool):
+            raise UsageError(f"mixed precision of {enabled!r}", remedy="pass True or False")
+        self.mixed_precision = enabled
 
     def set_loss_scaling(self, scale: float | None) -> None:
         """Scale the loss of mixed precision by this, dynamically from there on, and use fp16; None: bf16."""
-        if scale is not None and (
-            isinstance(scale, bool) or not isinstance(scale, int | float) or scale <= 0
-        ):
-            raise UsageError(f"a loss scale of {scale!r}", remedy="pass a positive number such as 65536.0")
-        self.loss_scale = None if scale is None else float(scale)
+        self.loss_scale = None if scale is None else positive_number("the loss scale", scale)
 
-    def _notify(self, epoch: int, loss: float) -> None:
+    def notify_callbacks(self, epoch: int, loss: float) -> None:
+        """Call what `register_callback` got; `train_epoch` of a subclass does so at its end."""
         for callback in self._callbacks:
             callback(epoch, loss)
+
+
+def positive_number(name: str, value: object) -> float:
+    """Return a finite number above 0 that a user passed, NumPy's included; refuse any other by its name."""
+    number = _number(value)
+    if not 0.0 < number < math.inf:
+        raise UsageError(f"{name}={value!r}", remedy="pass a positive number")
+    return number
+
+
+def _number(value: object) -> float:
+    """Return a real number as a float; NaN for what is none."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return math.nan
+    return float(value)

@@ -7,7 +7,7 @@ split of the data among them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -21,8 +21,9 @@ from paceline.core.wording import counted
 from paceline.data.whole_numbers import whole
 from paceline.frontends import fit_drivers
 from paceline.frontends.context_trainers import rank_data
-from paceline.frontends.context_trainers.distributed_trainer import DistributedTrainer
+from paceline.frontends.context_trainers.distributed_trainer import DistributedTrainer, positive_number
 from paceline.frontends.context_trainers.strategies import TrainingStrategy
+from paceline.frontends.error_folding import folding_errors
 from paceline.frontends.session import session
 from paceline.train.settings.train_config import CheckpointConfig, DynamicBatch, LossScaling, TrainConfig
 
@@ -46,38 +47,45 @@ class DistributedNeuralNetTrainer(DistributedTrainer):
         seed: int = 0,
     ) -> None:
         super().__init__(context, strategy)
+        hidden: object = hidden_dims
+        if not isinstance(hidden, Iterable) or isinstance(hidden, str):
+            raise UsageError(
+                f"hidden_dims={hidden!r}",
+                remedy="pass a list of the sizes of the hidden layers: [64, 32]; without one []",
+            )
         sizes = [
             whole("input_dim", input_dim, 1),
             *(whole("hidden_dims", size, 1) for size in hidden_dims),
             whole("output_dim", output_dim, 1),
         ]
-        if not isinstance(learning_rate, int | float) or not 0.0 < learning_rate < math.inf:
-            raise UsageError(f"learning_rate={learning_rate!r}", remedy="pass a positive number")
         self.input_dim, self.output_dim = sizes[0], sizes[-1]
         self.batch_size = whole("batch_size", batch_size, 1)
         self.seed = whole("seed", seed, 0)
         self.epochs_trained = 0
         self.model = fit_drivers.built(lambda: _network(sizes), self.seed)
-        self.optimizer = torch.optim.Adam(self.model.parameters(), float(learning_rate))
+        rate = positive_number("learning_rate", learning_rate)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), rate)
         self.batch_sizes: tuple[int, ...] = ()  # samples of every full step so far, over all ranks together
         self._growth: DynamicBatch | None = None
         self._loss: nn.Module = nn.MSELoss()
         self._local_loss = self._global_loss = math.nan
 
+    @folding_errors
     def train_epoch(self, local_data: Any, local_labels: Any) -> float:
         """Train one pass over the data of all ranks, in a seeded order, and return the mean loss."""
         data = rank_data.as_rows(local_data, self.input_dim, "the data")
-        rows, labels = rank_data.gather_rows(
+        rows, labels, own = rank_data.gather_rows(
             self.context, data, rank_data.as_tensor(local_labels, "the labels")
         )
+        # Of the labels of all ranks: a part of them may look like another kind.
         targets, self._loss = rank_data.targets_and_loss(labels, self.output_dim)
         self._global_loss, sizes = self._train(rows, targets)
         self.epochs_trained += 1
-        self._local_loss = self._loss_of(data, local_labels)
+        self._local_loss = self._loss_of(rows[own], targets[own])
         # The last step of an epoch takes what is left.
         full = sizes[:-1] if len(sizes) > 1 and sizes[-1] < sizes[-2] else sizes
         self.batch_sizes = (*self.batch_sizes, *full)
-        self._notify(self.epochs_trained, self._global_loss)
+        self.notify_callbacks(self.epochs_trained, self._global_loss)
         return self._global_loss
 
     def get_local_loss(self) -> float:
@@ -92,6 +100,7 @@ class DistributedNeuralNetTrainer(DistributedTrainer):
     def get_parameters(self) -> Tensor:
         return parameters_to_vector(self.model.parameters()).detach().clone()
 
+    @folding_errors
     def set_parameters(self, parameters: Any) -> None:
         vector = rank_data.as_tensor(parameters, "the parameters").float().reshape(-1)
         count = sum(parameter.numel() for parameter in self.model.parameters())
@@ -103,6 +112,7 @@ class DistributedNeuralNetTrainer(DistributedTrainer):
         with torch.no_grad():
             vector_to_parameters(vector, self.model.parameters())
 
+    @folding_errors
     def predict(self, data: Any) -> Any:
         given = rank_data.as_tensor(data, "the data")
         with torch.no_grad():
@@ -153,14 +163,10 @@ class DistributedNeuralNetTrainer(DistributedTrainer):
         begin = max(growth.min, self.batch_sizes[-1] if self.batch_sizes else 0)
         return DynamicBatch(min(begin, growth.max), growth.max, growth.variance_threshold, hold=growth.hold)
 
-    def _loss_of(self, data: Tensor, labels: Any) -> float:
-        if not len(data):
-            return math.nan
-        targets, loss = rank_data.targets_and_loss(rank_data.as_tensor(labels, "the labels"), self.output_dim)
-        if type(loss) is not type(self._loss):  # one class alone may look like a number, and the other way
-            return math.nan
+    def _loss_of(self, rows: Tensor, targets: Tensor) -> float:
+        """Return the loss of some samples as the model is now; NaN where there is none."""
         with torch.no_grad():
-            return float(loss(self.model(data), targets))
+            return float(self._loss(self.model(rows), targets)) if len(rows) else math.nan
 
 
 def _network(sizes: Sequence[int]) -> nn.Module:

@@ -77,7 +77,7 @@ _OTHER_NAMES = {
 
 
 # What the settings of the training loop say, and what it is called here.
-_OWN_WORDS = {
+OWN_WORDS = {
     "TrainConfig": "ManagerConfig",
     "global_batch": "batch_size",
     "micro_batch": "micro_batch_size",
@@ -170,7 +170,7 @@ class ManagerConfig:
         launch = find_launch_info(os.environ, world_size, rank, self.address)
         settled = dataclasses.replace(self, world_size=launch.world_size, local_rank=launch.rank)
         _check_sizes(settled, launch.world_size)
-        with in_words_of(_OWN_WORDS):
+        with in_words_of(OWN_WORDS):
             settled.to_train_config()  # refuses what does not go together, before any process is met
         return settled, launch
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any, ClassVar, Self, final
@@ -32,10 +33,11 @@ from paceline.core.errors import GROUP_FAILURES, UsageError
 from paceline.frontends.announcements import announce
 from paceline.frontends.error_folding import folding_errors
 from paceline.frontends.manager import model_preparation
-from paceline.frontends.manager.manager_config import ManagerConfig, check_count, read_config
+from paceline.frontends.manager.manager_config import OWN_WORDS, ManagerConfig, check_count, read_config
 from paceline.frontends.manager.manager_group import ManagerGroup
 from paceline.frontends.manager.model_preparation import ManagedObjective
 from paceline.frontends.manager.step_metrics import StepMetrics
+from paceline.frontends.own_words import in_words_of
 from paceline.train.loop.stepwise_run import ComputeMicroBatch, StepwiseRun
 
 _log = logging.getLogger(__name__)
@@ -55,6 +57,8 @@ class DistributedTrainingManager:
         directory = self.config.checkpoint_dir
         self._store = None if directory is None else CheckpointStore(directory)
         self._closing = ExitStack()
+        # For a program that ends, or drops the manager, without close().
+        weakref.finalize(self, self._closing.close)
         self._group: ManagerGroup | None = None
         self._run: StepwiseRun | None = None
         self._trained: nn.Module | None = None
@@ -97,7 +101,8 @@ class DistributedTrainingManager:
             )
             self._run, self._trained, self._compute = run, module, objective.compute
             model_preparation.write_settings(self._store, run.config, group.context)
-        return self._together(group, self._prepared("prepare_training").begin)
+        with in_words_of(OWN_WORDS):
+            return self._together(group, self._prepared("prepare_training").begin)
 
     # steps
 

@@ -312,14 +312,17 @@ class Run:
         sample = self._replicas.sample()
         requests = StepRequests(parts.stop.asked(), written, failed, pause, sample or 0)
         try:
-            return parts.transaction.reduce(requests), sample
+            reduced = parts.transaction.reduce(requests)
         except NonFiniteLossError:
             # The step before may have spoiled the weights already: then nothing is worth a version.
             self.state.at_boundary = is_finite(parts.module)
             raise
         except replica_agreement.WeightsDifferError:
+            reduced = None  # not raised from here: this error says nothing to a user
+        if reduced is None:
             assert sample is not None
             self._replicas.sample_differs(sample)
+        return reduced, sample
 
     def _record(
         self, reduced: ReducedStep, applied: AppliedUpdate, before: DataPosition, sample: str | None

@@ -123,11 +123,21 @@ def check_same_start(
     that is not `fresh` do not count: it has trained before and goes back to a checkpoint."""
     if context.world_size == 1:
         return
-    gathered = context.all_gather([dict(arithmetic), quick_hash(module) if fresh else None])
+    own = [dict(arithmetic), quick_hash(module) if fresh else None, definition(config)]
+    gathered = context.all_gather(own)
+    for rank, (_, _, theirs) in zip(context.labels, gathered, strict=True):
+        changes = changes_of_definition(gathered[0][2], theirs)
+        if changes:
+            raise ConfigError(
+                f"rank {rank} has other settings than rank {context.labels[0]}: {'; '.join(changes)}",
+                remedy="give every rank the same settings",
+            )
     if config.mode == "exact":
-        for rank, (theirs, _) in zip(context.labels, gathered, strict=True):
+        for rank, (theirs, _, _) in zip(context.labels, gathered, strict=True):
             host_fingerprint.check(gathered[0][0], theirs, f"rank {rank}")
-    known = [(rank, one) for rank, (_, one) in zip(context.labels, gathered, strict=True) if one is not None]
+    known = [
+        (rank, one) for rank, (_, one, _) in zip(context.labels, gathered, strict=True) if one is not None
+    ]
     odd = [rank for rank, digest in known if digest != known[0][1]]
     if odd:
         raise UsageError(
