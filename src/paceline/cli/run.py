@@ -32,9 +32,14 @@ class LaunchTyperCommand(TyperCommand):
     """A command whose words are all left as they are."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args[:1] in (["-h"], ["--help"]):
+        from paceline.frontends.launcher.launch_options import asks_for_help
+
+        if asks_for_help(args):
             return super().parse_args(ctx, ["--help"])
         return super().parse_args(ctx, ["--", *args])
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [str(self.options_metavar)]  # the words are no argument of their own
 
     def format_help_text(self, ctx: Any, formatter: Any) -> None:
         # Made here: only help needs the list of options.

@@ -44,6 +44,30 @@ def test_shutdown_ends_the_server_and_the_next_launch_starts_another():
     assert fork_server_client.fork_server().pid != first
 
 
+INTERRUPTED_AT_EXIT = """
+import atexit, os, signal
+from paceline.engines.local import fork_server_client
+server = fork_server_client.fork_server().pid
+os.kill(server, signal.SIGSTOP)  # it cannot end now
+print(server, flush=True)
+signal.signal(signal.SIGALRM, signal.default_int_handler)
+atexit.register(signal.setitimer, signal.ITIMER_REAL, 0.2)  # before the server is waited for
+"""
+
+
+def test_an_interrupt_while_the_process_ends_is_silent_and_the_server_ends_too():
+    command = [sys.executable, "-c", INTERRUPTED_AT_EXIT]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        server = int(process.stdout.readline())
+        try:
+            code = process.wait(60)
+        finally:
+            os.kill(server, signal.SIGCONT)
+        _, said = process.communicate(timeout=60)  # the server has its output, too: it is gone
+    assert (code, said) == (0, "")
+
+
 def wait_until_idle(fork_server: int) -> None:
     """The server closes a group's socket just after it has said that the group is done."""
     wait_for(

@@ -30,6 +30,15 @@ def test_the_main_thread_whichever_got_the_signal():
     assert stack_display.frames(crash) == ["/lib/threading.py:320 in wait"]
 
 
+def test_a_script_begins_with_its_own_frame():
+    started = """  File "<frozen runpy>", line 88 in _run_code
+  File "/x/paceline/engines/local/script_main.py", line 52 in become_main
+  File "/x/paceline/frontends/"""
+    assert stack_display.frames(DUMP.replace('  File "/x/paceline/frontends/', started)) == (
+        stack_display.frames(DUMP)
+    )
+
+
 def test_deep_stacks_keep_both_ends():
     deep = "".join(f'  File "f.py", line {number} in f\n' for number in range(20))
     found = stack_display.frames("Current thread 0x01 (most recent call first):\n" + deep)

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.core.errors import ConfigError, PacelineError, UnavailableError, UsageError
 from paceline.frontends.launcher.launch_config import LaunchConfig, count_gpus
-from paceline.frontends.launcher.launch_options import LaunchCommand, parse
+from paceline.frontends.launcher.launch_options import LaunchCommand, asks_for_help, parse
 
 
 def read(line: str, **environment: str) -> LaunchCommand:
@@ -116,6 +116,8 @@ def test_torchruns_variables_count_where_the_command_line_says_nothing() -> None
         ("", "no script is given", "paceline run train.py"),
         ("--nproc-per-node 2", "no script is given", "--help"),
         ("--epochs 3 train.py", "--epochs stands before the script", "come after it"),
+        ("--nproc-per-nod 3 train.py", "--nproc-per-nod stands before", "did you mean --nproc-per-node?"),
+        ("--local-ranks-filter 0;2 train.py", "--local-ranks-filter 0;2", "--local-ranks-filter 0,2"),
         ("train.py --nproc-per-node", "--nproc-per-node needs a value", "VALUE"),
         ("train.py --nproc-per-node two", "nproc_per_node='two'", '"gpu", "cpu" or "auto"'),
         ("train.py --nproc-per-node 0", "nproc_per_node=0", "from 1"),
@@ -179,3 +181,21 @@ def test_gpus_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         LaunchConfig(nproc_per_node="gpu").counted({})
     assert LaunchConfig(nproc_per_node="auto").counted({}).ranks_here == 5
     assert issubclass(UnavailableError, PacelineError)
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("--help", True),
+        ("-h", True),
+        ("--nproc-per-node 2 --help", True),
+        ("--standalone --nproc_per_node=2 -h train.py", True),
+        ("--role --help train.py", False),
+        ("train.py --help", False),
+        ("--nproc-per-node 2 train.py -h", False),
+        ("-- --help", False),
+        ("", False),
+    ],
+)
+def test_help_is_the_launchers_before_the_script(line: str, wanted: bool) -> None:
+    assert asks_for_help(line.split()) is wanted

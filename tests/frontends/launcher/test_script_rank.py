@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import subprocess
 import sys
 from pathlib import Path
 
@@ -29,6 +30,7 @@ VARIABLES = [
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"),
     *("ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
     *("TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
+    *("TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE"),
     *("OMP_NUM_THREADS", "PACELINE_BACKEND"),
 ]
 
@@ -59,6 +61,8 @@ def test_surroundings_and_variables(
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_MAX_RESTARTS": "3",
             "TORCHELASTIC_USE_AGENT_STORE": "False",
+            "TORCHELASTIC_ERROR_FILE": "",
+            "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
             "OMP_NUM_THREADS": "1",
             "PACELINE_BACKEND": "gloo",
@@ -73,6 +77,40 @@ def test_surroundings_and_variables(
             "main": None,
             "stdin": "",
         }
+
+
+def test_the_names_of_all_variables_are_torchruns(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = write(tmp_path, "import os, json; print(json.dumps(sorted(os.environ)))")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
+    with_torchrun = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = launched(capfd, script, nproc_per_node=2)
+    of_readline = {"COLUMNS", "LINES"}  # which torchrun happens to import
+    theirs = {*json.loads(with_torchrun.stdout.splitlines()[0])} - of_readline
+    assert {*json.loads(done.of(0)[0])} - of_readline == theirs
+
+
+def test_an_error_in_a_function_that_torch_records_is_shown(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = write(
+        tmp_path,
+        """
+        from torch.distributed.elastic.multiprocessing.errors import record
+
+        @record
+        def main():
+            raise ValueError("no data")
+
+        main()
+        """,
+    )
+    done = launched(capfd, script, max_restarts=0)
+    assert done.code == 1
+    assert "it raised ValueError: no data" in done.said[0]
+    assert f'File "{script}", line 6, in main' in "\n".join(done.said)
 
 
 def test_one_rank_has_all_cores_as_under_torchrun(
@@ -163,6 +201,8 @@ def test_a_module_runs_as_python_m_does(
     done = launched(capfd, "some_package.work", "x", module=True)
     assert done.of(0) == [f"__main__ some_package.work {[str(package / 'work.py'), 'x']} {tmp_path}"]
     assert launched(capfd, "some_package.nothing", module=True, max_restarts=0).code == 1
+    with pytest.raises(UsageError, match=r"there is no module no_package\.work"):
+        launched(capfd, "no_package.work", module=True)
 
 
 def test_any_program(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

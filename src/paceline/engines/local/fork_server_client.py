@@ -146,7 +146,7 @@ def fork_server() -> ForkServer:
         if not _holder.servers or _holder.servers[-1].retired:
             if not _holder.hooked:
                 _holder.hooked = True
-                atexit.register(shutdown)
+                atexit.register(_shutdown_at_exit)
                 os.register_at_fork(after_in_child=_after_fork)
             _holder.servers.append(_start())
         return _holder.servers[-1]
@@ -177,6 +177,12 @@ def shutdown() -> None:
     with _holder.lock:
         while _holder.servers:
             _holder.servers.pop(0).end()
+
+
+def _shutdown_at_exit() -> None:
+    # A second Ctrl-C: the server ends by itself once its control socket is closed, and nobody waits for that.
+    with contextlib.suppress(KeyboardInterrupt):
+        shutdown()
 
 
 def _after_fork() -> None:

@@ -9,6 +9,7 @@ from paceline.core.wording import ranks
 
 _FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)$')
 _ENTRY = "engines/local/forked_rank.py"  # only the main thread comes from there
+_RUNS_A_SCRIPT = ("engines/local/script_main.py", "<frozen runpy>")  # between the entry and a user's script
 _CRASH = "Fatal Python error"
 _INNERMOST = 3
 _OUTERMOST = 5
@@ -17,16 +18,14 @@ _OUTERMOST = 5
 def frames(dump: str) -> list[str]:
     """Return the innermost frames of the thread that matters, innermost first, without the process's own
     start."""
-    places: list[str] = []
-    for line in _thread(dump):
-        match = _FRAME.match(line)
-        if match is None:
-            continue
-        if match["file"].endswith(_ENTRY):
-            # Below are the process's own beginnings, and the last frame before them is the entry.
-            return _shorten(places[: max(1, len(places) - 1)])
-        places.append(f"{match['file']}:{match['line']} in {match['name']}")
-    return _shorten(places)
+    found = [match for line in _thread(dump) if (match := _FRAME.match(line))]
+    files = [match["file"] for match in found]
+    start = next((number for number, file in enumerate(files) if file.endswith(_ENTRY)), None)
+    # From there on are the process's own beginnings, and the last frame before them is the entry.
+    end = len(files) if start is None else max(1, start - 1)
+    while end > 1 and files[end - 1].endswith(_RUNS_A_SCRIPT):
+        end -= 1
+    return _shorten([f"{match['file']}:{match['line']} in {match['name']}" for match in found[:end]])
 
 
 def describe_stacks(by_rank: Mapping[int, list[str]]) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, Final, final
 
 from paceline.comm.rendezvous.environment import parse_address
@@ -117,6 +118,22 @@ def _spelled(option: _Option) -> str:
     return f"  {short}--{option.name}{'' if option.flag else ' VALUE'}"
 
 
+def asks_for_help(arguments: Sequence[str]) -> bool:
+    """Return whether --help or -h stands among the launcher's own options; behind the script it is the
+    script's."""
+    words = iter(arguments)
+    for word in words:
+        if word in ("-h", "--help"):
+            return True
+        name, equals, _ = word.partition("=")
+        option = _BY_SPELLING.get(name)
+        if option is None:
+            return False
+        if not option.flag and not equals:
+            next(words, None)  # its value
+    return False
+
+
 def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> LaunchCommand:
     """Read a command line, without the words `paceline run`."""
     given: dict[str, str] = {}
@@ -153,9 +170,11 @@ def _take_options(words: list[str], given: dict[str, str]) -> tuple[list[str], l
         name, equals, value = word.partition("=")
         option = _BY_SPELLING.get(name)
         if option is None and not left and word.startswith("-"):
+            near = get_close_matches(name, [*_BY_SPELLING], n=1)
             raise UsageError(
                 f"{name} stands before the script, and is no option of paceline run",
-                remedy="options of the script come after it; see paceline run --help",
+                remedy=(f"did you mean {near[0]}? " if near else "")
+                + "options of the script come after it; see paceline run --help",
             )
         if option is None or (left and not option.anywhere):
             left.append(word)
@@ -193,7 +212,12 @@ def _settings(given: Mapping[str, str]) -> dict[str, Any]:
             settings[key] = given[name]
     if given.get("local-ranks-filter"):
         words = given["local-ranks-filter"].split(",")
-        settings["shown_ranks"] = tuple(_whole("local-ranks-filter", word) for word in words)
+        if not all(word.strip().isdecimal() for word in words):
+            raise UsageError(
+                f"--local-ranks-filter {given['local-ranks-filter']}",
+                remedy="name ranks of this node, from 0: --local-ranks-filter 0,2",
+            )
+        settings["shown_ranks"] = tuple(map(int, words))
     if _is_set(given, "standalone"):
         settings["run_id"] = str(uuid.uuid4())
     return settings

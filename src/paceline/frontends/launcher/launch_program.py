@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from typing import final
 
 from paceline.core.errors import UsageError
@@ -23,9 +24,25 @@ class Program:
     executed: bool = False
 
     def check(self) -> None:
-        """Refuse a script that cannot be read, before anything is started."""
-        if self.is_module or self.executed:
+        """Refuse what cannot be run, before anything is started."""
+        if self.is_module:
+            self._check_module()
+        elif not self.executed:
+            self._check_script()
+
+    def _check_module(self) -> None:
+        """Look for the module's package alone: what is inside of it is found by importing it."""
+        package = self.name.partition(".")[0]
+        places = [*([] if sys.flags.safe_path else [os.getcwd()]), *paths_of_a_fresh_python(sys.path)]
+        if package in sys.builtin_module_names or PathFinder.find_spec(package, places) is not None:
             return
+        raise UsageError(
+            f"there is no module {self.name}",
+            remedy=f"start it in the folder that holds {package}, or put that folder into PYTHONPATH; a file "
+            "is run without -m",
+        )
+
+    def _check_script(self) -> None:
         try:
             with open(self.name, "rb"):
                 return

@@ -8,6 +8,7 @@ from typing import Final, final
 
 from paceline.comm.rendezvous.environment import BACKEND_VARIABLE
 from paceline.frontends.launcher.launch_config import LaunchConfig
+from paceline.frontends.launcher.launch_signals import STOP_SIGNALS
 
 # Of a launcher around this one: its ranks are not ours.
 _OTHERS: Final = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
@@ -49,6 +50,9 @@ def rank_environment(
         "TORCHELASTIC_MAX_RESTARTS": str(config.max_restarts),
         # The ranks' store is rank 0's, not the launcher's.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
+        # No file: the launcher is told of errors in another way. Torchrun without log files has it so, too.
+        "TORCHELASTIC_ERROR_FILE": "",
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(number.name for number in STOP_SIGNALS),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": around.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
     }
     if config.ranks_here > 1:
