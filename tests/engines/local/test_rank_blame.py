@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from paceline.core.errors import (
     CommTimeoutError,
     DisagreementError,
+    InternalError,
     PacelineError,
     PeerLostError,
     RankFailedError,
@@ -72,6 +74,15 @@ def test_an_error_of_ours_keeps_its_type_and_says_where_it_was_raised(error):
     assert isinstance(found, PacelineError)
     assert "raised on rank 1 (pid 1001)" in found.__notes__[0]
     assert "raise error" in found.__notes__[0]
+
+
+def test_frames_of_paceline_alone_are_shown_where_it_is_to_blame():
+    """A refusal that no line of the user's code led to says all in its text."""
+    refused = raised(1, 1.0, UsageError("bad op", remedy="use SUM"))
+    alone = dataclasses.replace(refused, report=dataclasses.replace(refused.report, users_lines=""))
+    assert root_cause([alone]).__notes__ == ["raised on rank 1 (pid 1001)"]
+    bug = root_cause([raised(1, 1.0, InternalError("a broken rule"))])
+    assert "raise error" in bug.__notes__[0]
 
 
 def test_equal_failures_are_told_once():

@@ -97,8 +97,11 @@ def _raised(failure: RankRaised) -> BaseException:
     who = f"rank {failure.rank} (pid {failure.pid})"
     if report.is_ours and isinstance(failure.error, PacelineError):
         # The error itself is shown anyway: of its traceback only what the user wrote, if it came from there.
-        lines = report.users_lines or f"\n{report.traceback_text.rstrip()}"
-        failure.error.add_note(f"raised on {who}:\n{lines}")
+        # All frames are Paceline's otherwise: of use where Paceline is to blame.
+        lines = report.users_lines
+        if not lines and report.fault == "ours":
+            lines = f"\n{report.traceback_text.rstrip()}"
+        failure.error.add_note(f"raised on {who}:\n{lines}" if lines else f"raised on {who}")
         return failure.error
     if report.exit_code is not None:
         message = f"{who} called sys.exit({report.exit_code})"
