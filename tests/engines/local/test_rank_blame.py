@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bdb
 import dataclasses
 import signal
 from typing import Any
@@ -83,6 +84,12 @@ def test_frames_of_paceline_alone_are_shown_where_it_is_to_blame():
     assert root_cause([alone]).__notes__ == ["raised on rank 1 (pid 1001)"]
     bug = root_cause([raised(1, 1.0, InternalError("a broken rule"))])
     assert "raise error" in bug.__notes__[0]
+
+
+def test_a_breakpoint_without_a_terminal_is_explained():
+    error = root_cause([raised(0, 1.0, bdb.BdbQuit())])
+    assert isinstance(error, RankFailedError)
+    assert "`python -m pdb -c continue SCRIPT`" in error.remedy
 
 
 def test_equal_failures_are_told_once():
