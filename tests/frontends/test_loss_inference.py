@@ -23,7 +23,10 @@ from paceline.train.step_info import StepInfo
     [
         (torch.tensor([0, 2, 1]), nn.CrossEntropyLoss, "whole numbers"),
         (torch.tensor([0, 2, 1], dtype=torch.uint8), nn.CrossEntropyLoss, "whole numbers"),
+        (torch.tensor([0, 2, 1], dtype=torch.int32), loss_inference.WholeNumberLoss, "whole numbers"),
         (torch.eye(3), nn.CrossEntropyLoss, "one-hot rows"),
+        (torch.eye(3, dtype=torch.int64), loss_inference.WholeNumberLoss, "one-hot rows"),
+        (torch.tensor([[1, 2], [0, 1]]), nn.CrossEntropyLoss, "whole numbers"),
         (torch.tensor([[1.0, 0.0], [1.0, 1.0]]), nn.MSELoss, "float32 numbers"),
         (torch.tensor([[1.0], [0.0]]), nn.MSELoss, "float32 numbers"),
         (torch.tensor([0.5, 2.5], dtype=torch.float64), nn.MSELoss, "float64 numbers"),
@@ -35,6 +38,20 @@ def test_the_loss_follows_from_the_targets(targets: Tensor, kind: type, reason: 
     assert type(inferred.loss) is kind
     assert reason in inferred.reason
     Objective(inferred.loss)  # `Trainer` takes it
+
+
+def test_whole_numbers_of_any_kind_are_scored_as_classes() -> None:
+    output, target = torch.randn(4, 3), torch.tensor([0, 2, 1, 1])
+    expected = F.cross_entropy(output, target)
+    for given in (target.int(), target.short(), F.one_hot(target)):
+        loss = loss_inference.infer_loss(given).loss
+        torch.testing.assert_close(loss(output, given), expected)
+        scored = Objective(loss).evaluate(nn.Identity(), (output, given), StepInfo())
+        assert scored.metrics["accuracy"] == (output.argmax(1) == target).float().mean()
+    # Tokens: a class for each place of a row.
+    output, target = torch.randn(4, 3, 2), torch.tensor([[0, 1], [1, 0]] * 2)
+    loss = loss_inference.infer_loss(target).loss
+    assert torch.equal(loss(output, target), F.cross_entropy(output, target))
 
 
 def test_booleans_are_scored_as_logits() -> None:
@@ -73,8 +90,9 @@ def test_a_few_samples_are_read_and_no_generator_moves() -> None:
 def test_data_that_cannot_be_looked_at() -> None:
     with pytest.raises(UsageError, match="an iterable dataset is not read"):
         loss_inference.first_targets(as_source(Endless()))
-    with pytest.raises(UsageError, match="no sample"):
+    with pytest.raises(UsageError, match="no sample") as info:
         loss_inference.first_targets(as_source((torch.ones(0, 3), torch.ones(0))))
+    assert info.value.remedy == "give data with at least one sample"
 
 
 def absolute(output: Tensor, target: Tensor) -> Tensor:

@@ -109,10 +109,39 @@ def test_an_error_that_a_worker_finds_in_the_settings(
     assert "Traceback" not in capfd.readouterr().err
 
 
+class FewSamples(nn.Module):
+    """One sample is too few; `workers` and `global_batch` are the user's own words here."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        workers = global_batch = len(x)
+        assert workers > 1, global_batch
+        return x
+
+
+def test_what_a_worker_says_has_the_words_of_the_door_and_the_users_code_keeps_its_own(
+    tmp_path: Path,
+) -> None:
+    dataset = torch.utils.data.TensorDataset(*(part[:25] for part in data()))
+    trainer = paceline.PyTorchDDPTrainer(
+        lambda: nn.Sequential(FewSamples(), nn.Linear(6, 3)), batch_size=12, checkpoint_dir=tmp_path / "run"
+    )
+    with pytest.raises(paceline.RankFailedError) as caught:
+        trainer.fit(dataset)
+    text = "".join(traceback.format_exception(caught.value))
+    assert "assert workers > 1, global_batch" in text
+    assert "where one sample is too few (BatchNorm), use another batch_size" in text
+    assert "is saved: start again with resume_from_checkpoint=True" in text
+    assert "drop_last" not in text
+
+
 def test_settings_have_the_names_of_the_door_that_was_used(tmp_path: Path) -> None:
     dataset = torch.utils.data.TensorDataset(*data())
     with pytest.raises(UsageError, match="PyTorchDDPTrainer: scaler_init_scale=-1"):
         paceline.PyTorchDDPTrainer(build(), scaler_init_scale=-1.0)
+    with pytest.raises(UsageError, match=r"^PyTorchDDPTrainer: num_gpus=0, which is less than 1"):
+        paceline.PyTorchDDPTrainer(build(), num_gpus=0)
+    with pytest.raises(UsageError, match="DistributedConfig: num_gpus=0, which is less than 1"):
+        paceline.PyTorchDDPTrainer(build(), config={"num_gpus": 0})
     with pytest.raises(UsageError, match="PyTorchDDPTrainer: max_steps=0, which is less than 1"):
         paceline.PyTorchDDPTrainer(build(), checkpoint_dir=tmp_path).fit(dataset, max_steps=0)
     with pytest.raises(UsageError, match="batch_size=2 over shards=4: 2 of the 4 shards") as caught:

@@ -1,7 +1,7 @@
 """The loss and the optimizer of a training where the caller gives none: chosen by a few targets.
 
     whole numbers        cross-entropy, nn.CrossEntropyLoss
-    one-hot rows         the same
+    one-hot rows         the same, of whole numbers too, as nn.functional.one_hot makes them
     booleans             binary cross-entropy of logits
     all other numbers    squared error, nn.MSELoss
 
@@ -28,6 +28,7 @@ from paceline.data.sources import Source
 from paceline.train.objective import split_pair
 
 _GIVE_LOSS = "give loss_fn=, such as nn.CrossEntropyLoss()"
+_CLASSES = (torch.int64, torch.uint8)  # that torch's cross-entropy takes
 _LOOKED_AT = 4  # samples: enough to tell one-hot rows from numbers that happen to be 0 and 1
 
 
@@ -59,6 +60,15 @@ class BooleanLoss(nn.Module):
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
         return nn.functional.binary_cross_entropy_with_logits(output, target.to(output.dtype))
+
+
+@final
+class WholeNumberLoss(nn.CrossEntropyLoss):
+    """Cross-entropy for whole numbers that torch's own refuses: one-hot rows of them, and classes of another
+    type than int64."""
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return super().forward(input, target.to(input.dtype if target.shape == input.shape else torch.int64))
 
 
 def as_objective(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -96,7 +106,10 @@ def first_targets(source: Source) -> Any:
     with set_aside():
         batch = source.fetch(np.arange(min(_LOOKED_AT, source.size), dtype=np.int64))
     if batch.data is None:
-        raise UsageError("there is no loss_fn, and no sample to infer a loss from", remedy=_GIVE_LOSS)
+        raise UsageError(
+            "the training data holds 0 samples: there is no loss_fn, and no sample to infer a loss from",
+            remedy="give data with at least one sample",
+        )
     return split_pair(batch.data)[1]
 
 
@@ -107,10 +120,13 @@ def infer_loss(targets: Any) -> InferredLoss:
         raise UsageError(f"there is no loss_fn, and the targets are {what}", remedy=_GIVE_LOSS)
     if targets.dtype == torch.bool:
         return InferredLoss(BooleanLoss(), "binary cross-entropy of logits", "the targets are booleans")
-    if not targets.is_floating_point():
-        return InferredLoss(nn.CrossEntropyLoss(), "cross-entropy", "the targets are whole numbers")
+    whole = not targets.is_floating_point()
     if targets.ndim == 2 and targets.shape[1] > 1 and _are_one_hot(targets):
-        return InferredLoss(nn.CrossEntropyLoss(), "cross-entropy", "the targets are one-hot rows")
+        loss = WholeNumberLoss() if whole else nn.CrossEntropyLoss()
+        return InferredLoss(loss, "cross-entropy", "the targets are one-hot rows")
+    if whole:
+        loss = nn.CrossEntropyLoss() if targets.dtype in _CLASSES else WholeNumberLoss()
+        return InferredLoss(loss, "cross-entropy", "the targets are whole numbers")
     name = str(targets.dtype).removeprefix("torch.")
     return InferredLoss(nn.MSELoss(), "squared error", f"the targets are {name} numbers")
 

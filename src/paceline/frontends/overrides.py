@@ -81,7 +81,8 @@ class Overrides:
     def per_gpu(self) -> tuple[str, ...]:
         """Return the assignments for a PyTorchDDPTrainer, whose caller uses them."""
         texts = [text.removeprefix(PER_GPU) for text in self.assignments if text.startswith(PER_GPU)]
-        _in_force.per_gpu_applied = _in_force.per_gpu_applied or self is _in_force.overrides
+        if texts and self is _in_force.overrides:
+            _in_force.per_gpu_applied = True
         return tuple(texts)
 
     @property
@@ -128,7 +129,7 @@ def applied() -> bool:
 
 
 def per_gpu_applied() -> bool:
-    """Return whether a PyTorchDDPTrainer was made under the overrides in force."""
+    """Return whether a PyTorchDDPTrainer took the assignments for it among the overrides in force."""
     return _in_force.per_gpu_applied
 
 

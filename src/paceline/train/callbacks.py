@@ -45,7 +45,7 @@ from __future__ import annotations
 import difflib
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -201,6 +201,8 @@ class Callbacks:
         self._followers = [item for item in self.modifiers if _overrides(item, "after_update")]
         self._stoppers = [item for item in self.modifiers if _overrides(item, "stop")]
         self.may_stop, self.changes_gradients = bool(self._stoppers), bool(self._gradient_changers)
+        # Averages say beforehand that evaluations are to use them: refused before anything is trained.
+        _check_one_evaluates([item for item in self.modifiers if getattr(item, "evaluate", None) is True])
 
     def notify(self, hook: Callable[[Observer, T], None], record: T) -> None:
         """Call one hook of every observer: `notify(Observer.on_step, record)`."""
@@ -238,11 +240,7 @@ class Callbacks:
         """Return the weights of the one modifier that has some for evaluations."""
         given = [(item, _call(item, "evaluation_weights")) for item in self.modifiers]
         given = [(item, weights) for item, weights in given if weights is not None]
-        if len(given) > 1:
-            raise UsageError(
-                f"{' and '.join(_name(item) for item, _ in given)} both give weights to evaluate with",
-                remedy="leave evaluate=True to one of them",
-            )
+        _check_one_evaluates([item for item, _ in given])
         return given[0][1] if given else None
 
     def stop(self, record: StepRecord) -> str | None:
@@ -334,6 +332,15 @@ def _call(item: Observer | Modifier, hook: str, *arguments: Any) -> Any:
 
 def _overrides(item: Modifier, hook: str) -> bool:
     return getattr(type(item), hook) is not getattr(Modifier, hook)
+
+
+def _check_one_evaluates(modifiers: Sequence[Modifier]) -> None:
+    """Refuse several modifiers with weights for evaluations."""
+    if len(modifiers) > 1:
+        raise UsageError(
+            f"{' and '.join(map(_name, modifiers))} both give weights to evaluate with",
+            remedy="leave evaluate=True to one of them",
+        )
 
 
 def _name(item: object) -> str:

@@ -129,6 +129,8 @@ class Objective:
         scored = self.score(model, batch, info)
         if self._classifies and isinstance(scored.output, Tensor) and scored.output.ndim >= 2:
             _, target = split_pair(batch)
+            if isinstance(target, Tensor) and target.shape == scored.output.shape:
+                target = target.argmax(1)  # probabilities of the classes, such as one-hot rows
             if isinstance(target, Tensor) and not target.is_floating_point():
                 right = (scored.output.argmax(1) == target).float().mean()
                 return ObjectiveResult(scored.loss, {**scored.metrics, "accuracy": right}, scored.output)

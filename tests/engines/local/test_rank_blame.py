@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bdb
 import signal
 from typing import Any
 
@@ -82,6 +83,12 @@ def test_only_a_bug_of_ours_shows_all_frames():
 
     assert blamed(UsageError("bad op", remedy="use SUM")) == "raised on rank 1 (pid 1001)"
     assert "all frames" in blamed(InternalError("a bug"))
+
+
+def test_a_breakpoint_without_a_terminal_is_explained():
+    error = root_cause([raised(0, 1.0, bdb.BdbQuit())])
+    assert isinstance(error, RankFailedError)
+    assert "`python -m pdb -c continue SCRIPT`" in error.remedy
 
 
 def test_equal_failures_are_told_once():

@@ -213,6 +213,51 @@ def test_checkpoints_count_epochs_and_a_run_resumes_or_begins(tmp_path: Path) ->
     assert [record.step for record in second.history.steps] == [*range(1, 21)]
 
 
+def test_a_run_resumes_with_other_gpus_where_the_step_is_the_same(tmp_path: Path) -> None:
+    def part(gpus: int, steps: int, epochs: int, **given: Any) -> Any:
+        return trained(
+            tmp_path / "run",
+            num_gpus=gpus,
+            gradient_accumulation_steps=steps,
+            batch_size=10,
+            epochs=epochs,
+            optimizer=sgd,
+            scheduler=warmup_then_cosine,
+            resume_from_checkpoint=True,
+            **given,
+        )
+
+    part(1, 2, 2)
+    with pytest.raises(ConfigError, match="num_gpus x gradient_accumulation_steps: 2 -> 4") as info:
+        part(1, 4, 4)
+    assert "num_gpus may change where num_gpus x gradient_accumulation_steps stays" in info.value.remedy
+    with pytest.raises(ConfigError, match="mixed_precision: False -> True"):
+        part(1, 2, 4, mixed_precision=True)
+    whole = trained(
+        tmp_path / "whole",
+        gradient_accumulation_steps=2,
+        batch_size=10,
+        epochs=4,
+        optimizer=sgd,
+        scheduler=warmup_then_cosine,
+    )
+    assert part(2, 1, 4).history.state_hash == whole.history.state_hash
+
+
+def test_one_hot_rows_of_whole_numbers_are_classes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    x, y = data().tensors
+    rows = TensorDataset(x, nn.functional.one_hot(y))
+    trainer = paceline.PyTorchDDPTrainer(build, checkpoint_dir=tmp_path / "run", epochs=2)
+    with debugged():
+        history = trainer.fit(rows, rows)
+    classes = paceline.PyTorchDDPTrainer(build, checkpoint_dir=tmp_path / "classes", epochs=2)
+    with debugged():
+        assert classes.fit(data(), data()).best_accuracy == history.best_accuracy
+    assert "the loss is cross-entropy, because the targets are one-hot rows" in capsys.readouterr().err
+
+
 def test_an_argument_wins_over_the_config(tmp_path: Path) -> None:
     config = paceline.DistributedConfig(num_gpus=2, batch_size=16, epochs=3, learning_rate=0.5)
     trainer = paceline.PyTorchDDPTrainer(build, config=config, batch_size=4)

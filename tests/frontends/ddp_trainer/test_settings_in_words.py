@@ -20,6 +20,10 @@ def test_gpus_and_workers() -> None:
         arithmetic,
         "no GPU here: num_gpus counts CPU workers, and there are 4",
     ]
+    assert [*meanings(config, 4, 8, drops_last=True)] == [
+        arithmetic,
+        "the DataLoader's drop_last is not used: every sample comes once an epoch",
+    ]
     nodes = paceline.DistributedConfig(num_gpus=4, num_nodes=2, batch_size=8)
     assert [*meanings(nodes, 2, 64)] == [
         arithmetic,

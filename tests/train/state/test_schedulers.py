@@ -238,6 +238,30 @@ def test_another_scheduler_than_the_checkpoints_is_refused(tmp_path: Path) -> No
         train(scheduled((*CASES["StepLR"][:2], "step"), run_dir=run, resume="auto", epochs=6))
 
 
+def test_another_learning_rate_than_the_checkpoints_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rates, and momenta of a cycle, change while the run lasts: only what the caller gave is compared."""
+    for name in ("StepLR", "cyclic"):
+        make, function, interval = CASES[name]
+        given: dict[str, Any] = {"run_dir": tmp_path / name, "checkpoint": CheckpointConfig(every_steps=2)}
+        train(scheduled((make, function, interval), max_steps=4, **given))
+        caplog.clear()
+        train(scheduled((make, function, interval), max_steps=5, resume="auto", **given))
+        assert "the run continues with the settings" not in caplog.text
+
+    def faster(parameters: Any) -> torch.optim.Optimizer:
+        made = sgd(parameters)
+        made.param_groups[1]["lr"] = 0.7
+        return made
+
+    whole = train(scheduled(CASES["StepLR"]))
+    other = (faster, *CASES["StepLR"][1:])
+    assert train(scheduled(other, run_dir=tmp_path / "StepLR", resume="auto")).hash == whole.hash
+    assert "the run continues with the settings of SGD that it had: lr=" in caplog.text
+    assert "(here 0.7)" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("function", "words", "remedy"),
     [
@@ -292,6 +316,21 @@ def test_a_cycle_that_is_too_short_says_what_it_can_ask_for() -> None:
     with pytest.raises(UsageError, match="OneCycleLR cannot be stepped after step 6") as refused:
         train(scheduled(case))
     assert "lambda optimizer, total_steps" in refused.value.remedy
+    assert "a run that is resumed keeps the scheduler that it began with" in refused.value.remedy
+
+
+def test_an_error_without_a_text_is_named() -> None:
+    """Torch's SequentialLR of a ChainedScheduler raises NotImplementedError()."""
+
+    def nested(optimizer: Any) -> Any:
+        chained = torchs.ChainedScheduler([torchs.ExponentialLR(optimizer, 0.9)])
+        return torchs.SequentialLR(optimizer, [torchs.LinearLR(optimizer), chained], [1])
+
+    with pytest.raises(
+        UsageError, match="SequentialLR cannot be stepped after step 1: NotImplementedError\\n"
+    ) as refused:
+        train(scheduled((sgd, nested, "step")))
+    assert "build it for" in refused.value.remedy
 
 
 def test_numbers_of_a_length_that_is_not_known() -> None:

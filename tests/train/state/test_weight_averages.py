@@ -177,6 +177,8 @@ def test_two_averages_to_evaluate_with_are_refused() -> None:
     both = [paceline.EMA(evaluate=True), paceline.SWA(start_step=0, every=1, evaluate=True)]
     with pytest.raises(UsageError, match="EMA and SWA both give weights"):
         train(job(mlp(), DATA, validation=DATA, epochs=1, callbacks=both))
+    with pytest.raises(UsageError, match="EMA and SWA both give weights"):
+        paceline.Trainer(mlp(), nn.MSELoss(), optimizer=torch.optim.SGD, callbacks=both)
 
 
 def test_a_second_run_with_the_same_object_begins_anew() -> None:
@@ -191,16 +193,26 @@ def test_a_second_run_with_the_same_object_begins_anew() -> None:
 def test_what_cannot_be_averaged_is_said() -> None:
     with pytest.raises(ConfigError, match="between 0 and 1"):
         paceline.EMA(1.0)
+    with pytest.raises(ConfigError, match="decay='high'"):
+        paceline.EMA("high")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="one of the two"):
         paceline.SWA()
     with pytest.raises(ConfigError, match="one of the two"):
         paceline.SWA(start_step=1, start_epoch=1)
     settings: list[dict[str, Any]] = [{"start_step": -1}, {"start_epoch": -1}, {"start_step": 0, "every": 0}]
+    settings += [{"start_step": "x"}, {"start_step": 1.5}, {"start_epoch": True}]
     for wrong in settings:
         with pytest.raises(ConfigError, match="counts from"):
             paceline.SWA(**wrong)
     with pytest.raises(UsageError, match="no average yet"):
         _ = paceline.EMA().weights
+    ema = paceline.EMA()
+    train(job(mlp(), DATA, max_steps=5, callbacks=[ema]))
+    untouched = nn.Linear(2, 3)
+    before = paceline.state_hash(untouched)
+    with pytest.raises(UsageError, match=r"of another model than this Linear: .*weight.* differ"):
+        ema.load_into(untouched)
+    assert paceline.state_hash(untouched) == before
     swa = paceline.SWA(start_step=100)
     train(job(mlp(), DATA, max_steps=5, callbacks=[swa]))
     with pytest.raises(UsageError, match="ended before start_step=100"):

@@ -114,6 +114,18 @@ def test_turns_have_the_same_bits_on_any_number_of_workers(given: Any) -> None:
     assert len({tuple(one.losses) for one in done}) == 1
 
 
+def test_an_optimizer_whose_parameters_begin_to_learn_later_rests_in_its_turns(tmp_path: Path) -> None:
+    later = {"unfreeze": {"maker.": 4}, "optimizer_turns": (1, 1)}
+    watch = Watches()
+    done = train(gan(callbacks=[watch], **later))
+    watch.look(dict(done.module.named_parameters()))
+    assert watch.moved == [{"critic"}, set(), {"critic"}, set()] + [{"critic"}, {"maker"}] * 2
+    assert len({train(gan(**later), workers).hash for workers in WORKERS} | {done.hash}) == 1
+    saved = {"checkpoint": CheckpointConfig(every_steps=1), "run_dir": tmp_path / "run", **later}
+    train(gan(**{**saved, "max_steps": 5}), 2)
+    assert train(gan(**saved, resume="auto"), 3).hash == done.hash
+
+
 def test_turns_equal_a_plain_loop() -> None:
     done = train(gan(shards=1, global_batch=29, drop_last=True, shuffle=False, clip_norm=0.05))
     model = seeded(Gan)

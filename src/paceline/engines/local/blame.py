@@ -19,6 +19,10 @@ _OUT_OF_MEMORY = (
     "unless a person sent it, this is most often the kernel's out-of-memory killer: look at `dmesg`, use "
     "fewer workers or smaller batches"
 )
+_NO_TERMINAL = (
+    "breakpoint() finds no terminal in a worker: start the program in a debugger, as "
+    "`python -m pdb -c continue SCRIPT` does, with one worker, which then computes in that process"
+)
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,8 @@ def _raised(failure: RankRaised) -> BaseException:
         )
     else:
         message, remedy = f"{who} raised {report.summary.splitlines()[0]}", ""
+        if report.summary.startswith("bdb.BdbQuit"):
+            remedy = _NO_TERMINAL
     error = RankFailedError(
         message, rank=failure.rank, traceback_text=report.traceback_text, remedy=remedy, pid=failure.pid
     )

@@ -133,7 +133,8 @@ class PyTorchDDPTrainer:
 
         self.config.refuse_lonely_nodes()
         source, rate = as_source(train_loader), self.config.learning_rate
-        for sentence in meanings(self.config, gpus_here(), getattr(train_loader, "batch_size", None)):
+        batch, drops_last = (getattr(train_loader, name, None) for name in ("batch_size", "drop_last"))
+        for sentence in meanings(self.config, gpus_here(), batch, drops_last=drops_last is True):
             announce(sentence)
         with in_words_of(OWN_WORDS):
             config = self._train_config(checkpoint_dir, max_steps)

@@ -18,6 +18,7 @@ from paceline.core import config as core_config
 from paceline.core.errors import UnavailableError, UsageError
 from paceline.core.wording import counted, with_article
 from paceline.frontends import overrides
+from paceline.frontends.own_words import in_words_of
 from paceline.train.settings.keyword_hints import explained
 from paceline.train.settings.train_config import CheckpointConfig, TrainConfig
 from paceline.train.settings.value_checks import (
@@ -199,9 +200,10 @@ def with_arguments(config: object, given: Mapping[str, Any]) -> DistributedConfi
             f"config is {with_article(config)}", remedy="give a DistributedConfig, a dict or a file of it"
         )
     names = [field.name for field in dataclasses.fields(DistributedConfig) if field.name in given]
-    chosen = dataclasses.replace(
-        base, **{name: given[name] for name in names if given[name] != getattr(usual, name)}
-    )
+    with in_words_of({"DistributedConfig": "PyTorchDDPTrainer"}):  # whose arguments these are
+        chosen = dataclasses.replace(
+            base, **{name: given[name] for name in names if given[name] != getattr(usual, name)}
+        )
     texts = overrides.current().per_gpu()
     return (
         core_config.load(DistributedConfig, dataclasses.asdict(chosen), overrides=texts) if texts else chosen

@@ -19,6 +19,12 @@ OWN_WORDS = {
     "run_dir": "checkpoint_dir",
     "loss_scaling": "scaler_init_scale and scaler_growth_interval",
     'precision="fp16"': "mixed_precision=True",
+    "precision: fp32 -> fp16": "mixed_precision: False -> True",
+    "precision: fp16 -> fp32": "mixed_precision: True -> False",
+    "shards:": "num_gpus x gradient_accumulation_steps:",
+    "resume with the settings and the data of the run": "resume with the settings and the data of the run, "
+    "of which num_gpus may change where num_gpus x gradient_accumulation_steps stays",
+    "use drop_last=True or another global_batch": "use another batch_size",
 }
 WORDS_OF_SCALING = {
     "LossScaling": "PyTorchDDPTrainer",
@@ -38,8 +44,11 @@ def devices(workers: int, gpus: int, nodes: int = 1) -> str:
     return ""
 
 
-def meanings(config: DistributedConfig, gpus: int, loader_batch: object) -> Iterator[str]:
-    """Yield the sentences, for a host with `gpus` GPUs and a loader with a batch size of its own, if any."""
+def meanings(
+    config: DistributedConfig, gpus: int, loader_batch: object, *, drops_last: bool = False
+) -> Iterator[str]:
+    """Yield the sentences, for a host with `gpus` GPUs and a loader with a batch size of its own, if any.
+    `drops_last`: the loader leaves out the last batch of an epoch where that is short."""
     yield config.arithmetic
     if sentence := devices(config.workers, gpus, config.num_nodes):
         yield sentence
@@ -47,6 +56,8 @@ def meanings(config: DistributedConfig, gpus: int, loader_batch: object) -> Iter
         yield (
             f"the DataLoader's batch_size {loader_batch} is not used: the trainer's is {config.batch_size}"
         )
+    if drops_last:
+        yield "the DataLoader's drop_last is not used: every sample comes once an epoch"
     if config.communication_backend is not None:
         yield (
             f"communication_backend {config.communication_backend}: gradients are summed in one fixed order "

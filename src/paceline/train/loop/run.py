@@ -393,7 +393,10 @@ class Run:
         turn = turns.at(step)
         if turn in self._learns or not reduced.applied:
             return
-        if set(reduced.unused).issuperset(turns.taking_part(turn, self.parts.transaction.learning)):
+        learning = turns.taking_part(turn, self.parts.transaction.learning)
+        if turn is not None and not learning:
+            return  # all that its optimizer holds is still to be unfrozen
+        if set(reduced.unused).issuperset(learning):
             if turn is not None:
                 misuse_guard.refuse_turn(step + 1, turn, turns.kind(turn))
             misuse_guard.refuse_other_model(step + 1)

@@ -181,7 +181,7 @@ def load(
     scheduled: bool = False,
 ) -> None:
     """Load saved state into the optimizers of this run. `scheduled`: schedulers change settings of groups, so
-    other values than those that an optimizer was built with mean nothing."""
+    that only the learning rate which they begin with tells whether the caller has changed it."""
     if [type(optimizer).__name__ for optimizer in optimizers] != [saved["type"] for saved in plain]:
         raise UsageError(
             f"the checkpoint was written with {[saved['type'] for saved in plain]}, "
@@ -199,8 +199,7 @@ def load(
         groups = []
         current = optimizer.state_dict()["param_groups"]
         for group, old in zip(current, saved["groups"], strict=True):
-            if not scheduled:
-                _log_changed(saved["type"], group, old)
+            _log_changed(saved["type"], group, old, scheduled)
             settings = {key: setting_from_plain(value, group.get(key)) for key, value in old.items()}
             groups.append({**group, **settings, "params": group["params"]})
         optimizer.load_state_dict({"state": state, "param_groups": groups})
@@ -229,12 +228,13 @@ def _check_groups(optimizer: Optimizer, module: nn.Module, saved: Mapping[str, A
     )
 
 
-def _log_changed(kind: str, group: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+def _log_changed(kind: str, group: Mapping[str, Any], saved: Mapping[str, Any], scheduled: bool) -> None:
     """Warn about settings that were changed meanwhile: those of the run count."""
+    names = {"initial_lr"} if scheduled else saved.keys() - {"params", "lr"}
     changed = [
         f"{'lr' if key == 'initial_lr' else key}={saved[key]} (here {setting_to_plain(group[key], key)})"
         for key in saved
-        if key in group and key not in ("params", "lr") and setting_to_plain(group[key], key) != saved[key]
+        if key in names and key in group and setting_to_plain(group[key], key) != saved[key]
     ]
     if changed:
         _log.warning("the run continues with the settings of %s that it had: %s", kind, ", ".join(changed))

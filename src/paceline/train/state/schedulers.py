@@ -79,9 +79,11 @@ class TorchSchedulers:
                 scheduler.step(*arguments)
             except Exception as error:  # of the scheduler, or of a function that it was given
                 raise UsageError(
-                    f"{type(scheduler).__name__} cannot be stepped after step {step}: {error}",
+                    f"{type(scheduler).__name__} cannot be stepped after step {step}: "
+                    f"{str(error) or type(error).__name__}",
                     remedy="build it for as many steps or epochs as the run has; a function can ask for them "
-                    "by name: lambda optimizer, total_steps: ...",
+                    "by name: lambda optimizer, total_steps: ...; a run that is resumed keeps the scheduler "
+                    "that it began with",
                 ) from error
 
     def _watched(self, metrics: Mapping[str, float]) -> float:

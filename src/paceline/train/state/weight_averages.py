@@ -91,10 +91,19 @@ class WeightAverage(Modifier):
         self._weights = weights
 
     def load_into(self, module: nn.Module) -> None:
-        """Give a module of the same kind the averaged weights."""
+        """Give a module of the same kind the averaged weights; one of another kind is refused and stays."""
+        theirs, own = model_tensors(module), self.weights
+        shapes, others = ({name: one.shape for name, one in item.items()} for item in (theirs, own))
+        odd = sorted(name for name in {*shapes, *others} if shapes.get(name) != others.get(name))
+        if odd:
+            raise UsageError(
+                f"the average is of another model than this {type(module).__name__}: "
+                f"{', '.join(odd[:5])}{' ...' if len(odd) > 5 else ''} differ",
+                remedy="give a module with the parameters, buffers and shapes of the trained one",
+            )
         with torch.no_grad():
-            for name, tensor in model_tensors(module).items():
-                tensor.copy_(self.weights[name])
+            for name, tensor in theirs.items():
+                tensor.copy_(own[name])
 
     def state_dict(self) -> dict[str, Any]:
         return {"count": self.count, "next": self._next, "average": self._average} if self._next else {}
@@ -108,7 +117,7 @@ class WeightAverage(Modifier):
         return {**vars(self), "_weights": None}
 
     def _why_empty(self) -> str:
-        return "no run with it has come to an end"
+        return "no run with it has come to an end, or none of its steps changed the weights"
 
 
 @final
@@ -118,9 +127,9 @@ class EMA(WeightAverage):
 
     def __init__(self, decay: float = 0.999, *, evaluate: bool = False) -> None:
         super().__init__(evaluate=evaluate)
-        if not 0.0 < decay < 1.0:
+        if not isinstance(decay, int | float) or not 0.0 < decay < 1.0:
             raise ConfigError(
-                f"EMA(decay={decay}): what stays of the average in a step is between 0 and 1",
+                f"EMA(decay={decay!r}): what stays of the average in a step is between 0 and 1",
                 remedy="use 0.999, or 0.99 for a short run",
                 key="decay",
             )
@@ -155,9 +164,12 @@ class SWA(WeightAverage):
             ("start_epoch", start_epoch, 0),
             ("every", every, 1),
         ):
-            if value is not None and value < least:
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if value is not None and not (whole and value >= least):
                 raise ConfigError(
-                    f"SWA({name}={value}): it counts from {least}", remedy=f"give {least} or more", key=name
+                    f"SWA({name}={value!r}): it counts from {least}, in whole numbers",
+                    remedy=f"give {least} or more",
+                    key=name,
                 )
         self.start_step, self.start_epoch, self.every = start_step, start_epoch, every
 
