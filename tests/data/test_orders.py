@@ -140,9 +140,11 @@ def test_what_is_no_order_is_refused(make: Any, text: str) -> None:
 def test_an_order_is_for_training_and_instead_of_a_shuffle() -> None:
     plain = as_source(torch.arange(2))
     ordered = as_source(LengthBuckets([1, 2]).over(torch.arange(2)))
-    for refuses in (lambda: check_apart(plain, ordered), lambda: refuse_order(ordered)):
+    for refuses in (lambda: check_apart(plain, {"": ordered}), lambda: refuse_order(ordered)):
         with pytest.raises(UsageError, match="has the order LengthBuckets"):
             refuses()
-    check_apart(ordered, plain)
+    check_apart(ordered, {"": plain})
+    with pytest.raises(UsageError, match="the validation set 'far' is empty"):
+        check_apart(ordered, {"": plain, "far": as_source(torch.arange(0))})
     with pytest.raises(ConfigError, match="shuffle=False"):
         epoch_order(ordered, seed=0, epoch=0, batch=1, shuffle=False)

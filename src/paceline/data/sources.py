@@ -9,7 +9,7 @@ data with an order of its own (orders.py)                 OrderedSource one of t
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -89,16 +89,20 @@ def as_source(data: Any) -> Source:
     return MapSource(data, _size_of(data))
 
 
-def check_apart(train: Source, validation: Source) -> None:
-    """Refuse one stream in two roles, because an evaluation within an epoch would move the training data; and
-    an order of validation data."""
-    refuse_order(validation)
-    if isinstance(train, Stream) and isinstance(validation, Stream) and validation.reads_from(train):
-        raise UsageError(
-            f"the training and the validation data are the same {validation.name}, which remembers where "
-            "reading stands: an evaluation would move the training data",
-            remedy="give validation an object of its own (copy.deepcopy, or make it again)",
-        )
+def check_apart(train: Source, validation: Mapping[str, Source]) -> None:
+    """Refuse, of validation sets by name, an order, no sample, and a stream that is the training data too: an
+    evaluation within an epoch would move it."""
+    for name, one in validation.items():
+        what = f"the validation set {name!r}" if name else "the validation data"
+        refuse_order(one)
+        if one.size == 0:
+            raise UsageError(f"{what} is empty", remedy="pass data with at least one sample, or leave it out")
+        if isinstance(train, Stream) and isinstance(one, Stream) and one.reads_from(train):
+            raise UsageError(
+                f"the training data and {what} are the same {one.name}, which remembers where reading "
+                "stands: an evaluation would move the training data",
+                remedy="give validation an object of its own (copy.deepcopy, or make it again)",
+            )
 
 
 def refuse_order(source: Source) -> None:

@@ -198,9 +198,8 @@ class Trainer:
                 remedy="give a folder or a URL that outlives the workers; memory:// is for paceline.session",
                 key="checkpoint.url",
             )
-        validated = [*sets.values(), *([] if validation is None else [validation])]
-        for one in validated:
-            check_apart(source, one)
+        validated = {**sets, **({} if validation is None else {"": validation})}
+        check_apart(source, validated)
 
         def fits(config: TrainConfig) -> None:
             conflicts.check(config, samples=source.size, validation=bool(validated))

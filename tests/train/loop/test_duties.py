@@ -251,15 +251,17 @@ def test_only_an_evaluation_of_the_plan_takes_part_in_early_stopping():
     """A longer run would not have the one at the end."""
     rank = Rank()
     seen: list[dict[str, float]] = []
+    checked: list[dict[str, float]] = []
 
     def observe(metrics: dict[str, float]) -> str:
         seen.append(metrics)
         return "no longer better"
 
-    rank.parts.early = SimpleNamespace(observe=observe, restores=False)
+    rank.parts.early = SimpleNamespace(observe=observe, restores=False, check=checked.append)
     rank.duties.do(Duty.EVALUATE_AT_END, ())
-    assert (seen, rank.state.ended, rank.state.evaluated_step) == ([], None, None)
+    assert (seen, checked, rank.state.ended, rank.state.evaluated_step) == ([], [], None, None)
     rank.duties.do(Duty.EVALUATE, ())
+    assert checked == [{"loss": 0.5}]
     assert (seen, rank.state.ended, rank.state.evaluated_step) == ([{"loss": 0.5}], "no longer better", 4)
 
 

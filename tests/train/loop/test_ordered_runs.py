@@ -128,6 +128,8 @@ def test_an_order_that_cannot_be_kept_is_refused_before_a_worker_starts(tmp_path
     with pytest.raises(ConfigError, match=r"shuffle=False, and .* the order WeightedOrder") as caught:
         trainer.fit(weighted())
     assert not hasattr(caught.value, "__notes__")  # of a rank
+    with pytest.raises(UsageError, match="the validation data is empty"):
+        trainer.fit(DATA, tuple(part[:0] for part in DATA))
     for call in (trainer.evaluate, trainer.predict):
         with pytest.raises(UsageError, match="has the order LengthBuckets") as refused:
             call(bucketed())

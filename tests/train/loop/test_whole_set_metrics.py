@@ -235,11 +235,11 @@ def test_sets_without_validation_data_of_fit() -> None:
     assert metrics["loss"] == metrics["a/loss"] != metrics["b/loss"]
 
 
-def test_an_error_in_a_set_names_it() -> None:
+def test_an_error_in_a_metric_names_it_and_the_set() -> None:
     def broken(outputs: Tensor, targets: Tensor) -> float:
         raise ZeroDivisionError("no positives")
 
     how = EvaluationConfig(sets={"rare": (X[:9], LABELS[:9])}, metrics={"ratio": broken})
     with pytest.raises(ZeroDivisionError) as raised:
         trained(1, how, epochs=1)
-    assert raised.value.__notes__[0] == "in the validation set 'rare'"
+    assert raised.value.__notes__[:2] == ["in the metric 'ratio'", "in the validation set 'rare'"]

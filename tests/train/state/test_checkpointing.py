@@ -15,23 +15,36 @@ import paceline
 from paceline.checkpoint.store import CheckpointStore
 from paceline.comm.context import DistributedContext
 from paceline.core import events
-from paceline.core.errors import CommTimeoutError, ConfigError, PlatformError
+from paceline.core.errors import CommTimeoutError, ConfigError, PlatformError, UsageError
 from paceline.core.storage.local_storage import LocalStorage
 from paceline.data.batch_plan import DataPosition
-from paceline.train.settings.train_config import CheckpointConfig
+from paceline.train.settings.train_config import CheckpointConfig, EarlyStopping
 from paceline.train.state.checkpointing import Checkpointer, RunContents
 from paceline.train.team import Team
 
 
-def test_a_metric_that_no_evaluation_gives_costs_one_evaluation_and_no_step(tmp_path):
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        (
+            {"checkpoint": CheckpointConfig(metric="acuracy")},
+            {"checkpoint": CheckpointConfig(metric="accuracy", mode="max")},
+        ),
+        (
+            # A gain that only the first evaluation can be: its weights are those that come back.
+            {"early_stopping": EarlyStopping(metric="acuracy")},
+            {"early_stopping": EarlyStopping(metric="loss", min_delta=1e9, patience=2)},
+        ),
+    ],
+)
+def test_a_metric_that_no_evaluation_gives_costs_one_evaluation_and_no_step(tmp_path, wrong, right):
     folder = tmp_path / "run"
-    whole = fit(settings(tmp_path / "whole", 1, epochs=3))
-    wrong = settings(folder, 2, epochs=3, checkpoint=CheckpointConfig(metric="acuracy"))
-    with pytest.raises(ConfigError, match="'acuracy'") as caught:
-        fit(wrong)
+    whole = fit(settings(tmp_path / "whole", 1, epochs=3, **right))
+    with pytest.raises(UsageError, match="'acuracy'") as caught:
+        fit(settings(folder, 2, epochs=3, **wrong))
     assert any(f"of step {STEPS_OF_EPOCH} is saved" in note for note in caught.value.__notes__)
-    again = fit(settings(folder, 2, epochs=3, resume="auto", checkpoint=CheckpointConfig(metric="accuracy")))
-    assert again.state_hash == whole.state_hash
+    again = fit(settings(folder, 2, epochs=3, resume="auto", **right))
+    assert (again.state_hash, again.restored) == (whole.state_hash, whole.restored)
     assert [(one.step, one.metrics) for one in again.evaluations] == [
         (one.step, one.metrics) for one in whole.evaluations
     ]

@@ -173,17 +173,24 @@ def train_per_gpu(setup: FeatureSetup, config: TrainConfig) -> RunResult:
         epochs=6,
         optimizer=setup.optimizer,
         loss_fn=setup.objective,
+        scheduler=setup.scheduler,
         checkpoint_dir=config.run_dir or None,
         resume_from_checkpoint=config.resume is not None,
     )
     with overrides.in_force(overrides.Overrides(options=settings)):
-        history = trainer.fit(setup.data(), max_steps=MAX_STEPS)
+        validation = None if setup.validation is None else setup.validation()
+        history = trainer.fit(setup.data(), validation, max_steps=MAX_STEPS)
     return RunResult.of(history)
 
 
 def train_step_by_step(setup: FeatureSetup, config: TrainConfig) -> RunResult:
     """Train in processes that go on without those that die."""
-    return RunResult(*train_by_steps(config, MAX_STEPS))
+    return RunResult(*train_by_steps(config, MAX_STEPS, "manager"))
+
+
+def train_in_session(setup: FeatureSetup, config: TrainConfig) -> RunResult:
+    """Train in processes that end with one that dies, and are started again."""
+    return RunResult(*train_by_steps(config, MAX_STEPS, "session"))
 
 
 FEATURES: Final[dict[str, FeatureSetup]] = {}
@@ -374,7 +381,9 @@ add("audited", settings={"audit_every": 10})
 add("checksums", care={"checksums": True})
 add("orchestrator", validation=None, drive=orchestrate)
 add("counts per GPU", validation=None, drive=train_per_gpu)
+add("counts per GPU, plateau", scheduler=models.plateau, drive=train_per_gpu)
 add("step by step", validation=None, drive=train_step_by_step, supervised=False)
+add("session, scheduler and ema", validation=None, drive=train_in_session, supervised=False)
 
 
 def undisturbed(setup: FeatureSetup, folder: str) -> RunResult:

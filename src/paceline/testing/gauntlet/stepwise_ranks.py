@@ -1,15 +1,16 @@
-"""Processes that train step by step, with `DistributedTrainingManager`, as a user's program does; a fault of
-the plan ends some of them.
+"""Processes that train in a loop of their own, as a user's program does: step by step, with
+`DistributedTrainingManager`, or in a `session`; a fault of the plan ends some of them.
 
     python -m paceline.testing.gauntlet.stepwise_ranks      one start per line of input, as JSON
 
-Torch is loaded once, then each process is forked. Nothing replaces a process that dies: the others go on
-without it. A run journal, of views and failures alone, tells what injects faults from outside which processes
-there are.
+Torch is loaded once, then each process is forked. Nothing replaces a process that dies: those with a manager
+go on without it, those of a session end. A run journal, of views and failures alone, tells what injects
+faults from outside which processes there are.
 """
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import json
 import os
@@ -20,19 +21,27 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final, Literal, final
 
 import torch
 from torch import Tensor
 
 from paceline.checkpoint.store import CheckpointStore
+from paceline.comm.context import DistributedContext
 from paceline.core.chaos_spec import Chaos
+from paceline.core.errors import GROUP_FAILURES
 from paceline.core.events import Event, FaultInjected, ViewChanged, WorkerFailed
 from paceline.core.journal import Journal
 from paceline.frontends.manager.training_manager import DistributedTrainingManager
+from paceline.frontends.session import TrainingSession, session
 from paceline.testing.gauntlet import models
 from paceline.train.member.fault_injection import FaultInjector
-from paceline.train.state.model_state import state_hash
+from paceline.train.settings.train_config import CheckpointConfig, TrainConfig
+from paceline.train.state.model_state import hash_of, state_hash
+from paceline.train.state.weight_averages import EMA
+from paceline.train.stop_signals import Stopped
+
+LoopKind = Literal["manager", "session"]
 
 BATCH: Final = 12
 _SAVE_EVERY: Final = 15
@@ -55,10 +64,10 @@ class StepwiseStart:
     seed: int
     chaos: str = ""
     resume: bool = False
+    loop: LoopKind = "manager"
 
 
-@final
-class _Rank:
+class _Rank(abc.ABC):
     """One process: the loop of a user's own, with the places where it dies."""
 
     def __init__(self, start: StepwiseStart, rank: int) -> None:
@@ -68,9 +77,51 @@ class _Rank:
         self._step = 0
         self._x, self._y = models.numbers()
 
+    @abc.abstractmethod
     def train(self, report: int) -> str:
-        """Train to the end, whatever becomes of the others; return the hash of the weights. `report`: the
-        descriptor that is told when this process has met the others."""
+        """Train to the end; return the hash of the weights, or nothing where the run has to be started again.
+        `report`: the descriptor that is told when this process has met the others."""
+
+    def _record(self, step: int, loss: float) -> None:
+        with Path(self._start.folder, f"losses-{self._start.number}-{self._rank}").open("a") as file:
+            file.write(f"{step} {loss.hex()}\n")
+
+    # where it dies
+
+    def _enter(self, phase: str, step: int | None = None) -> None:
+        self._step = self._step if step is None else step
+        self._injector.at(phase, self._step)
+
+    def _loss(self, model: Any, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        self._enter("forward")
+        loss, metrics = models.classify(model, batch)
+        if loss.requires_grad:
+            loss.register_hook(self._in_backward)  # type: ignore[no-untyped-call]
+        return loss, metrics
+
+    def _in_backward(self, gradient: Tensor) -> Tensor:
+        self._enter("backward")
+        # What follows the last shard's backward is the exchange.
+        timer = threading.Timer(_INTO_THE_EXCHANGE, self._enter, ("collective",))
+        timer.daemon = True
+        timer.start()
+        return gradient
+
+    def _optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        made = models.adam(parameters)
+        made.register_step_pre_hook(lambda *_: self._enter("optimizer"))
+        return made
+
+    def _note(self, event: FaultInjected, before: int, *, once: bool) -> bool:
+        note(self._start, event)
+        return True
+
+
+@final
+class _ManagerRank(_Rank):
+    """A loop over the steps of a manager: it goes on without those that die."""
+
+    def train(self, report: int) -> str:
         start = self._start
         torch.manual_seed(start.seed)
         module = models.with_batch_norm()
@@ -110,8 +161,7 @@ class _Rank:
             self._enter("wait")
             manager.handle_failure(metrics.failed_process_rank)
             return
-        with Path(self._start.folder, f"losses-{self._start.number}-{self._rank}").open("a") as file:
-            file.write(f"{step} {metrics.loss.hex()}\n")
+        self._record(step, metrics.loss)
         if manager.next_step % _SAVE_EVERY == 0:
             self._enter("checkpoint")
             manager.save_checkpoint(manager.next_step)
@@ -121,35 +171,57 @@ class _Rank:
             self._enter("wait")
             manager.handle_failure(-1)
 
-    # where it dies
 
-    def _enter(self, phase: str, step: int | None = None) -> None:
-        self._step = self._step if step is None else step
-        self._injector.at(phase, self._step)
+@final
+class _SessionRank(_Rank):
+    """A loop over the micro-batches of a session, with a scheduler and an average: where one process dies,
+    the others end, and all are started again."""
 
-    def _loss(self, model: Any, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        self._enter("forward")
-        loss, metrics = models.classify(model, batch)
-        if loss.requires_grad:
-            loss.register_hook(self._in_backward)  # type: ignore[no-untyped-call]
-        return loss, metrics
+    def train(self, report: int) -> str:
+        start = self._start
+        torch.manual_seed(start.seed)
+        module = models.with_batch_norm()
+        average = EMA(0.9)
+        config = TrainConfig(
+            shards=start.shards,
+            threads=1,
+            global_batch=BATCH,
+            max_steps=start.steps,
+            seed=start.seed,
+            device="cpu",
+            progress=False,
+            scheduler_interval="step",
+            timeout=_TIMEOUT,
+            run_dir=str(Path(start.folder, "session")),
+            resume="auto",
+            checkpoint=CheckpointConfig(every_steps=_SAVE_EVERY),
+        )
+        address = f"127.0.0.1:{start.port}"
+        try:
+            with DistributedContext(start.workers, self._rank, address=address, timeout=_TIMEOUT) as group:
+                os.write(report, _CONNECTED.encode())
+                optimizer = self._optimizer(list(module.parameters()))
+                with session(
+                    module,
+                    optimizer,
+                    config,
+                    scheduler=models.one_cycle,
+                    callbacks=[average],
+                    context=group,
+                ) as run:
+                    self._loop(run, module)
+        except (*GROUP_FAILURES, Stopped):
+            return ""
+        for record in run.history.steps if run.history is not None else ():
+            self._record(record.step, record.loss)
+        return state_hash(module) + hash_of(average.weights)
 
-    def _in_backward(self, gradient: Tensor) -> Tensor:
-        self._enter("backward")
-        # What follows the last shard's backward is the exchange.
-        timer = threading.Timer(_INTO_THE_EXCHANGE, self._enter, ("collective",))
-        timer.daemon = True
-        timer.start()
-        return gradient
-
-    def _optimizer(self, parameters: Any) -> torch.optim.Optimizer:
-        made = models.adam(parameters)
-        made.register_step_pre_hook(lambda *_: self._enter("optimizer"))
-        return made
-
-    def _note(self, event: FaultInjected, before: int, *, once: bool) -> bool:
-        note(self._start, event)
-        return True
+    def _loop(self, run: TrainingSession, module: torch.nn.Module) -> None:
+        for micro in run.microbatches((self._x, self._y)):
+            self._enter("data", micro.step + 1)
+            if run.step % _SAVE_EVERY == 0:
+                self._enter("checkpoint")  # it is being written
+            run.backward(*self._loss(module, micro.data))
 
 
 def note(start: StepwiseStart, event: Event) -> None:
@@ -168,7 +240,8 @@ def _forked(start: StepwiseStart, rank: int) -> tuple[int, int]:
     code = 1
     try:
         os.close(reading)
-        found = _Rank(start, rank).train(writing)
+        kind = _SessionRank if start.loop == "session" else _ManagerRank
+        found = kind(start, rank).train(writing)
         os.write(writing, found.encode())
         code = 0
     except BaseException:

@@ -1,5 +1,5 @@
-"""The step-by-step manager as a way to train: processes that nothing replaces, and a program that is started
-again, on another number of them, when all are gone."""
+"""Loops of a user's own as ways to train, with the step-by-step manager or in a session: processes that
+nothing replaces, and a program that is started again, on another number of them, when all are gone."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Final
 from paceline.core.errors import InternalError, PeerLostError
 from paceline.frontends.launcher.master_port import free_port
 from paceline.testing.gauntlet import stepwise_ranks
-from paceline.testing.gauntlet.stepwise_ranks import StepwiseStart
+from paceline.testing.gauntlet.stepwise_ranks import LoopKind, StepwiseStart
 from paceline.train.settings.train_config import TrainConfig
 
 _MOST_STARTS: Final = 4
 _WORKER = ("-m", stepwise_ranks.__name__)
 
 
-def train_by_steps(config: TrainConfig, steps: int) -> tuple[str, tuple[float, ...]]:
+def train_by_steps(config: TrainConfig, steps: int, loop: LoopKind) -> tuple[str, tuple[float, ...]]:
     """Train to the end with the faults of `config`; return the hash of the weights, and the losses. Processes
     that disagree are an error."""
     folder, shards = str(config.run_dir), config.shards or 1
@@ -31,7 +31,7 @@ def train_by_steps(config: TrainConfig, steps: int) -> tuple[str, tuple[float, .
         workers, chaos = config.workers, config.fault_tolerance.chaos or ""
         for number in range(_MOST_STARTS):
             start = StepwiseStart(
-                folder, number, workers, free_port(), steps, shards, config.seed, str(chaos), number > 0
+                folder, number, workers, free_port(), steps, shards, config.seed, str(chaos), number > 0, loop
             )
             server.stdin.write(stepwise_ranks.encoded(start))
             server.stdin.flush()

@@ -94,7 +94,7 @@ class Duties:
             self._parts.checkpointer.commit(written, failed)
 
     def _evaluate(self) -> None:
-        metrics = self._evaluated()
+        metrics = self._evaluated(self._parts.early)
         if metrics is not None:
             self._state.evaluated_step = self._state.position.step
             if self._parts.early is not None:
@@ -109,9 +109,11 @@ class Duties:
                 state.best.keep(state.position.step)
         state.ended = state.ended or early.observe(metrics)
 
-    def _evaluated(self) -> dict[str, float] | None:
+    def _evaluated(self, watching: EarlyStopper | None = None) -> dict[str, float] | None:
         """Evaluate, unless this step was. By itself, where the run ends between two of its evaluations, it
-        leaves no trace in what a longer run does: it takes no part in early stopping."""
+        leaves no trace in what a longer run does: it takes no part in early stopping.
+
+        An evaluation that lacks what is watched counts for nothing: the run, mended, does it again."""
         parts, position = self._parts, self._state.position
         if parts.evaluate is None or self._state.evaluated_step == position.step:
             return None
@@ -128,6 +130,8 @@ class Duties:
             raise
         if parts.checkpointer is not None:
             parts.checkpointer.check_metric(metrics)
+        if watching is not None:
+            watching.check(metrics)
         parts.recorder.evaluated(
             events.Evaluated(
                 time=time.time(),

@@ -81,7 +81,12 @@ class WholeSetMetrics:
             outputs, targets = ([row[place] for row in everything] for place in (1, 2))
             seed_everything(self._seed, 0, _MEASURING)
             for name, metric in self._config.metrics.items():
-                found |= _numbers(name, self._measure(metric, outputs, targets, joined))
+                try:
+                    measured = self._measure(metric, outputs, targets, joined)
+                except Exception as error:
+                    error.add_note(f"in the metric {name!r}")
+                    raise
+                found |= _numbers(name, measured)
         return dict(team.context.broadcast(found if gathered is not None else None))
 
     @staticmethod

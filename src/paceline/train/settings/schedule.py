@@ -129,15 +129,19 @@ class EarlyStopper:
         self._waited = 0
         self.restores = settings.restore_best
 
-    def observe(self, metrics: Mapping[str, float]) -> str | None:
-        """Count one evaluation and return the reason to stop, or None. NaN is never an improvement."""
-        settings = self._settings
-        if settings.metric not in metrics:
+    def check(self, metrics: Mapping[str, float]) -> None:
+        """Refuse an evaluation without the metric that is watched."""
+        if self._settings.metric not in metrics:
             raise UsageError(
-                f"early_stopping watches {settings.metric!r}, and the evaluation has "
+                f"early_stopping watches {self._settings.metric!r}, and the evaluation has "
                 f"{', '.join(sorted(metrics)) or 'no metrics'}",
                 remedy="return the metric from the objective, or watch one of those that are there",
             )
+
+    def observe(self, metrics: Mapping[str, float]) -> str | None:
+        """Count one evaluation and return the reason to stop, or None. NaN is never an improvement."""
+        settings = self._settings
+        self.check(metrics)
         value, best = metrics[settings.metric], self._best
         if self.improves(metrics):
             self._best, self._waited = value, 0
