@@ -144,5 +144,5 @@ def _numbers(name: str, value: Any) -> dict[str, float]:
     what = f"a value of shape {tuple(value.shape)}" if shaped else with_article(value)
     raise UsageError(
         f"the metric {name!r} gave {what}",
-        remedy="return one number, or a dict of numbers by name; average=None, say, returns one number per class",
+        remedy="return one number, or a dict of numbers by name; average=None returns one per class",
     )
