@@ -147,7 +147,7 @@ def test_under_launchers(name, tmp_path):
     ("name", "given", "word", "margin"),
     [
         ("char_transformer.py", ["--steps", 120], "loss", 0.25),
-        ("word_language_model.py", ["--epochs", 2], "perplexity", 40.0),
+        ("word_language_model.py", ["--epochs", 4], "perplexity", 5.0),
     ],
 )
 def test_language_models_reach_the_plain_loop(name, given, word, margin, tmp_path):
