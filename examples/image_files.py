@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import gzip
 import struct
+import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,8 +21,9 @@ _CIFAR_RECORD = 1 + 3 * 32 * 32
 
 def mnist(images: str) -> Images:
     """Read an IDX file of images, such as train-images-idx3-ubyte (.gz too), and the labels beside it."""
-    labels = images.replace("images", "labels").replace("idx3", "idx1")
-    if labels == images:
+    name = Path(images).name
+    labels = str(Path(images).with_name(name.replace("images", "labels").replace("idx3", "idx1")))
+    if "images" not in name:
         raise SystemExit(
             f"{images}: no file of labels is named like it (…-images-idx3-… and …-labels-idx1-…)"
         )
@@ -45,9 +48,7 @@ def cifar10(*files: str) -> Images:
 
 def digits() -> tuple[Images, Images]:
     """Return scikit-learn's handwritten digits: 1,437 to train on and 360 to test, 8 x 8 pixels each."""
-    from sklearn.datasets import load_digits
-
-    found = load_digits()
+    found = _scikit_images("load_digits")
     images = torch.tensor(found.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(found.target)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
@@ -57,10 +58,8 @@ def digits() -> tuple[Images, Images]:
 def photographs() -> tuple[Images, Images]:
     """Return pieces of 32 x 32 pixels of scikit-learn's two photographs, of which the left part is to train
     on and the right one to test; the class is the photograph."""
-    from sklearn.datasets import load_sample_images
-
     parts: dict[bool, list[tuple[Tensor, int]]] = {True: [], False: []}
-    for label, photograph in enumerate(load_sample_images().images):
+    for label, photograph in enumerate(_scikit_images("load_sample_images").images):
         pixels = torch.tensor(photograph).permute(2, 0, 1).float() / 255
         for top in range(0, pixels.shape[1] - 32, 24):
             for left in range(0, pixels.shape[2] - 32, 24):
@@ -76,8 +75,13 @@ def _idx(file: str) -> np.ndarray:
     zeros, kind, dimensions = struct.unpack_from(">HBB", data) if len(data) >= 4 else (1, 0, 0)
     if zeros or kind not in _IDX_TYPES:
         raise SystemExit(f"{file} is no IDX file, the format of MNIST")
-    shape = struct.unpack_from(f">{dimensions}I", data, 4)
-    return np.frombuffer(data, _IDX_TYPES[kind], offset=4 + 4 * dimensions).reshape(shape)
+    try:
+        shape = struct.unpack_from(f">{dimensions}I", data, 4)
+        return np.frombuffer(data, _IDX_TYPES[kind], offset=4 + 4 * dimensions).reshape(shape)
+    except (struct.error, ValueError):
+        raise SystemExit(
+            f"{file} is not whole: it has {len(data)} bytes, other than its header says"
+        ) from None
 
 
 def _bytes(file: str) -> bytes:
@@ -85,4 +89,16 @@ def _bytes(file: str) -> bytes:
         data = Path(file).read_bytes()
     except OSError as error:
         raise SystemExit(f"{file}: {error.strerror}") from None
-    return gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
+    try:
+        return gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
+    except (OSError, EOFError, zlib.error) as error:
+        raise SystemExit(f"{file} cannot be decompressed: {error}") from None
+
+
+def _scikit_images(function: str) -> Any:
+    """Call a function of sklearn.datasets."""
+    try:
+        from sklearn import datasets
+    except ImportError as error:
+        raise SystemExit(f"{error}: pip install scikit-learn, or give files of images") from None
+    return getattr(datasets, function)()

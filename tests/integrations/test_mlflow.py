@@ -9,6 +9,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,21 @@ def test_a_resumed_run_continues_its_own(server, client, tmp_path):
     run = only_run(client, "resumed")
     assert [step for step, _ in metric(client, run.info.run_id, "train/loss")] == list(range(1, 10))
     assert run.info.status == "FINISHED"
+
+
+@pytest.mark.leaky("MLflow keeps connections")
+def test_a_run_that_resumes_inside_an_active_run_has_its_parameters_there(server, client, tmp_path):
+    mlflow.set_tracking_uri(server)
+    mlflow.set_experiment("resumed in another")
+    for first_step in (0, 4):
+        tracker = paceline.MLflow("begun alone", every=1, flush_seconds=200)
+        info = RunInfo(config=TrainConfig(), workers=3, run_dir=str(tmp_path), first_step=first_step)
+        with mlflow.start_run() if first_step else nullcontext():
+            tracker.on_start(info)
+            tracker.on_failure(None)
+        assert tracker.failed == 0
+    assert only_run(client, "begun alone").data.params["workers"] == "3"
+    assert only_run(client, "resumed in another").data.params["workers"] == "3"
 
 
 @pytest.mark.leaky("MLflow keeps connections")

@@ -99,7 +99,7 @@ class _MlflowRun:
             name = tracker.run_name or (None if run.run_dir is None else Path(run.run_dir).name)
             self._id = str(self._client.create_run(self._experiment(tracker), run_name=name).info.run_id)
             keep_identity(run, _IDENTITY, self._id)
-        if known is None:
+        if known != self._id:
             self._send_parameters(parameters(run))
 
     def _experiment(self, tracker: MLflow) -> str:
