@@ -155,6 +155,33 @@ def test_the_first_step_that_differs_is_named(changes, words, copied, capsys):
     assert words in capsys.readouterr().out
 
 
+def test_a_script_that_raises_is_no_other_result(run, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("raises.py").write_text("raise KeyError('no such column')\n")
+    assert paceline(run, "--script", "raises.py") == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {tmp_path / 'raises.py'} raised:")
+    assert "KeyError: 'no such column'" in said
+    assert "unexpected" not in said
+
+
+def test_a_run_by_its_name_and_the_newest_run(run, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("runs").mkdir()
+    Path("runs/mine").symlink_to(run)
+    for named in (["mine"], []):
+        assert paceline(*named, "--script", run.parent / "script.py") == 0
+        assert "the same bits" in capsys.readouterr().out
+
+
+def test_a_record_that_cannot_be_read_is_not_needed_with_a_script(copied, run, capsys):
+    (copied / "command.json").write_text("{")
+    assert paceline(copied) == 2
+    assert "give the script with --script" in capsys.readouterr().err
+    assert paceline(copied, "--script", run.parent / "script.py") == 0
+    assert "the same bits" in capsys.readouterr().out
+
+
 def test_what_all_ranks_computed_wrongly_alike_is_found(tmp_path, capsys):
     """Their hashes agree, and so the audit is content: only computing it again shows it."""
     (tmp_path / "broken").touch()

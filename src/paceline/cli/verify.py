@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import re
 import shlex
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.output import AsJson, RunArgument, Script, ScriptArguments, echo, echo_json
+from paceline.cli.output import AsJson, OptionalRun, Script, ScriptArguments, echo, echo_json
 from paceline.core.errors import PacelineError, UsageError
 from paceline.core.wording import counted
 
@@ -27,7 +26,7 @@ _WORDS = {
 
 
 def verify(
-    run: RunArgument,
+    run: OptionalRun = None,
     arguments: ScriptArguments = None,
     steps: Annotated[
         str, typer.Option(help="all: from the beginning; sample=N: N steps from the kept checkpoints.")
@@ -42,13 +41,14 @@ def verify(
 
     Example: paceline verify runs/20250301-120000-train --steps sample=20
     """
+    from paceline.cli.run_choice import chosen
     from paceline.frontends import recomputation
 
     number = _number(steps)
-    command = recomputation.command_to_run(run, script, arguments or (), "verify")
+    path = chosen(run).absolute()  # the script runs in another folder
+    command = recomputation.command_to_run(path, script, arguments or (), "verify")
     if not as_json:
         echo(f"script      {shlex.join([command.script, *command.arguments])}")
-    path = Path(run).absolute()  # the script runs in another folder
     try:
         found = recomputation.compute_in_script(
             command, lambda trainer, data: recomputation.verify_fit(trainer, path, number, data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from paceline.core.errors import (
     CommTimeoutError,
     DisagreementError,
+    InternalError,
     PacelineError,
     PeerLostError,
     RankFailedError,
@@ -121,3 +123,14 @@ def test_frames_marked_as_internal_are_not_shown():
     text = describe(caught.value).traceback_text
     assert "in inner" in text
     assert "in outer" not in text
+
+
+@pytest.mark.parametrize(("kind", "shown"), [(UsageError, False), (InternalError, True)])
+def test_an_error_that_is_raised_inside_of_paceline_shows_its_frames_only_where_it_is_a_bug(kind, shown):
+    report = dataclasses.replace(
+        describe(kind("no checkpoint 99")), traceback_text="File resume.py", users_lines=""
+    )
+    error = root_cause([RankRaised(1, 1001, 1.0, report, kind("no checkpoint 99"))])
+    (note,) = error.__notes__
+    assert note.startswith("raised on rank 1 (pid 1001)")
+    assert ("resume.py" in note) == shown

@@ -96,9 +96,10 @@ def _raised(failure: RankRaised) -> BaseException:
     report = failure.report
     who = f"rank {failure.rank} (pid {failure.pid})"
     if report.is_ours and isinstance(failure.error, PacelineError):
-        # The error itself is shown anyway: of its traceback only what the user wrote, if it came from there.
-        lines = report.users_lines or f"\n{report.traceback_text.rstrip()}"
-        failure.error.add_note(f"raised on {who}:\n{lines}")
+        # The error itself is shown anyway: of its traceback only what the user wrote, and of a bug all of it.
+        bug = f"\n{report.traceback_text.rstrip()}" if report.fault == "ours" else ""
+        lines = report.users_lines or bug
+        failure.error.add_note(f"raised on {who}" + (f":\n{lines}" if lines else ""))
         return failure.error
     if report.exit_code is not None:
         message = f"{who} called sys.exit({report.exit_code})"
