@@ -144,9 +144,9 @@ def test_one_step_is_one_step(run, capsys):
     [
         (
             {"loss": 0.25},
-            "step 7: OTHER BITS: its loss came out otherwise, in steps 1 to 12 from the beginning",
+            "step 7: OTHER BITS: its loss came out differently, in steps 1 to 12 from the beginning",
         ),
-        ({"sample": "00"}, "step 7: OTHER BITS: the weights that it begins with came out otherwise"),
+        ({"sample": "00"}, "step 7: OTHER BITS: the weights that it begins with came out differently"),
     ],
 )
 def test_the_first_step_that_differs_is_named(changes, words, copied, capsys):
@@ -189,7 +189,7 @@ def test_what_all_ranks_computed_wrongly_alike_is_found(tmp_path, capsys):
     (tmp_path / "broken").unlink()
     assert paceline(run) == 1
     out = capsys.readouterr().out
-    assert "step 6: OTHER BITS: the weights that it begins with came out otherwise" in out
+    assert "step 6: OTHER BITS: the weights that it begins with came out differently" in out
 
 
 def test_what_cannot_be_computed_again(run, tmp_path, copied, capsys):

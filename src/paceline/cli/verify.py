@@ -37,7 +37,8 @@ def verify(
     """Compute steps of a run again, in one process, and compare the numbers with those that were recorded.
 
     Exit code 0: the same bits; 1: other bits, with the first step that differs; 2: it cannot be computed
-    again here. `sample=N` takes the checkpoints for right that it begins with; only `all` proves the result.
+    again here. `sample=N` assumes that the checkpoints it begins with are right; only `all` proves the
+    result.
 
     Example: paceline verify runs/20250301-120000-train --steps sample=20
     """
@@ -87,12 +88,12 @@ def print_verified(found: VerifiedRun) -> None:
         echo(f"recorded    {different.recorded}")
         echo(f"computed    {different.computed}  here")
         echo(
-            f"step {different.step}: OTHER BITS: {_WORDS[different.what]} came out otherwise, in "
+            f"step {different.step}: OTHER BITS: {_WORDS[different.what]} came out differently, in "
             f"{_span(different.interval)}"
         )
         if different.step == different.interval.first:
             echo(
-                "the first computed step is other already: does the script make the same data and the "
+                "the first computed step differs already: does the script make the same data and the "
                 "same model each time it runs? Seed what it draws (torch.manual_seed, a generator)"
             )
     elif found.complete:
@@ -100,7 +101,7 @@ def print_verified(found: VerifiedRun) -> None:
         echo(f"{every}: the same bits")
     else:
         steps = counted(found.steps, "step")
-        echo(f"{steps}: the same bits, from checkpoints that are taken for right")
+        echo(f"{steps}: the same bits, from checkpoints that are assumed to be right")
 
 
 def _span(interval: StepInterval) -> str:
