@@ -16,14 +16,20 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from tests.cli.made_runs import Command, write_log, write_run
 from tests.train.made_journals import MadeRun
 
+from paceline.cli import main
 from paceline.cli.main import Commands
+from paceline.core.errors import PlatformError
 from paceline.core.listen_address import listener
+from paceline.train.settings.train_config import TrainConfig
 from paceline.train.state import run_lock
+from paceline.train.state.run_folder import RunFolder, find_latest
 
 JOURNAL = MadeRun(5, trouble=0.2, epochs=1).run()
 TOKEN = "ab" * 32
@@ -64,6 +70,9 @@ MISSING_FILE = [
     ("train --script missing.py", 2, "the script missing.py cannot be read: No such file"),
     ("train", 2, "no script is given"),
     ("run missing.py", 2, "the script missing.py cannot be read: No such file"),
+    ("run -m missing.module", 2, "there is no module missing.module"),
+    ("report runs/one -o .", 1, "the report cannot be written to .: Is a directory"),
+    ("monitor script.py", 2, "script.py is not the folder of a run: it is a file"),
     ("train script.py --config missing.toml", 2, "missing.toml cannot be read: No such file"),
     ("train script.py --config script.py", 2, "the suffix '.py' is not one of .toml, .json"),
     ("train script.py --config torn.json", 2, "torn.json is not valid JSON"),
@@ -138,10 +147,28 @@ def test_every_command_has_a_bad_key():
     assert {line.split()[0] for line, _, _ in BAD_KEY} >= Commands.table.keys()
 
 
+def leaves(command: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The words of every command that does something."""
+    command = typer.main.get_command(main.app) if command is None else command
+    names = list(getattr(command, "commands", ()))
+    if not names:
+        yield path
+    for name in names:
+        yield from leaves(command.get_command(None, name), (*path, name))
+
+
+@pytest.mark.parametrize("words", list(leaves()), ids=" ".join)
+def test_an_unknown_option_of_every_command(place, paceline, words):
+    check(paceline(*words, "--bogus"), 2, "--bogus")
+
+
 UNKNOWN_RUN = [
     *((f"{command} nowhere", 2) for command in ("monitor", "logs", "report", "audit", "verify")),
     ("replay nowhere --step 1 --shard 0", 2),
-    *((f"checkpoint {command} nowhere", 2) for command in ("ls", "show", "verify", "diff")),
+    *((f"checkpoint {command} nowhere", 2) for command in ("ls", "show", "verify")),
+    ("checkpoint diff nowhere 1 2", 2),
+    ("checkpoint tag nowhere 1 good", 2),
+    ("checkpoint export nowhere 1 model.pt", 2),
     *((f"{command} nowhere", 6) for command in ("status", "stop")),
     ("scale nowhere --workers 2", 6),
 ]
@@ -149,8 +176,7 @@ UNKNOWN_RUN = [
 
 @pytest.mark.parametrize(("line", "code"), UNKNOWN_RUN)
 def test_an_unknown_run(place, paceline, line, code):
-    more = ["1", "2"] if " diff " in line else []
-    check(paceline(*line.split(), *more), code, "nowhere")
+    check(paceline(*line.split()), code, "nowhere")
 
 
 @pytest.mark.parametrize("command", ["stop", "scale --workers 2"])
@@ -228,10 +254,21 @@ def unprivileged() -> Iterator[None]:
         os.seteuid(0)
 
 
+def open_to_all(place: Path) -> None:
+    """Let any user into the working folder, and into its runs. Who made the folders above it had only their
+    owner enter."""
+    above = [path for path in place.parents if path.stat().st_mode & 0o005 == 0]
+    for path in (place, *above, *(place / "runs").rglob("*"), place / "runs"):
+        path.chmod(path.stat().st_mode | 0o755)
+
+
 NO_PERMISSION = [
     *(f"{command} closed/run" for command in ("monitor", "logs", "report", "audit", "status", "verify")),
     *("stop closed/run", "scale closed/run --workers 2", "replay closed/run --step 1 --shard 0"),
     *("ls closed", "gc closed", "ls closed/run", "init closed/run", "checkpoint ls closed/run"),
+    *("checkpoint show closed/run", "checkpoint verify closed/run", "checkpoint diff closed/run 1 2"),
+    *("checkpoint tag closed/run 1 good", "checkpoint export closed/run 1 model.pt"),
+    *("run closed/script.py", "report runs/one --json closed/r.json"),
     *("train closed/script.py", "train --script closed/script.py", "train script.py --config closed/c.toml"),
     *("report runs/one -o closed/r.html", "report runs/one --junit closed/r.xml"),
     *("join 127.0.0.1:1 --token-file closed/token", "doctor --hosts a --token-file closed/token"),
@@ -247,8 +284,7 @@ def test_no_permission(place, paceline, line):
     warm_up = ["--older-than", "999w"] if line.startswith("gc") else []
     if "--serve" not in line:
         paceline(*line.split(), *warm_up)
-    for path in (place, *list(place.parents)[:2], *(place / "runs").rglob("*"), place / "runs"):
-        path.chmod(path.stat().st_mode | 0o755)
+    open_to_all(place)
     closed.chmod(0)
     try:
         with unprivileged():
@@ -259,6 +295,49 @@ def test_no_permission(place, paceline, line):
     assert "Permission denied" in err, err
     assert "unexpected" not in err
     assert "Traceback" not in err
+
+
+@pytest.fixture
+def closed(place):
+    """A folder into which only its owner may look; who looks is another."""
+    folder = place / "runs" / "closed"
+    write_run(folder, JOURNAL)
+    open_to_all(place)
+    folder.chmod(0)
+    yield folder
+    folder.chmod(0o755)
+
+
+@pytest.mark.parametrize("command", ["ls", "gc --older-than 0s", "audit", "monitor --once"])
+def test_a_run_of_another_user_does_not_hide_ones_own(closed, paceline, command):
+    closed.chmod(0o755)
+    paceline(*command.split())  # what it imports may be closed to that user as well
+    closed.chmod(0)
+    with unprivileged():
+        code, out, err = paceline(*command.split())
+    assert code == 0, err
+    assert "one" in out
+    named = "left out, closed to this user: closed" in err
+    assert named == (command[:2] in ("ls", "gc")), err
+
+
+def test_a_closed_folder_for_checkpoints_is_a_finding_of_the_doctor(closed, paceline):
+    paceline("doctor", "--checkpoint-dir", closed.parent / "new")
+    with unprivileged():
+        code, out, err = paceline("doctor", "--checkpoint-dir", closed / "new")
+    assert code == 1
+    assert f"{closed / 'new'} cannot be written: Permission denied" in out
+    assert err == ""
+
+
+def test_a_closed_folder_for_a_run(closed):
+    config = TrainConfig(run_dir=str(closed / "new"))
+    with unprivileged(), pytest.raises(PlatformError, match="cannot be read: Permission denied"):
+        RunFolder(Path(config.run_dir or "")).holds_run()
+    with unprivileged(), pytest.raises(PlatformError, match="Permission denied"):
+        RunFolder.for_config(config)
+    with unprivileged():
+        assert find_latest("train", root=closed.parent) is None
 
 
 RAISES = "import sys\ndef inner():\n    raise KeyError('no such column')\ninner()\n"
@@ -291,9 +370,33 @@ WAITING = {
     "logs": ("logs runs/one -f", "rank 0 |", 130),
     "doctor": ("doctor --serve --bind 127.0.0.1 --port {port} --token-file token", "serving at", 130),
     "join": ("join 127.0.0.1:{silent} --token-file token", "", 130),
+    "run": ("run wait.py", "waiting", 130),
+    "verify": ("verify runs/one --script wait.py", "waiting", 130),
+    "replay": ("replay runs/one --step 1 --shard 0 --script wait.py", "waiting", 130),
     "bench": ("bench scaling --workers 1 --steps 1000000", "", 130),
+    "bench comm": ("bench comm --ranks 2 --size 4KB --rounds 1000000 --no-save", "", 130),
     "simulate": ("simulate --schedules 1000000 --workers 2", "", 0),
 }
+
+
+# None of them waits for anything but a file, or for seconds at most for the supervisor of a run.
+AT_ONCE = {
+    "init",
+    "ls",
+    "gc",
+    "status",
+    "scale",
+    "stop",
+    "report",
+    "audit",
+    "info",
+    "checkpoint",
+    "completion",
+}
+
+
+def test_every_command_waits_or_ends_at_once():
+    assert {line.split()[0] for line, _, _ in WAITING.values()} | AT_ONCE == Commands.table.keys()
 
 
 @pytest.mark.parametrize("command", WAITING)

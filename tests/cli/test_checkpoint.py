@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from tests.checkpoint.future_versions import from_the_future
 from tests.checkpoint.saving import save
+from tests.cli.made_runs import write_run
 
 from paceline.checkpoint.store import CheckpointStore
 from paceline.cli import main
@@ -42,6 +43,19 @@ def test_ls(run, capsys, monkeypatch):
     assert [item["parent"] for item in listed] == [None, 1, 2]
     assert listed[1]["tags"] == ["good"]
     assert listed[1]["metrics"] == {"loss": 0.25}
+
+
+def test_a_run_by_its_name_and_the_newest_run(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save(CheckpointStore(write_run(tmp_path / "runs" / "mine", []) / "checkpoints"), 10, loss=0.5)
+    for command in ("ls", "show", "verify"):
+        assert paceline(command) == 0
+        newest = capsys.readouterr().out
+        assert paceline(command, "mine") == 0
+        assert capsys.readouterr().out == newest
+    assert paceline("diff", "mine", 1, "latest") == 0
+    assert paceline("tag", "mine", 1, "good") == 0
+    assert paceline("export", "mine", "good", tmp_path / "model.pt") == 0
 
 
 def test_ls_names_a_damaged_manifest(run, capsys):

@@ -104,6 +104,29 @@ def test_a_script_that_does_not_train(run, tmp_path, capsys):
     assert "ended without Trainer.fit" in capsys.readouterr().err
 
 
+def test_a_script_that_raises_or_exits_before_it_trains(run, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a name that is given is looked for here, not where the run was started
+    Path("raises.py").write_text("def inner():\n    raise KeyError('no such column')\ninner()\n")
+    assert paceline(run, "--step", 4, "--shard", 2, "--script", "raises.py") == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {tmp_path / 'raises.py'} raised:\n\nTraceback")
+    assert "KeyError: 'no such column'" in said
+    assert "/paceline/" not in said
+    assert "unexpected" not in said
+    Path("exits.py").write_text("import sys\nsys.exit(3)\n")
+    assert paceline(run, "--step", 4, "--shard", 2, "--script", "exits.py") == 2
+    assert "exits.py called sys.exit(3) before Trainer.fit" in capsys.readouterr().err
+
+
+def test_a_run_by_its_name_and_the_newest_run(run, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("runs").mkdir()
+    Path("runs/mine").symlink_to(run)
+    for named in (["mine"], []):
+        assert paceline(*named, "--step", 4, "--shard", 2, "--script", run.parent / "script.py") == 0
+        assert "step 4, shard 2: the same bits" in capsys.readouterr().out
+
+
 def test_a_changed_script_has_other_bits(run, tmp_path, capsys):
     changed = tmp_path / "changed.py"
     changed.write_text(SCRIPT.replace("x.sum(1, keepdim=True)", "x.sum(1, keepdim=True) + 1"))

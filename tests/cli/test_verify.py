@@ -144,15 +144,42 @@ def test_one_step_is_one_step(run, capsys):
     [
         (
             {"loss": 0.25},
-            "step 7: OTHER BITS: its loss came out otherwise, in steps 1 to 12 from the beginning",
+            "step 7: OTHER BITS: its loss came out differently, in steps 1 to 12 from the beginning",
         ),
-        ({"sample": "00"}, "step 7: OTHER BITS: the weights that it begins with came out otherwise"),
+        ({"sample": "00"}, "step 7: OTHER BITS: the weights that it begins with came out differently"),
     ],
 )
 def test_the_first_step_that_differs_is_named(changes, words, copied, capsys):
     rewritten(copied, 7, **changes)
     assert paceline(copied) == 1
     assert words in capsys.readouterr().out
+
+
+def test_a_script_that_raises_is_no_other_result(run, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("raises.py").write_text("raise KeyError('no such column')\n")
+    assert paceline(run, "--script", "raises.py") == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {tmp_path / 'raises.py'} raised:")
+    assert "KeyError: 'no such column'" in said
+    assert "unexpected" not in said
+
+
+def test_a_run_by_its_name_and_the_newest_run(run, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("runs").mkdir()
+    Path("runs/mine").symlink_to(run)
+    for named in (["mine"], []):
+        assert paceline(*named, "--script", run.parent / "script.py") == 0
+        assert "the same bits" in capsys.readouterr().out
+
+
+def test_a_record_that_cannot_be_read_is_not_needed_with_a_script(copied, run, capsys):
+    (copied / "command.json").write_text("{")
+    assert paceline(copied) == 2
+    assert "give the script with --script" in capsys.readouterr().err
+    assert paceline(copied, "--script", run.parent / "script.py") == 0
+    assert "the same bits" in capsys.readouterr().out
 
 
 def test_what_all_ranks_computed_wrongly_alike_is_found(tmp_path, capsys):
@@ -162,7 +189,7 @@ def test_what_all_ranks_computed_wrongly_alike_is_found(tmp_path, capsys):
     (tmp_path / "broken").unlink()
     assert paceline(run) == 1
     out = capsys.readouterr().out
-    assert "step 6: OTHER BITS: the weights that it begins with came out otherwise" in out
+    assert "step 6: OTHER BITS: the weights that it begins with came out differently" in out
 
 
 def test_what_cannot_be_computed_again(run, tmp_path, copied, capsys):

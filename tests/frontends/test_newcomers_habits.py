@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
 import os
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -228,6 +230,62 @@ def test_arguments_of_trainers_of_other_libraries(name: str, remedy: str) -> Non
     with pytest.raises(ConfigError, match=f"Trainer has no setting '{name}'") as caught:
         paceline.Trainer(build, nn.MSELoss(), optimizer=adam, **given)
     assert remedy in caught.value.remedy
+
+
+PARTS = (
+    paceline.CheckpointConfig,
+    paceline.DynamicBatch,
+    paceline.EarlyStopping,
+    paceline.EvaluationConfig,
+    paceline.FaultTolerance,
+    paceline.GradientCompression,
+    paceline.LossScaling,
+)
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("lr", "torch.optim.AdamW"),
+        ("batch_size", "it belongs to TrainConfig: TrainConfig(global_batch=...)"),
+        ("max_epochs", "it belongs to TrainConfig: TrainConfig(epochs=...)"),
+    ],
+)
+def test_parts_of_the_settings_say_where_a_setting_belongs(part: type, name: str, remedy: str) -> None:
+    if name in inspect.signature(part).parameters:
+        return
+    with pytest.raises(ConfigError, match=f"{part.__name__} has no setting '{name}'") as caught:
+        part(**{name: 1})
+    assert remedy in caught.value.remedy
+
+
+@pytest.mark.parametrize("name", ["lr", "batch_size", "max_epochs"])
+def test_a_launcher_leaves_training_to_the_script(name: str) -> None:
+    given: dict[str, Any] = {name: 1}
+    with pytest.raises(ConfigError, match=f"LaunchConfig has no setting '{name}'") as caught:
+        paceline.LaunchConfig(**given)
+    assert "training is the script's" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"), [("lr", "use learning_rate=..."), ("max_epochs", "train_epoch trains one epoch")]
+)
+def test_context_trainers_by_names_of_other_libraries(name: str, remedy: str) -> None:
+    given: dict[str, Any] = {name: 1}
+    with paceline.DistributedContext(1, 0) as context:
+        for kind in (paceline.DistributedNeuralNetTrainer, paceline.DistributedAdaptiveTrainer):
+            with pytest.raises(ConfigError, match=f"{kind.__name__} has no setting '{name}'") as caught:
+                kind(context, **given)
+            assert remedy in caught.value.remedy
+
+
+def test_an_environment_that_is_explained_shows_the_callers_frames_alone(monkeypatch: Any) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    with pytest.raises(UsageError, match="MASTER_ADDR is set in the environment") as caught:
+        paceline.init_process_group()
+    frames = traceback.extract_tb(caught.value.__traceback__)
+    assert [frame.filename for frame in frames] == [__file__]
 
 
 def manager(**given: Any) -> None:

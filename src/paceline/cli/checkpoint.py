@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli.output import AsJson, echo, echo_json
+from paceline.cli.output import AsJson, complete_run, echo, echo_json, size_text
 from paceline.core.errors import UsageError
 from paceline.core.untrusted import printable
 from paceline.core.wording import counted
@@ -24,8 +24,15 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 
-RunOrCheckpointsArgument = Annotated[
-    str, typer.Argument(help="A run's folder, or the folder or URL of its checkpoints.")
+_WHERE = "A run's folder, its name below runs/, or the folder or URL of its checkpoints"
+RunOrCheckpoints = Annotated[str, typer.Argument(help=f"{_WHERE}.", autocompletion=complete_run)]
+OptionalRunOrCheckpoints = Annotated[
+    str | None,
+    typer.Argument(
+        help=f"{_WHERE}; without one the newest run below runs/.",
+        autocompletion=complete_run,
+        show_default=False,
+    ),
 ]
 Which = Annotated[str, typer.Argument(help="A version, a tag, 'latest' or 'best'.")]
 
@@ -39,7 +46,7 @@ def checkpoint() -> None:
 
 
 @app.command("ls")
-def list_all(run: RunOrCheckpointsArgument, as_json: AsJson = False) -> None:
+def list_all(run: OptionalRunOrCheckpoints = None, as_json: AsJson = False) -> None:
     """List the checkpoints, oldest first. Files are not verified. Exit code 1 when there are some and none
     can be listed.
 
@@ -60,7 +67,7 @@ def list_all(run: RunOrCheckpointsArgument, as_json: AsJson = False) -> None:
 
 
 @app.command()
-def show(run: RunOrCheckpointsArgument, which: Which = "latest", as_json: AsJson = False) -> None:
+def show(run: OptionalRunOrCheckpoints = None, which: Which = "latest", as_json: AsJson = False) -> None:
     """Verify one checkpoint and show what it holds: moment, metrics, files, tensors and state.
 
     Example: paceline checkpoint show runs/20250301-120000-train best
@@ -82,7 +89,7 @@ def show(run: RunOrCheckpointsArgument, which: Which = "latest", as_json: AsJson
             echo(f"{name}: {_shown(value)}")
     echo("files:")
     for file in opened.manifest.files:
-        echo(f"  {file.name}  {_size(file.nbytes)}  xxh3_128 {file.checksum}")
+        echo(f"  {file.name}  {size_text(file.nbytes)}  xxh3_128 {file.checksum}")
     echo(f"state: {', '.join(sorted(opened.state)) or 'empty'}")
     echo(f"tensors: {len(tensors)}")
     for name, tensor in tensors.items():
@@ -91,7 +98,7 @@ def show(run: RunOrCheckpointsArgument, which: Which = "latest", as_json: AsJson
 
 @app.command()
 def verify(
-    run: RunOrCheckpointsArgument,
+    run: OptionalRunOrCheckpoints = None,
     which: Annotated[str | None, typer.Argument(help="Only this one; else all of them.")] = None,
 ) -> None:
     """Read every byte and compare it with the checksums; exit code 1 when something is damaged
@@ -114,7 +121,7 @@ def verify(
 
 
 @app.command()
-def diff(run: RunOrCheckpointsArgument, before: Which, after: Which, as_json: AsJson = False) -> None:
+def diff(run: RunOrCheckpoints, before: Which, after: Which, as_json: AsJson = False) -> None:
     """Compare two checkpoints bit for bit; exit code 0 in any case.
 
     Example: paceline checkpoint diff runs/20250301-120000-train 11 latest
@@ -128,7 +135,7 @@ def diff(run: RunOrCheckpointsArgument, before: Which, after: Which, as_json: As
 
 @app.command()
 def tag(
-    run: RunOrCheckpointsArgument,
+    run: RunOrCheckpoints,
     which: Which,
     name: Annotated[str | None, typer.Argument(help="The name to give.")] = None,
     remove: Annotated[bool, typer.Option("--remove", help="Take the tag WHICH away instead.")] = False,
@@ -153,7 +160,7 @@ def tag(
 
 @app.command()
 def export(
-    run: RunOrCheckpointsArgument,
+    run: RunOrCheckpoints,
     which: Which,
     path: Annotated[str, typer.Argument(help="The file to write.")],
     format: Annotated[
@@ -176,14 +183,18 @@ def export(
         everything=everything,
         overwrite=overwrite,
     )
-    echo(f"{written} ({_size(written.stat().st_size)}, {chosen})")
+    echo(f"{written} ({size_text(written.stat().st_size)}, {chosen})")
 
 
-def open_store(run: str) -> CheckpointStore:
-    """Return the store of a run's folder or of a checkpoints URL; UsageError when nothing is there."""
+def open_store(run: str | None) -> CheckpointStore:
+    """Return the store of a run's folder or of a checkpoints URL, None: of the newest run; UsageError when
+    nothing is there."""
     from paceline.checkpoint.manifest import version_of
     from paceline.checkpoint.store import CheckpointStore
+    from paceline.cli.run_choice import chosen
 
+    if run is None or "://" not in run:
+        run = str(chosen(run))
     candidates = (
         [run]
         if os.path.basename(run.rstrip("/")) == "checkpoints"
@@ -234,7 +245,7 @@ def _print_list(manifests: list[CheckpointManifest], tags: dict[str, int]) -> No
             facts["created"].removesuffix("+00:00").replace("T", " "),
             str(manifest.info.step),
             str(manifest.info.epoch),
-            _size(manifest.nbytes),
+            size_text(manifest.nbytes),
             "" if manifest.info.parent is None else str(manifest.info.parent),
             escape(printable(_shown(facts["metrics"])))
             + ("" if manifest.finite is not False else " (weights not finite)"),
@@ -273,10 +284,3 @@ def _shown(value: object) -> str:
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _size(nbytes: int) -> str:
-    for unit, width in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if nbytes >= width:
-            return f"{nbytes / width:.1f} {unit}"
-    return f"{nbytes} B"

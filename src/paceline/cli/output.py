@@ -14,7 +14,7 @@ from paceline.core.untrusted import printable
 _RUNS = "runs"
 
 
-def _complete_run(incomplete: str) -> list[str]:
+def complete_run(incomplete: str) -> list[str]:
     """Return the folders below runs/ that begin so, newest first: for the shell's completion."""
     try:
         names = sorted(os.listdir(_RUNS), reverse=True)
@@ -24,12 +24,11 @@ def _complete_run(incomplete: str) -> list[str]:
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
-RunArgument = Annotated[str, typer.Argument(help="A run's folder.", autocompletion=_complete_run)]
 OptionalRun = Annotated[
     str | None,
     typer.Argument(
         help="A run's folder, or its name below runs/; without one the newest run below runs/.",
-        autocompletion=_complete_run,
+        autocompletion=complete_run,
         show_default=False,
     ),
 ]
@@ -40,6 +39,14 @@ ScriptArguments = Annotated[
 Script = Annotated[
     str | None, typer.Option(help="The script that made the run, where it was moved or not recorded.")
 ]
+
+
+def size_text(nbytes: int) -> str:
+    """Return a number of bytes as people say it: 9.3 kB."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= size:
+            return f"{nbytes / size:.1f} {unit}"
+    return f"{nbytes} B"
 
 
 def echo(text: object, *, err: bool = False) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import shlex
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.output import AsJson, RunArgument, Script, ScriptArguments, echo, echo_json
+from paceline.cli.output import AsJson, OptionalRun, Script, ScriptArguments, echo, echo_json
 from paceline.core.untrusted import REDACTED
 from paceline.core.wording import counted
 
@@ -21,7 +20,7 @@ _SHOWN = 12
 
 
 def replay(
-    run: RunArgument,
+    run: OptionalRun = None,
     arguments: ScriptArguments = None,
     step: Annotated[int, typer.Option(help="The step, counted from 1.")] = ...,  # type: ignore[assignment]
     shard: Annotated[int, typer.Option(help="The shard, counted from 0.")] = ...,  # type: ignore[assignment]
@@ -34,14 +33,15 @@ def replay(
 
     Example: paceline replay runs/20250301-120000-train --step 40 --shard 3
     """
+    from paceline.cli.run_choice import chosen
     from paceline.frontends import recomputation
 
-    command = recomputation.command_to_run(run, script, arguments or (), "replay")
+    path = chosen(run).absolute()  # the script runs in another folder
+    command = recomputation.command_to_run(path, script, arguments or (), "replay")
     if not as_json:
         echo(f"script      {shlex.join([command.script, *command.arguments])}")
         if REDACTED in " ".join(command.arguments):
             echo("note        what names a secret was not recorded: give all arguments after -- to use it")
-    path = Path(run).absolute()  # the script runs in another folder
     found = recomputation.compute_in_script(
         command, lambda trainer, data: recomputation.replay_fit(trainer, path, step, shard, data)
     )

@@ -31,13 +31,21 @@ def _newest() -> Path:
         raise PlatformError(
             f"{RUNS} cannot be searched for runs: {error.strerror}", remedy="give the run's folder"
         ) from error
-    runs = [folder for folder in folders if folder.config_file.is_file()]
+    runs = [folder for folder in folders if _is_open_run(folder)]
     if not runs:
         raise UsageError(
             f"no run is given, and there is none below {Path(RUNS).absolute()}",
             remedy="give the folder of a run; its name is printed when the run starts",
         )
     return max(runs, key=_changed).path
+
+
+def _is_open_run(folder: RunFolder) -> bool:
+    """Return whether a folder holds a run that this user may look at."""
+    try:
+        return folder.holds_run()
+    except PlatformError:
+        return False
 
 
 def _changed(folder: RunFolder) -> tuple[float, str]:

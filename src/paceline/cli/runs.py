@@ -8,11 +8,12 @@ import re
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
-from paceline.cli.output import AsJson, echo, echo_json
+from paceline.cli.output import AsJson, echo, echo_json, size_text
 from paceline.core.errors import PacelineError, UsageError
 from paceline.core.wording import counted
 
@@ -88,10 +89,18 @@ def gc(
 
 
 def _found(folder: str | None) -> list[FoundRun]:
-    """Return the runs below a folder; a ./runs that was not named and is not there holds none."""
+    """Return the runs below a folder; a ./runs that was not named and is not there holds none. Folders that
+    are closed to this user are named on standard error."""
     from paceline.train.state.run_listing import find_runs
 
-    return [] if folder is None and not os.path.exists(_RUNS) else find_runs(folder or _RUNS)
+    if folder is None and not os.path.exists(_RUNS):
+        return []
+    closed: list[Path] = []
+    runs = find_runs(folder or _RUNS, closed.append)
+    if closed:
+        names = ", ".join(sorted(path.name for path in closed))
+        echo(f"left out, closed to this user: {names}", err=True)
+    return runs
 
 
 def parse_age(text: str) -> float:
@@ -127,13 +136,6 @@ def age_text(seconds: float) -> str:
         if seconds >= size:
             return f"{seconds / size:.0f} {unit}"
     return f"{max(0.0, seconds):.0f} s"
-
-
-def size_text(nbytes: int) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= size:
-            return f"{nbytes / size:.1f} {unit}"
-    return f"{nbytes} B"
 
 
 def _phases(names: list[str] | None) -> list[RunPhase] | None:

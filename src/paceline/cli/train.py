@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-import traceback
 from typing import Annotated, Any
 
 import typer
@@ -141,7 +140,7 @@ def _chosen_script(script: str | None, named: str | None, arguments: list[str]) 
 
 
 def _run(script: str, arguments: tuple[str, ...]) -> int:
-    from paceline.frontends.overrides import run_script
+    from paceline.frontends.overrides import run_script, traceback_of_script
 
     try:
         run_script(script, arguments)
@@ -153,11 +152,7 @@ def _run(script: str, arguments: tuple[str, ...]) -> int:
         print(end.code, file=sys.stderr)
         return 1
     except Exception as error:
-        # The script's mistake, shown as Python would: from its own first line on.
-        trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename != os.path.abspath(script):
-            trace = trace.tb_next
-        traceback.print_exception(type(error), error, trace)
+        print(traceback_of_script(error, script), end="", file=sys.stderr)
         return 1
     return 0
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import re
 import shlex
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.output import AsJson, RunArgument, Script, ScriptArguments, echo, echo_json
+from paceline.cli.output import AsJson, OptionalRun, Script, ScriptArguments, echo, echo_json
 from paceline.core.errors import PacelineError, UsageError
 from paceline.core.wording import counted
 
@@ -27,7 +26,7 @@ _WORDS = {
 
 
 def verify(
-    run: RunArgument,
+    run: OptionalRun = None,
     arguments: ScriptArguments = None,
     steps: Annotated[
         str, typer.Option(help="all: from the beginning; sample=N: N steps from the kept checkpoints.")
@@ -38,17 +37,19 @@ def verify(
     """Compute steps of a run again, in one process, and compare the numbers with those that were recorded.
 
     Exit code 0: the same bits; 1: other bits, with the first step that differs; 2: it cannot be computed
-    again here. `sample=N` takes the checkpoints for right that it begins with; only `all` proves the result.
+    again here. `sample=N` assumes that the checkpoints it begins with are right; only `all` proves the
+    result.
 
     Example: paceline verify runs/20250301-120000-train --steps sample=20
     """
+    from paceline.cli.run_choice import chosen
     from paceline.frontends import recomputation
 
     number = _number(steps)
-    command = recomputation.command_to_run(run, script, arguments or (), "verify")
+    path = chosen(run).absolute()  # the script runs in another folder
+    command = recomputation.command_to_run(path, script, arguments or (), "verify")
     if not as_json:
         echo(f"script      {shlex.join([command.script, *command.arguments])}")
-    path = Path(run).absolute()  # the script runs in another folder
     try:
         found = recomputation.compute_in_script(
             command, lambda trainer, data: recomputation.verify_fit(trainer, path, number, data)
@@ -87,12 +88,12 @@ def print_verified(found: VerifiedRun) -> None:
         echo(f"recorded    {different.recorded}")
         echo(f"computed    {different.computed}  here")
         echo(
-            f"step {different.step}: OTHER BITS: {_WORDS[different.what]} came out otherwise, in "
+            f"step {different.step}: OTHER BITS: {_WORDS[different.what]} came out differently, in "
             f"{_span(different.interval)}"
         )
         if different.step == different.interval.first:
             echo(
-                "the first computed step is other already: does the script make the same data and the "
+                "the first computed step differs already: does the script make the same data and the "
                 "same model each time it runs? Seed what it draws (torch.manual_seed, a generator)"
             )
     elif found.complete:
@@ -100,7 +101,7 @@ def print_verified(found: VerifiedRun) -> None:
         echo(f"{every}: the same bits")
     else:
         steps = counted(found.steps, "step")
-        echo(f"{steps}: the same bits, from checkpoints that are taken for right")
+        echo(f"{steps}: the same bits, from checkpoints that are assumed to be right")
 
 
 def _span(interval: StepInterval) -> str:

@@ -66,6 +66,12 @@ def user_frames(shown: traceback.TracebackException) -> str:
     return innermost.rstrip()
 
 
+def is_bug(error: BaseException) -> bool:
+    """Return whether Paceline raised an error, and not on purpose."""
+    frames = _frames(error)
+    return bool(frames) and _file(frames[-1]).startswith(_OURS) and not isinstance(error, PacelineError)
+
+
 def last_place(text: str) -> str:
     """Return where a traceback, as text, ends, in words: " at train.py:12 in forward"; empty: not known."""
     found = re.findall(r'^ *File "(.+)", line (\d+), in (.+)$', text, re.MULTILINE)
@@ -83,8 +89,8 @@ def chain(error: E | None) -> Iterator[E]:
 
 def _keep_users_frames(error: BaseException) -> None:
     frames = _frames(error)
-    if not frames or (_file(frames[-1]).startswith(_OURS) and not isinstance(error, PacelineError)):
-        return  # Paceline raised it, and not on purpose
+    if not frames or is_bug(error):
+        return
     users: TracebackType | None = None
     for one in reversed(frames):
         is_call = users is not None and _calls_a_module(_file(one), one.tb_frame.f_code.co_name)

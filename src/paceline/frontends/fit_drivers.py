@@ -105,7 +105,9 @@ def tool_to_stay_for(config: TrainConfig) -> str | None:
     if config.workers == 1 and config.fault_tolerance.chaos is None:
         return watching_tool()
     if profiler_is_active():
-        _log.warning("the active torch.profiler sees nothing of the workers: fit(profile=DIR) has each trace")
+        _log.warning(
+            "the active torch.profiler sees nothing of the workers: fit(profile=DIR) has each write a trace"
+        )
     return None
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+import traceback
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -159,6 +160,15 @@ def run_script(path: str, arguments: Sequence[str] = ()) -> None:
     its folder first on the path, all of it restored afterwards. What it raises, SystemExit too, is raised."""
     with script_main.running_as_main(path, arguments) as (code, module):
         exec(code, module.__dict__)
+
+
+def traceback_of_script(error: BaseException, path: str) -> str:
+    """Return the traceback of what a script raised in `run_script`, as Python would print it: from the
+    script's own first line on."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename != os.path.abspath(path):
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace))
 
 
 def _as_tables(settings: object) -> dict[str, Any]:

@@ -20,11 +20,13 @@ from paceline.comm.rendezvous.environment import BACKENDS, find_launch_info
 from paceline.core import log
 from paceline.core.errors import UsageError
 from paceline.core.time_limits import COLLECTIVE_SECONDS
+from paceline.frontends.error_folding import folding_errors
 
 _ENV = "env://"
 _TCP = "tcp://"
 
 
+@folding_errors
 def init_process_group(
     backend: str = "auto",
     init_method: str = _ENV,

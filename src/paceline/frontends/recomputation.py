@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast, final
 
-from paceline.core import journal, untrusted
+from paceline.core import journal, traceback_filter, untrusted
 from paceline.core.atomic_file import create_once, replace_file
 from paceline.core.errors import ConfigError, PacelineError, PlatformError, UsageError
 from paceline.frontends import overrides
@@ -180,8 +180,15 @@ def command_to_run(
     """Return the command to run for this folder: the given parts, and for the others the recorded ones, if
     this user made the record. A folder from elsewhere is data: the scripts and arguments that it names are
     not run. Unpacked, its files belong to this user, so own records are recognised by their tag."""
-    recorded, own = recorded_command(run)
-    if script is None:
+    try:
+        recorded, own = recorded_command(run)
+    except UsageError:
+        if script is None:
+            raise
+        recorded, own = None, False
+    if script is not None:
+        script = os.path.abspath(script)  # it runs in the folder of the recorded command
+    else:
         if recorded is None:
             raise UsageError(
                 f"{run} does not say which script made it (a notebook, or an older version)",
@@ -235,6 +242,7 @@ def compute_in_script(command: overrides.Command, compute: Callable[[FitParts, A
         except ConfigError as error:
             refused.append(error)
 
+    how = "ended without Trainer.fit"
     folder = command.folder if os.path.isdir(command.folder) else "."
     settings = overrides.Overrides(
         assignments=_repeatable(command.settings), command=command, replaces_fit=replace_fit
@@ -244,18 +252,20 @@ def compute_in_script(command: overrides.Command, compute: Callable[[FitParts, A
             overrides.run_script(command.script, command.arguments)
     except _ScriptResult as found:
         return cast(T, found.result)
-    except SystemExit:
-        pass
+    except SystemExit as end:
+        if end.code:
+            how = f"called sys.exit({end.code!r}) before Trainer.fit"
     except PacelineError:
         raise
-    except Exception:
+    except Exception as error:
         # Where a fit was skipped, the script needed its result.
-        if not refused:
+        if not refused and traceback_filter.is_bug(error):
             raise
+        how = f"raised:\n\n{overrides.traceback_of_script(error, command.script)}"
     if refused:
         raise refused[0]
     raise UsageError(
-        f"{command.script} ended without Trainer.fit",
+        f"{command.script} {how}",
         remedy="give the script and the arguments that made the run: paceline ... RUN ... -- arguments",
     )
 

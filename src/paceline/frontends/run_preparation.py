@@ -351,7 +351,7 @@ def _clear_failed_start(folder: RunFolder) -> None:
     """Move the files of an attempt that failed before its first step to `failed-N/`, where its log can still
     be read: a typo in the objective must not use up the name of a run. A run that committed a step, saved a
     version or still runs is not touched."""
-    if not folder.config_file.is_file() or _has_begun(folder):
+    if not folder.holds_run() or _has_begun(folder):
         return
     try:
         with held(folder.lock_file, str(folder.path)):

@@ -57,7 +57,7 @@ class SavedRun:
             folder: RunFolder | None = RunFolder(Path(config.run_dir).absolute())
         else:
             folder = find_latest(config.name)
-        if folder is None or not folder.config_file.is_file():
+        if folder is None or not folder.holds_run():
             place = f"at {folder.path}" if folder is not None else f"called {config.name!r} below runs/"
             raise UsageError(
                 f"there is no run {place} to load from",
@@ -108,7 +108,7 @@ def load_model(
 
     check_model(model)
     path = Path(run).absolute()
-    if RunFolder(path).config_file.is_file():
+    if RunFolder(path).holds_run():
         saved = SavedRun.of_folder(path)
     elif path.is_dir() or "://" in str(run):
         saved = SavedRun(CheckpointStore(run))

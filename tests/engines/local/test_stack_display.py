@@ -39,6 +39,11 @@ def test_a_script_begins_with_its_own_frame():
     )
 
 
+def test_a_process_that_has_only_begun_has_no_frames():
+    entry = '  File "/x/paceline/engines/local/forked_rank.py", line 70 in run\n'
+    assert stack_display.frames("Current thread 0x01 (most recent call first):\n" + entry) == []
+
+
 def test_deep_stacks_keep_both_ends():
     deep = "".join(f'  File "f.py", line {number} in f\n' for number in range(20))
     found = stack_display.frames("Current thread 0x01 (most recent call first):\n" + deep)

@@ -22,7 +22,7 @@ def frames(dump: str) -> list[str]:
     files = [match["file"] for match in found]
     start = next((number for number, file in enumerate(files) if file.endswith(_ENTRY)), None)
     # From there on are the process's own beginnings, and the last frame before them is the entry.
-    end = len(files) if start is None else max(1, start - 1)
+    end = len(files) if start is None else min(start, max(1, start - 1))
     while end > 1 and files[end - 1].endswith(_RUNS_A_SCRIPT):
         end -= 1
     return _shorten([f"{match['file']}:{match['line']} in {match['name']}" for match in found[:end]])

@@ -25,9 +25,20 @@ from paceline.frontends.context_trainers.distributed_trainer import DistributedT
 from paceline.frontends.context_trainers.strategies import TrainingStrategy
 from paceline.frontends.error_folding import folding_errors
 from paceline.frontends.session import session
+from paceline.train.settings.keyword_hints import explained
 from paceline.train.settings.train_config import CheckpointConfig, DynamicBatch, LossScaling, TrainConfig
 
+# Answers to names of other libraries, and of TrainConfig.
+_OTHER_NAMES = {
+    "lr": "use learning_rate=...",
+    "global_batch": "use batch_size=...",
+    "epochs": "the loop is yours: train_epoch trains one epoch",
+    "max_steps": "the loop is yours: train_epoch trains one epoch",
+    "workers": "leave it out: the context has the ranks",
+}
 
+
+@explained(hints=_OTHER_NAMES)
 class DistributedNeuralNetTrainer(DistributedTrainer):
     """A network of linear layers with ReLU between them, trained by Adam.
 

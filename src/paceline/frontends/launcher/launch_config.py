@@ -32,6 +32,10 @@ _OTHER_NAMES = {
     "rdzv_backend": "leave it out: nodes meet at master_addr and master_port",
     "rdzv_id": "use run_id=...",
     "timeout": "use start_timeout=... or shutdown_timeout=...",
+    **dict.fromkeys(
+        ("lr", "learning_rate", "global_batch", "epochs", "max_steps"),
+        'training is the script\'s: launcher.launch("train.py", "--lr", "0.1") passes arguments to it',
+    ),
 }
 
 

@@ -114,7 +114,7 @@ def check_arguments(config: TrainingConfig, given: TrainingArguments) -> None:
     if (model is None) != (dataset is None):
         missing, there = ("dataset", "model") if dataset is None else ("model", "dataset")
         raise UsageError(
-            f"there is a {there}= and no {missing}=: what Paceline makes up would not fit to it",
+            f"there is a {there}= and no {missing}=: what Paceline makes up would not fit it",
             remedy=f"give {missing}= as well, or neither for a synthetic task",
         )
     if model is None:

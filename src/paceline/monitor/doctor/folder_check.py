@@ -30,8 +30,9 @@ def look_at_folder(where: str) -> Iterator[DoctorFinding]:
         return
     folder = Path(where.partition("://")[2] or where).absolute()
     begun = time.monotonic()
-    made = _missing_parents(folder)
+    made: list[Path] = []
     try:
+        made = _missing_parents(folder)
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / f".paceline-doctor-{os.getpid()}"
         try:

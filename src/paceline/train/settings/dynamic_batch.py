@@ -34,9 +34,11 @@ from typing import Any, final
 
 from paceline.core.errors import UsageError
 from paceline.core.wording import counted
+from paceline.train.settings.keyword_hints import OF_PARTS, explained
 from paceline.train.settings.value_checks import at_least, between, conform, positive, refuse
 
 
+@explained(hints=OF_PARTS)
 @final
 @dataclass(frozen=True)
 class DynamicBatch:

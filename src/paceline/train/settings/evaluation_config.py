@@ -12,14 +12,14 @@ from typing import Any, final
 
 from paceline.core.errors import UsageError
 from paceline.core.wording import with_article
-from paceline.train.settings.keyword_hints import explained
+from paceline.train.settings.keyword_hints import OF_PARTS, explained
 from paceline.train.settings.value_checks import at_least, refuse
 
 _TAKEN = ("loss", "train_loss")  # what records and versions call the loss
 _OBJECT = ("update", "compute", "reset")
 
 
-@explained()
+@explained(hints=OF_PARTS)
 @final
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:

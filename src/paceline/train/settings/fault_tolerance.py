@@ -10,11 +10,13 @@ from typing import Literal, final
 
 from paceline.core.chaos_spec import Chaos
 from paceline.core.listen_address import port_range
+from paceline.train.settings.keyword_hints import OF_PARTS, explained
 from paceline.train.settings.value_checks import at_least, conform, not_empty, path_as_text, positive, refuse
 
 _TLS = ("certificate", "key", "authority")
 
 
+@explained(hints=OF_PARTS)
 @final
 @dataclass(frozen=True, kw_only=True)
 class FaultTolerance:

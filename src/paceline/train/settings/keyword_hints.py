@@ -115,8 +115,14 @@ _TRAINER_OF = {
     **dict.fromkeys(("settings", "args", "cfg"), "config"),
     **dict.fromkeys(("metrics", "compute_metrics", "eval_metrics"), "evaluation"),
 }
+# Answers of the classes whose objects are values of TrainConfig's settings.
+OF_PARTS = {
+    **{name: f"it belongs to TrainConfig: TrainConfig({name}=...)" for name in _SETTINGS},
+    **dict.fromkeys(("lr", "learning_rate", "weight_decay", "momentum", "betas"), _OPTIMIZER),
+}
 # Answers of the settings that belong to checkpoints and to the best of them.
 OF_CHECKPOINTS = {
+    **{name: answer for name, answer in OF_PARTS.items() if name not in ("checkpoint", "early_stopping")},
     **dict.fromkeys(("save_steps", "every_n_train_steps", "save_interval"), "use every_steps=..."),
     **dict.fromkeys(("every_n_epochs", "checkpoint_frequency"), "use every_epochs=..."),
     "save_total_limit": "use keep_last=...",
@@ -148,7 +154,8 @@ def explained(settings: type | None = None, hints: Mapping[str, str] | None = No
                 for name in given:
                     if name not in known:
                         remedy = answer(name) or _nearest(name, known)
-                        raise ConfigError(f"{cls.__name__} has no setting {name!r}", remedy=remedy, key=name)
+                        named = type(self).__name__  # a class of the user's by its own name
+                        raise ConfigError(f"{named} has no setting {name!r}", remedy=remedy, key=name)
                 made(self, *arguments, **given)
             except PacelineError as error:
                 fold(error)

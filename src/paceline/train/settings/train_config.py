@@ -16,7 +16,7 @@ from paceline.core import config as core_config
 from paceline.core.untrusted import redact_credentials
 from paceline.train.settings.dynamic_batch import DynamicBatch as DynamicBatch
 from paceline.train.settings.fault_tolerance import FaultTolerance as FaultTolerance
-from paceline.train.settings.keyword_hints import OF_CHECKPOINTS, explained
+from paceline.train.settings.keyword_hints import OF_CHECKPOINTS, OF_PARTS, explained
 from paceline.train.settings.run_length import asked_for
 from paceline.train.settings.value_checks import (
     at_least,
@@ -35,30 +35,11 @@ _FOLDER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 # The settings that the weights are a function of, besides model, data and the machine's fingerprint.
 _DEFINITION = (
-    "shards",
-    "global_batch",
-    "seed",
-    "mode",
-    "precision",
-    "loss_scaling",
-    "micro_batch",
-    "clip_norm",
-    "lr_rule",
-    "optimizer_turns",
-    "warmup_steps",
-    "schedule",
-    "scheduler_interval",
-    "scheduler_metric",
-    "dynamic_batch",
-    "compile",
-    "compression",
-    "algorithm",
-    "threads",
-    "shuffle",
-    "drop_last",
-    "limit_batches",
-    "unfreeze",
-)
+    "shards", "global_batch", "seed", "mode", "precision", "loss_scaling", "micro_batch", "clip_norm",
+    "lr_rule", "optimizer_turns", "warmup_steps", "schedule", "scheduler_interval", "scheduler_metric",
+    "dynamic_batch", "compile", "compression", "algorithm", "threads", "shuffle", "drop_last",
+    "limit_batches", "unfreeze",
+)  # fmt: skip
 
 
 @runtime_checkable
@@ -69,6 +50,7 @@ class ScheduleFunction(Protocol):
     def __call__(self, step: int, /, *more: Any, **length: Any) -> float: ...
 
 
+@explained(hints=OF_PARTS)
 @final
 @dataclass(frozen=True, kw_only=True)
 class LossScaling:
@@ -112,6 +94,7 @@ class EarlyStopping:
             refuse(self, "min_delta", message, "set min_delta to 0 or a small positive number")
 
 
+@explained(hints=OF_PARTS)
 @final
 @dataclass(frozen=True, kw_only=True)
 class GradientCompression:

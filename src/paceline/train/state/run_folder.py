@@ -17,6 +17,7 @@ elsewhere: before a run writes to it, nothing in it may lead outside.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -53,6 +54,16 @@ class RunFolder:
     @property
     def config_file(self) -> Path:
         return self.path / "config.toml"
+
+    def holds_run(self) -> bool:
+        """Return whether a run was started here; PlatformError where the folder is closed to this user."""
+        try:
+            return self.config_file.is_file()
+        except OSError as error:
+            raise PlatformError(
+                f"{self.path} cannot be read: {error.strerror}",
+                remedy="check its permissions, run the command as its owner, or choose another folder",
+            ) from error
 
     @property
     def journal_file(self) -> Path:
@@ -114,8 +125,9 @@ class RunFolder:
     def open(path: str | os.PathLike[str]) -> RunFolder:
         """Return the folder of a run that was started before."""
         folder = RunFolder(Path(path).absolute())
-        if not folder.config_file.is_file():
-            what = "has no config.toml" if folder.path.is_dir() else "does not exist"
+        if not folder.holds_run():
+            what = "is a file" if folder.path.exists() else "does not exist"
+            what = "has no config.toml" if folder.path.is_dir() else what
             raise UsageError(
                 f"{folder.path} is not the folder of a run: it {what}",
                 remedy="give the folder that TrainConfig(run_dir=...) or the default runs/ made",
@@ -152,7 +164,7 @@ class RunFolder:
         if not config.run_dir:
             return find_latest(config.name, root=root)
         folder = RunFolder(Path(config.run_dir).absolute())
-        return folder if folder.config_file.is_file() else None
+        return folder if folder.holds_run() else None
 
     def check_no_links(self) -> None:
         """Raise UsageError where a file that a run writes leads elsewhere. `checkpoints` may be a link to
@@ -202,9 +214,11 @@ def find_latest(name: str, *, root: str | os.PathLike[str] = RUNS) -> RunFolder 
         if match is None or match["name"] != name:
             continue
         folder = RunFolder(Path(root).absolute() / entry)
-        # A folder whose creator died before it wrote the settings never was a run.
-        if folder.config_file.is_file():
-            found.append((match["time"], int(match["copy"] or 1), folder))
+        # A folder whose creator died before it wrote the settings never was a run; one that is closed to this
+        # user is another's.
+        with contextlib.suppress(PlatformError):
+            if folder.holds_run():
+                found.append((match["time"], int(match["copy"] or 1), folder))
     return max(found, key=lambda run: run[:2])[2] if found else None
 
 

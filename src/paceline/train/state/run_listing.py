@@ -11,7 +11,7 @@ import contextlib
 import math
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, final
@@ -56,10 +56,13 @@ class FoundRun:
     changed: float = 0.0
 
 
-def find_runs(folder: str | os.PathLike[str]) -> list[FoundRun]:
-    """Return the runs directly below a folder, oldest first; of the folder of a run, that run alone."""
+def find_runs(
+    folder: str | os.PathLike[str], on_closed: Callable[[Path], None] = lambda path: None
+) -> list[FoundRun]:
+    """Return the runs directly below a folder, oldest first; of the folder of a run, that run alone.
+    `on_closed` is told of folders in which this user may not look."""
     root = Path(folder).absolute()
-    if (root / "config.toml").is_file():
+    if RunFolder(root).holds_run():
         return [look_at(root)]
     try:
         below = [Path(entry.path) for entry in os.scandir(root) if entry.is_dir(follow_symlinks=False)]
@@ -70,7 +73,13 @@ def find_runs(folder: str | os.PathLike[str]) -> list[FoundRun]:
             f"{root} cannot be searched for runs: {error.strerror}",
             remedy="check the path and its permissions",
         ) from error
-    found = [look_at(path) for path in below if (path / "config.toml").is_file()]
+    found: list[FoundRun] = []
+    for path in below:
+        try:
+            if RunFolder(path).holds_run():
+                found.append(look_at(path))
+        except (PlatformError, PermissionError):
+            on_closed(path)
     return sorted(found, key=lambda run: (run.started, run.path.name))
 
 
