@@ -65,6 +65,7 @@ def test_the_journal_is_that_of_the_rank_also_from_its_other_threads(received):
         (("a", "1"), "was reported as a str, which is not one number"),
         (("a", torch.ones(2)), "was reported as a Tensor"),
         (("a", None), "was reported as a NoneType"),
+        (("a", 10**400), "was reported as an int, which is not one number"),
         (("a", 1, ["split"]), "the tags of the metric 'a' are a list"),
     ],
 )

@@ -111,7 +111,7 @@ def _number(name: object, value: SupportsFloat) -> float:
         if isinstance(value, str):
             raise TypeError("text")
         return float(value)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise UsageError(
             f"the metric {name!r} was reported as {with_article(value)}, which is not one number",
             remedy="report each number under another name",

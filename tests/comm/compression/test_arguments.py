@@ -93,8 +93,9 @@ def test_gradients_are_compressed_as_they_would_travel(made: Any, nbytes: int) -
         {"weight": torch.ones(2), "bias": np.ones(1, dtype=np.float32)},
         [0.0, 1.0, 0.5],
         torch.ones(3, dtype=torch.float64),
+        torch.ones(3, dtype=torch.float16),
     ],
-    ids=["array", "list", "dict", "numbers", "double"],
+    ids=["array", "list", "dict", "numbers", "double", "half"],
 )
 def test_gradients_come_back_in_the_kind_that_was_given(data: Any) -> None:
     back = quantize_gradients(data).decompress()
@@ -102,7 +103,12 @@ def test_gradients_come_back_in_the_kind_that_was_given(data: Any) -> None:
     parts = zip(*(one.values() if isinstance(one, dict) else one for one in (back, data)), strict=True)
     for mine, given in parts:
         assert type(mine) is type(given)
+        assert getattr(mine, "dtype", None) == getattr(given, "dtype", None)
         np.testing.assert_allclose(np.asarray(mine), np.asarray(given), atol=0.01)
+
+
+def test_the_bytes_of_half_precision_are_counted_as_given() -> None:
+    assert quantize_gradients(torch.ones(1000, dtype=torch.float16)).original_nbytes == 2000
 
 
 @pytest.mark.parametrize("data", [torch.arange(3), np.arange(3), ["a"], {"w": None}])

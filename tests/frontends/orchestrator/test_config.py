@@ -67,7 +67,7 @@ def test_the_dict_that_people_write():
         ({"staleness": 3}, "staleness is an int"),
         ({"shards": 4, "exact": False}, "only an exact sum"),
         ({"checkpoint_every_steps": 0}, "checkpoint_every_steps=0"),
-        ({"port": 70_000}, "port=70000 is more than 65535"),
+        ({"port": 70_000}, "TrainingConfig: port=70000 is more than 65535"),
         ({"stragglers": "shoot"}, "stragglers: expected"),
         ({"bind": "0.0.0.0", "aggregation_strategy": "async_sgd"}, "bind='0.0.0.0' with ASYNC_SGD"),
         ({"backoff": 2.0, "fault_tolerance": False}, r"backoff=2.0 with fault_tolerance=False"),

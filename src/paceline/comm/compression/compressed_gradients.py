@@ -42,9 +42,10 @@ class CompressedGradients:
 
     def compress(self, gradients: Gradients) -> CompressedGradients:
         """Hold these gradients instead, of any shapes, under the same codec."""
-        flat = [_flat(one) for one in _parts(gradients)]
+        given = [_as_tensor(one) for one in _parts(gradients)]
+        flat = [_flat(one) for one in given]
         self._like = gradients
-        self.original_nbytes = sum(one.numel() * one.element_size() for one in flat)
+        self.original_nbytes = sum(one.numel() * one.element_size() for one in given)
         compression = Compression(self.codec, error_feedback=False)
         encoded = []
         for number, one in enumerate(flat):
@@ -68,10 +69,10 @@ class CompressedGradients:
         return only.tolist() if isinstance(self._like, list | tuple) else only
 
     def _decoded(self, encoded: Tensor, like: Any) -> Any:
-        flat = _flat(like)
-        out = torch.empty(flat.numel(), dtype=torch.float32, device=flat.device)
+        given = _as_tensor(like)
+        out = torch.empty(given.numel(), dtype=torch.float32, device=given.device)
         self.codec.decode(encoded, out)
-        shaped = out.to(flat.dtype).reshape(tuple(np.shape(like)))
+        shaped = out.to(given.dtype).reshape(given.shape)
         return shaped if isinstance(like, Tensor) else shaped.numpy()
 
     def __repr__(self) -> str:
@@ -95,15 +96,21 @@ def _is_numbers(values: Sequence[Any]) -> bool:
     return all(isinstance(value, int | float) for value in values)
 
 
-def _flat(gradient: Any) -> Tensor:
+def _flat(gradient: Tensor) -> Tensor:
+    """Return a gradient as the codecs take it: one row of 32 or 64 bits."""
+    flat = gradient.reshape(-1)
+    return flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
+
+
+def _as_tensor(gradient: Any) -> Tensor:
     if isinstance(gradient, list | tuple) and gradient:
         gradient = torch.tensor(gradient, dtype=torch.float32)
     if isinstance(gradient, np.ndarray) and gradient.dtype.kind == "f":
         gradient = torch.from_numpy(np.ascontiguousarray(gradient))
     if not isinstance(gradient, Tensor) or not gradient.is_floating_point() or gradient.is_sparse:
+        of = f" of {gradient.dtype}" if isinstance(gradient, Tensor | np.ndarray) else ""
         raise UsageError(
-            f"gradients to compress cannot be {with_article(gradient)}",
+            f"gradients to compress cannot be {with_article(gradient)}{of}",
             remedy="pass a tensor or array of floating-point numbers, or a list or dict of them",
         )
-    flat = gradient.detach().reshape(-1)
-    return flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
+    return gradient.detach()

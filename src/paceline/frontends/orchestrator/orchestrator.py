@@ -86,6 +86,7 @@ class DistributedTrainingOrchestrator:
     the task that trains finishes the step, saves, and ends every process before the task is over.
     """
 
+    @folding_errors
     def __init__(self, num_workers: int = 4) -> None:
         chosen = overrides.current().workers  # of `paceline train --num-gpus`
         self.num_workers = _worker_count("num_workers", num_workers if chosen is None else chosen)

@@ -12,6 +12,7 @@ from paceline.aggregate.async_sgd.staleness import Staleness
 from paceline.core import type_conversion
 from paceline.core.errors import ConfigError
 from paceline.core.wording import with_article
+from paceline.frontends.own_words import in_words_of
 from paceline.train.settings.fault_tolerance import FaultTolerance
 from paceline.train.settings.keyword_hints import explained
 from paceline.train.settings.value_checks import at_least, conform, path_as_text, positive
@@ -238,7 +239,8 @@ def _check_together(config: TrainingConfig) -> None:
             remedy=f"leave {' and '.join(changed)} out, or train synchronously with fault_tolerance=True",
             key=changed[0],
         )
-    config.supervision()  # refused here, before a worker starts
+    with in_words_of({"FaultTolerance": "TrainingConfig"}):
+        config.supervision()  # refused here, before a worker starts
     if config.shards is not None and not config.sums_exactly:
         raise ConfigError(
             f"shards={config.shards}: only an exact sum is one over shards",
