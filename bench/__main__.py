@@ -17,6 +17,7 @@ MODULES = (
     "links",
     "disagreement",
     "spawn_latency",
+    "orchestrator_start",
     "launcher",
     "cycles",
     "seek",

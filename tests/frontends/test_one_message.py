@@ -16,7 +16,7 @@ from tests.train.small_run import UNATTENDED, build, data, settings
 from torch import Tensor, nn
 
 import paceline
-from paceline.core.errors import UsageError
+from paceline.core.errors import ConfigError, UsageError
 from paceline.frontends.own_words import translated
 
 
@@ -174,3 +174,34 @@ def test_a_callback_that_is_not_in_a_list() -> None:
     with pytest.raises(UsageError, match="callbacks is an EMA") as caught:
         small_run.trainer(paceline.TrainConfig(), callbacks=paceline.EMA())  # type: ignore[arg-type]
     assert "callbacks=[...]" in caught.value.remedy
+
+
+def test_a_session_shows_the_lines_of_its_caller_alone(tmp_path: Path) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    config = settings(tmp_path / "run", workers=1)
+    with (
+        pytest.raises(UsageError, match="trains a module, not a str") as no_module,
+        paceline.session("net", optimizer),  # type: ignore[arg-type]
+    ):
+        pass
+
+    def train() -> None:
+        with paceline.session(model, optimizer, config) as run:
+            for _ in run.microbatches((torch.randn(8, 4), torch.randn(8, 1))):
+                run.backward(3.0)  # type: ignore[arg-type]
+
+    with pytest.raises(UsageError, match="the loss is a float") as no_loss:
+        train()
+    with pytest.raises(ConfigError, match="session has no setting 'batch_size'") as refused:
+        paceline.session(model, optimizer, batch_size=4)  # type: ignore[call-arg]
+    assert "TrainConfig(global_batch=...)" in refused.value.remedy
+    for error in (no_module.value, no_loss.value, refused.value):
+        assert "/src/paceline/" not in "".join(traceback.format_exception(error))
+
+
+def test_a_manager_says_where_its_settings_belong() -> None:
+    with pytest.raises(ConfigError, match="DistributedTrainingManager has no setting 'lr'") as caught:
+        paceline.DistributedTrainingManager(lr=0.1)  # type: ignore[call-arg]
+    assert '({"learning_rate": ...})' in caught.value.remedy
+    assert "/src/paceline/" not in "".join(traceback.format_exception(caught.value))

@@ -144,7 +144,7 @@ def _recent_times(run: Path) -> dict[str, float]:
 
 def worker_line(worker: WorkerFacts) -> str:
     """Return what one worker does, how fast it computes and what memory it has, as far as it has said so."""
-    from paceline.cli.runs import size_text
+    from paceline.cli.output import size_text
 
     heard = "no heartbeat yet" if worker.heard is None else f"heartbeat {worker.heard:.1f} s ago"
     shards = ",".join(map(str, worker.shards)) or "none"

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from functools import partial
 from types import TracebackType
 from typing import Any, final
@@ -27,6 +27,7 @@ from paceline.comm.context import DistributedContext
 from paceline.core.errors import ConfigError, UsageError
 from paceline.core.wording import with_article
 from paceline.data.sources import as_source
+from paceline.frontends.error_folding import folding_context
 from paceline.frontends.run_preparation import (
     check_scheduler,
     owns_folder,
@@ -45,6 +46,7 @@ from paceline.train.loop.run_hooks import MicroBatch, one_group
 from paceline.train.loop.worker_jobs import new_team
 from paceline.train.precision import autocast
 from paceline.train.settings.conflicts import check
+from paceline.train.settings.keyword_hints import explained_function
 from paceline.train.settings.train_config import TrainConfig
 from paceline.train.state import weight_averages
 from paceline.train.state.schedulers import GivenScheduler
@@ -54,7 +56,8 @@ from paceline.train.stop_signals import NOTHING_KEPT, StopRequest, ending, liste
 _USUAL = TrainConfig()
 
 
-@contextmanager
+@explained_function(TrainConfig)
+@folding_context
 def session(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer],

@@ -226,6 +226,17 @@ def read_config(config: ManagerConfig | Mapping[str, Any] | str | os.PathLike[st
     return core_config.load(ManagerConfig, config)
 
 
+# Answers of the manager's constructor, which takes the config and nothing else.
+OF_MANAGER = {
+    **_OTHER_NAMES,
+    **{
+        field.name: f'it belongs to the config: DistributedTrainingManager({{"{field.name}": ...}})'
+        for field in dataclasses.fields(ManagerConfig)
+    },
+    "lr": 'it belongs to the config: DistributedTrainingManager({"learning_rate": ...})',
+}
+
+
 def check_count(what: str, name: str, value: object, least: int = 1) -> None:
     """Refuse an argument of the call `what` that counts, and is no such number."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:

@@ -33,16 +33,24 @@ from paceline.core.errors import GROUP_FAILURES, UsageError
 from paceline.frontends.announcements import announce
 from paceline.frontends.error_folding import folding_errors
 from paceline.frontends.manager import model_preparation
-from paceline.frontends.manager.manager_config import OWN_WORDS, ManagerConfig, check_count, read_config
+from paceline.frontends.manager.manager_config import (
+    OF_MANAGER,
+    OWN_WORDS,
+    ManagerConfig,
+    check_count,
+    read_config,
+)
 from paceline.frontends.manager.manager_group import ManagerGroup
 from paceline.frontends.manager.model_preparation import ManagedObjective
 from paceline.frontends.manager.step_metrics import StepMetrics
 from paceline.frontends.own_words import in_words_of
 from paceline.train.loop.stepwise_run import ComputeMicroBatch, StepwiseRun
+from paceline.train.settings.keyword_hints import explained
 
 _log = logging.getLogger(__name__)
 
 
+@explained(hints=OF_MANAGER)
 @final
 class DistributedTrainingManager:
     """One process's end of a training by steps. `config` is a dict, the name of a JSON file, or a

@@ -10,13 +10,14 @@ import dataclasses
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar, cast
 
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.traceback_filter import fold
 
 T = TypeVar("T", bound=type)
+F = TypeVar("F", bound=Callable[..., Any])
 
 _OPTIMIZER = "the learning rate is the optimizer's: Trainer(optimizer=lambda p: torch.optim.AdamW(p, 1e-3))"
 _DATA = "data is given to fit: trainer.fit(train_data, val_data)"
@@ -151,11 +152,8 @@ def explained(settings: type | None = None, hints: Mapping[str, str] | None = No
         @functools.wraps(made)
         def init(self: Any, *arguments: Any, **given: Any) -> None:
             try:
-                for name in given:
-                    if name not in known:
-                        remedy = answer(name) or _nearest(name, known)
-                        named = type(self).__name__  # a class of the user's by its own name
-                        raise ConfigError(f"{named} has no setting {name!r}", remedy=remedy, key=name)
+                # A class of the user's is named by its own name.
+                _refuse_unknown(type(self).__name__, given, known, answer)
                 made(self, *arguments, **given)
             except PacelineError as error:
                 fold(error)
@@ -166,6 +164,34 @@ def explained(settings: type | None = None, hints: Mapping[str, str] | None = No
         return cls
 
     return decorate
+
+
+def explained_function(settings: type) -> Callable[[F], F]:
+    """Decorate a function that takes `settings` beside its own arguments, as `explained` does a class."""
+
+    def decorate(function: F) -> F:
+        known = list(inspect.signature(function).parameters)
+
+        @functools.wraps(function)
+        def call(*arguments: Any, **given: Any) -> Any:
+            try:
+                answer = functools.partial(_answer, known=known, settings=settings, hints=None)
+                _refuse_unknown(function.__name__, given, known, answer)
+            except PacelineError as error:
+                fold(error)
+                raise
+            return function(*arguments, **given)
+
+        return cast(F, call)
+
+    return decorate
+
+
+def _refuse_unknown(where: str, given: Iterable[str], known: list[str], answer: Callable[[str], str]) -> None:
+    for name in given:
+        if name not in known:
+            remedy = answer(name) or _nearest(name, known)
+            raise ConfigError(f"{where} has no setting {name!r}", remedy=remedy, key=name)
 
 
 def _answer(name: str, known: list[str], settings: type | None, hints: Mapping[str, str] | None) -> str:
