@@ -50,8 +50,8 @@ def call_together(
     with link.lock:
         link.calls += 1
         number = link.calls
-        link.tell("call", number=number)
-        answer, descriptors = link.hear()
+        link.send("call", number=number)
+        answer, descriptors = link.receive()
         if answer["kind"] == "lead":
             _adopt_server(link, answer, descriptors)
             settings = _settings(link, config, str(answer["folder"]))
@@ -59,7 +59,7 @@ def call_together(
         # Signals are the launcher's: it sends them to every rank, and the one that leads stops the run.
         with listening(lambda reason: None, ctrl_c=True):
             while answer["kind"] != "outcome":
-                answer, descriptors = link.hear()
+                answer, descriptors = link.receive()
         try:
             result = memfd_pickle.load(descriptors[0])
         finally:
@@ -109,7 +109,7 @@ def _lead(
 def _send(link: LauncherLink, number: int, result: object, *, ok: bool, stopped: bool) -> None:
     file = memfd_pickle.dump(result, reducers=tensor_pickling.reducers())
     try:
-        link.tell("outcome", (file,), number=number, ok=ok, stopped=stopped)
+        link.send("outcome", (file,), number=number, ok=ok, stopped=stopped)
     finally:
         os.close(file)
 

@@ -43,14 +43,14 @@ class LauncherLink:
     has_server: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def tell(self, kind: str, descriptors: tuple[int, ...] = (), **fields: Any) -> None:
+    def send(self, kind: str, descriptors: tuple[int, ...] = (), **fields: Any) -> None:
         """Send a message; PeerLostError where the launcher is gone."""
         try:
             fd_messages.send(self.sock, {"kind": kind, **fields}, descriptors)
         except ConnectionError as error:
             raise _gone() from error
 
-    def hear(self) -> tuple[dict[str, Any], tuple[int, ...]]:
+    def receive(self) -> tuple[dict[str, Any], tuple[int, ...]]:
         """Wait for the launcher's next message."""
         message = fd_messages.receive(self.sock)
         if message is None:
@@ -67,8 +67,8 @@ def folder_before_restart() -> str:
         return ""
     with link.lock:
         link.runs += 1
-        link.tell("run", number=link.runs)
-        answer, _ = link.hear()
+        link.send("run", number=link.runs)
+        answer, _ = link.receive()
     return str(answer["folder"])
 
 
@@ -79,9 +79,9 @@ def announce_folder(folder: str) -> None:
     if link is None:
         return
     if link.lock.locked():
-        link.tell("folder", number=link.calls, path=folder)
+        link.send("folder", number=link.calls, path=folder)
     else:
-        link.tell("run_folder", number=link.runs, path=folder)
+        link.send("run_folder", number=link.runs, path=folder)
 
 
 def _gone() -> PeerLostError:
@@ -108,5 +108,5 @@ def keep_survivors() -> bool:
     themselves; it starts none again then. False: this process has no such launcher."""
     link = current()
     if link is not None:
-        link.tell("keep_survivors")
+        link.send("keep_survivors")
     return link is not None

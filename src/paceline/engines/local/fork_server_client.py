@@ -180,7 +180,7 @@ def shutdown() -> None:
 
 
 def _shutdown_at_exit() -> None:
-    # A second Ctrl-C: the server ends by itself once its control socket is closed, and nobody waits for that.
+    # A second Ctrl-C: the server ends by itself once its control socket is closed; no wait for it.
     with contextlib.suppress(KeyboardInterrupt):
         shutdown()
 

@@ -62,7 +62,7 @@ class CallRelay:
                 call.ok, call.stopped = bool(message["ok"]), bool(message["stopped"])
                 self._end(int(message["number"]), descriptors[0])
             case "run":
-                self._tell(rank, {"kind": "run", "folder": self._runs.get(int(message["number"]), "")})
+                self._send(rank, {"kind": "run", "folder": self._runs.get(int(message["number"]), "")})
             case "run_folder":
                 self._runs[int(message["number"])] = str(message["path"])
             case "keep_survivors":
@@ -97,12 +97,12 @@ class CallRelay:
             self._deliver(rank, number, call)
         elif rank.rank:
             call.waiting.append(rank)
-            self._tell(rank, {"kind": "follow"})
+            self._send(rank, {"kind": "follow"})
         else:
             server = fork_server_client.fork_server()
             control, watch = server.lend()
             fields = {"kind": "lead", "folder": call.folder, "server": server.pid}
-            self._tell(rank, fields, (control, watch))
+            self._send(rank, fields, (control, watch))
             server.lent -= 1  # the rank's end does not concern the server: it is this process's
 
     def _end(self, number: int, outcome: int) -> None:
@@ -114,10 +114,10 @@ class CallRelay:
 
     def _deliver(self, rank: ScriptRank, number: int, call: _JointCall) -> None:
         self._inside.pop(rank.rank, None)
-        self._tell(rank, {"kind": "outcome", "number": number, "ok": call.ok}, (call.outcome,))
+        self._send(rank, {"kind": "outcome", "number": number, "ok": call.ok}, (call.outcome,))
 
     @staticmethod
-    def _tell(rank: ScriptRank, body: Mapping[str, Any], descriptors: tuple[int, ...] = ()) -> None:
+    def _send(rank: ScriptRank, body: Mapping[str, Any], descriptors: tuple[int, ...] = ()) -> None:
         # A rank that is gone is noticed by its end.
         with contextlib.suppress(OSError):
             fd_messages.send(rank.link, body, descriptors)

@@ -50,7 +50,7 @@ def rank_environment(
         "TORCHELASTIC_MAX_RESTARTS": str(config.max_restarts),
         # The ranks' store is rank 0's, not the launcher's.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
-        # No file: the launcher is told of errors in another way. Torchrun without log files has it so, too.
+        # No file: errors reach the launcher through the fork server. As torchrun without log files has it.
         "TORCHELASTIC_ERROR_FILE": "",
         "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(number.name for number in STOP_SIGNALS),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": around.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
