@@ -32,6 +32,7 @@ import paceline
 from bench.report import Report, Target, main
 from bench.train.workload import SEED, SPEED
 from paceline.core import events, journal
+from paceline.core.wording import counted
 from paceline.monitor.trackers.measurements import TrackedRow
 from paceline.monitor.trackers.tracker import OpenBackend, Tracker
 from paceline.train.callbacks import Observer, RunInfo, SavedCheckpoint
@@ -46,7 +47,7 @@ LEAST_STEPS = 40  # of a turn, between its margins
 LEAST_SECONDS = 2.0  # of a turn
 MARGIN_SECONDS = 0.6  # around a change; observers read the journal four times a second
 TURNS = int(os.environ.get("BENCH_TURNS", "60"))
-ROUNDS = int(os.environ.get("BENCH_ROUNDS", "5"))
+ROUNDS = int(os.environ.get("BENCH_ROUNDS", "3"))
 WHOLE_STEPS = int(os.environ.get("BENCH_STEPS", "2000"))
 LIMIT = 0.01
 
@@ -191,7 +192,7 @@ def run() -> Report:
     paceline.MLflow()  # refused here where it is not installed
     report = Report(
         "tracker_cost",
-        f"What trackers cost: {WORK.title}, {WORKERS} workers, a row every {EVERY} steps",
+        f"What trackers cost: {WORK.title}, {counted(WORKERS, 'worker')}, a row every {EVERY} steps",
         ("", "off", "on / off, median", "lowest", "highest", "turns"),
     )
     with mlflow_server() as url, tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
