@@ -235,9 +235,7 @@ def run() -> Report:
             f"{name}: {more:.2f} s of processor time more in a whole fit; workers do the same as without."
         )
     report.data = {"seconds": walls, "processor seconds": processor, **data}
-    report.notes.append(
-        "A whole fit has fixed parts: its tracker imports MLflow, and waits for its last rows."
-    )
+    report.notes.append("A whole fit waits for the last rows of its trackers; MLflow was imported before.")
     return report
 
 
