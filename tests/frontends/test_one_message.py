@@ -205,3 +205,13 @@ def test_a_manager_says_where_its_settings_belong() -> None:
         paceline.DistributedTrainingManager(lr=0.1)  # type: ignore[call-arg]
     assert '({"learning_rate": ...})' in caught.value.remedy
     assert "/src/paceline/" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_a_context_that_cannot_be_made_shows_the_lines_of_its_caller_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "host")
+    for make in (paceline.DistributedContext, lambda: paceline.DistributedContext(2, 5)):
+        with pytest.raises(UsageError) as caught:
+            make()
+        assert "/src/paceline/" not in "".join(traceback.format_exception(caught.value))

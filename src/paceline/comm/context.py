@@ -35,6 +35,7 @@ from paceline.comm.ops import ReduceOp, parse_op
 from paceline.comm.transport.base import ANY_SOURCE, ReportsWaits, Transport, labels_of
 from paceline.core.errors import PacelineError
 from paceline.core.time_limits import COLLECTIVE_SECONDS
+from paceline.core.traceback_filter import fold
 
 
 class DistributedContext:
@@ -53,11 +54,15 @@ class DistributedContext:
     ) -> None:
         from paceline.comm.rendezvous.transport_setup import join  # a spawned rank never needs it
 
-        check_world(world_size, rank)
-        check_timeout(timeout)
-        if world_size is not None:
-            host_groups(hosts, world_size)  # refused before it waits for any rank
-        transport, links = join(world_size, rank, address, backend, timeout)
+        try:
+            check_world(world_size, rank)
+            check_timeout(timeout)
+            if world_size is not None:
+                host_groups(hosts, world_size)  # refused before it waits for any rank
+            transport, links = join(world_size, rank, address, backend, timeout)
+        except PacelineError as error:
+            fold(error)
+            raise
         self._start(transport, timeout, links, hosts)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Where a run is, as an objective, a modifier or a loop of the user's is told it. Imports no torch."""
+"""Position of a run, as an objective, a modifier or a loop of the user's gets it. Imports no torch."""
 
 from __future__ import annotations
 

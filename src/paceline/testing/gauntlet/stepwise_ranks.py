@@ -80,7 +80,7 @@ class _Rank(abc.ABC):
     @abc.abstractmethod
     def train(self, report: int) -> str:
         """Train to the end; return the hash of the weights, or nothing where the run has to be started again.
-        `report`: the descriptor that is told when this process has met the others."""
+        `report`: the descriptor that gets a byte when this process has met the others."""
 
     def _record(self, step: int, loss: float) -> None:
         with Path(self._start.folder, f"losses-{self._start.number}-{self._rank}").open("a") as file:
