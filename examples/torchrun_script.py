@@ -36,8 +36,8 @@ def main() -> None:
             optimizer.step()
     with torch.no_grad():
         accuracy = float((model(x).argmax(1) == data.tensors[1]).float().mean())
-    print(f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}: accuracy {accuracy:.3f}")
     dist.destroy_process_group()
+    print(f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}: accuracy {accuracy:.3f}")
 
 
 if __name__ == "__main__":

@@ -20,8 +20,13 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 PACELINE = [sys.executable, "-m", "paceline"]
 
 
-def run(*command: Any, folder: Path) -> str:
-    """Run a command to its end in a folder of its own, and return what it printed."""
+# Threads of torch's Gloo groups outlive the group, and may abort a process whose script has ended.
+TORCH_ABORTS = "terminate called without an active exception"
+
+
+def run(*command: Any, folder: Path, excused: str | None = None) -> str:
+    """Run a command to its end in a folder of its own, and return what it printed. `excused`: what it prints
+    where it may fail, because of another program's bug."""
     done = subprocess.run(
         [*map(str, command)],
         cwd=folder,
@@ -30,7 +35,8 @@ def run(*command: Any, folder: Path) -> str:
         timeout=110,
         stdin=subprocess.DEVNULL,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    is_excused = excused is not None and excused in done.stderr
+    assert done.returncode == 0 or is_excused, done.stdout + done.stderr
     return done.stdout
 
 
@@ -170,14 +176,14 @@ def test_resume_and_chaos(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "launcher",
-    [[sys.executable, "-m", "torch.distributed.run"], [*PACELINE, "run"]],
+    ("launcher", "excused"),
+    [([sys.executable, "-m", "torch.distributed.run"], TORCH_ABORTS), ([*PACELINE, "run"], None)],
     ids=["torchrun", "paceline"],
 )
-def test_a_script_of_torchrun(launcher, tmp_path):
-    text = run(
-        *launcher, "--nproc-per-node", 2, EXAMPLES / "torchrun_script.py", "--epochs", 1, folder=tmp_path
-    )
+def test_a_script_of_torchrun(launcher, excused, tmp_path):
+    words = ["--nproc-per-node", 2, EXAMPLES / "torchrun_script.py", "--epochs", 1]
+    text = run(*launcher, *words, folder=tmp_path, excused=excused)
+    # The last line of the script: both ranks came to its end.
     assert sorted(re.findall(r"rank (\d) of 2: accuracy", text)) == ["0", "1"]
 
 
