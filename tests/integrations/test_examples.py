@@ -20,13 +20,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 PACELINE = [sys.executable, "-m", "paceline"]
 
 
-# Threads of torch's Gloo groups outlive the group, and may abort a process whose script has ended.
-TORCH_ABORTS = "terminate called without an active exception"
-
-
-def run(*command: Any, folder: Path, excused: str | None = None) -> str:
-    """Run a command to its end in a folder of its own, and return what it printed. `excused`: what it prints
-    where it may fail, because of another program's bug."""
+def run(*command: Any, folder: Path) -> str:
+    """Run a command to its end in a folder of its own, and return what it printed."""
     done = subprocess.run(
         [*map(str, command)],
         cwd=folder,
@@ -35,8 +30,7 @@ def run(*command: Any, folder: Path, excused: str | None = None) -> str:
         timeout=110,
         stdin=subprocess.DEVNULL,
     )
-    is_excused = excused is not None and excused in done.stderr
-    assert done.returncode == 0 or is_excused, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
@@ -175,14 +169,32 @@ def test_resume_and_chaos(tmp_path):
     assert "the same bits" in example("resume_and_chaos.py", folder=tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("launcher", "excused"),
-    [([sys.executable, "-m", "torch.distributed.run"], TORCH_ABORTS), ([*PACELINE, "run"], None)],
-    ids=["torchrun", "paceline"],
-)
-def test_a_script_of_torchrun(launcher, excused, tmp_path):
-    words = ["--nproc-per-node", 2, EXAMPLES / "torchrun_script.py", "--epochs", 1]
-    text = run(*launcher, *words, folder=tmp_path, excused=excused)
+# DistributedDataParallel leaks references to its group, whose threads outlive the group then. Once, of some
+# thirty starts, torch aborted a rank that had come to the end of its script. Here a rank ends with the script.
+ENDING_WITH_THE_SCRIPT = """
+import os, runpy, sys
+
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+def test_a_script_of_torchrun_under_torchrun(tmp_path):
+    ending = tmp_path / "ending.py"
+    ending.write_text(ENDING_WITH_THE_SCRIPT)
+    check_torchrun_script(
+        tmp_path, sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, ending
+    )
+
+
+def test_a_script_of_torchrun_under_paceline(tmp_path):
+    check_torchrun_script(tmp_path, *PACELINE, "run", "--nproc-per-node", 2)
+
+
+def check_torchrun_script(folder: Path, *launcher: Any) -> None:
+    text = run(*launcher, EXAMPLES / "torchrun_script.py", "--epochs", 1, folder=folder)
     # The last line of the script: both ranks came to its end.
     assert sorted(re.findall(r"rank (\d) of 2: accuracy", text)) == ["0", "1"]
 
