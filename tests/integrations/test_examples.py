@@ -170,7 +170,7 @@ def test_resume_and_chaos(tmp_path):
 
 
 # DistributedDataParallel leaks references to its group, whose threads outlive the group then. Once, of some
-# thirty starts, torch aborted a rank that had come to the end of its script. Here a rank ends with the script.
+# thirty starts, torch aborted a rank that had come to the end of its script. Here a rank ends with it.
 ENDING_WITH_THE_SCRIPT = """
 import os, runpy, sys
 
