@@ -1,0 +1,68 @@
+"""Hand a whole run over: `paceline submit`. The engine runs the script without this terminal, the supervisor
+on the first of its nodes and agents on the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, TypeAlias, final
+
+BatchState: TypeAlias = Literal["pending", "running", "succeeded", "failed", "stopped", "lost"]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class BatchSpec:
+    """A run to hand over. `arguments`: the script's; `options`: those of `paceline train` that were given,
+    e.g. ["--epochs", "3"]; `time`: as a person writes it ("2:00:00"), empty: the engine's own limit."""
+
+    script: str
+    arguments: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    name: str = "train"
+    nodes: int = 1
+    workers_per_node: int = 1
+    gpus_per_node: int = 0
+    time: str = ""
+    image: str = ""
+    folder: str = ""
+    python: str = "python3"
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@final
+@dataclass(frozen=True)
+class BatchStatus:
+    """What became of a run that was handed over; `reason` is the engine's own word."""
+
+    state: BatchState
+    code: int | None = None
+    reason: str = ""
+
+    @property
+    def is_over(self) -> bool:
+        return self.state in ("succeeded", "failed", "stopped", "lost")
+
+
+class BatchEngine(Protocol):
+    """An engine to which a run can be handed over."""
+
+    def batch_text(self, job: BatchSpec) -> str:
+        """Return what would be submitted, as the engine reads it (a batch script, a manifest, a command):
+        what `paceline submit --dry-run` prints."""
+        ...
+
+    def submit_batch(self, job: BatchSpec) -> str:
+        """Hand the run over; return the engine's identifier of it."""
+        ...
+
+    def batch_status(self, identifier: str) -> BatchStatus: ...
+
+    def batch_logs(self, identifier: str) -> Iterable[str]:
+        """Return the lines that the run wrote so far."""
+        ...
+
+    def stop_batch(self, identifier: str) -> None:
+        """Have the run save and leave."""
+        ...
