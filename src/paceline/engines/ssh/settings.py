@@ -15,7 +15,7 @@ import subprocess
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final, Literal, final
 
 from paceline.core.errors import ConfigError, UnavailableError, UsageError
 from paceline.core.reachable_address import address_for_hosts
@@ -41,11 +41,12 @@ class Ssh:
     user, port        for hosts that name none; empty: those of the ssh configuration
     identity          file of the private key; empty: those of the ssh configuration
     options           further options of ssh, e.g. ("ProxyJump=bastion",)
-    python            Python with Paceline on the hosts; empty: that of the run (python3)
+    python            Python with Paceline on the hosts; empty: the path of this one
     folder            working directory on the hosts; empty: that of the run
     interface         interface or address of this machine at which hosts reach the supervisor
     """
 
+    name: Literal["ssh"] = "ssh"
     hosts: tuple[str, ...] = ()
     host_file: str = ""
     nodes: int = 0
@@ -73,10 +74,6 @@ class Ssh:
             )
         if self.nodes == 0:
             object.__setattr__(self, "nodes", len(self.host_lines()))
-
-    @property
-    def name(self) -> str:
-        return "ssh"
 
     def host_lines(self) -> tuple[HostLine, ...]:
         """Return the hosts, spare ones included."""
