@@ -1,11 +1,10 @@
-"""The ssh engine's job against real sshd: agents join a run, are lost, replaced, told to leave, and refused."""
+"""The ssh engine's job against real sshd: agents join a run, are lost, replaced, told to leave, refused."""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -86,7 +85,7 @@ def test_agents_join_are_replaced_by_a_spare_host_and_leave(
         generation = run.view.generation
 
         # Another node, on the host that had been left; then it goes at a step boundary.
-        wait_for(lambda: job.scale(2) or len(job.poll()) == 3, "the host is used again")
+        wait_for(lambda: _scaled(job, 2) and len(job.poll()) == 3, "the host is used again")
         run.until_view("aabc", generation)
         generation, repaired = run.view.generation, len(run.of(events.Repaired))
         job.scale(1)
@@ -131,7 +130,11 @@ def test_a_cut_link_is_a_lost_node_and_stop_leaves_nothing(
     ("settings", "state", "reason"),
     [
         ({"identity": "other_key"}, "ended", "permission denied; try: .*ssh-copy-id"),
-        ({"options": ("UserKnownHostsFile=none_known",)}, "ended", "host key is not known here; try: connect"),
+        (
+            {"options": ("UserKnownHostsFile=none_known",)},
+            "ended",
+            "host key is not known here; try: connect",
+        ),
         ({"hosts": ("10.77.0.2:2223",)}, "lost", "nothing listens at its ssh port"),
         ({"hosts": ("10.77.0.99",)}, "lost", "it cannot be reached"),
         ({"python": "/nowhere/python3"}, "ended", "it has no program /nowhere/python3"),
