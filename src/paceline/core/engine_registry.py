@@ -40,11 +40,11 @@ class EngineSettings(Protocol):
 
 ENTRY_POINTS: Final = "paceline.engines"
 _CLASSES: Final = {
-    "ray": "paceline.engines.ray.settings:Ray",
-    "slurm": "paceline.engines.slurm.settings:Slurm",
-    "kubernetes": "paceline.engines.kubernetes.settings:Kubernetes",
-    "mpi": "paceline.engines.mpi.settings:Mpi",
-    "ssh": "paceline.engines.ssh.settings:Ssh",
+    "ray": "paceline.engines.ray.ray_engine:Ray",
+    "slurm": "paceline.engines.slurm.slurm_engine:Slurm",
+    "kubernetes": "paceline.engines.kubernetes.kubernetes_engine:Kubernetes",
+    "mpi": "paceline.engines.mpi.mpi_engine:Mpi",
+    "ssh": "paceline.engines.ssh.ssh_engine:Ssh",
 }
 NAMES: Final = tuple(_CLASSES)
 

@@ -74,14 +74,18 @@ def explain_end(
 
 
 def _explain_ssh(host: str, name: str, text: str, was_running: bool) -> CommandEnd:
+    if was_running:
+        # The last lines are the agent's own, and say nothing about ssh.
+        return CommandEnd(
+            "lost", f"{host}: its ssh connection ended: the host, its network or its sshd is gone"
+        )
     for pattern, reason, remedy in _UNUSABLE:
         if re.search(pattern, text):
             return CommandEnd("ended", f"{host}: {reason}; try: {remedy.format(name=name)}", True)
     for pattern, reason, remedy in _LOST:
         if re.search(pattern, text):
             return CommandEnd("lost", f"{host}: {reason}; try: {remedy}")
-    what = "its ssh connection ended" if was_running else "ssh could not connect"
-    return CommandEnd("lost", f"{host}: {what}{_quoted(text.splitlines())}")
+    return CommandEnd("lost", f"{host}: ssh could not connect{_quoted(text.splitlines())}")
 
 
 def _explain_start(host: str, code: int, text: str, python: str, folder: str) -> CommandEnd:

@@ -41,7 +41,7 @@ class Ssh:
     user, port        for hosts that name none; empty: those of the ssh configuration
     identity          file of the private key; empty: those of the ssh configuration
     options           further options of ssh, e.g. ("ProxyJump=bastion",)
-    python            Python with Paceline on the hosts; empty: that of the run (python3)
+    python            Python with Paceline on the hosts; empty: the path of this one
     folder            working directory on the hosts; empty: that of the run
     interface         interface or address of this machine at which hosts reach the supervisor
     """
