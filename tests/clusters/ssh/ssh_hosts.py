@@ -14,7 +14,7 @@ from typing import Any, final
 
 from tests.waiting import wait_for
 
-from paceline.engines.ssh.settings import Ssh
+from paceline.engines.ssh.ssh_engine import Ssh
 from paceline.testing import netns
 from paceline.testing.netns import Hosts
 

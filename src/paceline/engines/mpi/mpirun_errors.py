@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
-from paceline.engines.agent_commands import AgentEnd
+from paceline.engines.agent_commands import CommandEnd
 from paceline.engines.ssh.ssh_errors import explain_connection, explain_start
 
 _NO_PROGRAM: Final = (
@@ -16,25 +16,25 @@ _NO_FOLDER: Final = r"(change|chdir).*director|working directory"
 _RULE: Final = re.compile(r"^[-\s]*$")
 
 
-def explain_end(host: str, code: int, lines: Sequence[str], was_running: bool, *, python: str) -> AgentEnd:
+def explain_end(host: str, code: int, lines: Sequence[str], was_running: bool, *, python: str) -> CommandEnd:
     """Return why the agent on `host` ended; see ExplainEnd."""
     said = [line for line in lines if not _RULE.match(line)]
     text = "\n".join(said)
     if code == 0:
-        return AgentEnd("ended", said[-1] if said else "")
+        return CommandEnd("ended", said[-1] if said else "")
     if code < 0:
-        return AgentEnd("lost", f"{host}: its mpirun was ended by signal {-code}")
+        return CommandEnd("lost", f"{host}: its mpirun was ended by signal {-code}")
     if was_running:
         if re.search(r"lost communication|daemon.*(died|terminated)|unable to contact", text):
-            return AgentEnd("lost", f"{host}: mpirun lost the connection to it")
-        return AgentEnd("ended", f"{host}: the agent ended with code {code}: {' | '.join(said[-3:])}")
+            return CommandEnd("lost", f"{host}: mpirun lost the connection to it")
+        return CommandEnd("ended", f"{host}: the agent ended with code {code}: {' | '.join(said[-3:])}")
     found = explain_connection(host, text)
     if found is not None:
         return found
     if re.search(_NO_FOLDER, text, re.IGNORECASE):
-        return AgentEnd("ended", f"{host}: the run's folder is not there; try: make it, or folder=", True)
+        return CommandEnd("ended", f"{host}: the run's folder is not there; try: make it, or folder=", True)
     if re.search(_NO_PROGRAM, text):
-        return AgentEnd(
+        return CommandEnd(
             "ended", f"{host}: it has no program {python}; try: give the path of Python there: python=", True
         )
     return explain_start(host, code, text, python)

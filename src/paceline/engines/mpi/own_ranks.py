@@ -1,8 +1,8 @@
-"""The ranks of the mpirun in which this process runs, as nodes of a run: rank 0 calls for agents, the others
-are agents until the run is over.
+"""The ranks of the mpirun in which this process runs, as nodes of a run: one calls for agents, the others are
+agents until the run is over.
 
 How the ranks find each other is frontends/mpi_calls.py's work, which sets `current`; here they are an
-EngineJob. The agent of rank 0 is a process of its own, bound to the processors to which mpirun bound rank 0.
+EngineJob. The agent of the rank that calls is a process of its own, on the processors of that rank.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, Protocol, final
 
 from paceline.core.version import VERSION
-from paceline.engines.agent_commands import AgentCommands, AgentEnd
-from paceline.engines.engine import AgentSpec, LogLine, NodeStatus, Request
+from paceline.engines.agent_commands import AgentCommands, CommandEnd
+from paceline.engines.engine import AgentSpec, EngineRequest, LogLine, NodeStatus
 
 
 class OwnRanks(Protocol):
@@ -56,7 +56,7 @@ def waiting(ranks: OwnRanks) -> Iterator[None]:
         _current.remove(ranks)
 
 
-def request(agents: AgentSpec) -> Request:
+def request(agents: AgentSpec) -> EngineRequest:
     """Return what `RankJob` asks for."""
     words = [sys.executable, "-m", "paceline.engines.remote_agent", VERSION]
     own = {"host": "rank 0", "command": [*words, *agents.command("/dev/stdin", sys.executable)]}
@@ -74,7 +74,7 @@ def request(agents: AgentSpec) -> Request:
 class RankJob:
     """The agents of all ranks. A rank that is lost stays lost: mpirun starts no other in its place."""
 
-    def __init__(self, request: Request, secret: bytes, ranks: OwnRanks) -> None:
+    def __init__(self, request: EngineRequest, secret: bytes, ranks: OwnRanks) -> None:
         self._ranks, self._count = ranks, int(request["ranks"])
         self._own = AgentCommands(request, secret, _explain)
         host, port = request["address"]
@@ -106,19 +106,20 @@ class RankJob:
         return 0 if attempt == 0 else self._count + attempt - 1
 
 
-def _explain(host: str, code: int, lines: Sequence[str], was_running: bool) -> AgentEnd:
+def _explain(host: str, code: int, lines: Sequence[str], was_running: bool) -> CommandEnd:
     quoted = f": {' | '.join(lines[-3:])}" if lines else ""
     if code == 0:
-        return AgentEnd("ended", lines[-1] if lines else "")
-    return AgentEnd("ended", f"the agent of {host} ended with code {code}{quoted}", not was_running)
+        return CommandEnd("ended", lines[-1] if lines else "")
+    return CommandEnd("ended", f"the agent of {host} ended with code {code}{quoted}", not was_running)
 
 
-def encode_call(address: tuple[str, int], secret: bytes) -> bytes:
+def encode_call(address: tuple[str, int], secret: bytes, folder: str) -> bytes:
     """Return how the call for agents travels to the other ranks, over an authenticated connection."""
-    return json.dumps({"host": address[0], "port": address[1], "secret": secret.hex()}).encode()
+    plain = {"host": address[0], "port": address[1], "secret": secret.hex(), "folder": folder}
+    return json.dumps(plain).encode()
 
 
-def decode_call(data: bytes) -> tuple[tuple[str, int], bytes]:
-    """Return the supervisor's address and the job's secret."""
+def decode_call(data: bytes) -> tuple[tuple[str, int], bytes, str]:
+    """Return the supervisor's address, the job's secret and the folder of the run."""
     plain = json.loads(data)
-    return (str(plain["host"]), int(plain["port"])), bytes.fromhex(plain["secret"])
+    return (str(plain["host"]), int(plain["port"])), bytes.fromhex(plain["secret"]), str(plain["folder"])

@@ -21,7 +21,7 @@ from paceline.core.errors import ConfigError, UnavailableError, UsageError
 from paceline.core.reachable_address import address_for_hosts
 from paceline.core.version import VERSION
 from paceline.engines.agent_commands import AgentCommands
-from paceline.engines.engine import AgentSpec, EngineJob, Request
+from paceline.engines.engine import AgentSpec, EngineJob, EngineRequest
 from paceline.engines.host_file import HostLine, parse_hosts, read_host_file
 from paceline.engines.ssh.ssh_errors import NO_FOLDER_CODE, explain_end
 
@@ -107,7 +107,7 @@ class Ssh:
             [_real_name(self._destination(line)) for line in self.host_lines()], interface=self.interface
         )
 
-    def request(self, agents: AgentSpec) -> Request:
+    def request(self, agents: AgentSpec) -> EngineRequest:
         commands = [
             {
                 "host": line.shown,
@@ -124,7 +124,7 @@ class Ssh:
             "commands": commands,
         }
 
-    def submit(self, request: Request, secret: bytes) -> EngineJob:
+    def submit(self, request: EngineRequest, secret: bytes) -> EngineJob:
         explain = partial(explain_end, python=request["python"], folder=request["folder"])
         return AgentCommands(request, secret, explain)
 

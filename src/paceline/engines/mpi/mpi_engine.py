@@ -21,7 +21,7 @@ from paceline.core.errors import ConfigError, UnavailableError, UsageError
 from paceline.core.reachable_address import address_for_hosts
 from paceline.core.version import VERSION
 from paceline.engines.agent_commands import AgentCommands
-from paceline.engines.engine import AgentSpec, EngineJob, Request
+from paceline.engines.engine import AgentSpec, EngineJob, EngineRequest
 from paceline.engines.host_file import HostLine, parse_hosts, read_host_file
 from paceline.engines.mpi import own_ranks
 from paceline.engines.mpi.mpirun_errors import explain_end
@@ -120,7 +120,7 @@ class Mpi:
             return ranks.address()
         return address_for_hosts([line.host for line in self.host_lines()], interface=self.interface)
 
-    def request(self, agents: AgentSpec) -> Request:
+    def request(self, agents: AgentSpec) -> EngineRequest:
         if own_ranks.current() is not None:
             return own_ranks.request(agents)
         return {
@@ -133,7 +133,7 @@ class Mpi:
             ],
         }
 
-    def submit(self, request: Request, secret: bytes) -> EngineJob:
+    def submit(self, request: EngineRequest, secret: bytes) -> EngineJob:
         ranks = own_ranks.current()
         if ranks is not None:
             return RankJob(request, secret, ranks)
