@@ -7,7 +7,7 @@ import signal
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import pytest
 from tests.clusters.ssh import ssh_hosts as lab
@@ -25,8 +25,7 @@ pytestmark = [
 ]
 
 
-@final
-class _SshLab(EngineLab):
+class SshLab(EngineLab):
     """See EngineLab. Hosts 1, 2, 3 are called b, c, d."""
 
     def __init__(self, hosts: SshHosts) -> None:
@@ -77,17 +76,17 @@ def _number(node: str) -> int:
 
 
 @pytest.fixture
-def ssh_lab(tmp_path: Path) -> Iterator[_SshLab]:
+def ssh_lab(tmp_path: Path) -> Iterator[SshLab]:
     with lab.ssh_hosts(3, tmp_path) as hosts:
-        yield _SshLab(hosts)
+        yield SshLab(hosts)
 
 
-def test_faults(ssh_lab: _SshLab, tmp_path: Path) -> None:
+def test_faults(ssh_lab: SshLab, tmp_path: Path) -> None:
     run = check_faults(ssh_lab, tmp_path)
     # What agents write is shown with the name of their host, and the secret is nowhere.
     assert "[b] joined the job" in run.output
     assert "is lost: " in run.output
 
 
-def test_stop_and_resume_on_another_number_of_hosts(ssh_lab: _SshLab, tmp_path: Path) -> None:
+def test_stop_and_resume_on_another_number_of_hosts(ssh_lab: SshLab, tmp_path: Path) -> None:
     check_stop_and_resume(ssh_lab, tmp_path)
