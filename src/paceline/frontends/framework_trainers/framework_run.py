@@ -262,9 +262,9 @@ class FrameworkRun:
 
     # -- losses of workers
 
-    def lost(self, workers: Iterable[WorkerProcess], loss: Loss) -> None:
-        """Record workers that are gone."""
-        self._lost_at = self._lost_at or time.perf_counter()
+    def lost(self, workers: Iterable[WorkerProcess], loss: Loss, noticed: float | None = None) -> None:
+        """Record workers that are gone. `noticed`: when that was seen, on time.perf_counter; None: now."""
+        self._lost_at = self._lost_at or noticed or time.perf_counter()
         for one in workers:
             self._lost.append(one.rank)
             for event in loss.events(one, self.position.step + 1):

@@ -14,7 +14,6 @@ import hashlib
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -70,7 +69,7 @@ class HorovodLoop:
         self._progress = Progress()
         self._run: FrameworkRun | None = None
         self._workers: list[WorkerProcess] = []
-        self._closing = ExitStack()
+        self._noticed: float | None = None  # when a collective failed, on time.perf_counter
 
     def run(self) -> History:
         """Train to the end, through losses of ranks where Horovod is elastic; every rank returns the chief's
@@ -90,7 +89,11 @@ class HorovodLoop:
                     kept.progress = plain(self._progress)
                     kept.commit()
 
-                return self._train(commit)
+                try:
+                    return self._train(commit)
+                except Exception:
+                    self._noticed = time.perf_counter()  # Horovod decides what it was, and calls again
+                    raise
 
             ended: History = hvd.elastic.run(train)(kept)
             return ended
@@ -141,14 +144,14 @@ class HorovodLoop:
             if run.resumed is not None:
                 progress.scaled_for = self._state.load(run.resumed)
         elif self._run is not None:
-            self._run.lost(gone, _LOST)
+            self._run.lost(gone, _LOST, self._noticed)
             self._run.regroup(progress.position, self._workers)
             return
         else:
             self._run = run = FrameworkRun.take_over(
                 progress.folder, settings.config, framework, settings.observers, progress.position
             )
-            run.lost(gone, _LOST)
+            run.lost(gone, _LOST, self._noticed)
         steps = self._batches.steps
         run.start(
             self._workers,
