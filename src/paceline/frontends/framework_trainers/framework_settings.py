@@ -9,7 +9,8 @@ import dataclasses
 import importlib
 import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, final
 
 from paceline.core.errors import ConfigError, UnavailableError, UsageError
@@ -18,6 +19,7 @@ from paceline.frontends import overrides
 from paceline.frontends.ddp_trainer.distributed_config import DistributedConfig, loaded, under_overrides
 from paceline.monitor.trackers.tracker import Tracker
 from paceline.monitor.trackers.tracker_choice import chosen_trackers
+from paceline.train.callbacks import Observer
 from paceline.train.settings.train_config import TrainConfig
 
 GivenConfig = DistributedConfig | Mapping[str, Any] | str | os.PathLike[str] | None
@@ -115,3 +117,15 @@ def require_package(module: str, remedy: str) -> Any:
         raise UnavailableError(
             f"the package {package} is installed and cannot be imported: {error}", remedy=remedy
         ) from error
+
+
+@contextmanager
+def progress_shown(wanted: bool) -> Iterator[tuple[Observer, ...]]:
+    """Show progress on this process's terminal, where that is wanted: the observers of it."""
+    if not wanted:
+        yield ()
+        return
+    from paceline.monitor.progress_factory import progress_display
+
+    with progress_display() as display:
+        yield (display,)

@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, final
 
 from paceline.comm.rendezvous.environment import find_launch_info
-from paceline.core.errors import PacelineError, PlatformError, UsageError
+from paceline.core.errors import PlatformError, UsageError
+from paceline.frontends.framework_trainers.chief_decisions import decided_by_chief
 from paceline.frontends.framework_trainers.framework_run import WorkerProcess
 from paceline.frontends.framework_trainers.framework_settings import require_package
 
@@ -84,21 +85,12 @@ class HorovodJob:
                     )
 
     def decided_by_chief(self, decide: Callable[[], T]) -> T:
-        """Return what `decide` returns on the chief, on every rank; what it raises there is raised by all."""
-        found: list[Any] = []
-        refused: PacelineError | None = None
-        if self.is_chief:
-            try:
-                found = [decide()]
-            except PacelineError as error:
-                refused, found = error, [None, error.message, error.remedy]
-        found = self.hvd.broadcast_object(found, root_rank=0, name="paceline.decided")
-        if refused is not None:
-            raise refused
-        if len(found) > 1:
-            raise UsageError(f"rank 0 refuses the run: {found[1]}", remedy=found[2])
-        decided: T = found[0]
-        return decided
+        """Return what `decide` returns on the chief, on every rank."""
+        return decided_by_chief(
+            decide,
+            self.is_chief,
+            lambda found: self.hvd.broadcast_object(found, root_rank=0, name="paceline.decided"),
+        )
 
 
 def _refuse_other_launchers(environment: Mapping[str, str]) -> None:

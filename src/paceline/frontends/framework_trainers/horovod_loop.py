@@ -24,7 +24,7 @@ from paceline.frontends.framework_trainers.framework_run import FrameworkRun, Lo
 from paceline.frontends.framework_trainers.horovod_data import RankBatches, size_of
 from paceline.frontends.framework_trainers.horovod_job import HorovodJob
 from paceline.frontends.framework_trainers.horovod_state import HorovodState, Progress, from_plain, plain
-from paceline.train.callbacks import Observer
+from paceline.train.callbacks import Modifier, Observer
 from paceline.train.history import History
 from paceline.train.objective import Objective
 from paceline.train.settings.train_config import TrainConfig
@@ -48,7 +48,7 @@ class LoopSettings:
     commit_steps: int
     passes: int = 1
     clipping: float | None = None
-    observers: tuple[Observer, ...] = ()
+    callbacks: tuple[Observer | Modifier, ...] = ()
 
 
 @final
@@ -139,7 +139,7 @@ class HorovodLoop:
         here = {(one.host, one.pid) for one in self._workers}
         gone = [one for one in before if (one.host, one.pid) not in here]
         if not progress.folder:
-            self._run = run = FrameworkRun.open(settings.config, framework, settings.observers)
+            self._run = run = FrameworkRun.open(settings.config, framework, settings.callbacks)
             progress.folder, progress.position = str(run.folder.path), run.position
             if run.resumed is not None:
                 progress.scaled_for = self._state.load(run.resumed)
@@ -149,7 +149,7 @@ class HorovodLoop:
             return
         else:
             self._run = run = FrameworkRun.take_over(
-                progress.folder, settings.config, framework, settings.observers, progress.position
+                progress.folder, settings.config, framework, settings.callbacks, progress.position
             )
             run.lost(gone, _LOST, self._noticed)
         steps = self._batches.steps

@@ -19,7 +19,11 @@ from paceline.core.errors import UsageError
 from paceline.core.wording import with_article
 from paceline.frontends.announcements import announce, speaking_as
 from paceline.frontends.error_folding import folding_errors
-from paceline.frontends.framework_trainers.framework_settings import FrameworkSettings, GivenConfig
+from paceline.frontends.framework_trainers.framework_settings import (
+    FrameworkSettings,
+    GivenConfig,
+    progress_shown,
+)
 from paceline.frontends.framework_trainers.horovod_job import HorovodJob
 from paceline.frontends.run_preparation import check_model, check_optimizer
 from paceline.train.callbacks import Modifier, Observer, as_list, refuse_inside
@@ -154,15 +158,9 @@ class HorovodTrainer:
             if self._rule != "none" and job.size > 1:
                 announce(f"the learning rate is scaled by Horovod's {job.size} ranks: {self._rule}")
         state.distribute(job.hvd, self._compression, passes)
-        settings = LoopSettings(
-            config,
-            self._commit_steps,
-            passes,
-            config.clip_norm,
-            (*self._observers(), *self._settings.trackers()),
-        )
-        with self._traced(), self._shown() as shown:
-            settings = LoopSettings(**{**vars(settings), "observers": (*settings.observers, *shown)})
+        with self._traced(), progress_shown(self._verbose) as shown:
+            callbacks = (*self._callbacks, *self._settings.trackers(), *shown)
+            settings = LoopSettings(config, self._commit_steps, passes, config.clip_norm, callbacks)
             loop = HorovodLoop(job, state, objective, batches, validation, settings)
             self.history = loop.run()
         return self.history
@@ -189,26 +187,6 @@ class HorovodTrainer:
                 remedy="give one optimizer with several parameter groups",
             )
         return made[0]
-
-    def _observers(self) -> tuple[Observer, ...]:
-        changing = [one for one in self._callbacks if not isinstance(one, Observer)]
-        if changing:
-            raise UsageError(
-                f"{type(changing[0]).__name__} changes training, and the loop is Horovod's",
-                remedy="give observers and trackers alone, or use paceline.Trainer",
-            )
-        return tuple(one for one in self._callbacks if isinstance(one, Observer))
-
-    @contextmanager
-    def _shown(self) -> Iterator[tuple[Observer, ...]]:
-        """Show progress on the chief's terminal."""
-        if not self._verbose:
-            yield ()
-            return
-        from paceline.monitor.progress_factory import progress_display
-
-        with progress_display() as display:
-            yield (display,)
 
     @contextmanager
     def _traced(self) -> Iterator[None]:
