@@ -75,6 +75,10 @@ if TYPE_CHECKING:
     )
     from paceline.frontends.ddp_trainer.ddp_trainer import PyTorchDDPTrainer as PyTorchDDPTrainer
     from paceline.frontends.ddp_trainer.distributed_config import DistributedConfig as DistributedConfig
+    from paceline.frontends.framework_trainers.horovod_trainer import HorovodTrainer as HorovodTrainer
+    from paceline.frontends.framework_trainers.tensorflow_trainer import (
+        TensorFlowDistributedTrainer as TensorFlowDistributedTrainer,
+    )
     from paceline.frontends.launcher.distributed_launcher import (
         DistributedLauncher as DistributedLauncher,
         launch_distributed_training as launch_distributed_training,
@@ -195,6 +199,8 @@ _MODULES = {
     "paceline.frontends.context_trainers.strategies": ("AggregationMethod", "TrainingStrategy"),
     "paceline.frontends.ddp_trainer.ddp_trainer": ("PyTorchDDPTrainer",),
     "paceline.frontends.ddp_trainer.distributed_config": ("DistributedConfig",),
+    "paceline.frontends.framework_trainers.horovod_trainer": ("HorovodTrainer",),
+    "paceline.frontends.framework_trainers.tensorflow_trainer": ("TensorFlowDistributedTrainer",),
     "paceline.frontends.launcher.distributed_launcher": (
         "DistributedLauncher",
         "launch_distributed_training",
