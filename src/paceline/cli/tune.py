@@ -27,7 +27,9 @@ class TuneGroup(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         # Options before the script are those of `tune`, --help too.
-        return super().parse_args(ctx, ["--", *args] if args else ["--", "--help"])
+        if not args:
+            ctx.fail("Missing argument 'SCRIPT'.")
+        return super().parse_args(ctx, ["--", *args])
 
 
 app = typer.Typer(cls=TuneGroup, add_completion=False, rich_markup_mode=None)
@@ -71,7 +73,8 @@ def tune(
         raise UsageError(f"the script {script} is not there", remedy="give the path of a Python file")
     if resume and study is None:
         raise UsageError(
-            "--resume does not say which study", remedy="add --study NAME; `paceline tune show` names the newest"
+            "--resume does not say which study",
+            remedy="add --study NAME; `paceline tune show` names the newest",
         )
     tuner = DistributedTuner(
         ScriptTrial(script, tuple(arguments or ())),
@@ -94,7 +97,9 @@ def show(
     study: Annotated[
         str | None, typer.Argument(help="A study's folder or name; without one the newest below studies/.")
     ] = None,
-    trial: Annotated[int | None, typer.Option(metavar="N", help="One trial: parameters, error, output.")] = None,
+    trial: Annotated[
+        int | None, typer.Option(metavar="N", help="One trial: parameters, error, output.")
+    ] = None,
     plot: Annotated[str | None, typer.Option(metavar="FILE", help="Draw it: PNG, SVG or PDF.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -143,14 +148,17 @@ def _print(
     best = best_of(trials, mode)
     if as_json:
         plain = None if best is None else _plain(best)
-        echo_json({"study": folder, "running": running, "best": plain, "trials": [_plain(one) for one in trials]})
+        echo_json(
+            {"study": folder, "running": running, "best": plain, "trials": [_plain(one) for one in trials]}
+        )
         return
     if listing and trials:
         width = 160 if not sys.stdout.isatty() else os.get_terminal_size().columns
         for line in trial_table.table(trials, mode, None, width).splitlines():
             echo(line)
     over = sum(one.is_over for one in trials)
-    echo(f"{folder}: {counted(over, 'trial')} over, {len(trials) - over} under way{', running' if running else ''}")
+    state = f"{counted(over, 'trial')} over, {len(trials) - over} under way"
+    echo(f"{folder}: {state}{', running' if running else ''}")
     if best is not None:
         echo(f"best: {trial_table.value_text(best.value)} in trial {best.number}")
         for name, value in best.params.items():
@@ -162,7 +170,8 @@ def _print_trial(found: Any, number: int, as_json: bool) -> None:
 
     if not 0 <= number < len(found.trials):
         raise UsageError(
-            f"there is no trial {number} in {found.folder}", remedy=f"give one from 0 to {len(found.trials) - 1}"
+            f"there is no trial {number} in {found.folder}",
+            remedy=f"give one from 0 to {len(found.trials) - 1}",
         )
     one = found.trials[number]
     if as_json:

@@ -51,7 +51,9 @@ def report(step: int, value: SupportsFloat) -> None:
     The last report is the trial's value where its function returns None. Ends the trial where it is pruned:
     raises `TrialPruned`, which is to be let through."""
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise UsageError(f"report was given the step {step!r}", remedy="count steps with whole numbers from 0")
+        raise UsageError(
+            f"report was given the step {step!r}", remedy="count steps with whole numbers from 0"
+        )
     try:
         if isinstance(value, str):
             raise TypeError("text")

@@ -88,10 +88,20 @@ class DistributedTuner:
             )
         if self.metric is not None and (not isinstance(self.metric, str) or not self.metric):
             raise ConfigError(f"metric={self.metric!r}", remedy="name a key of what train_fn returns")
-        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0):
-            raise ConfigError(f"seed={self.seed!r}", remedy="give a whole number from 0 up, or None", key="seed")
-        if isinstance(self.max_attempts, bool) or not isinstance(self.max_attempts, int) or self.max_attempts < 1:
-            raise ConfigError(f"max_attempts={self.max_attempts!r}", remedy="give 1 or more", key="max_attempts")
+        if self.seed is not None and (
+            isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0
+        ):
+            raise ConfigError(
+                f"seed={self.seed!r}", remedy="give a whole number from 0 up, or None", key="seed"
+            )
+        if (
+            isinstance(self.max_attempts, bool)
+            or not isinstance(self.max_attempts, int)
+            or self.max_attempts < 1
+        ):
+            raise ConfigError(
+                f"max_attempts={self.max_attempts!r}", remedy="give 1 or more", key="max_attempts"
+            )
         if isinstance(self.preload, str):
             raise ConfigError(f"preload={self.preload!r}", remedy='write preload=("name",)', key="preload")
         if self._engine_name not in _ENGINES:
@@ -246,7 +256,9 @@ class DistributedTuner:
         if trial.state == "pruned":
             value += " pruned"
         so_far = "" if best is None else f", best {trial_table.value_text(best.value)} (trial {best.number})"
-        self._say(f"{over}/{self._total} trial {number}: {value}{so_far}, {trial_table.params_text(trial.params)}")
+        self._say(
+            f"{over}/{self._total} trial {number}: {value}{so_far}, {trial_table.params_text(trial.params)}"
+        )
 
     def _say_loss(self, number: int, how: str) -> None:
         self._say(f"trial {number} is repeated: {how}")
@@ -267,7 +279,7 @@ def study_folder(study: str | os.PathLike[str] | None) -> Path:
         )
     if "://" in text:
         raise ConfigError(
-            f"study={text!r} is an address; a study is a folder, whose study.log Optuna and its dashboard read",
+            f"study={text!r} is an address; a study is a folder, whose study.log Optuna's dashboard reads",
             remedy="give a name below studies/, or the path of a folder",
             key="study",
         )

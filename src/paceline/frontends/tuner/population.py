@@ -65,7 +65,11 @@ class PopulationSampler(BaseSampler):
         self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
         first = self.trials_needed(trial.number) - self._settings.size
-        before = [one for one in study.get_trials(deepcopy=False) if first <= one.number < first + self._settings.size]
+        before = [
+            one
+            for one in study.get_trials(deepcopy=False)
+            if first <= one.number < first + self._settings.size
+        ]
         member = self._member(trial.number, before)
         if member.parent is not None:
             study._storage.set_trial_system_attr(trial._trial_id, PARENT, member.parent)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from optuna import pruners, samplers
+from optuna.exceptions import ExperimentalWarning
 from optuna.pruners import BasePruner
 from optuna.samplers import BaseSampler
 
-from paceline.core.errors import ConfigError
-from paceline.core.wording import with_article
+from paceline.core.errors import ConfigError, UnavailableError
+from paceline.core.wording import first_line, with_article
 from paceline.frontends.tuner.population import PopulationSampler, PopulationTraining
 from paceline.frontends.tuner.search_space import SearchSpace
 
@@ -23,12 +25,13 @@ _SAMPLERS: Final[Mapping[str, Callable[[SearchSpace, int | None], BaseSampler]]]
     "gp": lambda space, seed: samplers.GPSampler(seed=seed),
 }
 _PRUNERS: Final[Mapping[str, Callable[[], BasePruner]]] = {
-    "asha": pruners.SuccessiveHalvingPruner,
+    # From the first step on: Optuna would else guess the first rung from the first trial that completes.
+    "asha": lambda: pruners.SuccessiveHalvingPruner(min_resource=1),
     "median": pruners.MedianPruner,
     "hyperband": pruners.HyperbandPruner,
 }
 # What these draw does not depend on the results of other trials.
-_WITHOUT_HISTORY: Final = (samplers.RandomSampler, samplers.QMCSampler)
+_WITHOUT_HISTORY: Final = (samplers.RandomSampler,)
 
 
 def choose_sampler(given: object, space: SearchSpace, seed: int | None, mode: str) -> BaseSampler:
@@ -40,12 +43,25 @@ def choose_sampler(given: object, space: SearchSpace, seed: int | None, mode: st
     if given is None or isinstance(given, str):
         name = "tpe" if given is None else given.lower()
         if name in _SAMPLERS:
-            return _SAMPLERS[name](space, seed)
+            return _made(name, space, seed)
     raise ConfigError(
         f"sampler is {given!r}" if isinstance(given, str) else f"sampler is {with_article(given)}",
         remedy=f"use one of {', '.join(_SAMPLERS)}, a sampler of Optuna, or paceline.tune.PopulationTraining",
         key="sampler",
     )
+
+
+def _made(name: str, space: SearchSpace, seed: int | None) -> BaseSampler:
+    with warnings.catch_warnings():
+        # Whoever names one of these wants it; Optuna's API behind it is not what they write.
+        warnings.simplefilter("ignore", ExperimentalWarning)
+        try:
+            return _SAMPLERS[name](space, seed)
+        except ImportError as error:
+            raise UnavailableError(
+                f"the sampler {name!r} needs a package that is not installed: {first_line(error)}",
+                remedy=f"pip install {'cmaes' if name == 'cmaes' else 'scipy'}",
+            ) from error
 
 
 def choose_pruner(given: object) -> BasePruner:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from paceline.engines.local import script_main
+from paceline.engines.local.failure_report import ended_well
 from paceline.frontends.tuner import current_trial
 from paceline.frontends.tuner.trial_value import TrialResultError
 
@@ -29,8 +30,10 @@ class ScriptTrial:
         arguments = [self._filled(text, params) for text in self.arguments]
         try:
             script_main.become_main(self.script, arguments)
-        finally:
-            self._check(params)
+        except SystemExit as error:
+            if not ended_well(error):
+                raise
+        self._check(params)
 
     def _check(self, params: Mapping[str, Any]) -> None:
         trial = current_trial.current()
@@ -39,7 +42,8 @@ class ScriptTrial:
         if not trial.params_were_read and not placed:
             raise TrialResultError(
                 f"{self.script} did not read the parameters of its trial",
-                remedy="call paceline.tune.params() in it, or hand them over: paceline tune SCRIPT ... -- --lr {lr}",
+                remedy="call paceline.tune.params() in it, or hand them over: "
+                "paceline tune SCRIPT ... -- --lr {lr}",
             )
         if not trial.reports:
             raise TrialResultError(

@@ -1,5 +1,5 @@
-"""Search spaces: Paceline's own distributions, plain lists, Optuna's distributions and `ray.tune` objects, all
-translated to what Optuna samples from.
+"""Search spaces: Paceline's own distributions, plain lists, Optuna's distributions and `ray.tune` objects,
+all translated to what Optuna samples from.
 
 A choice among values that JSON does not have (tuples, classes, functions) is sampled by the text of each
 value; the value itself stays here and is what `train_fn` gets.
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
 
 _KNOWN = (
-    "give paceline.tune.choice, uniform, loguniform or randint, a list of values, a distribution of Optuna, or "
-    "an object of ray.tune"
+    "give paceline.tune.choice, uniform, loguniform or randint, a list of values, a distribution of Optuna, "
+    "or an object of ray.tune"
 )
 
 
@@ -56,7 +56,8 @@ def choice(values: Sequence[Any]) -> Choice:
     """Search among these values."""
     if isinstance(values, str) or not isinstance(values, Sequence) or not values:
         raise ConfigError(
-            f"choice was given {values!r}", remedy='give a list with at least one value: choice(["sgd", "adam"])'
+            f"choice was given {values!r}",
+            remedy='give a list with at least one value: choice(["sgd", "adam"])',
         )
     return Choice(tuple(values))
 
@@ -82,7 +83,9 @@ def randint(low: int, high: int) -> IntRange:
 
 
 def _float_range(name: str, low: object, high: object, *, log: bool) -> FloatRange:
-    numbers = [value for value in (low, high) if isinstance(value, int | float) and not isinstance(value, bool)]
+    numbers = [
+        value for value in (low, high) if isinstance(value, int | float) and not isinstance(value, bool)
+    ]
     if len(numbers) < 2 or not all(map(math.isfinite, numbers)) or numbers[0] > numbers[1]:
         raise ConfigError(
             f"{name}({low!r}, {high!r}) is no range", remedy="give two numbers, the lower one first"
@@ -198,7 +201,8 @@ def _categories(name: str, values: Sequence[Any]) -> tuple[BaseDistribution, dic
     if all(value is None or isinstance(value, bool | int | float | str) for value in values):
         return CategoricalDistribution(tuple(values)), {}
     by_text = {
-        getattr(value, "__qualname__", repr(value)) if callable(value) else repr(value): value for value in values
+        getattr(value, "__qualname__", repr(value)) if callable(value) else repr(value): value
+        for value in values
     }
     if len(by_text) < len(values):
         raise ConfigError(

@@ -1,9 +1,9 @@
 """A search space in a TOML file, as `paceline tune --space` reads it.
 
-    lr = { loguniform = [1e-4, 1e-1] }
-    momentum = { uniform = [0.0, 0.99] }
-    layers = { randint = [1, 5] }
-    optimizer = ["sgd", "adam"]
+lr = { loguniform = [1e-4, 1e-1] }
+momentum = { uniform = [0.0, 0.99] }
+layers = { randint = [1, 5] }
+optimizer = ["sgd", "adam"]
 """
 
 from __future__ import annotations
@@ -53,5 +53,7 @@ def _parsed(path: str, name: str, value: Any) -> Any:
             remedy=f"use choice, {', '.join(_KINDS)}",
         )
     if not isinstance(given, list) or len(given) != 2:
-        raise ConfigError(f"{path}: {name}: {kind} is given {given!r}", remedy="give two numbers, low and high")
+        raise ConfigError(
+            f"{path}: {name}: {kind} is given {given!r}", remedy="give two numbers, low and high"
+        )
     return _KINDS[kind](*given)

@@ -81,7 +81,9 @@ class StudyLog(BaseJournalBackend):
         self._pending: dict[int, list[Operation]] = {}  # of running trials, by Optuna's id
         self._together: list[Operation] | None = None
         try:
-            self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+            self._file = os.open(
+                path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644
+            )
         except OSError as error:
             raise PlatformError(
                 f"the study's file {path} cannot be opened: {error.strerror}",

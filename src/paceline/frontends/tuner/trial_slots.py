@@ -43,7 +43,7 @@ def slots_at_once(num_gpus: int, trials_per_gpu: float) -> int:
     each = gpus_per_trial(trials_per_gpu)
     if num_gpus < each:
         raise ConfigError(
-            f"num_gpus={num_gpus} with trials_per_gpu={trials_per_gpu:g}: a trial needs {counted(each, 'GPU')}",
+            f"num_gpus={num_gpus}: a trial needs {counted(each, 'GPU')} (trials_per_gpu={trials_per_gpu:g})",
             remedy=f"give num_gpus={each} or more",
         )
     return num_gpus // each
@@ -69,7 +69,9 @@ def local_slots(
     threads = max(1, cores // count)
     if not gpus:
         return [TrialSlot({}, threads)] * count
-    names = [name.strip() for name in visible.split(",")][:gpus] if visible else [str(one) for one in range(gpus)]
+    names = (
+        [name.strip() for name in visible.split(",")][:gpus] if visible else [str(one) for one in range(gpus)]
+    )
     each = gpus_per_trial(trials_per_gpu)
     slots = []
     for slot in range(count):

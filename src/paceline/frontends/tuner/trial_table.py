@@ -67,7 +67,8 @@ def plot(trials: Sequence[TrialRecord], mode: str, metric: str | None, path: Pat
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UnavailableError(
-            "pictures are drawn with matplotlib, which is not installed", remedy="pip install 'paceline[plot]'"
+            "pictures are drawn with matplotlib, which is not installed",
+            remedy="pip install 'paceline[plot]'",
         ) from error
     reported = [trial for trial in trials if len(trial.reports) > 1]
     columns = 2 if reported else 1

@@ -62,12 +62,12 @@ class StudyStorage(JournalStorage):
 
 @final
 class _AskedStudy(optuna.Study):
-    """Optuna's study. A sampler that has drawn everything stops it, which only `optimize` allows otherwise."""
+    """Optuna's study. A sampler that has drawn everything stops it, which else only `optimize` allows."""
 
-    is_exhausted = False
+    was_stopped = False
 
     def stop(self) -> None:
-        self.is_exhausted = True
+        self.was_stopped = True
 
 
 @final
@@ -91,6 +91,7 @@ class TuningStudy:
             self._log = StudyLog(folder / LOG_FILE)
             self._closing.callback(self._log.close)
             self._name = folder.name
+            self._was_stopped = False
             if not self._log.read_logs(0):
                 self._create(mode, metric)
             self._sampler: BaseSampler = optuna.samplers.RandomSampler()
@@ -115,7 +116,7 @@ class TuningStudy:
     @property
     def is_exhausted(self) -> bool:
         """Whether the sampler has drawn all that there is."""
-        return self._study.is_exhausted
+        return self._was_stopped or self._study.was_stopped
 
     @property
     def asked(self) -> int:
@@ -172,6 +173,7 @@ class TuningStudy:
     def forget_reports(self, number: int) -> None:
         """Forget what a trial has reported: its process was lost, and the trial is repeated."""
         self._log.forget(self._trials[number]._trial_id)
+        self._was_stopped = self.is_exhausted
         self._load()
 
     def records(self) -> list[TrialRecord]:
@@ -190,7 +192,9 @@ class TuningStudy:
         return self._storage.get_all_trials(self._study._study_id, deepcopy=False)
 
     def _create(self, mode: str, metric: str | None) -> None:
-        direction = optuna.study.StudyDirection.MAXIMIZE if mode == "max" else optuna.study.StudyDirection.MINIMIZE
+        direction = (
+            optuna.study.StudyDirection.MAXIMIZE if mode == "max" else optuna.study.StudyDirection.MINIMIZE
+        )
         with _quiet(), self._log.one_write():
             storage = JournalStorage(self._log)
             study = storage.create_new_study([direction], self._name)
@@ -198,11 +202,9 @@ class TuningStudy:
             storage.set_study_user_attr(study, _METRIC, metric)
 
     def _load(self) -> None:
-        exhausted = hasattr(self, "_study") and self._study.is_exhausted
         self._storage = StudyStorage(self._log)
         name = self._storage.get_all_studies()[0].study_name
         self._study = _AskedStudy(name, self._storage, self._sampler, self._pruner)
-        self._study.is_exhausted = exhausted
 
     def _check(self, mode: str, metric: str | None) -> None:
         attributes = self._study.user_attrs
@@ -232,7 +234,10 @@ class TuningStudy:
             return None
         if state["sampler"] != _kind(self._sampler):
             return None
-        found: dict[int, dict[str, Any]] = {state["trial"]: state["before"], state["trial"] + 1: state["after"]}
+        found: dict[int, dict[str, Any]] = {
+            state["trial"]: state["before"],
+            state["trial"] + 1: state["after"],
+        }
         return found.get(number)
 
 
