@@ -9,12 +9,12 @@ from pathlib import Path
 import optuna
 import pytest
 from hypothesis import given, settings, strategies as st
+from tests.frontends.tuner.inline_trials import InlineTrials, outcome, search
 
 import paceline.tune
 from paceline.frontends.tuner import study_log
 from paceline.frontends.tuner.population_settings import PopulationTraining
 from paceline.frontends.tuner.trial_schedule import TrialSchedule
-from tests.frontends.tuner.inline_trials import InlineTrials, outcome, search
 
 SPACE = {
     "x": paceline.tune.uniform(-3, 3),

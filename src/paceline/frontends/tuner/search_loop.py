@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
+from paceline.core.wording import counted
 from paceline.frontends.tuner.trial_engine import (
     LostTrial,
     Pruned,
@@ -80,8 +81,8 @@ class SearchLoop:
                 self.study.forget_reports(number)
                 self.on_loss(number, event.how)
                 return
-            times = self.schedule.max_attempts
-            self.study.fail(number, f"{event.how}, for the {times}th time: the trial is not repeated again")
+            times = counted(self.schedule.max_attempts, "attempt")
+            self.study.fail(number, f"{event.how}; lost in {times}, the trial is not repeated again")
         elif isinstance(event, Raised):
             if event.ends_search is not None:
                 raise event.ends_search
