@@ -10,7 +10,11 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from paceline import gradient_checkpointing as gradient_checkpointing, metrics as metrics
+    from paceline import (
+        gradient_checkpointing as gradient_checkpointing,
+        metrics as metrics,
+        tune as tune,
+    )
     from paceline.aggregate.async_sgd.staleness import Staleness as Staleness
     from paceline.comm.compression import (
         PowerSGD as PowerSGD,
@@ -117,6 +121,7 @@ if TYPE_CHECKING:
     from paceline.frontends.session import session as session
     from paceline.frontends.spawn import spawn as spawn
     from paceline.frontends.trainer import Trainer as Trainer
+    from paceline.frontends.tuner.distributed_tuner import DistributedTuner as DistributedTuner
     from paceline.monitor.report import write_report as write_report
     from paceline.monitor.trackers.csv_log import CsvLog as CsvLog
     from paceline.monitor.trackers.mlflow import MLflow as MLflow
@@ -232,6 +237,7 @@ _MODULES = {
     "paceline.frontends.session": ("session",),
     "paceline.frontends.spawn": ("spawn",),
     "paceline.frontends.trainer": ("Trainer",),
+    "paceline.frontends.tuner.distributed_tuner": ("DistributedTuner",),
     "paceline.parallel.ddp": ("DistributedDataParallel", "no_sync"),
     "paceline.train.callbacks": ("Modifier", "Observer"),
     "paceline.train.settings.evaluation_config": ("EvaluationConfig",),
@@ -263,7 +269,7 @@ _HOME = {name: module for module, names in _MODULES.items() for name in names}
 # Thin modules of public names, found below `paceline` without an import of their own.
 _HOME |= {
     module.removeprefix("paceline."): module
-    for module in ("paceline.gradient_checkpointing", "paceline.metrics")
+    for module in ("paceline.gradient_checkpointing", "paceline.metrics", "paceline.tune")
 }
 
 __all__ = sorted(_HOME)
