@@ -49,6 +49,7 @@ class Commands(TyperGroup):
             ("init", "init:init", "Write a project to begin with: settings, train.py, README."),
             ("train", "train:train", "Run a training script with these settings."),
             ("run", "run:app", "Start a script on every rank, in place of torchrun."),
+            ("queue", "queue:app", "Queue runs over workers that they share; priorities, preemption."),
             ("ls", "runs:list_runs", "List runs: state, steps, loss, size, age."),
             ("monitor", "monitor:monitor", "Watch a run in the terminal, or look at a finished one."),
             ("status", "run_control:status", "Show what a run and its workers are doing."),
