@@ -23,7 +23,7 @@ from paceline.core.clock import Clock, WallClock
 from paceline.core.errors import PacelineError
 from paceline.core.host import host_identity
 from paceline.core.wording import counted
-from paceline.frontends.run_queue import run_observation
+from paceline.frontends.run_queue import run_host, run_observation
 from paceline.frontends.run_queue.queue_folder import QueueFolder
 from paceline.frontends.run_queue.queued_run import ACTIVE, QueueContent, QueuedRun
 from paceline.frontends.run_queue.run_endings import after_end
@@ -238,9 +238,8 @@ class QueueServer:
     def _spawn(self, run: QueuedRun, lock: int) -> subprocess.Popen[bytes]:
         limits = self._limits(run, None)
         command = [
-            sys.executable,
-            "-m",
-            "paceline.frontends.run_queue.run_host",
+            # By its file: it imports nothing of Paceline, and starts whatever the run's environment is.
+            *(sys.executable, "-I", run_host.__file__),
             str(self._folder.exit_file_of(run.id, run.attempt)),
             str(self._folder.wake_pipe),
             str(lock),

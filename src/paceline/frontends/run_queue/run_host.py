@@ -1,4 +1,4 @@
-"""The parent of a run's process: `python -m paceline.frontends.run_queue.run_host EXIT WAKE LOCK COMMAND...`
+"""The parent of a run's process: `python -I run_host.py EXIT WAKE LOCK COMMAND...`
 
 It outlives the server, waits for the run, and writes the exit code where the next server finds it. The file
 is made before the run starts and is then overwritten in place, so that a full disk does not lose the code.
