@@ -27,7 +27,7 @@ from paceline.comm.torch_process_group.background_threads import BackgroundThrea
 from paceline.comm.torch_process_group.device_map import OtherDevices
 from paceline.comm.torch_process_group.registration import NAME
 from paceline.comm.torch_process_group.tensor_messages import TensorMessages
-from paceline.comm.torch_process_group.work import PacelineWork, torch_error
+from paceline.comm.torch_process_group.work import PacelineWork, profiled, torch_error
 from paceline.comm.transport.base import ANY_SOURCE, Transport
 from paceline.core.errors import GroupInterruptedError, PacelineError
 
@@ -200,7 +200,7 @@ class PacelineProcessGroup(ProcessGroup):  # type: ignore[misc]
             for output, tensor in zip(outputs, tensors, strict=True)
         ]
         flat = [tensor for output in outputs for tensor in output]
-        return self._run(tensor_calls.plan_all("all_gather", plans), flat, opts)
+        return self._run(tensor_calls.plan_all("all_gather", plans), flat, opts, tensors)
 
     @_by_device
     def allgather_coalesced(
@@ -212,7 +212,7 @@ class PacelineProcessGroup(ProcessGroup):  # type: ignore[misc]
     @_by_device
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> PacelineWork:
         planned = self._plan(tensor_calls.plan_all_gather_single, output, tensor)
-        return self._run(planned, [output], opts)
+        return self._run(planned, [output], opts, [tensor])
 
     @_by_device
     def all_gather_single_coalesced(
@@ -280,7 +280,7 @@ class PacelineProcessGroup(ProcessGroup):  # type: ignore[misc]
     ) -> PacelineWork:
         output = list(outputs[0]) if outputs else []
         planned = self._plan(tensor_calls.plan_gather, output, tensors[0], opts.rootRank)
-        return self._run(planned, output, opts)
+        return self._run(planned, output, opts, tensors)
 
     @_by_device
     def scatter(
@@ -288,14 +288,15 @@ class PacelineProcessGroup(ProcessGroup):  # type: ignore[misc]
     ) -> PacelineWork:
         given = list(inputs[0]) if inputs else []
         planned = self._plan(tensor_calls.plan_scatter, outputs[0], given, opts.rootRank)
-        return self._run(planned, outputs, opts)
+        return self._run(planned, outputs, opts, given)
 
     def barrier(self, opts: Any = None) -> PacelineWork:
         return self._run(tensor_calls.plan_barrier(self._transport), (), opts)
 
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+    def monitored_barrier(self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
         """Return when all ranks have called it; within the timeout, or rank 0 names those that are late."""
-        seconds = timeout.total_seconds() if timeout is not None else self._queue.timeout
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        seconds = self._queue.timeout if seconds is None else seconds
         self._queue.check_open()
         self._messages.monitored_barrier(seconds, wait_all_ranks)
 
@@ -332,32 +333,42 @@ class PacelineProcessGroup(ProcessGroup):  # type: ignore[misc]
     def _plan(self, planner: Callable[..., PlannedCall[Any]], *args: Any) -> PlannedCall[Any]:
         return planner(self._transport, *args)
 
-    def _run(self, planned: PlannedCall[Any], result: Sequence[Tensor], opts: Any) -> PacelineWork:
-        """Run a call here if its caller waits for it and nothing is ahead of it, else in the background."""
+    def _run(
+        self, planned: PlannedCall[Any], result: Sequence[Tensor], opts: Any, inputs: Sequence[Tensor] | None = None
+    ) -> PacelineWork:
+        """Run a call here if its caller waits for it and nothing is ahead of it, else in the background. `inputs`
+        are for the profiler, where they are not the result."""
         seconds = opts.timeout.total_seconds() if opts is not None else -1.0
         timeout = seconds if seconds > 0 else None
-        if opts is not None and not opts.asyncOp and not self._threads.is_busy(_COLLECTIVES):
+        # The profiler knows a collective by its end in another thread.
+        here = opts is not None and not opts.asyncOp and not torch.autograd._profiler_enabled()
+        if here and not self._threads.is_busy(_COLLECTIVES):
             try:
                 self._queue.run(planned, timeout)
             except PacelineError as error:
                 raise torch_error(error) from error
             return PacelineWork(planned.text, result, done=True)
-        return self._start(planned, result, timeout)
+        return self._start(planned, result, timeout, result if inputs is None else inputs)
 
     def _start(
-        self, planned: PlannedCall[Any], result: Sequence[Tensor], timeout: float | None
+        self,
+        planned: PlannedCall[Any],
+        result: Sequence[Tensor],
+        timeout: float | None,
+        inputs: Sequence[Tensor],
     ) -> PacelineWork:
         try:
             self._queue.check_open()
         except PacelineError as error:
             raise torch_error(error) from error.__cause__
         work, line = PacelineWork(planned.text, result), call_site()
-        inference = torch.is_inference_mode_enabled()
+        inference, ended = torch.is_inference_mode_enabled(), profiled(planned.operation, inputs)
 
         def later() -> None:
             try:
                 with on_behalf_of(line), torch.inference_mode(inference):
                     self._queue.run(planned, timeout)
+                ended()
             except BaseException as error:
                 work.fail(error)
             else:

@@ -44,7 +44,8 @@ def plan_sparse_sum(transport: Transport, tensors: Sequence[Tensor], kind: Any) 
             mine.shape,
         ).coalesce()
         # As in Gloo, the tensor gets the sum's entries, also where it has more of them than before.
-        tensor.data.copy_(total)
+        with torch.no_grad():
+            tensor.copy_(total)
 
     text = f"all_reduce(SUM, sparse {dtype_name(tensor.dtype)}{list(tensor.shape)})"
     return PlannedCall("all_reduce", text, work)

@@ -17,7 +17,7 @@ from paceline.comm.call_status import call_site, on_behalf_of
 from paceline.comm.collectives.arguments import check_rank
 from paceline.comm.torch_process_group.background_threads import BackgroundThreads
 from paceline.comm.torch_process_group.tensor_calls import FlatMemory, describe
-from paceline.comm.torch_process_group.work import GroupError, PacelineWork
+from paceline.comm.torch_process_group.work import GroupError, PacelineWork, profiled
 from paceline.comm.transport.base import ANY_SOURCE, ReceivedMessage, Transport, labels_of, memory_of, tensor_of
 from paceline.core.errors import CommTimeoutError, PacelineError, PeerError, UsageError
 from paceline.core.wording import ranks
@@ -47,7 +47,7 @@ class TensorMessages:
             return -1
 
         text = f"send({describe(tensor)}, dst={self._labels[dest]}, tag={tag})"
-        return self._start(("send", dest), text, tensor, action)
+        return self._start(("send", dest), text, tensor, action, profiled("send", [tensor]))
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> PacelineWork:
         if source != ANY_SOURCE:
@@ -63,7 +63,8 @@ class TensorMessages:
             self._fill(memory, message, text)
             return message.source
 
-        return self._start(("receive", source, tag), text, tensor, action)
+        record = profiled("recvAnySource" if source == ANY_SOURCE else "recv", [tensor])
+        return self._start(("receive", source, tag), text, tensor, action, record)
 
     def monitored_barrier(self, seconds: float, all_late: bool) -> None:
         """Return when all ranks are in this call. Rank 0 waits for each rank and names those that are late;
@@ -72,6 +73,8 @@ class TensorMessages:
         if transport.rank != 0:
             self._follow(seconds)
             return
+        if seconds <= 0:
+            raise GroupError(f"Rank {self._labels[0]} timed out in monitoredBarrier after {seconds * 1000:.0f} ms.")
         late: list[int] = []
         for peer in range(1, transport.world_size):
             # Who came in time is not late, even if the wait for another rank took all of it.
@@ -98,13 +101,21 @@ class TensorMessages:
                 f"send/recv from rank {self._labels[0]}. Please check rank {self._labels[0]} logs for faulty rank."
             ) from error
 
-    def _start(self, key: tuple[object, ...], text: str, tensor: Tensor, action: Callable[[], int]) -> PacelineWork:
+    def _start(
+        self,
+        key: tuple[object, ...],
+        text: str,
+        tensor: Tensor,
+        action: Callable[[], int],
+        ended: Callable[[], None],
+    ) -> PacelineWork:
         work, line = PacelineWork(text, [tensor]), call_site()
 
         def later() -> None:
             try:
                 with on_behalf_of(line):
                     source = action()
+                ended()
             except BaseException as error:
                 work.fail(error)
             else:

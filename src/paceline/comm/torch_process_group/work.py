@@ -8,7 +8,7 @@ written for torch, and a PacelineError, whose cause says which rank and line it 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -29,12 +29,31 @@ def torch_error(error: BaseException) -> BaseException:
     """Return an error in the form in which code written for torch.distributed expects it."""
     if not isinstance(error, PacelineError) or isinstance(error, GroupError | UsageError):
         return error
-    # The body of a DisagreementError lists the calls of all ranks, which `message` does not.
-    wrapped = GroupError(f"{type(error).__name__}: {error}")
+    # The body of a DisagreementError lists the calls of all ranks, which `message` does not. Scripts recognise a
+    # timeout by Gloo's words.
+    late = "Timed out waiting: " if isinstance(error, CommTimeoutError) else ""
+    wrapped = GroupError(f"{type(error).__name__}: {late}{error}")
     for note in getattr(error, "__notes__", ()):
         wrapped.add_note(note)
     wrapped.__cause__ = error
     return wrapped
+
+
+def profiled(operation: str, inputs: Sequence[Tensor]) -> Callable[[], None]:
+    """Begin the profiler's record of an operation, `paceline:all_reduce` and so on, and return what ends it, in
+    whichever thread; nothing while no profiler runs."""
+    if not torch.autograd._profiler_enabled():
+        return _nothing
+    shapes = ", ".join(str(list(tensor.shape)) for tensor in inputs)
+    record = torch.ops.profiler._record_function_enter_new(f"paceline:{operation}", shapes)
+    # Only a future carries the profiler's state into the thread that ends the record.
+    ended: torch.futures.Future[None] = torch.futures.Future()
+    torch.ops.profiler._call_end_callbacks_on_jit_fut._RecordFunction(record, ended)
+    return lambda: ended.set_result(None)
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 class PacelineWork(Work):  # type: ignore[misc]
