@@ -269,7 +269,12 @@ _HOME = {name: module for module, names in _MODULES.items() for name in names}
 # Thin modules of public names, found below `paceline` without an import of their own.
 _HOME |= {
     module.removeprefix("paceline."): module
-    for module in ("paceline.gradient_checkpointing", "paceline.metrics", "paceline.tune")
+    for module in (
+        "paceline.gradient_checkpointing",
+        "paceline.metrics",
+        "paceline.torch_backend",
+        "paceline.tune",
+    )
 }
 
 __all__ = sorted(_HOME)
