@@ -109,8 +109,9 @@ class RayJob:
         return [agent.status() for agent in self._agents]
 
     def scale(self, nodes: int) -> None:
-        # Groups beyond `nodes` wait for nodes that may be added.
-        nodes = max(nodes, self._request["max_nodes"] or 0) if nodes else 0
+        if nodes == self._request["nodes"]:
+            # Further groups wait for nodes that may be added, until another number is asked for.
+            nodes = max(nodes, self._request["max_nodes"] or 0)
         there = [agent for agent in self._agents if not agent.is_over and not agent.is_leaving]
         for _ in range(nodes - len(there)):
             self._agents.append(self._asked(len(self._agents)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, final
+from typing import Any, Final, Literal, final
 
 from paceline.core.errors import ConfigError
 from paceline.engines.batch import BatchSpec, BatchStatus
@@ -16,7 +16,7 @@ LOCAL: Final = "local"
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Ray:
     """Agents on the nodes of a Ray cluster.
 
@@ -35,6 +35,7 @@ class Ray:
     dashboard         "http://head:8265" for `paceline submit`; empty: port 8265 of the head
     """
 
+    name: Literal["ray"] = "ray"
     address: str | None = None
     nodes: int = 1
     max_nodes: int | None = None
@@ -60,10 +61,6 @@ class Ray:
                 raise ConfigError(f"resources has {name!r}", remedy=remedy, key="resources")
             _check_amount(f"resources[{name!r}]", amount)
         _check_address(self.address)
-
-    @property
-    def name(self) -> str:
-        return "ray"
 
     @property
     def bundle(self) -> dict[str, float]:
