@@ -60,7 +60,9 @@ class AgentActor:
             )
         environment = dict(os.environ)
         if not agent["keeps_threads"]:
-            environment.pop("OMP_NUM_THREADS", None)  # Ray sets it to the actor's CPUs; workers have their own
+            environment.pop(
+                "OMP_NUM_THREADS", None
+            )  # Ray sets it to the actor's CPUs; workers have their own
         environment |= agent["environment"]
         # A file without a name: its owner alone can read it, and a killed actor leaves none behind.
         with tempfile.TemporaryFile() as token:
@@ -159,4 +161,3 @@ def _claim_node(run: str, node_id: str) -> socket.socket | None:
         claim.close()
         return None
     return claim
-

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final, final
 
 from paceline.core.errors import UnavailableError, UsageError
-from paceline.core.listen_address import is_loopback
+from paceline.core.reachable_address import address_for_hosts
 from paceline.engines.ray import requests
 
 if TYPE_CHECKING:
@@ -62,18 +62,8 @@ class Connection:
         requests.check_capacity(bundle, resources, self.address)
 
     def address_for_nodes(self) -> str:
-        """Return the address of this machine from which it reaches the nodes."""
-        hosts = sorted({node["NodeManagerAddress"] for node in self.living_nodes()}, key=is_loopback)
-        own = [_own_address(host) for host in hosts]
-        others = [mine for host, mine in zip(hosts, own, strict=True) if mine != host]
-        found = (others or own)[0]
-        if is_loopback(found) and not all(map(is_loopback, hosts)):
-            raise UsageError(
-                f"nodes of the Ray cluster at {self.address} ({', '.join(hosts)}) cannot reach this machine: "
-                f"it has no address but {found} on the way to them",
-                remedy="name the interface that they reach: FaultTolerance(interface=...)",
-            )
-        return found
+        """Return the address of this machine that the nodes reach."""
+        return address_for_hosts({node["NodeManagerAddress"] for node in self.living_nodes()})
 
     def close(self) -> None:
         """Give up this use of the connection; the last one disconnects."""
@@ -159,8 +149,8 @@ def _explained(address: str, error: Exception) -> Exception:
     if address == "auto":
         return UnavailableError(
             f"no Ray cluster runs on this machine: {text.splitlines()[0]}",
-            remedy='start one (ray start --head), name its head (address="ray://HEAD:10001"), or leave address '
-            "out for a local cluster",
+            remedy='start one (ray start --head), name its head (address="ray://HEAD:10001"), or leave '
+            "address out for a local cluster",
         )
     return UnavailableError(
         f"Ray at {address} could not be connected: {text.splitlines()[0]}",
@@ -205,14 +195,3 @@ def _handlers_kept() -> Iterator[None]:
     finally:
         if is_main and before is not None:
             signal.signal(signal.SIGTERM, before)
-
-
-def _own_address(host: str) -> str:
-    """Return the address of this machine from which packets to `host` leave."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, 9))
-        except OSError:
-            return "127.0.0.1"
-        return str(probe.getsockname()[0])

@@ -1,4 +1,4 @@
-"""A run that is handed over to Ray's job submission: the head runs `paceline train`, without this terminal."""
+"""A run that is handed over to Ray's job submission: the head runs `paceline train`."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def _client(settings: Ray) -> Any:
     except Exception as error:
         raise UnavailableError(
             f"no Ray dashboard answers at {where}, which takes jobs: {_first_line(error)}",
-            remedy='start the head with its dashboard (pip install "ray[default]"; ray start --head), or give '
-            "its address: --ray dashboard=http://HEAD:8265",
+            remedy="start the head with its dashboard (pip install 'paceline[ray]'; ray start --head), or "
+            "give its address: Ray(dashboard='http://HEAD:8265')",
         ) from error
 
 

@@ -86,7 +86,7 @@ class RayJob:
         self._ray = connected.ray
         self._request = request
         self._secret = secret
-        self._trial_group = _trial_group(self._ray, request["placement_group"]["bundles"][0])
+        self._trial_group = trial_group(request["placement_group"]["bundles"][0])
         # Of a trial's bundles Ray decides, which packs them.
         one_per_node = request["one_per_node"] and not connected.is_local and self._trial_group is None
         self._claim = uuid.uuid4().hex if one_per_node else ""
@@ -271,8 +271,9 @@ def _first_sentence(text: str) -> str:
     return text.partition(". ")[0][:_LONGEST_REASON]
 
 
-def _trial_group(ray: Any, bundle: dict[str, float]) -> Any:
+def trial_group(bundle: dict[str, float]) -> Any:
     """Return the placement group of the Tune trial that this process is, where it has bundles for agents."""
+    ray = connection.import_ray()
     if not ray.is_initialized() or ray.util.client.ray.is_connected():
         return None
     group = ray.util.get_current_placement_group()

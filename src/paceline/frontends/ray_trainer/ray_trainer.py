@@ -6,7 +6,6 @@ trial's own share of it; a lost worker or node is repaired, and the result is th
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import tempfile
@@ -38,7 +37,7 @@ _USUAL_BATCH = 32
 class RayTrainer:
     """A model, trained on Ray with the settings of a dict.
 
-        trainer = paceline.RayTrainer(build_model, {"lr": 1e-3, "batch_size": 64, "epochs": 3, "num_workers": 4})
+        trainer = paceline.RayTrainer(build, {"lr": 1e-3, "batch_size": 64, "epochs": 3, "num_workers": 4})
         trainer.fit(train_loader, val_loader)
         trainer.best_accuracy
 

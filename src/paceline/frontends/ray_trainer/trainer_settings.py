@@ -16,18 +16,6 @@ from paceline.core.errors import ConfigError
 from paceline.engines.ray.settings import Ray
 from paceline.train.settings.train_config import TrainConfig
 
-_OWN: Final = (
-    "lr",
-    "learning_rate",
-    "batch_size",
-    "epochs",
-    "num_epochs",
-    "weight_decay",
-    "num_workers",
-    "cpus_per_worker",
-    "use_gpu",
-    "address",
-)
 _RUN: Final = frozenset(
     field.name
     for field in dataclasses.fields(TrainConfig)
@@ -99,7 +87,8 @@ def _count(config: Mapping[str, Any], names: tuple[str, ...], usual: Any) -> Any
     name, value = _given(config, names)
     if value is None:
         return usual
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or int(value) < 1:
+    # Of NumPy too; True is a number to Python, and a mistake here.
+    if type(value) is bool or not isinstance(value, numbers.Integral) or int(value) < 1:
         raise ConfigError(f"config[{name!r}] is {value!r}", remedy="give a whole number, 1 or more", key=name)
     return int(value)
 
@@ -108,7 +97,8 @@ def _number(config: Mapping[str, Any], names: tuple[str, ...], usual: Any, at_le
     name, value = _given(config, names)
     if value is None:
         return usual
-    if not isinstance(value, numbers.Real) or isinstance(value, bool) or not at_least <= value < math.inf:
+    number = float(value) if isinstance(value, numbers.Real) and type(value) is not bool else math.nan
+    if not at_least <= number < math.inf:
         remedy = "give a number" + (" that is more than 0" if at_least else ", 0 or more")
         raise ConfigError(f"config[{name!r}] is {value!r}", remedy=remedy, key=name)
-    return float(value)
+    return number
