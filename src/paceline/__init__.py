@@ -47,7 +47,7 @@ if TYPE_CHECKING:
         balance_workload as balance_workload,
     )
     from paceline.data.sampler import DistributedSampler as DistributedSampler
-    from paceline.engines.ray.settings import Ray as Ray
+    from paceline.engines.ray.ray_engine import Ray as Ray
     from paceline.frontends.collective_functions import (
         all_gather as all_gather,
         all_reduce as all_reduce,
@@ -225,7 +225,7 @@ _MODULES = {
     "paceline.data.checked": ("CheckedShards", "write_shards"),
     "paceline.data.partition": ("DataPartitioner", "balance_workload"),
     "paceline.data.sampler": ("DistributedSampler",),
-    "paceline.engines.ray.settings": ("Ray",),
+    "paceline.engines.ray.ray_engine": ("Ray",),
     "paceline.frontends.ray_trainer.ray_trainer": ("RayTrainer",),
     "paceline.frontends.ray_trainer.tune_report": ("TuneReport",),
     "paceline.frontends.saved_models": ("load_model",),

@@ -14,7 +14,8 @@ from typing import Any, final
 
 from tests.waiting import wait_for
 
-from paceline.engines.ray.settings import Ray
+from paceline.engines.engine import Engine
+from paceline.engines.ray.ray_engine import Ray
 from paceline.testing.ray_cluster import RayCluster, process_file
 
 ROOT = Path(__file__).parents[3]
@@ -33,7 +34,7 @@ class RayLab:
         self.cluster = cluster
         self._names = iter(string.ascii_lowercase)
 
-    def engine(self, nodes: int, workers_per_node: int) -> Ray:
+    def engine(self, nodes: int, workers_per_node: int) -> Engine:
         return Ray(address=self.cluster.address, nodes=nodes, workers_per_node=workers_per_node)
 
     def start(self, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:

@@ -52,12 +52,7 @@ class AgentActor:
             self._start(agent, secret)
 
     def _start(self, agent: Mapping[str, Any], secret: bytes) -> None:
-        folder = agent["folder"] or os.getcwd()
-        if not os.path.isdir(folder):
-            raise FileNotFoundError(
-                f"the script's folder {folder} is not on node {host_name()}: share it, or send it "
-                'along with runtime_env={"working_dir": "."}'
-            )
+        folder = _folder_here(agent["folder"])
         environment = dict(os.environ)
         if not agent["keeps_threads"]:
             environment.pop(
@@ -142,6 +137,24 @@ class AgentActor:
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
+
+
+def _folder_here(folder: str) -> str:
+    """Return the script's folder on this node: the caller's path, else the copy that Ray brought along."""
+    if folder and os.path.isdir(folder):
+        return folder
+    if folder and not _has_working_dir():
+        raise FileNotFoundError(
+            f"the script's folder {folder} is not on node {host_name()}: share it, or send it along with "
+            'runtime_env={"working_dir": "."}'
+        )
+    return os.getcwd()
+
+
+def _has_working_dir() -> bool:
+    import ray
+
+    return "working_dir" in ray.get_runtime_context().runtime_env
 
 
 def _own_node_id() -> str:

@@ -19,7 +19,7 @@ from paceline.core.reachable_address import address_for_hosts
 from paceline.engines.ray import requests
 
 if TYPE_CHECKING:
-    from paceline.engines.ray.settings import Ray
+    from paceline.engines.ray.ray_engine import Ray
 
 _REACH_SECONDS: Final = 5.0
 _LOCAL: Final = "local"
@@ -76,6 +76,12 @@ class Connection:
             self.ray.shutdown()
 
 
+def starts_cluster(settings: Ray) -> bool:
+    """Return whether `connect` would start a local cluster."""
+    ray = import_ray()
+    return not ray.is_initialized() and _wanted_address(settings) == _LOCAL
+
+
 def connect(settings: Ray) -> Connection:
     """Return the connection that these settings mean; made now where there is none."""
     global _current
@@ -89,8 +95,8 @@ def connect(settings: Ray) -> Connection:
             else:
                 _current = _made(ray, settings)
         found = _current
-    wanted = settings.address or os.environ.get("RAY_ADDRESS", "")
-    if wanted not in ("", "auto", _LOCAL, found.address) and found.is_ours:
+    wanted = _wanted_address(settings)
+    if wanted not in ("auto", _LOCAL, found.address) and found.is_ours:
         raise UsageError(
             f"this process is connected to Ray at {found.address}, and address={wanted!r} is another cluster",
             remedy="train on one cluster at a time, or call ray.shutdown() before",
@@ -111,9 +117,15 @@ def _address_in_use(ray: Any) -> str:
     return str(ray.get_runtime_context().gcs_address)
 
 
+def _wanted_address(settings: Ray) -> str:
+    given = settings.address
+    if given in (None, "auto"):
+        return os.environ.get("RAY_ADDRESS") or given or _LOCAL
+    return given
+
+
 def _made(ray: Any, settings: Ray) -> Connection:
-    address = settings.address if settings.address != "auto" else None
-    address = address or os.environ.get("RAY_ADDRESS") or settings.address or _LOCAL
+    address = _wanted_address(settings)
     options: dict[str, Any] = {
         "log_to_driver": False,
         "logging_level": logging.WARNING,

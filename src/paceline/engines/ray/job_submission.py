@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from paceline.core.errors import PacelineError, UnavailableError, UsageError
 from paceline.engines.batch import BatchState, BatchStatus
-from paceline.engines.engine import Request
+from paceline.engines.engine import EngineRequest
 from paceline.engines.ray import connection
 
 if TYPE_CHECKING:
-    from paceline.engines.ray.settings import Ray
+    from paceline.engines.ray.ray_engine import Ray
 
 _DASHBOARD_PORT: Final = 8265
 _STATES: Final[dict[str, BatchState]] = {
@@ -38,7 +38,7 @@ def dashboard_of(settings: Ray) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{_DASHBOARD_PORT}"
 
 
-def submit(settings: Ray, request: Request) -> str:
+def submit(settings: Ray, request: EngineRequest) -> str:
     """Hand the run over; return Ray's submission id."""
     client = _client(settings)
     try:

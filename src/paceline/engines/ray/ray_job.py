@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 from paceline.core.errors import PacelineError, UnavailableError
 from paceline.core.wording import counted
-from paceline.engines.engine import LogLine, NodeState, NodeStatus, Request
+from paceline.engines.engine import EngineRequest, LogLine, NodeState, NodeStatus
 from paceline.engines.ray import connection
 from paceline.engines.ray.agent_actor import AgentActor
 from paceline.engines.ray.connection import Connection
 
 if TYPE_CHECKING:
-    from paceline.engines.ray.settings import Ray
+    from paceline.engines.ray.ray_engine import Ray
 
 _REPORT_SECONDS: Final = 5.0  # of one call that waits for news on the node
 _UNREACHABLE_SECONDS: Final = 3.0  # after which an actor that does not answer counts as lost
@@ -59,7 +59,7 @@ class _Agent:
         return NodeStatus(self.number, self.state, self.host, self.code, self.reason)
 
 
-def submit(settings: Ray, request: Request, secret: bytes) -> RayJob:
+def submit(settings: Ray, request: EngineRequest, secret: bytes) -> RayJob:
     """Ask for the agents of a request."""
     connected = connection.connect(settings)
     connected.users += 1
@@ -81,7 +81,7 @@ def submit(settings: Ray, request: Request, secret: bytes) -> RayJob:
 class RayJob:
     """Agents on a cluster, as `EngineJob` has it."""
 
-    def __init__(self, connected: Connection, request: Request, secret: bytes) -> None:
+    def __init__(self, connected: Connection, request: EngineRequest, secret: bytes) -> None:
         self._connected = connected
         self._ray = connected.ray
         self._request = request

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from paceline.core import config as core_config
 from paceline.core.errors import UsageError
 from paceline.engines.batch import BatchSpec
-from paceline.engines.engine import AgentSpec, Request
+from paceline.engines.engine import AgentSpec, EngineRequest
 
 if TYPE_CHECKING:
-    from paceline.engines.ray.settings import Ray
+    from paceline.engines.ray.ray_engine import Ray
 
 PYTHON: Final = "$PYTHON"
 """Stands in a command for the interpreter of the node's actor, which differs between nodes."""
@@ -31,7 +33,7 @@ def bundle_of(settings: Ray) -> dict[str, float]:
     return {**bundle, **{name: float(amount) for name, amount in settings.resources.items()}}
 
 
-def agents_request(settings: Ray, agents: AgentSpec) -> Request:
+def agents_request(settings: Ray, agents: AgentSpec) -> EngineRequest:
     """Return the request for a run's agents."""
     bundle = bundle_of(settings)
     return {
@@ -61,12 +63,17 @@ def _actor_resources(bundle: Mapping[str, float]) -> dict[str, Any]:
     return {**named, "resources": {name: amount for name, amount in bundle.items() if name not in words}}
 
 
-def batch_request(settings: Ray, job: BatchSpec) -> Request:
+def batch_request(settings: Ray, job: BatchSpec) -> EngineRequest:
     """Return the arguments of Ray's job submission. The head runs `paceline train`, which asks for agents."""
-    command = [job.python, "-m", "paceline", "train", job.script, "--engine", "ray", "--address", "auto"]
+    python, script = settings.python or job.python, job.script
+    if job.folder and os.path.abspath(script).startswith(job.folder + os.sep):
+        script = os.path.relpath(script, job.folder)  # the folder travels, and may lie elsewhere on the head
+    command = [python, "-m", "paceline", "train", script, "--engine", "ray", "--address", "auto"]
     command += ["--nodes", str(job.nodes), "--workers-per-node", str(job.workers_per_node)]
     if job.gpus_per_node:
         command += ["--gpus-per-node", str(job.gpus_per_node)]
+    for text in _further_settings(settings):
+        command += ["--engine-set", text]
     command += job.options
     if job.arguments:
         command += ["--", *job.arguments]
@@ -85,14 +92,27 @@ def batch_request(settings: Ray, job: BatchSpec) -> Request:
         runtime_env.setdefault("working_dir", job.folder)
     if job.image:
         runtime_env.setdefault("image_uri", job.image)
+    entrypoint = shlex.join(command)
+    if job.folder:
+        # Where the head sees the folder itself, the run's results belong there and not into Ray's copy.
+        entrypoint = f"cd {shlex.quote(job.folder)} 2>/dev/null; {entrypoint}"
     return {
-        "entrypoint": shlex.join(command),
+        "entrypoint": entrypoint,
         "runtime_env": runtime_env,
         "metadata": {"name": job.name, "framework": "paceline"},
     }
 
 
-def as_text(request: Request) -> str:
+def _further_settings(settings: Ray) -> Sequence[str]:
+    """Return the settings that the head's `paceline train` has no option of its own for."""
+    names = ("max_nodes", "cpus_per_worker", "resources", "share_nodes", "autoscales")
+    usual = type(settings)()
+    given = {name: getattr(settings, name) for name in names}
+    changed = {name: value for name, value in given.items() if value != getattr(usual, name)}
+    return core_config.assignments(type(settings), changed) if changed else ()
+
+
+def as_text(request: EngineRequest) -> str:
     """Return a request for people."""
     return json.dumps(request, indent=2, default=str) + "\n"
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, final
 
 from paceline.core.errors import ConfigError
-from paceline.engines.ray.settings import Ray
+from paceline.engines.ray.ray_engine import Ray
 from paceline.train.settings.train_config import TrainConfig
 
 _RUN: Final = frozenset(
@@ -97,7 +97,8 @@ def _number(config: Mapping[str, Any], names: tuple[str, ...], usual: Any, at_le
     name, value = _given(config, names)
     if value is None:
         return usual
-    number = float(value) if isinstance(value, numbers.Real) and type(value) is not bool else math.nan
+    is_number = type(value) is not bool and isinstance(value, numbers.Real)
+    number = float(value) if is_number else math.nan
     if not at_least <= number < math.inf:
         remedy = "give a number" + (" that is more than 0" if at_least else ", 0 or more")
         raise ConfigError(f"config[{name!r}] is {value!r}", remedy=remedy, key=name)

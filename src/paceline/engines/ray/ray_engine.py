@@ -9,10 +9,11 @@ from typing import Any, Final, Literal, final
 
 from paceline.core.errors import ConfigError
 from paceline.engines.batch import BatchSpec, BatchStatus
-from paceline.engines.engine import AgentSpec, EngineJob, Request
+from paceline.engines.engine import AgentSpec, EngineJob, EngineRequest
 from paceline.engines.ray import requests
 
 LOCAL: Final = "local"
+LOOPBACK: Final = "127.0.0.1"
 
 
 @final
@@ -33,6 +34,7 @@ class Ray:
     share_nodes       several agents may run on one node; a local cluster, which has one node, always shares
     autoscales        an autoscaler adds nodes: what no present node could hold is waited for, not refused
     dashboard         "http://head:8265" for `paceline submit`; empty: port 8265 of the head
+    python            of the head, for `paceline submit`; empty: the path of the one that submits
     """
 
     name: Literal["ray"] = "ray"
@@ -47,6 +49,7 @@ class Ray:
     share_nodes: bool = False
     autoscales: bool = False
     dashboard: str = ""
+    python: str = ""
 
     def __post_init__(self) -> None:
         _check_count("nodes", self.nodes, 1)
@@ -70,17 +73,21 @@ class Ray:
     def check(self) -> None:
         from paceline.engines.ray import connection
 
-        connection.connect(self)
+        # A local cluster is started with the run, not before.
+        if not connection.starts_cluster(self):
+            connection.connect(self)
 
     def address_for_nodes(self) -> str:
         from paceline.engines.ray import connection
 
+        if connection.starts_cluster(self):
+            return LOOPBACK
         return connection.connect(self).address_for_nodes()
 
-    def request(self, agents: AgentSpec) -> Request:
+    def request(self, agents: AgentSpec) -> EngineRequest:
         return requests.agents_request(self, agents)
 
-    def submit(self, request: Request, secret: bytes) -> EngineJob:
+    def submit(self, request: EngineRequest, secret: bytes) -> EngineJob:
         from paceline.engines.ray.ray_job import submit
 
         return submit(self, request, secret)
