@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         balance_workload as balance_workload,
     )
     from paceline.data.sampler import DistributedSampler as DistributedSampler
+    from paceline.engines.ray.ray_engine import Ray as Ray
     from paceline.frontends.collective_functions import (
         all_gather as all_gather,
         all_reduce as all_reduce,
@@ -117,6 +118,8 @@ if TYPE_CHECKING:
         init_process_group as init_process_group,
         is_initialized as is_initialized,
     )
+    from paceline.frontends.ray_trainer.ray_trainer import RayTrainer as RayTrainer
+    from paceline.frontends.ray_trainer.tune_report import TuneReport as TuneReport
     from paceline.frontends.saved_models import load_model as load_model
     from paceline.frontends.session import session as session
     from paceline.frontends.spawn import spawn as spawn
@@ -233,6 +236,9 @@ _MODULES = {
     "paceline.data.checked": ("CheckedShards", "write_shards"),
     "paceline.data.partition": ("DataPartitioner", "balance_workload"),
     "paceline.data.sampler": ("DistributedSampler",),
+    "paceline.engines.ray.ray_engine": ("Ray",),
+    "paceline.frontends.ray_trainer.ray_trainer": ("RayTrainer",),
+    "paceline.frontends.ray_trainer.tune_report": ("TuneReport",),
     "paceline.frontends.saved_models": ("load_model",),
     "paceline.frontends.session": ("session",),
     "paceline.frontends.spawn": ("spawn",),
