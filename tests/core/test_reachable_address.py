@@ -96,6 +96,8 @@ def test_routes_of_a_host_with_several_interfaces() -> None:
         assert _on(hosts, 0, "address_towards", "10.77.0.2") == "10.77.0.1"
         assert _on(hosts, 0, "address_towards", "10.88.0.9") == "10.88.0.1"
         assert _on(hosts, 0, "address_towards", "10.77.0.2", {"interface": "ib0"}) == "10.88.0.1"
+        # A name that only a jump host knows.
+        assert _on(hosts, 0, "address_towards", "node.invalid", {"interface": "ib0"}) == "10.88.0.1"
         assert _on(hosts, 0, "address_for_hosts", ["10.77.0.2", "10.77.0.1", "127.0.0.1"]) == "10.77.0.1"
         assert _on(hosts, 0, "address_for_hosts", ["127.0.0.1", "10.77.0.1"]) == "10.77.0.1"
         assert _on(hosts, 0, "is_this_machine", "10.88.0.1") == "True"

@@ -28,16 +28,10 @@ def address_towards(host: str, *, interface: str = "") -> str:
     UsageError where the name is unknown, where there is no route, and where only a loopback or a link-local
     address is found although `host` is another machine.
     """
+    if interface:
+        return _interface_towards(host, interface)
     targets = _resolve(host)
     local = is_this_machine(host)
-    if interface:
-        own = address_of(interface, prefer_ipv6=":" in targets[0])
-        if is_loopback(own) and not local:
-            raise UsageError(
-                f"{host} cannot reach interface={interface!r}, which has the loopback address {own}",
-                remedy=_INTERFACE_REMEDY,
-            )
-        return own
     if not local and all(is_loopback(target) for target in targets):
         raise UsageError(
             f"{host} stands for {targets[0]} on this machine, a loopback address: no other machine is "
@@ -82,6 +76,20 @@ def address_for_hosts(hosts: Iterable[str], *, interface: str = "") -> str:
         )
     outside = [address for address in found if not is_loopback(address)]
     return next(iter(remote), outside[0] if outside else next(iter(found)))
+
+
+def _interface_towards(host: str, interface: str) -> str:
+    try:
+        prefer_ipv6 = ":" in _resolve(host)[0]
+    except UsageError:
+        prefer_ipv6 = False  # a name that only others resolve, e.g. behind a jump host
+    own = address_of(interface, prefer_ipv6=prefer_ipv6)
+    if is_loopback(own) and not is_this_machine(host):
+        raise UsageError(
+            f"{host} cannot reach interface={interface!r}, which has the loopback address {own}",
+            remedy=_INTERFACE_REMEDY,
+        )
+    return own
 
 
 def is_this_machine(host: str) -> bool:
