@@ -32,6 +32,7 @@ _REMEDY: Final = "apt-get install --no-install-recommends slurmctld slurmd slurm
 _START_SECONDS: Final = 30.0
 _PAUSE_SECONDS: Final = 0.02
 _CONTROLLER_PORT: Final = 16817
+_STATES: Final = ("sinfo", "--noheader", "--Node", "--format=%T")
 
 _CONFIGURATION: Final = """\
 ClusterName=paceline
@@ -139,7 +140,9 @@ class SlurmCluster:
         )
         (self.folder / "slurm.conf").write_text(text)
         # A GPU is a device file to SLURM: it sets CUDA_VISIBLE_DEVICES and never opens the file.
-        devices = [f"NodeName=n[1-{self.nodes}] Name=gpu File={file}\n" for file in ("/dev/zero", "/dev/full")]
+        devices = [
+            f"NodeName=n[1-{self.nodes}] Name=gpu File={file}\n" for file in ("/dev/zero", "/dev/full")
+        ]
         (self.folder / "gres.conf").write_text("".join(devices))
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         key = self.folder / "munge.key"
@@ -155,8 +158,7 @@ class SlurmCluster:
         self._daemon(0, ["slurmctld", "-c", "-f", str(folder / "slurm.conf")])
         for node in range(1, self.nodes + 1):
             self.start_slurmd(node)
-        states = ["sinfo", "--noheader", "--Node", "--format=%T"]
-        self.wait(lambda: self.run(states, check=False).split() == ["idle"] * self.nodes * 3, "idle nodes")
+        self.wait(lambda: self.run(_STATES, check=False).split() == ["idle"] * self.nodes * 3, "idle nodes")
 
     def start_slurmd(self, node: int) -> None:
         """Start the slurmd of a node."""
@@ -198,7 +200,9 @@ class SlurmCluster:
             )
         if done.returncode:
             said = (self.folder / f"{command[0]}-{host}.out").read_text().strip()
-            raise PlatformError(f"{command[0]} does not start: {said}", remedy=f"see the logs in {self.folder}")
+            raise PlatformError(
+                f"{command[0]} does not start: {said}", remedy=f"see the logs in {self.folder}"
+            )
 
     def start(
         self, command: Sequence[str], *, host: int = 0, env: Mapping[str, str] | None = None, **options: Any
@@ -232,7 +236,20 @@ class SlurmCluster:
 
     def wait_until_empty(self, seconds: float = _START_SECONDS) -> None:
         """Wait until no job is pending, running or ending."""
-        self.wait(lambda: not self.run(["squeue", "--noheader"], check=False).strip(), "end of its jobs", seconds)
+        self.wait(
+            lambda: not self.run(["squeue", "--noheader"], check=False).strip(), "end of its jobs", seconds
+        )
+
+    def restore(self) -> None:
+        """Cancel all jobs and bring back nodes that were lost."""
+        self.run(["scancel", "--full", "--user=root"], check=False)
+        self.run(["scancel", "--user=root"], check=False)
+        for node in range(1, self.nodes + 1):
+            pid = int((self.folder / f"slurmd-n{node}.pid").read_text() or 0)
+            if pid not in self.pids(node):
+                self.start_slurmd(node)
+        self.wait_until_empty()
+        self.wait(lambda: self.run(_STATES, check=False).split() == ["idle"] * self.nodes * 3, "idle nodes")
 
     def close(self) -> None:
         for process in self._processes:

@@ -11,7 +11,9 @@ from paceline.engines.engine import AgentSpec
 from paceline.engines.slurm import directives
 
 
-def agent_options(agents: AgentSpec, settings: Mapping[str, str], options: Mapping[str, str]) -> dict[str, str]:
+def agent_options(
+    agents: AgentSpec, settings: Mapping[str, str], options: Mapping[str, str]
+) -> dict[str, str]:
     """Return the options of sbatch; `settings` are partition and time, where they are set."""
     table = {"job-name": agents.run, "nodes": "1", "ntasks": "1"}
     # A node for itself: `nodes=4` means four machines, and SLURM would put small jobs together on one.

@@ -64,8 +64,8 @@ def batch_script(job: BatchSpec, table: Mapping[str, str]) -> str:
     shown = [part if part.startswith(("$", "runs/")) and "$" in part else shlex.quote(part) for part in train]
     python = shlex.quote(job.python)
     lines += [
-        "# The supervisor runs on the first node. A step, because SLURM sends SIGTERM to steps: before the time",
-        "# limit and before a preemption the run saves and leaves, is requeued, and goes on from there.",
+        "# The supervisor runs on the first node. A step, because SLURM sends SIGTERM to steps: before the",
+        "# time limit and before a preemption the run saves and leaves, is requeued, and goes on from there.",
         f"head={_HEAD}",
         'exec srun --overlap --nodes=1 --ntasks=1 --nodelist="$head" --job-name=paceline-supervisor \\',
         "  --unbuffered --input=none --no-kill \\",

@@ -35,7 +35,7 @@ _REFUSALS: Final = (
     (
         "requested node configuration is not available",
         "no node of the partition has what is asked for",
-        "ask for less: gpus_per_node, workers_per_node (a processor each), memory; `sinfo -N -l` shows the nodes",
+        "ask for fewer GPUs or workers per node (a processor each), or less memory; see `sinfo -N -l`",
     ),
     (
         "more processors requested",
@@ -56,9 +56,9 @@ _REFUSALS: Final = (
     (
         "violates accounting/qos policy",
         "a limit of your account is reached",
-        "wait for other jobs to end, or ask for fewer nodes, GPUs or less time; `squeue -u $USER` lists your jobs",
+        "wait for other jobs to end (`squeue -u $USER`), or ask for fewer nodes, GPUs or less time",
     ),
-    ("invalid feature", "no node has the feature {constraint}", "`sinfo -o '%N %f'` shows the nodes' features"),
+    ("invalid feature", "no node has the feature {constraint}", "`sinfo -o '%N %f'` shows all features"),
     ("reservation", "there is no reservation {reservation}", "`scontrol show reservation` lists them"),
     (
         "unrecognized option",
@@ -66,7 +66,12 @@ _REFUSALS: Final = (
         "see `man sbatch`; write --slurm key=value without dashes before the key",
     ),
 )  # fmt: skip
-_NO_CONTROLLER: Final = ("unable to contact slurm", "connect failure", "configuration source", "socket timed out")
+_NO_CONTROLLER: Final = (
+    "unable to contact slurm",
+    "connect failure",
+    "configuration source",
+    "socket timed out",
+)
 
 
 class JobRecord(NamedTuple):
@@ -125,7 +130,9 @@ def refusal(program: str, said: str, options: Mapping[str, str]) -> PacelineErro
             return UsageError(
                 f"SLURM refuses: {problem.format_map(words)} ({own_words})", remedy=remedy.format_map(words)
             )
-    return UsageError(f"{program} failed: {said or 'no reason'}", remedy="see `man sbatch` and the options given")
+    return UsageError(
+        f"{program} failed: {said or 'no reason'}", remedy="see `man sbatch` and the options given"
+    )
 
 
 class _Words(dict[str, str]):
@@ -138,7 +145,9 @@ class _Words(dict[str, str]):
         if key != "partitions":
             return f"that {key} names" if key in ("nodelist", "partition") else f"of that {key}"
         try:
-            return ", ".join(name.rstrip("*") for name in call(["sinfo", "--noheader", "--format=%P"]).split())
+            return ", ".join(
+                name.rstrip("*") for name in call(["sinfo", "--noheader", "--format=%P"]).split()
+            )
         except PacelineError:
             return "those that `sinfo` lists"
 
@@ -178,7 +187,12 @@ def steps(job: str) -> dict[str, str]:
 
 def cancel(target: str, *, signal: str = "", batch: bool = False) -> None:
     """End a job or a step, or send it a signal; one that is over already is no error."""
-    command = ["scancel", *([f"--signal={signal}"] if signal else []), *(["--batch"] if batch else []), target]
+    command = [
+        "scancel",
+        *([f"--signal={signal}"] if signal else []),
+        *(["--batch"] if batch else []),
+        target,
+    ]
     try:
         call(command)
     except UsageError as error:

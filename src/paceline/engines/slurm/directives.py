@@ -28,7 +28,7 @@ def check_options(options: Mapping[str, str]) -> dict[str, str]:
         if not _NAME.fullmatch(name):
             raise ConfigError(
                 f"{name!r} is not the long name of an option of sbatch",
-                remedy="write it like qos=high, as in `man sbatch`; an option without a value is its name alone",
+                remedy="write it like qos=high, as in `man sbatch`; without a value it is the name alone",
                 key=f"options.{name}",
             )
         if any(ord(character) < 32 for character in value):
@@ -48,7 +48,10 @@ def merged(defaults: Mapping[str, str], options: Mapping[str, str]) -> dict[str,
 
 def lines(table: Mapping[str, str]) -> list[str]:
     """Return the table as lines of a script."""
-    return [f"#SBATCH --{name}={_quoted(value)}" if value else f"#SBATCH --{name}" for name, value in table.items()]
+    return [
+        f"#SBATCH --{name}={_quoted(value)}" if value else f"#SBATCH --{name}"
+        for name, value in table.items()
+    ]
 
 
 def arguments(table: Mapping[str, str]) -> list[str]:
@@ -58,4 +61,8 @@ def arguments(table: Mapping[str, str]) -> list[str]:
 
 def _quoted(value: str) -> str:
     # sbatch splits these lines at spaces, and takes quotes and backslashes as a shell does.
-    return value if re.fullmatch(r"[\w@%+=:,./\[\]*&|!-]+", value) else '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
+    return (
+        value
+        if re.fullmatch(r"[\w@%+=:,./\[\]*&|!-]+", value)
+        else '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
+    )

@@ -17,9 +17,9 @@ from paceline.engines.slurm.shared_folder import SharedFolder
 
 _log = logging.getLogger(__name__)
 
-_PENDING: Final = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
-_RUNNING: Final = ("RUNNING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT")
-_LOST: Final = ("NODE_FAIL", "BOOT_FAIL", "REVOKED")
+PENDING_STATES: Final = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
+RUNNING_STATES: Final = ("RUNNING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT")
+LOST_STATES: Final = ("NODE_FAIL", "BOOT_FAIL", "REVOKED")
 # Reasons for which SLURM keeps a job pending until somebody changes the job.
 _NEVER: Final = (
     "AccountNotAllowed",
@@ -38,11 +38,11 @@ _PAUSE_SECONDS: Final = 0.1
 def status_of(node: int, record: JobRecord) -> NodeStatus:
     """Return what became of the agent that this job is."""
     reason = "" if record.reason in ("None", "") else record.reason
-    if record.state in _PENDING:
+    if record.state in PENDING_STATES:
         return NodeStatus(node, "pending", reason=reason)
-    if record.state in _RUNNING:
+    if record.state in RUNNING_STATES:
         return NodeStatus(node, "running", record.nodes)
-    state: NodeState = "lost" if record.state in _LOST else "ended"
+    state: NodeState = "lost" if record.state in LOST_STATES else "ended"
     code = None if state == "lost" else os.waitstatus_to_exitcode(record.status)
     plain = record.state in ("COMPLETED", "FAILED", "COMPLETING")
     return NodeStatus(node, state, record.nodes, code, "" if plain else f"SLURM says {record.state}")
@@ -127,7 +127,7 @@ class JobAgents:
         if waiting and all(status.state == "pending" and status.reason in _NEVER for status in waiting):
             raise UsageError(
                 f"SLURM will not start the agents: {waiting[0].reason}",
-                remedy="ask for what the partition allows (`scontrol show partition`): nodes, time, account, qos",
+                remedy="ask for what the partition allows (`scontrol show partition`): nodes, time, account",
             )
 
     def scale(self, nodes: int) -> None:
@@ -174,4 +174,4 @@ class JobAgents:
 
 
 def _is_over(record: JobRecord) -> bool:
-    return record.state not in (*_PENDING, *_RUNNING, "COMPLETING")
+    return record.state not in (*PENDING_STATES, *RUNNING_STATES, "COMPLETING")

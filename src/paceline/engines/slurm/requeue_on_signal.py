@@ -3,8 +3,8 @@
     python -m paceline.engines.slurm.requeue_on_signal COMMAND ...
 
 SLURM sends SIGTERM before the time limit (`--signal=TERM@60`) and before a preemption, to every process of a
-step: so the command has got it too, saves, and ends with code 75. A command that ends with 75 without a signal
-was stopped by a person (`paceline stop`) and is not started again.
+step: so the command has got it too, saves, and ends with code 75. A command that ends with 75 and without a
+signal was stopped by a person (`paceline stop`) and is not started again.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def _requeue(why: str) -> int:
     try:
         commands.call(["scontrol", "requeue", job])
     except PacelineError as error:
-        print(f"the run has saved after {why}; job {job} is not queued again: {error.message}", file=sys.stderr)
+        print(
+            f"the run has saved after {why}; job {job} is not queued again: {error.message}", file=sys.stderr
+        )
         return _STOPPED_EXIT_CODE
     print(f"the run has saved after {why}; job {job} is queued again and goes on from there", flush=True)
     time.sleep(_KILLED_SECONDS)  # SLURM ends this step now

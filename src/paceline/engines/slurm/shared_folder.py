@@ -39,13 +39,14 @@ class SharedFolder:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not is_owned_by_user(self.path):
                 raise UsageError(
-                    f"{self.path} belongs to another user", remedy="choose another folder with Slurm(folder=...)"
+                    f"{self.path} belongs to another user",
+                    remedy="choose another folder with Slurm(folder=...)",
                 )
             self.path.chmod(0o700)
         except OSError as error:
             raise PlatformError(
                 f"{self.path} cannot be made: {error.strerror}",
-                remedy="start in a folder that you can write to and that nodes share, or give Slurm(folder=...)",
+                remedy="start in a folder that you can write to and nodes share, or give Slurm(folder=...)",
             ) from error
         replace_file(self.path / TOKEN, secret.hex().encode() + b"\n", mode=0o600)
 
