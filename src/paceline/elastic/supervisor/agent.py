@@ -51,7 +51,8 @@ _EXIT_SECONDS: Final = 0.5  # within which the fork server reports the exit stat
 @dataclasses.dataclass(eq=False)
 class Agent:
     """One host's part in a job. `run` returns an exit code: 0 the job is over or this host left, 1 this
-    host is refused, 76 the supervisor is gone."""
+    host is refused, 76 the supervisor is gone. `first_wait`: seconds to wait for a job that does not listen
+    yet."""
 
     address: tuple[str, int]
     secret: bytes
@@ -59,6 +60,7 @@ class Agent:
     tls: Tls | None = None
     say: Callable[[str], object] = lambda text: None
     listening: ListenAddress = ANY_PORT
+    first_wait: float = 0.0
     clock: Clock = dataclasses.field(default_factory=MonotonicClock)
     selector: selectors.BaseSelector = dataclasses.field(default_factory=selectors.DefaultSelector)
 
@@ -86,7 +88,7 @@ class Agent:
     def run(self) -> int:
         """Take part until the job is over, or this host has left it."""
         try:
-            self._connect(_CONNECT_SECONDS)
+            self._connect_first()
             while self._end is None:
                 if self._leaving and not self._workers:
                     self._send(self._hello(0))
@@ -113,6 +115,18 @@ class Agent:
         self._leaving = True
         for process in self._workers.values():
             process.signal(signal.SIGTERM)
+
+    def _connect_first(self) -> None:
+        """Connect; a job that does not listen yet is waited for."""
+        deadline = self.clock.now() + self.first_wait
+        while True:
+            try:
+                self._connect(_CONNECT_SECONDS)
+                return
+            except RendezvousError as error:
+                if self._leaving or self.clock.now() >= deadline or not error.facts.get("absent"):
+                    raise
+            self.clock.sleep(_PAUSE_SECONDS)
 
     def _connect(self, seconds: float) -> None:
         opened = open_channel(self.address, self.secret, self.tls, seconds, self.clock)
