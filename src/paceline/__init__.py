@@ -60,6 +60,7 @@ if TYPE_CHECKING:
         scatter as scatter,
         send as send,
     )
+    from paceline.engines.slurm.settings import Slurm as Slurm
     from paceline.frontends.context_trainers.adaptive_trainer import (
         DistributedAdaptiveTrainer as DistributedAdaptiveTrainer,
     )
@@ -192,6 +193,7 @@ _MODULES = {
     "paceline.frontends.context_trainers.adaptive_trainer": ("DistributedAdaptiveTrainer",),
     "paceline.frontends.context_trainers.distributed_trainer": ("DistributedTrainer",),
     "paceline.frontends.context_trainers.neural_net_trainer": ("DistributedNeuralNetTrainer",),
+    "paceline.engines.slurm.settings": ("Slurm",),
     "paceline.frontends.context_trainers.strategies": ("AggregationMethod", "TrainingStrategy"),
     "paceline.frontends.ddp_trainer.ddp_trainer": ("PyTorchDDPTrainer",),
     "paceline.frontends.ddp_trainer.distributed_config": ("DistributedConfig",),
