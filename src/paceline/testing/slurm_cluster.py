@@ -94,7 +94,7 @@ class SlurmCluster:
     requeued job waits at least; `node_timeout` after how many seconds without its slurmd a node is down."""
 
     def __init__(
-        self, folder: Path, nodes: int = 4, *, requeue_seconds: int = 5, node_timeout: int = 6
+        self, folder: Path, nodes: int = 4, *, requeue_seconds: int = 5, node_timeout: int = 4
     ) -> None:
         self.folder, self.nodes = folder, nodes
         self._hosts = netns.Hosts(nodes + 1)

@@ -76,3 +76,14 @@ def _command(pid: int) -> str:
     with suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
     return ""
+
+
+class AllocationLab(SlurmLab):
+    """An allocation of all nodes, in which each agent is a step."""
+
+    def start(self, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
+        allocate = ["salloc", "--quiet", "--nodes=4", "--exclusive", "--no-kill"]
+        return super().start([*allocate, *command], **options)
+
+    def add_node(self) -> None:
+        """Nothing: the allocation has nodes without an agent."""

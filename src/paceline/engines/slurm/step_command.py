@@ -41,7 +41,7 @@ def step_command(agents: AgentSpec, job: str, host: str, cpus: int, run: str) ->
     command += ["srun", f"--jobid={job}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}"]
     if cpus:
         command += [f"--cpus-per-task={cpus}"]
-    command += ["--cpu-bind=none", f"--job-name=agent-{run}", "--unbuffered", "--no-kill"]
+    command += [f"--job-name=agent-{run}", "--unbuffered", "--no-kill"]
     if agents.gpus_per_node:
         command += [f"--gres=gpu:{agents.gpus_per_node}"]
     if agents.folder:
