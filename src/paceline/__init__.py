@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         balance_workload as balance_workload,
     )
     from paceline.data.sampler import DistributedSampler as DistributedSampler
+    from paceline.engines.slurm.slurm_engine import Slurm as Slurm
     from paceline.frontends.collective_functions import (
         all_gather as all_gather,
         all_reduce as all_reduce,
@@ -60,7 +61,6 @@ if TYPE_CHECKING:
         scatter as scatter,
         send as send,
     )
-    from paceline.engines.slurm.settings import Slurm as Slurm
     from paceline.frontends.context_trainers.adaptive_trainer import (
         DistributedAdaptiveTrainer as DistributedAdaptiveTrainer,
     )
@@ -193,7 +193,7 @@ _MODULES = {
     "paceline.frontends.context_trainers.adaptive_trainer": ("DistributedAdaptiveTrainer",),
     "paceline.frontends.context_trainers.distributed_trainer": ("DistributedTrainer",),
     "paceline.frontends.context_trainers.neural_net_trainer": ("DistributedNeuralNetTrainer",),
-    "paceline.engines.slurm.settings": ("Slurm",),
+    "paceline.engines.slurm.slurm_engine": ("Slurm",),
     "paceline.frontends.context_trainers.strategies": ("AggregationMethod", "TrainingStrategy"),
     "paceline.frontends.ddp_trainer.ddp_trainer": ("PyTorchDDPTrainer",),
     "paceline.frontends.ddp_trainer.distributed_config": ("DistributedConfig",),

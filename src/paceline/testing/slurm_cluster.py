@@ -8,8 +8,8 @@ own network namespace, name and /etc/hosts.
 Needs root, iproute2 and Debian's slurmctld, slurmd, slurm-client and munge; `why_not()` says what is missing.
 All hosts see the same files, as on a cluster with a shared file system. Nothing is left when the block ends.
 
-Partitions: `all` (the default; preempted with a grace time and requeued), `urgent` (preempts `all`) and `short`
-(a minute at most, one node). Every node claims four processors and two GPUs, which no program here opens.
+Partitions: `all` (the default; preempted with a grace time and requeued), `urgent` (preempts `all`) and
+`short` (a minute at most, one node). Every node claims four processors and two GPUs, which no program here opens.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def why_not() -> str:
 
 @final
 class SlurmCluster:
-    """`nodes` nodes named n1, n2, ... and a host named login, which is no node. `requeue_seconds` is how long a
-    requeued job waits at least; `node_timeout` after how many seconds without its slurmd a node is down."""
+    """`nodes` nodes named n1, n2, ... and a host named login, which is no node. `requeue_seconds`: how long a
+    requeued job waits at least; `node_timeout`: after how many seconds without its slurmd a node is down."""
 
     def __init__(
         self, folder: Path, nodes: int = 4, *, requeue_seconds: int = 5, node_timeout: int = 4

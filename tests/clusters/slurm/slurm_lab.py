@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import paceline
+from paceline.testing.engine_contract import EngineLab
 from paceline.testing.slurm_cluster import SlurmCluster
 
 ROOT = Path(__file__).parents[3]
 _DAEMONS = ("slurmd", "slurmctld", "munged")
 
 
-class SlurmLab:
+class SlurmLab(EngineLab):
     """A cluster in which each agent is a job of its own."""
 
     def __init__(self, cluster: SlurmCluster, folder: Path) -> None:

@@ -11,9 +11,9 @@ from typing import Final
 
 from paceline.core.errors import UsageError
 from paceline.engines.batch import BatchState, BatchStatus
-from paceline.engines.slurm import commands
-from paceline.engines.slurm.commands import JobRecord
+from paceline.engines.slurm import slurm_commands as commands
 from paceline.engines.slurm.job_agents import LOST_STATES, PENDING_STATES, RUNNING_STATES
+from paceline.engines.slurm.slurm_commands import JobRecord
 
 _STOPPED_EXIT_CODE: Final = 75  # train.stop_signals.STOPPED_EXIT_CODE, which is not for engines to import
 _STOPPED: Final = ("CANCELLED", "PREEMPTED", "TIMEOUT", "DEADLINE")

@@ -11,9 +11,9 @@ from typing import Final, final
 
 from paceline.core.errors import CommTimeoutError, PacelineError, UnavailableError, UsageError
 from paceline.engines.engine import LogLine, NodeState, NodeStatus
-from paceline.engines.slurm import commands
-from paceline.engines.slurm.commands import JobRecord
+from paceline.engines.slurm import slurm_commands as commands
 from paceline.engines.slurm.shared_folder import SharedFolder
+from paceline.engines.slurm.slurm_commands import JobRecord
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ def status_of(node: int, record: JobRecord) -> NodeStatus:
 
 @final
 @dataclass
-class _Agent:
+class _AgentJob:
     """An agent: the job that it is ("17_0"), and the last that was seen of it."""
 
     job: str
@@ -73,7 +73,7 @@ class JobAgents:
 
     def __init__(self, script: str, folder: SharedFolder, nodes: int, poll_seconds: float) -> None:
         self._script, self._folder, self._poll_seconds = script, folder, poll_seconds
-        self._agents: list[_Agent] = []
+        self._agents: list[_AgentJob] = []
         self._asked_at = 0.0
         self._trouble = ""
         self._stopped = False
@@ -89,7 +89,7 @@ class JobAgents:
         job = commands.call(command, stdin=self._script).strip().split(";")[0]
         for task in range(count):
             node = len(self._agents)
-            self._agents.append(_Agent(job, str(task), NodeStatus(node, "pending")))
+            self._agents.append(_AgentJob(job, str(task), NodeStatus(node, "pending")))
             self._folder.watch(node, f"agent-{job}_{task}.log")
         self._asked_at = 0.0
 

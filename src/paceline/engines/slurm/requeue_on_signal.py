@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Final
 
 from paceline.core.errors import PacelineError
-from paceline.engines.slurm import commands
+from paceline.engines.slurm import slurm_commands as commands
 
 _STOPPED_EXIT_CODE: Final = 75  # train.stop_signals.STOPPED_EXIT_CODE, which is not for engines to import
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1)

@@ -8,7 +8,7 @@ from typing import Final
 
 from paceline.core.version import VERSION
 from paceline.engines import remote_agent
-from paceline.engines.agent_commands import AgentEnd
+from paceline.engines.agent_commands import CommandEnd
 from paceline.engines.engine import AgentSpec
 
 # Of the step that the caller may be in; srun would take its own options from them.
@@ -52,22 +52,22 @@ def step_command(agents: AgentSpec, job: str, host: str, cpus: int, run: str) ->
     return [*command, *agents.command("/dev/stdin")]
 
 
-def explain_step(host: str, code: int, lines: Sequence[str], was_running: bool) -> AgentEnd:
+def explain_step(host: str, code: int, lines: Sequence[str], was_running: bool) -> CommandEnd:
     """Return why the agent on `host` ended; see agent_commands.ExplainEnd."""
     text = "\n".join(lines)
     quoted = f": {' | '.join(line.strip() for line in lines[-3:])}" if lines else ""
     if re.search(_UNUSABLE[0], text):
-        return AgentEnd("lost", f"{host}: {_UNUSABLE[1]}", True)
+        return CommandEnd("lost", f"{host}: {_UNUSABLE[1]}", True)
     if re.search(_LOST[0], text):
-        return AgentEnd("lost", f"{host}: {_LOST[1]}")
+        return CommandEnd("lost", f"{host}: {_LOST[1]}")
     if code == remote_agent.OTHER_VERSION_CODE:
-        return AgentEnd("ended", f"{host}: it has another version of Paceline{quoted}", True)
+        return CommandEnd("ended", f"{host}: it has another version of Paceline{quoted}", True)
     if not was_running and re.search(r"No module named '?paceline", text):
-        return AgentEnd("ended", f"{host}: Python has no Paceline there{quoted}", True)
+        return CommandEnd("ended", f"{host}: Python has no Paceline there{quoted}", True)
     if "CANCELLED" in text:
-        return AgentEnd("ended", f"{host}: its step was cancelled")
+        return CommandEnd("ended", f"{host}: its step was cancelled")
     if code == 0:
-        return AgentEnd("ended", lines[-1] if lines else "")
+        return CommandEnd("ended", lines[-1] if lines else "")
     if code > 128:
-        return AgentEnd("ended", f"{host}: its agent was ended by signal {code - 128}")
-    return AgentEnd("ended", f"{host}: its agent ended with code {code}{quoted}")
+        return CommandEnd("ended", f"{host}: its agent was ended by signal {code - 128}")
+    return CommandEnd("ended", f"{host}: its agent ended with code {code}{quoted}")

@@ -126,7 +126,7 @@ def refusal(program: str, said: str, options: Mapping[str, str]) -> PacelineErro
         )
     for part, problem, remedy in _REFUSALS:
         if part in text:
-            words = _Words(options)
+            words = _AskedOptions(options)
             return UsageError(
                 f"SLURM refuses: {problem.format_map(words)} ({own_words})", remedy=remedy.format_map(words)
             )
@@ -135,7 +135,7 @@ def refusal(program: str, said: str, options: Mapping[str, str]) -> PacelineErro
     )
 
 
-class _Words(dict[str, str]):
+class _AskedOptions(dict[str, str]):
     """What was asked for, by the option's name; partitions are looked up when they are named."""
 
     def __init__(self, options: Mapping[str, str]) -> None:

@@ -20,8 +20,8 @@ from paceline.core.errors import ConfigError, UsageError
 from paceline.core.reachable_address import address_for_hosts
 from paceline.engines.agent_commands import AgentCommands
 from paceline.engines.batch import BatchSpec, BatchStatus
-from paceline.engines.engine import AgentSpec, EngineJob, Request
-from paceline.engines.slurm import batch_jobs, commands, directives
+from paceline.engines.engine import AgentSpec, EngineJob, EngineRequest
+from paceline.engines.slurm import batch_jobs, directives, slurm_commands as commands
 from paceline.engines.slurm.agent_script import agent_options, agent_script
 from paceline.engines.slurm.allocation import Allocation
 from paceline.engines.slurm.batch_script import batch_options, batch_script
@@ -112,7 +112,7 @@ class Slurm:
             )
         return address_for_hosts(addresses, interface=self.interface)
 
-    def request(self, agents: AgentSpec) -> Request:
+    def request(self, agents: AgentSpec) -> EngineRequest:
         plain = {"engine": self.name, "run": agents.run, "nodes": agents.nodes}
         allocation = Allocation.from_environment()
         if allocation is not None:
@@ -128,7 +128,7 @@ class Slurm:
         script = agent_script(agents, folder, table)
         return {**plain, "folder": folder, "script": script, "options": table}
 
-    def submit(self, request: Request, secret: bytes) -> EngineJob:
+    def submit(self, request: EngineRequest, secret: bytes) -> EngineJob:
         if "commands" in request:
             return AgentCommands(request, secret, explain_step)
         # Before a folder is made: a refusal leaves nothing.
