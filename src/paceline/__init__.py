@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     )
     from paceline.data.sampler import DistributedSampler as DistributedSampler
     from paceline.engines.ray.ray_engine import Ray as Ray
+    from paceline.engines.slurm.slurm_engine import Slurm as Slurm
     from paceline.frontends.collective_functions import (
         all_gather as all_gather,
         all_reduce as all_reduce,
@@ -204,6 +205,7 @@ _MODULES = {
     "paceline.frontends.context_trainers.adaptive_trainer": ("DistributedAdaptiveTrainer",),
     "paceline.frontends.context_trainers.distributed_trainer": ("DistributedTrainer",),
     "paceline.frontends.context_trainers.neural_net_trainer": ("DistributedNeuralNetTrainer",),
+    "paceline.engines.slurm.slurm_engine": ("Slurm",),
     "paceline.frontends.context_trainers.strategies": ("AggregationMethod", "TrainingStrategy"),
     "paceline.frontends.ddp_trainer.ddp_trainer": ("PyTorchDDPTrainer",),
     "paceline.frontends.ddp_trainer.distributed_config": ("DistributedConfig",),
