@@ -17,7 +17,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeAlias, final
+from typing import Any, Literal, Protocol, TypeAlias, final, runtime_checkable
 
 Request: TypeAlias = Mapping[str, Any]
 """A request as plain data: str, int, float, bool, None, lists and dicts with text keys."""
@@ -106,9 +106,11 @@ class EngineJob(Protocol):
         ...
 
 
+@runtime_checkable
 class Engine(Protocol):
     """One way to start agents on nodes: the settings that a user writes, `TrainConfig(engine=...)`, as a
-    frozen dataclass. Imports what it needs in its methods: settings are made where no engine is installed."""
+    frozen dataclass. Imports what it needs in its methods: settings are made where no engine is installed.
+    `name` is its first field, `name: Literal["ssh"] = "ssh"`: files of settings tell engines apart by it."""
 
     @property
     def name(self) -> str:

@@ -2,7 +2,7 @@
 
     parent -> supervisor    job [spec, payload, fork server's socket and watch, liveness lock], kept [..],
                             begin, stop, scale, kill
-    supervisor -> parent    up, error [exception], keep [descriptors of a worker], drop,
+    supervisor -> parent    up, error [exception], keep [descriptors of a worker], drop, agents,
                             ended [outcome, result, report, exception]
 
 Messages are JSON and can carry descriptors; the pair of sockets has no name, and no other process holds it.

@@ -137,6 +137,7 @@ class Supervisor:
             self._verdicts,
             self._views,
             self._probe,
+            self._parent,
         )
         self._faults = InjectedFaults(set(self._snapshot.injected), self._journal, self._records, self._save)
         first = self._snapshot.fingerprint, self._snapshot.model

@@ -57,6 +57,7 @@ from paceline.train.state.run_folder import RunFolder
 from paceline.train.step.gradient_memory import FlatGradients
 from paceline.train.step.gradient_reducer import GradientChecks
 from paceline.train.stop_signals import SUPERVISOR_LOST_EXIT_CODE, StopRequest, listening
+from paceline.train.team import Team
 
 _log = logging.getLogger(__name__)
 
@@ -128,12 +129,12 @@ def train_member(job: TrainJob, options: WorkerOptions) -> TrainResult:
         if folder is not None:
             # Not before: a worker that was not accepted has nothing to save, and no restart waits for it.
             stack.enter_context(liveness_lock.held(folder))
-        # What a worker of another host returns reaches no caller.
-        senders = _RESULT_SENDERS if options.folder else 0
-        return _train(membership, run, built, started, senders)
+        return _train(membership, run, built, started, options)
 
 
-def _train(membership: Membership, run: Run, built: BuiltModel, started: float, senders: int) -> TrainResult:
+def _train(
+    membership: Membership, run: Run, built: BuiltModel, started: float, options: WorkerOptions
+) -> TrainResult:
     history: History | None = None
     try:
         membership.join()
@@ -162,11 +163,21 @@ def _train(membership: Membership, run: Run, built: BuiltModel, started: float, 
     except Exception as error:
         handle_failure(membership, run, error)
         raise
-    team = run.parts.team
-    topology = team.context.transport.topology
-    if topology.ranks_on(topology.host_of[team.rank]).index(team.rank) >= senders:
+    if not _returns_result(run.parts.team, options):
         return trained(run, built.module, None)
     return trained(run, built.module, history or history_of(run, started))
+
+
+def _returns_result(team: Team, options: WorkerOptions) -> bool:
+    """Return whether this worker sends the whole result to the caller, or another one does."""
+    topology = team.context.transport.topology
+    if options.folder:
+        return topology.ranks_on(topology.host_of[team.rank]).index(team.rank) < _RESULT_SENDERS
+    if not options.returns_from_agents:
+        return False
+    # Over the network, so as few as possible; of different hosts, where there are: a host may be lost.
+    first_ranks = sorted(min(topology.ranks_on(host)) for host in {*topology.host_of})
+    return team.rank in [*first_ranks, 1][:_RESULT_SENDERS]
 
 
 def _finish(membership: Membership, run: Run) -> Literal["dismissed", "orphaned", "again"]:

@@ -32,6 +32,7 @@ class FaultTolerance:
                           or its shards are computed by idle ones too
     heartbeat             seconds between two heartbeats of a worker
     patience              seconds that workers train on without a supervisor before they save and exit
+    node_wait             seconds that a run on an engine waits for nodes with fewer than `min_workers`
     bind, port            where the supervisor listens; port 0 is any free one
     ports                 "42000-42100": every listening socket of the run has a port of this range, also on
                           machines that join
@@ -52,6 +53,7 @@ class FaultTolerance:
     stragglers: Literal["wait", "rebalance", "replace", "backup"] = "rebalance"
     heartbeat: float = 0.25
     patience: float = 60.0
+    node_wait: float = 600.0
     bind: str = "127.0.0.1"
     port: int = 0
     ports: str | None = None
@@ -77,6 +79,7 @@ class FaultTolerance:
         positive(self, "backoff", "it is how many seconds a replacement waits")
         positive(self, "heartbeat", "it is the seconds between two heartbeats of a worker")
         positive(self, "patience", "it is how many seconds workers train on without a supervisor")
+        positive(self, "node_wait", "it is how many seconds a run waits for nodes")
         if self.port > 65535:
             remedy = "choose a port, or 0 for any free one"
             refuse(self, "port", f"port={self.port} is more than 65535", remedy)

@@ -14,7 +14,9 @@ from typing import Any, Literal, Protocol, final, runtime_checkable
 
 from paceline.core import config as core_config
 from paceline.core.untrusted import redact_credentials
+from paceline.engines.engine import Engine
 from paceline.train.settings.dynamic_batch import DynamicBatch as DynamicBatch
+from paceline.train.settings.engine_choice import choose_engine
 from paceline.train.settings.fault_tolerance import FaultTolerance as FaultTolerance
 from paceline.train.settings.keyword_hints import OF_CHECKPOINTS, OF_PARTS, explained
 from paceline.train.settings.run_length import asked_for
@@ -166,7 +168,8 @@ class TrainConfig:
     `workers` decides how fast, never what comes out. Steps, batches and intervals are global. With `audit`
     all workers hash their weights every `audit_every` steps (100 where that is not set), and workers that
     differ are named. With `profile` each worker writes a trace of `profile_steps` steps to that folder.
-    `run_dir=False`: the run keeps nothing; its folder is a temporary one that is deleted.
+    `run_dir=False`: the run keeps nothing; its folder is a temporary one that is deleted. `engine`: where
+    the workers run, such as `paceline.Ssh(...)`, by itself or as its name or table; None: on this machine.
     """
 
     workers: int = 1
@@ -214,6 +217,7 @@ class TrainConfig:
     progress: bool = True
     timeout: float | None = None
 
+    engine: Engine | dict[str, Any] | str | None = None
     fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     run_dir: str | Literal[False] | None = None
@@ -225,6 +229,7 @@ class TrainConfig:
         path_as_text(self, "run_dir")
         path_as_text(self, "profile")
         _check_schedule(self)
+        choose_engine(self)
         conform(self)
         at_least(self, "workers", 1, "a run needs a worker")
         at_least(self, "shards", 1, "a global batch is cut into this many slices")
