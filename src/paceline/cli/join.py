@@ -27,6 +27,9 @@ def join(
     interface: Annotated[
         str, typer.Option(help="Interface (name or address) at which workers listen here.")
     ] = "",
+    wait: Annotated[
+        float, typer.Option(min=0.0, help="Seconds to wait for a supervisor that does not listen yet.")
+    ] = 0.0,
 ) -> None:
     """Add this machine to a job: its workers take part from the next step on, until the job ends. Ctrl-C
     lets them leave at a step boundary.
@@ -55,6 +58,7 @@ def join(
         tls,
         say=lambda text: typer.echo(printable(text)),
         listening=ListenAddress(ports, interface),
+        wait_seconds=wait,
     )
 
     def leave(number: int, _: object) -> None:

@@ -59,6 +59,7 @@ class Agent:
     tls: Tls | None = None
     say: Callable[[str], object] = lambda text: None
     listening: ListenAddress = ANY_PORT
+    wait_seconds: float = 0.0
     clock: Clock = dataclasses.field(default_factory=MonotonicClock)
     selector: selectors.BaseSelector = dataclasses.field(default_factory=selectors.DefaultSelector)
 
@@ -86,7 +87,7 @@ class Agent:
     def run(self) -> int:
         """Take part until the job is over, or this host has left it."""
         try:
-            self._connect(_CONNECT_SECONDS)
+            self._connect_first()
             while self._end is None:
                 if self._leaving and not self._workers:
                     self._send(self._hello(0))
@@ -113,6 +114,18 @@ class Agent:
         self._leaving = True
         for process in self._workers.values():
             process.signal(signal.SIGTERM)
+
+    def _connect_first(self) -> None:
+        """Connect; a supervisor that does not listen yet is waited for. One that refuses is not."""
+        deadline = self.clock.now() + self.wait_seconds
+        while True:
+            try:
+                self._connect(_CONNECT_SECONDS)
+                return
+            except RendezvousError as error:
+                if not error.facts.get("absent") or self._leaving or self.clock.now() >= deadline:
+                    raise
+            self.clock.sleep(_PAUSE_SECONDS)
 
     def _connect(self, seconds: float) -> None:
         opened = open_channel(self.address, self.secret, self.tls, seconds, self.clock)

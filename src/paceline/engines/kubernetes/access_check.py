@@ -1,5 +1,5 @@
-"""Ask the API server beforehand whether a run can be made: does it answer, is there such a namespace, may this
-user create what is needed there."""
+"""Ask the API server beforehand whether a run can be made: does it answer, is there such a namespace, may
+this user create what is needed there."""
 
 from __future__ import annotations
 

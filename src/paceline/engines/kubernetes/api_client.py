@@ -147,8 +147,8 @@ def _refusal(
     if code == http.HTTPStatus.FORBIDDEN and is_quota(told):
         return ResourceError(
             f"the namespace's quota is used up: {told}",
-            remedy="ask for fewer nodes, CPUs or GPUs, delete what is no longer used (kubectl get resourcequota), "
-            "or have the quota raised",
+            remedy="ask for fewer nodes, CPUs or GPUs, delete what is no longer used "
+            "(kubectl get resourcequota), or have the quota raised",
             status=code,
         )
     if code == http.HTTPStatus.FORBIDDEN:

@@ -92,7 +92,7 @@ class ClusterAccess:
                     path = Path(folder, name)
                     path.touch(mode=0o600)
                     path.write_bytes(base64.b64decode(given.get(name, "")))
-                    files.append(path)
+                    files.append(str(path))
                 context.load_cert_chain(*files)
 
     def _plugin_certificate(self) -> dict[str, str]:
@@ -130,7 +130,8 @@ class ClusterAccess:
             told = getattr(error, "stderr", "") or str(error)
             raise UnavailableError(
                 f"the credential plugin `{command[0]}` of {self.source} gave no credentials: {told.strip()}",
-                remedy=plugin.get("installHint") or "log in to the cluster again; `kubectl get pods` must work",
+                remedy=plugin.get("installHint")
+                or "log in to the cluster again; `kubectl get pods` must work",
             ) from error
 
     def _path(self, entry: Mapping[str, Any], name: str) -> str | None:

@@ -1,7 +1,7 @@
 """Manifests as plain data: the pod, and the Job or StatefulSet of agents.
 
-Every pod runs as an ordinary user, with a read-only root file system, no capability, no way to gain one, and the
-runtime's own seccomp profile: what the namespace's strictest Pod Security Standard ("restricted") admits.
+Every pod runs as an ordinary user, with a read-only root file system, no capability, no way to gain one, and
+the runtime's own seccomp profile: what the namespace's strictest Pod Security Standard ("restricted") admits.
 Writable are /tmp, /dev/shm (in memory) and the volumes.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Any, Final
 
 from paceline.core.errors import UsageError
@@ -49,10 +50,8 @@ def agents_request(settings: PodSettings, agents: AgentSpec) -> Request:
         )
     name = object_name(agents.run)
     command = agents.command(TOKEN_FILE, settings.python)
-    folder = {"workingDir": agents.folder} if agents.folder else {}
     port = agents.address[1]
     template = pod_template(settings, name, settings.image, command, port, agents.environment)
-    container(template).update(folder)
     set_gpus(template, agents.gpus_per_node)
     if settings.kind == "statefulset":
         owner = stateful_set(settings, name, template, agents.nodes)
@@ -90,7 +89,7 @@ def pod_template(
         # The root file system is read-only: what libraries keep in a home folder goes to /tmp.
         {"name": "HOME", "value": "/tmp"},
         {"name": "PYTHONUNBUFFERED", "value": "1"},
-        *({"name": key, "value": value} for key, value in environment.items()),
+        *({"name": key, "value": value} for key, value in {**settings.environment, **environment}.items()),
     ]
     one: Manifest = {
         "name": CONTAINER,
@@ -107,6 +106,8 @@ def pod_template(
     }
     if resources := resource_table(settings):
         one["resources"] = resources
+    if settings.folder:
+        one["workingDir"] = settings.folder
     spec: Manifest = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": settings.grace_seconds,
@@ -175,9 +176,9 @@ def resource_table(settings: PodSettings) -> Manifest:
 
 
 def readiness(port: int) -> Manifest:
-    """Return a probe that is true once the supervisor listens (in its pod) or the agent is connected to it (in
-    the others). It looks at the kernel's table of connections: a connection of its own would be one of a stranger
-    at the control port."""
+    """Return a probe that is true once the supervisor listens (in its pod) or the agent is connected to it
+    (in the others). It looks at the kernel's table of connections: a connection of its own would be one of a
+    stranger at the control port."""
     number = f":{port:04X}"
     pattern = f"{number} [0-9A-F]+:[0-9A-F]{{4}} 0A|{number} 01"
     return {
@@ -265,3 +266,20 @@ def labelled(manifest: Manifest, name: str, settings: PodSettings) -> Manifest:
     if settings.namespace:
         metadata["namespace"] = settings.namespace
     return manifest
+
+
+def renamed(manifest: Mapping[str, Any], old: str, new: str) -> Manifest:
+    """Return a copy of an object under another name: in its labels, selectors and the Secret's name too."""
+    names = {old: new, secret_name(old): secret_name(new)}
+
+    def walk(value: Any, key: str = "") -> Any:
+        if key == "containers":
+            return deepcopy(value)
+        if isinstance(value, dict):
+            return {name: walk(inner, name) for name, inner in value.items()}
+        if isinstance(value, list):
+            return [walk(inner) for inner in value]
+        return names.get(value, value) if isinstance(value, str) else value
+
+    found: Manifest = walk(dict(manifest))
+    return found

@@ -40,6 +40,8 @@ class PodSettings:
     image_pull_secret: str = ""
     node_selector: Mapping[str, str] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    folder: str = ""
     python: str = "python3"
 
     def __post_init__(self) -> None:

@@ -37,8 +37,7 @@ class PodState:
 
 def read_pod(pod: Pod) -> PodState:
     """Return the state of a pod's only container."""
-    status, metadata = pod.get("status", {}), pod["metadata"]
-    container = next(iter(status.get("containerStatuses") or ()), {})
+    metadata, container = pod["metadata"], _container(pod)
     state, code, reason = _state(pod, container)
     return PodState(
         str(metadata["uid"]),
@@ -53,13 +52,18 @@ def read_pod(pod: Pod) -> PodState:
 
 def read_earlier_life(pod: Pod) -> PodState | None:
     """Return how the container ended before its last restart; None where it was never restarted."""
-    container = next(iter(pod.get("status", {}).get("containerStatuses") or ()), {})
+    container = _container(pod)
     ended = (container.get("lastState") or {}).get("terminated")
     if not ended or not container.get("restartCount"):
         return None
     now = read_pod(pod)
     code = ended.get("exitCode")
     return PodState(now.uid, now.name, now.restarts - 1, "ended", now.host, code, _why(ended))
+
+
+def _container(pod: Pod) -> Mapping[str, Any]:
+    statuses: Sequence[Mapping[str, Any]] = pod.get("status", {}).get("containerStatuses") or ({},)
+    return statuses[0]
 
 
 def _state(pod: Pod, container: Mapping[str, Any]) -> tuple[NodeState, int | None, str]:
@@ -107,7 +111,7 @@ def waiting_reason(pod: Pod) -> str:
 
 
 def hopeless(pods: Sequence[Pod]) -> PacelineError | None:
-    """Return the error of a pod that will never run: its image is missing, or its container cannot be made."""
+    """Return the error of a pod that will never run: its image is missing, or no container can be made."""
     for pod in pods:
         reason = waiting_reason(pod)
         word = reason.partition(":")[0]

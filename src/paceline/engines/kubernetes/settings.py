@@ -39,6 +39,8 @@ class Kubernetes(PodSettings):
     volumes         folder in the pod -> name of a PersistentVolumeClaim that all nodes can mount
     user            the number of the user as whom the container runs; never 0
     grace_seconds   from SIGTERM to SIGKILL: a step and a save have to fit
+    environment     variables of the container
+    folder, python  working folder and interpreter in the image; empty folder: the image's own
     retries         failed pods after which the Job is given up; disruptions do not count
     """
 
@@ -115,7 +117,7 @@ class Kubernetes(PodSettings):
         if not image:
             raise UsageError(
                 "no container image is given, and pods run nothing else",
-                remedy="give --image, or Kubernetes(image=...): an image with Paceline in it (see Dockerfile)",
+                remedy="give --image, or Kubernetes(image=...): an image that has Paceline (see Dockerfile)",
             )
         if re.search(r"\s", image):
             raise UsageError(f"image {image!r} is no name of an image", remedy="write REGISTRY/NAME:TAG")
