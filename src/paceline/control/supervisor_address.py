@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
@@ -24,8 +24,6 @@ from paceline.core.tls import Tls
 ADDRESS_FILE: Final = "control.json"
 SECRET_FILE: Final = "control.secret"
 SECRET_BYTES: Final = 32
-TOKEN_VARIABLE: Final = "PACELINE_TOKEN_FILE"
-"""Names a file with the job's secret that supervisor and agents were given beforehand, e.g. by Kubernetes."""
 
 
 @final
@@ -104,12 +102,6 @@ def write(folder: Path, whereabouts: SupervisorAddress) -> None:
 def new_secret() -> bytes:
     """Return a job's secret."""
     return secrets.token_bytes(SECRET_BYTES)
-
-
-def given_secret(environment: Mapping[str, str] = os.environ) -> bytes:
-    """Return the secret that an engine gave to all nodes of a job beforehand; empty where it gave none."""
-    path = environment.get(TOKEN_VARIABLE, "")
-    return read_token(Path(path)) if path else b""
 
 
 def write_secret(folder: Path, secret: bytes) -> None:

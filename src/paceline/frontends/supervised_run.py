@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, final
 
 from paceline.comm import tensor_pickling
 from paceline.comm.cost import load_links
+from paceline.control import supervisor_address
 from paceline.control.worker_options import WorkerOptions
 from paceline.core import events, fd_messages, journal, metric_reports
 from paceline.core.available_resources import visible_gpus
@@ -342,13 +343,14 @@ class SupervisedRun:
 
 def _job(config: TrainConfig, folder: RunFolder) -> SupervisedJob:
     care, on_engine = config.fault_tolerance, isinstance(config.engine, Engine)
+    from_agents = config.workers if on_engine else care.joining_workers
     tls = None
     if care.certificate and care.key and care.authority:
         tls = Tls(Path(care.certificate), Path(care.key), Path(care.authority))
     settings = MachineSettings(
         workers=config.workers,
         shards=config.chosen_shards,
-        agent_workers=config.workers if on_engine else 0,
+        agent_workers=from_agents,
         agents_wait_seconds=care.node_wait,
         min_workers=care.min_workers,
         # Where bits may differ, each worker is one slice of the batch, however many there are.
@@ -368,7 +370,7 @@ def _job(config: TrainConfig, folder: RunFolder) -> SupervisedJob:
         # Read once, here: ranks that chose algorithms by different links would disagree.
         links=load_links().to_plain(),
         tls=tls,
-        returns_from_agents=on_engine,
+        returns_from_agents=from_agents == config.workers,
     )
     return SupervisedJob(
         entry=_ENTRY,
@@ -378,6 +380,7 @@ def _job(config: TrainConfig, folder: RunFolder) -> SupervisedJob:
         threads=config.threads,
         options=options,
         bind=supervisor_bind(config),
+        secret=None if care.token_file is None else supervisor_address.read_token(Path(care.token_file)),
         port=care.port,
         listening=ListenAddress(care.ports or "", care.interface or ""),
     )

@@ -51,7 +51,8 @@ _EXIT_SECONDS: Final = 0.5  # within which the fork server reports the exit stat
 @dataclasses.dataclass(eq=False)
 class Agent:
     """One host's part in a job. `run` returns an exit code: 0 the job is over or this host left, 1 this
-    host is refused, 76 the supervisor is gone."""
+    host is refused, 76 the supervisor is gone. `first_wait`: seconds to wait for a job that does not listen
+    yet."""
 
     address: tuple[str, int]
     secret: bytes
@@ -59,7 +60,7 @@ class Agent:
     tls: Tls | None = None
     say: Callable[[str], object] = lambda text: None
     listening: ListenAddress = ANY_PORT
-    wait_seconds: float = 0.0
+    first_wait: float = 0.0
     clock: Clock = dataclasses.field(default_factory=MonotonicClock)
     selector: selectors.BaseSelector = dataclasses.field(default_factory=selectors.DefaultSelector)
 
@@ -116,14 +117,14 @@ class Agent:
             process.signal(signal.SIGTERM)
 
     def _connect_first(self) -> None:
-        """Connect; a supervisor that does not listen yet is waited for. One that refuses is not."""
-        deadline = self.clock.now() + self.wait_seconds
+        """Connect; a job that does not listen yet is waited for."""
+        deadline = self.clock.now() + self.first_wait
         while True:
             try:
                 self._connect(_CONNECT_SECONDS)
                 return
             except RendezvousError as error:
-                if not error.facts.get("absent") or self._leaving or self.clock.now() >= deadline:
+                if self._leaving or self.clock.now() >= deadline or not error.facts.get("absent"):
                     raise
             self.clock.sleep(_PAUSE_SECONDS)
 

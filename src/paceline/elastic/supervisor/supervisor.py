@@ -398,6 +398,6 @@ class Supervisor:
         if self._spec.attempt > 1:
             with contextlib.suppress(PacelineError):
                 return supervisor_address.read_secret(folder)
-        secret = supervisor_address.given_secret() or supervisor_address.new_secret()
+        secret = self._spec.job.secret or supervisor_address.new_secret()
         supervisor_address.write_secret(folder, secret)
         return secret

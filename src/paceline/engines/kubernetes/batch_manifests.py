@@ -14,7 +14,6 @@ from typing import Final
 
 import yaml
 
-from paceline.control.supervisor_address import TOKEN_VARIABLE
 from paceline.core.errors import UsageError
 from paceline.engines.batch import BatchSpec
 from paceline.engines.kubernetes.manifests import (
@@ -88,10 +87,12 @@ def supervisor_command(settings: PodSettings, job: BatchSpec) -> list[str]:
     if not _has(options, "--resume"):
         options += ["--resume", "auto"]  # a pod that comes again goes on
     command = [settings.python, "-m", "paceline", "train", job.script, *options]
-    command += ["--workers", str(job.workers_per_node)]
-    if not any(option.startswith("shards=") for option in options):
-        command += ["--set", f"shards={job.nodes * job.workers_per_node}"]
-    command += ["--set", f"fault_tolerance.port={settings.port}"]
+    command += ["--workers", str(job.nodes * job.workers_per_node)]
+    care: dict[str, object] = {"port": settings.port, "token_file": TOKEN_FILE}
+    if job.nodes > 1:
+        care["joining_workers"] = (job.nodes - 1) * job.workers_per_node
+    for name, value in care.items():
+        command += ["--set", f"fault_tolerance.{name}={value}"]
     return command
 
 
@@ -119,10 +120,9 @@ def _train(settings: PodSettings, job: BatchSpec) -> str:
 
 
 def _template(settings: PodSettings, job: BatchSpec, name: str, script: str) -> Manifest:
-    environment = {TOKEN_VARIABLE: TOKEN_FILE, **job.environment}
     image = job.image or settings.image
     # `exec` in the script: Python is process 1 and gets the SIGTERM.
-    template = pod_template(settings, name, image, ["sh", "-c", script], settings.port, environment)
+    template = pod_template(settings, name, image, ["sh", "-c", script], settings.port, job.environment)
     container(template)["ports"] = [{"name": "control", "containerPort": settings.port}]
     set_gpus(template, job.gpus_per_node)
     return template

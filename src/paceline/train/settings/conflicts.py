@@ -72,6 +72,12 @@ def _workers_and_shards(config: TrainConfig) -> None:
             f"{config.workers} - {shards} = {idle} of them would have nothing to do",
             f"set workers to {shards} or fewer, or start the run with shards={config.workers} or more",
         )
+    joining = config.fault_tolerance.joining_workers
+    if joining > config.workers:
+        _refuse(
+            f"fault_tolerance.joining_workers={joining} for workers={config.workers}: they are some of these",
+            f"set workers to all of them, {joining} or more",
+        )
     least = config.fault_tolerance.min_workers
     if config.fault_tolerance.enabled and least > config.workers:
         _refuse(

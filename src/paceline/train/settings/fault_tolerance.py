@@ -33,6 +33,9 @@ class FaultTolerance:
     heartbeat             seconds between two heartbeats of a worker
     patience              seconds that workers train on without a supervisor before they save and exit
     node_wait             seconds that a run on an engine waits for nodes with fewer than `min_workers`
+    joining_workers       of `workers`, those that other machines bring with `paceline join`: the run waits for
+                          them as long as for its own
+    token_file            a file with the run's secret, which agents elsewhere have too; None: a new secret
     bind, port            where the supervisor listens; port 0 is any free one
     ports                 "42000-42100": every listening socket of the run has a port of this range, also on
                           machines that join
@@ -54,6 +57,8 @@ class FaultTolerance:
     heartbeat: float = 0.25
     patience: float = 60.0
     node_wait: float = 600.0
+    joining_workers: int = 0
+    token_file: str | None = None
     bind: str = "127.0.0.1"
     port: int = 0
     ports: str | None = None
@@ -65,7 +70,7 @@ class FaultTolerance:
     chaos: str | None = None
 
     def __post_init__(self) -> None:
-        for name in _TLS:
+        for name in (*_TLS, "token_file"):
             path_as_text(self, name)
         chaos: object = self.chaos
         if isinstance(chaos, Chaos):
@@ -75,6 +80,7 @@ class FaultTolerance:
         at_least(self, "min_workers", 1, "a run needs a worker")
         at_least(self, "max_worker_failures", 0, "it counts the replacements of one rank")
         at_least(self, "max_preemptions", 0, "it counts the replacements of workers that left")
+        at_least(self, "joining_workers", 0, "it counts workers of other machines")
         at_least(self, "port", 0, "it is a port, and 0 is any free one")
         positive(self, "backoff", "it is how many seconds a replacement waits")
         positive(self, "heartbeat", "it is the seconds between two heartbeats of a worker")
@@ -93,7 +99,7 @@ class FaultTolerance:
             )
         if self.ports is not None:
             port_range(self.ports)
-        for name in ("bind", "ports", "interface", *_TLS):
+        for name in ("bind", "ports", "interface", "token_file", *_TLS):
             not_empty(self, name)
         missing = [name for name in _TLS if getattr(self, name) is None]
         if missing and len(missing) < len(_TLS):
