@@ -7,14 +7,13 @@ import re
 from typing import Any, NamedTuple
 
 import kubernetes_validate
-
 from tests.clusters.kubernetes.object_store import ObjectStore, Plain
 
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 SCHEMA = "1.33"
 
 
-class Refusal(Exception):
+class RefusalError(Exception):
     """An answer of the API server that is not 2xx."""
 
     def __init__(self, code: int, reason: str, message: str) -> None:
@@ -34,13 +33,15 @@ def check_new(store: ObjectStore, one: Plain, namespace: str, quota: Quota | Non
     """Refuse an object that cannot be created."""
     kind, name = one["kind"], str(one.get("metadata", {}).get("name", ""))
     if len(name) > 253 or not _NAME.fullmatch(name):
-        raise Refusal(422, "Invalid", f'{kind} "{name}" is invalid: metadata.name: Invalid value: "{name}"')
+        raise RefusalError(
+            422, "Invalid", f'{kind} "{name}" is invalid: metadata.name: Invalid value: "{name}"'
+        )
     try:
         kubernetes_validate.validate(one, SCHEMA, strict=True)
     except kubernetes_validate.ValidationError as error:
-        raise Refusal(400, "BadRequest", f"{kind} in version: {error.message}") from error
+        raise RefusalError(400, "BadRequest", f"{kind} in version: {error.message}") from error
     if store.find(kind, namespace, name) is not None:
-        raise Refusal(409, "AlreadyExists", f'{kind.lower()}s "{name}" already exists')
+        raise RefusalError(409, "AlreadyExists", f'{kind.lower()}s "{name}" already exists')
     if kind == "Job":
         _check_job(one)
         if quota is not None and len(store.every("Job", namespace)) >= quota.jobs:
@@ -61,11 +62,11 @@ def check_change(before: Plain, after: Plain) -> None:
     if before["kind"] == "Job":
         old, new = before["spec"], after["spec"]
         if old["template"] != new["template"]:
-            raise Refusal(422, "Invalid", "spec.template: Invalid value: field is immutable")
+            raise RefusalError(422, "Invalid", "spec.template: Invalid value: field is immutable")
         if old["completions"] != new["completions"] and new["completions"] != new["parallelism"]:
-            raise Refusal(422, "Invalid", "spec.completions: Invalid value: field is immutable")
+            raise RefusalError(422, "Invalid", "spec.completions: Invalid value: field is immutable")
     elif before["kind"] == "Secret" and before.get("immutable") and before.get("data") != after.get("data"):
-        raise Refusal(422, "Invalid", "data: Forbidden: field is immutable when `immutable` is set")
+        raise RefusalError(422, "Invalid", "data: Forbidden: field is immutable when `immutable` is set")
 
 
 def _check_job(job: Plain) -> None:
@@ -85,7 +86,7 @@ def _check_job(job: Plain) -> None:
     elif len(job["metadata"]["name"]) + len(f"-{spec.get('completions', 1) - 1}") > 63:
         wrong = "metadata.name: Invalid value: the hostnames of its pods would be too long"
     if wrong:
-        raise Refusal(422, "Invalid", f'Job.batch "{job["metadata"]["name"]}" is invalid: {wrong}')
+        raise RefusalError(422, "Invalid", f'Job.batch "{job["metadata"]["name"]}" is invalid: {wrong}')
 
 
 def _check_restricted(one: Plain, pod: Plain) -> None:
@@ -104,12 +105,14 @@ def _check_restricted(one: Plain, pod: Plain) -> None:
     if wrong:
         name = one["metadata"]["name"]
         told = f'"{name}" is forbidden: violates PodSecurity "restricted:latest": {", ".join(wrong)}'
-        raise Refusal(403, "Forbidden", told)
+        raise RefusalError(403, "Forbidden", told)
 
 
-def _exceeded(quota: Quota, kind: str, name: str, asked: str, limit: str, used: int | None = None) -> Refusal:
+def _exceeded(
+    quota: Quota, kind: str, name: str, asked: str, limit: str, used: int | None = None
+) -> RefusalError:
     counted = limit if used is None else f"{limit.split('=')[0]}={used}"
-    return Refusal(
+    return RefusalError(
         403,
         "Forbidden",
         f'{kind} "{name}" is forbidden: exceeded quota: {quota.name}, requested: {asked}, '

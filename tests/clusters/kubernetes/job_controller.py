@@ -1,25 +1,26 @@
 """The controllers of Jobs and StatefulSets, as Kubernetes documents them.
 
-Indexed Jobs: one pod per index that is not done; a failed pod is counted and comes again under its index after a
-back-off; `podFailurePolicy`, `successPolicy`, `backoffLimit`, and `completions` that change together with
+Indexed Jobs: one pod per index that is not done; a failed pod is counted and comes again under its index
+after a back-off; `podFailurePolicy`, `successPolicy`, `backoffLimit`, and `completions` that change together with
 `parallelism`. What is left out: suspension, TTL, deadlines, per-index limits.
 """
 
 from __future__ import annotations
 
+import copy
 import time
 import uuid
 from typing import Any
 
-from tests.clusters.kubernetes.admission import Quota, Refusal, check_pod_quota
+from tests.clusters.kubernetes.admission import Quota, RefusalError, check_pod_quota
 from tests.clusters.kubernetes.object_store import ObjectStore, Plain, event, now
 
 _INDEX = "batch.kubernetes.io/job-completion-index"
 
 
 class Controllers:
-    """Makes the pods that Jobs and StatefulSets ask for. `backoff`: seconds after the first failure, doubled with
-    every further one (10 in Kubernetes)."""
+    """Makes the pods that Jobs and StatefulSets ask for. `backoff`: seconds after the first failure, doubled
+    with every further one (10 in Kubernetes)."""
 
     def __init__(self, store: ObjectStore, backoff: float) -> None:
         self._store = store
@@ -41,8 +42,8 @@ class Controllers:
     def _job(self, job: Plain) -> None:
         status = job["status"]
         if any(condition["type"] in ("Complete", "Failed") for condition in status["conditions"]):
-            return
-        pods = self._store.owned_by(job["metadata"]["uid"])
+            return None
+        pods = self._store.pods_of(job)
         self._count_ends(job, pods)
         done = _indexes(status.get("completedIndexes", ""))
         if _succeeded(job["spec"], done):
@@ -82,7 +83,9 @@ class Controllers:
                 continue
             action = _policy(job["spec"], pod)
             if action == "FailJob":
-                told = f"Container {pod['spec']['containers'][0]['name']} for pod failed with a listed exit code"
+                told = (
+                    f"Container {pod['spec']['containers'][0]['name']} for pod failed with a listed exit code"
+                )
                 self._end(job, pods, "Failed", "PodFailurePolicy", told)
             elif action == "Count":
                 count = self._failures[uid] = self._failures.get(uid, 0) + 1
@@ -109,7 +112,7 @@ class Controllers:
 
     def _stateful_set(self, owner: Plain) -> None:
         spec = owner["spec"]
-        pods = {pod["metadata"]["name"]: pod for pod in self._store.owned_by(owner["metadata"]["uid"])}
+        pods = {pod["metadata"]["name"]: pod for pod in self._store.pods_of(owner)}
         for number in range(spec["replicas"]):
             name = f"{owner['metadata']['name']}-{number}"
             if name not in pods and not self._make(owner, _pod(owner, name, name, spec["serviceName"], {})):
@@ -125,7 +128,7 @@ class Controllers:
         namespace, name = owner["metadata"]["namespace"], pod["metadata"]["name"]
         try:
             check_pod_quota(self._store, namespace, name, self.quota)
-        except Refusal as refusal:
+        except RefusalError as refusal:
             event(self._store, owner, "FailedCreate", f"Error creating: {refusal.message}")
             return False
         self._store.add(pod, namespace)
@@ -139,7 +142,9 @@ def new_status(kind: str) -> Plain:
 def _job_pod(job: Plain, index: int) -> Plain:
     name = job["metadata"]["name"]
     subdomain = job["spec"]["template"]["spec"].get("subdomain", "")
-    pod = _pod(job, f"{name}-{index}-{uuid.uuid4().hex[:5]}", f"{name}-{index}", subdomain, {_INDEX: str(index)})
+    pod = _pod(
+        job, f"{name}-{index}-{uuid.uuid4().hex[:5]}", f"{name}-{index}", subdomain, {_INDEX: str(index)}
+    )
     variables = pod["spec"]["containers"][0].setdefault("env", [])
     variables.append({"name": "JOB_COMPLETION_INDEX", "value": str(index)})
     return pod
@@ -147,8 +152,6 @@ def _job_pod(job: Plain, index: int) -> Plain:
 
 def _pod(owner: Plain, name: str, hostname: str, subdomain: str, annotations: dict[str, str]) -> Plain:
     template = owner["spec"]["template"]
-    import copy
-
     spec: dict[str, Any] = copy.deepcopy(template["spec"])
     spec.update(hostname=hostname, subdomain=subdomain)
     reference = {"kind": owner["kind"], "name": owner["metadata"]["name"], "uid": owner["metadata"]["uid"]}
@@ -172,7 +175,9 @@ def _policy(spec: Plain, pod: Plain) -> str:
         codes = rule.get("onExitCodes")
         statuses = pod["status"].get("containerStatuses", ())
         ended = [one["state"]["terminated"]["exitCode"] for one in statuses if "terminated" in one["state"]]
-        if codes is not None and any((code in codes["values"]) == (codes["operator"] == "In") for code in ended):
+        if codes is not None and any(
+            (code in codes["values"]) == (codes["operator"] == "In") for code in ended
+        ):
             return str(rule["action"])
         for wanted in rule.get("onPodConditions", ()):
             if any(condition["type"] == wanted["type"] for condition in pod["status"]["conditions"]):

@@ -74,6 +74,9 @@ class ObjectStore:
                 if any(owner["uid"] == uid for owner in one["metadata"].get("ownerReferences", ()))
             ]
 
+    def pods_of(self, owner: Plain) -> list[Plain]:
+        return [one for one in self.owned_by(owner["metadata"]["uid"]) if one["kind"] == "Pod"]
+
     def begin_deletion(self, pod: Plain, grace: int | None = None) -> None:
         """Ask the kubelet to end a pod; the object is there until its container has ended."""
         seconds = pod["spec"].get("terminationGracePeriodSeconds", 30) if grace is None else grace

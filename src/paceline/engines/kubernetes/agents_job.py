@@ -49,7 +49,7 @@ class AgentsJob:
         self._numbers: dict[tuple[str, int], int] = {}
         self._states: dict[int, pod_status.PodState] = {}
         self._expected: deque[int] = deque()
-        self._next = 0
+        self._next = self._indexes = 0
         self._looked_at = self._read_at = float("-inf")
         self._began_at = self._clock.now()
         self._ran = self._stopped = self._complained = False
@@ -151,8 +151,14 @@ class AgentsJob:
                 self._ran |= state.state == "running"
         for number, state in self._states.items():
             if number not in present and state.state in ("pending", "running"):
-                self._states[number] = dataclasses.replace(state, state="lost", reason=_DELETED)
+                self._states[number] = self._vanished(state)
         self._check_hopeless(pods)
+
+    def _vanished(self, state: pod_status.PodState) -> pod_status.PodState:
+        """Return the end of an agent whose pod is gone: dismissed by `scale`, or deleted by someone."""
+        if state.index >= self._indexes:
+            return dataclasses.replace(state, state="ended", code=0, reason=_DELETED)
+        return dataclasses.replace(state, state="lost", reason=_DELETED)
 
     def _number(self, key: tuple[str, int]) -> int:
         """Return the number of an agent; a pod that is new takes one that was asked for."""
@@ -195,9 +201,10 @@ class AgentsJob:
             self._remove()
             self._begin(nodes)
         elif self._owner["kind"] == "StatefulSet":
+            self._indexes = nodes
             self._patch(path, current, {"replicas": nodes})
         else:
-            count = completions_for(nodes, current)
+            count = self._indexes = completions_for(nodes, current)
             self._patch(path, current, {"completions": count, "parallelism": count})
         self._expect(nodes)
         self._looked_at = float("-inf")
@@ -212,6 +219,7 @@ class AgentsJob:
         owner = renamed(self._request["objects"][0], self._request["name"], name)
         counts = ("replicas",) if owner["kind"] == "StatefulSet" else ("completions", "parallelism")
         owner["spec"].update(dict.fromkeys(counts, nodes))
+        self._indexes = nodes
         self._owner = create_all(self._client, self._namespace, owner, [], self._secret)
 
     def _expect(self, nodes: int) -> None:

@@ -10,7 +10,7 @@ from paceline.core.errors import UsageError
 from paceline.engines.batch import BatchSpec, BatchStatus
 from paceline.engines.kubernetes import pod_status
 from paceline.engines.kubernetes.api_client import ApiClient
-from paceline.engines.kubernetes.batch_manifests import batch_objects
+from paceline.engines.kubernetes.batch_manifests import HEAD, batch_objects
 from paceline.engines.kubernetes.job_progress import condition
 from paceline.engines.kubernetes.manifests import RUN_LABEL, secret_name
 from paceline.engines.kubernetes.object_creation import PATHS, create_all
@@ -93,11 +93,8 @@ def _pods(client: ApiClient, namespace: str, name: str) -> list[Mapping[str, Any
 def _is_first(pod: Mapping[str, Any]) -> bool:
     """Return whether the pod has the supervisor: index 0, and of a JobSet its first Job."""
     metadata = pod["metadata"]
-    labels, annotations = metadata.get("labels", {}), metadata.get("annotations", {})
-    if labels.get("jobset.sigs.k8s.io/replicatedjob-name", "head") != "head":
-        return False
-    index = annotations.get("batch.kubernetes.io/job-completion-index")
-    return index == "0" if index is not None else str(metadata["name"]).endswith("-0")
+    part = metadata.get("labels", {}).get("jobset.sigs.k8s.io/replicatedjob-name", HEAD)
+    return part == HEAD and pod_status.pod_index(pod) == 0
 
 
 def _refusal(client: ApiClient, namespace: str, owner: Mapping[str, Any]) -> str:

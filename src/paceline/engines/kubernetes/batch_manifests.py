@@ -33,7 +33,7 @@ from paceline.engines.kubernetes.manifests import (
 from paceline.engines.kubernetes.pod_settings import PodSettings
 
 _WAIT_SECONDS: Final = 3600
-_HEAD: Final = "head"
+HEAD: Final = "head"
 _AGENTS: Final = "agents"
 
 
@@ -129,8 +129,8 @@ def _template(settings: PodSettings, job: BatchSpec, name: str, script: str) -> 
 
 
 def _job_set(settings: PodSettings, job: BatchSpec, name: str) -> Manifest:
-    supervisor = f"{name}-{_HEAD}-0-0.{name}"
-    parts = [(_HEAD, 1, _train(settings, job))]
+    supervisor = f"{name}-{HEAD}-0-0.{name}"
+    parts = [(HEAD, 1, _train(settings, job))]
     if job.nodes > 1:
         join = shlex.join(join_command(settings, job, supervisor))
         parts.append((_AGENTS, job.nodes - 1, f"exec {join}"))
@@ -147,7 +147,7 @@ def _job_set(settings: PodSettings, job: BatchSpec, name: str) -> Manifest:
         "metadata": {"name": name},
         "spec": {
             "network": {"enableDNSHostnames": True, "subdomain": name, "publishNotReadyAddresses": True},
-            "successPolicy": {"operator": "All", "targetReplicatedJobs": [_HEAD]},
+            "successPolicy": {"operator": "All", "targetReplicatedJobs": [HEAD]},
             "failurePolicy": {"maxRestarts": 0},
             "replicatedJobs": jobs,
         },

@@ -14,6 +14,7 @@ Pod = Mapping[str, Any]
 # Kubernetes tries these again and again; another try does not mend them.
 _BAD_IMAGE: Final = ("ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
 _BAD_CONFIG: Final = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
+INDEX_ANNOTATION: Final = "batch.kubernetes.io/job-completion-index"
 _LOST_NODE: Final = ("NodeLost", "NodeAffinity", "Shutdown", "Terminated")
 
 
@@ -29,6 +30,7 @@ class PodState:
     host: str = ""
     code: int | None = None
     reason: str = ""
+    index: int = 0
 
     @property
     def key(self) -> tuple[str, int]:
@@ -47,7 +49,15 @@ def read_pod(pod: Pod) -> PodState:
         str(pod.get("spec", {}).get("nodeName", "")),
         code,
         reason,
+        pod_index(pod),
     )
+
+
+def pod_index(pod: Pod) -> int:
+    """Return a pod's number: a Job notes it down, a StatefulSet ends the name with it."""
+    noted = pod["metadata"].get("annotations", {}).get(INDEX_ANNOTATION)
+    text = noted if noted is not None else str(pod["metadata"]["name"]).rpartition("-")[2]
+    return int(text) if text.isdecimal() else 0
 
 
 def read_earlier_life(pod: Pod) -> PodState | None:
@@ -58,7 +68,7 @@ def read_earlier_life(pod: Pod) -> PodState | None:
         return None
     now = read_pod(pod)
     code = ended.get("exitCode")
-    return PodState(now.uid, now.name, now.restarts - 1, "ended", now.host, code, _why(ended))
+    return PodState(now.uid, now.name, now.restarts - 1, "ended", now.host, code, _why(ended), now.index)
 
 
 def _container(pod: Pod) -> Mapping[str, Any]:
