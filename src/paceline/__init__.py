@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from paceline.data.sampler import DistributedSampler as DistributedSampler
     from paceline.engines.ray.ray_engine import Ray as Ray
     from paceline.engines.slurm.slurm_engine import Slurm as Slurm
+    from paceline.engines.kubernetes.kubernetes_engine import Kubernetes as Kubernetes
     from paceline.frontends.collective_functions import (
         all_gather as all_gather,
         all_reduce as all_reduce,
@@ -188,6 +189,7 @@ _MODULES = {
         "UsageError",
         "WireError",
     ),
+    "paceline.engines.kubernetes.kubernetes_engine": ("Kubernetes",),
     "paceline.frontends.collective_functions": (
         "all_gather",
         "all_reduce",
