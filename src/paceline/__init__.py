@@ -51,9 +51,9 @@ if TYPE_CHECKING:
         balance_workload as balance_workload,
     )
     from paceline.data.sampler import DistributedSampler as DistributedSampler
+    from paceline.engines.kubernetes.kubernetes_engine import Kubernetes as Kubernetes
     from paceline.engines.ray.ray_engine import Ray as Ray
     from paceline.engines.slurm.slurm_engine import Slurm as Slurm
-    from paceline.engines.kubernetes.kubernetes_engine import Kubernetes as Kubernetes
     from paceline.frontends.collective_functions import (
         all_gather as all_gather,
         all_reduce as all_reduce,
