@@ -11,7 +11,9 @@ import pytest
 from tests.clusters.ssh import ssh_hosts
 from tests.clusters.ssh.ssh_hosts import PORT, ROOT, SshHosts
 from tests.clusters.ssh.test_ssh_contract import SshLab
+from tests.waiting import wait_for
 
+from paceline.engines.engine import AgentSpec
 from paceline.engines.mpi.mpi_engine import Mpi
 from paceline.testing.engine_contract import check_faults
 
@@ -27,7 +29,8 @@ pytestmark = [
 
 
 def _engine(hosts: SshHosts, numbers: Sequence[int], **settings: Any) -> Mpi:
-    ssh = f"ssh -p {PORT} -i {hosts.folder / 'user_key'} -o UserKnownHostsFile={hosts.known_hosts} -o BatchMode=yes"
+    known = f"-o UserKnownHostsFile={hosts.known_hosts} -o BatchMode=yes"
+    ssh = f"ssh -p {PORT} -i {hosts.folder / 'user_key'} {known}"
     given: dict[str, Any] = {
         "hosts": tuple(hosts.hosts.addresses[number] for number in numbers),
         "mpirun": _MPIRUN,
@@ -42,7 +45,7 @@ class _MpiLab(SshLab):
     """As the ssh engine's: mpirun reaches hosts by ssh."""
 
     def engine(self, nodes: int, workers_per_node: int) -> Any:
-        return _engine(self._hosts, range(1, nodes + 1), nodes=nodes, workers_per_node=workers_per_node)
+        return _engine(self.hosts, range(1, nodes + 1), nodes=nodes, workers_per_node=workers_per_node)
 
 
 @pytest.fixture
@@ -53,3 +56,25 @@ def lab(tmp_path: Path) -> Iterator[_MpiLab]:
 
 def test_faults(lab: _MpiLab, tmp_path: Path) -> None:
     check_faults(lab, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"hosts": ("10.77.0.99",)}, "10.77.0.99: it cannot be reached; try: check that the machine is up"),
+        ({"python": "/nowhere/python3"}, "it has no program /nowhere/python3; try: give the path"),
+        ({"folder": "/nowhere"}, "the run's folder is not there"),
+    ],
+)
+def test_hosts_that_cannot_be_used(lab: _MpiLab, settings: dict[str, Any], reason: str) -> None:
+    hosts = lab.hosts
+    engine = _engine(hosts, [1], **settings)
+    spec = AgentSpec(run="run", address=(hosts.hosts.addresses[0], 9), nodes=1, workers_per_node=1)
+    with hosts.on_first():
+        job = engine.submit(engine.request(spec), bytes(32))
+        try:
+            wait_for(lambda: job.poll()[0].state in ("ended", "lost"), "mpirun gives up")
+            assert reason in job.poll()[0].reason
+        finally:
+            job.stop()
+    assert not lab.left_running()
