@@ -10,7 +10,6 @@ import pytest
 from paceline.core.errors import ConfigError, UnavailableError, UsageError
 from paceline.core.version import VERSION
 from paceline.engines.engine import AgentSpec
-from paceline.engines.mpi import mpi_engine
 from paceline.engines.mpi.mpi_engine import Mpi
 from paceline.engines.mpi.mpirun_errors import explain_end
 
@@ -45,7 +44,7 @@ def test_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_hosts_of_a_file_of_mpirun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mpi_engine.shutil, "which", lambda name: name)
+    monkeypatch.setattr("shutil.which", lambda name: name)
     monkeypatch.delenv("OMPI_COMM_WORLD_RANK", raising=False)
     hosts = tmp_path / "hosts"
     hosts.write_text("# rack 3\nnode1 slots=4\nnode2 slots=2  # half of it\n")
@@ -63,7 +62,7 @@ def test_hosts_of_a_file_of_mpirun(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
     with pytest.raises(UsageError, match="a rank of an mpirun, which starts no other"):
         engine.check()
-    monkeypatch.setattr(mpi_engine.shutil, "which", lambda name: None)
+    monkeypatch.setattr("shutil.which", lambda name: None)
     with pytest.raises(UnavailableError, match="there is no program mpirun"):
         engine.check()
 

@@ -12,7 +12,6 @@ from paceline.core.errors import ConfigError, UnavailableError, UsageError
 from paceline.core.version import VERSION
 from paceline.engines.engine import AgentSpec
 from paceline.engines.host_file import HostLine, read_host_file
-from paceline.engines.ssh import ssh_engine
 from paceline.engines.ssh.ssh_engine import Ssh
 from paceline.engines.ssh.ssh_errors import explain_end
 
@@ -68,7 +67,7 @@ def test_host_files(tmp_path: Path) -> None:
         HostLine("fd77::2"),
         HostLine("fd77::3", "", 22),
     )
-    with pytest.raises(UsageError, match="root@10.0.0.2:2222 has slots=4"):
+    with pytest.raises(UsageError, match=r"root@10\.0\.0\.2:2222 has slots=4"):
         Ssh(host_file=str(file), workers_per_node=5).check()
 
 
@@ -104,7 +103,7 @@ def test_what_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         Ssh(hosts=("node1",), nodes=2).check()
     with pytest.raises(UsageError, match="there is no private key"):
         Ssh(hosts=("node1",), identity=str(tmp_path / "none")).check()
-    monkeypatch.setattr(ssh_engine.shutil, "which", lambda name: None)
+    monkeypatch.setattr("shutil.which", lambda name: None)
     with pytest.raises(UnavailableError, match="needs the program ssh"):
         Ssh(hosts=("node1",)).check()
 
