@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from tests.clusters.ray import small_training
 from tests.clusters.ray.ray_lab import RayLab
 from torch import nn
 
@@ -27,19 +29,15 @@ def program(lab: RayLab, name: str, folder: Path, *more: str) -> dict[str, Any]:
 
 def one_process(lr: float) -> paceline.History:
     """The same training without Ray."""
-    pytest.importorskip("ray")
-    from tests.clusters.ray import trainer_programs
-
-    settings = trainer_programs.SETTINGS
     trainer = paceline.Trainer(
-        lambda: trainer_programs.build(settings),
+        lambda: small_training.build(small_training.SETTINGS),
         nn.CrossEntropyLoss(),
-        optimizer=lambda parameters: __import__("torch").optim.AdamW(parameters, lr),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr),
         config=paceline.TrainConfig(
             global_batch=24, epochs=3, seed=5, threads=1, device="cpu", run_dir=False, progress=False
         ),
     )
-    return trainer.fit(trainer_programs.data(0, 96), trainer_programs.data(1, 48))
+    return trainer.fit(small_training.data(0, 96), small_training.data(1, 48))
 
 
 def test_trials_with_agents_of_their_own_report_every_epoch(lab: RayLab, tmp_path: Path) -> None:
