@@ -106,7 +106,7 @@ def train(
     if dry_run:
         _print_request(chosen)
         return
-    texts, layout = _checked(assignments or []), (workers, num_gpus, num_nodes, gpus_per_node)
+    texts, layout = checked_assignments(assignments or []), (workers, num_gpus, num_nodes, gpus_per_node)
     of_file: dict[str, Any] = {}
     if config is None:
         number = number_of_workers(*layout, address, backend)
@@ -219,7 +219,8 @@ def _run(script: str, arguments: tuple[str, ...]) -> int:
     return 0
 
 
-def _checked(assignments: list[str]) -> tuple[str, ...]:
+def checked_assignments(assignments: list[str]) -> tuple[str, ...]:
+    """Return the texts of --set; UsageError for one that assigns nothing."""
     for text in assignments:
         name, equals, _ = text.partition("=")
         if not equals or not name.strip():
