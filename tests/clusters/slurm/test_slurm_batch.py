@@ -39,44 +39,43 @@ def undisturbed(tmp_path_factory) -> str:
     return done.stdout.split()[-1]
 
 
-class BatchRun(ContractRun):
-    """A run that was handed over, followed by `paceline submit --wait`."""
+def handed_over(cluster: SlurmCluster, folder: Path, *options: str) -> ContractRun:
+    """Hand a run over, and follow it by `paceline submit --wait`."""
+    command = [*PACELINE, "submit", SCRIPT, "--engine", "slurm", "--run-dir", "run", "--wait", *options]
+    with (folder / "submit.log").open("w") as log:
+        process = SlurmLab(cluster, folder).start(
+            [*command, str(folder / "gate")], stdout=subprocess.PIPE, stderr=log, text=True
+        )
+    return ContractRun(process, folder / "run", folder / "gate")
 
-    def __init__(self, cluster: SlurmCluster, folder: Path, *options: str) -> None:
-        self.cluster, self.lab = cluster, SlurmLab(cluster, folder)
-        command = [*PACELINE, "submit", SCRIPT, "--engine", "slurm", "--run-dir", "run", "--wait", *options]
-        with (folder / "submit.log").open("w") as log:
-            process = self.lab.start(
-                [*command, str(folder / "gate")], stdout=subprocess.PIPE, stderr=log, text=True
-            )
-        super().__init__(process, folder / "run", folder / "gate")
 
-    @property
-    def job(self) -> str:
-        return self.cluster.run(["squeue", "--noheader", "--partition=all", "--format=%i"]).strip()
+def the_job(cluster: SlurmCluster) -> str:
+    return cluster.run(["squeue", "--noheader", "--partition=all", "--format=%i"]).strip()
 
-    def resumed(self, times: int) -> None:
-        self.until(lambda: len(self.of(events.RunResumed)) == times, f"the run is resumed {times} times")
 
-    def step_on(self, node: str) -> str:
-        """The step of the agent on a node."""
-        lines = self.cluster.run(["squeue", "--noheader", "--steps", "--format=%i|%j|%N"]).splitlines()
-        rows = [line.strip().split("|") for line in lines]
-        (step,) = [step for step, name, where in rows if where == node and name.startswith("agent-")]
-        return step
+def step_on(cluster: SlurmCluster, node: str) -> str:
+    """The step of the agent on a node."""
+    lines = cluster.run(["squeue", "--noheader", "--steps", "--format=%i|%j|%N"]).splitlines()
+    rows = [line.strip().split("|") for line in lines]
+    (step,) = [step for step, name, where in rows if where == node and name.startswith("agent-")]
+    return step
+
+
+def until_resumed(run: ContractRun, times: int) -> None:
+    run.until(lambda: len(run.of(events.RunResumed)) == times, f"the run is resumed {times} times")
 
 
 @pytest.mark.timeout(280)
 def test_steps_and_daemons_are_lost_the_job_is_requeued_and_preempted(cluster, tmp_path, undisturbed):
-    run = BatchRun(cluster, tmp_path, "--nodes", "4", "--time", "2:00:00", "--slurm", "signal=TERM@120")
+    run = handed_over(cluster, tmp_path, "--nodes", "4", "--time", "2:00:00", "--slurm", "signal=TERM@120")
     run.until_size(4)
 
-    before = run.view
-    run.lab.kill_process("n2", before.pids[before.hosts.index("n2")])
+    lab, before = SlurmLab(cluster, tmp_path), run.view
+    lab.kill_process("n2", before.pids[before.hosts.index("n2")])
     run.until_size(4, after=before.generation)
 
     before = run.view
-    cluster.run(["scancel", run.step_on("n3")], check=False)
+    cluster.run(["scancel", step_on(cluster, "n3")], check=False)
     run.until_size(3, after=before.generation)
     run.until_size(4, after=run.view.generation)
 
@@ -87,21 +86,21 @@ def test_steps_and_daemons_are_lost_the_job_is_requeued_and_preempted(cluster, t
     cluster.start_slurmd(4)
 
     # The limit comes near: SLURM sends the signal, and the job is queued again once it has saved.
-    job = run.job
+    job = the_job(cluster)
     minutes = int(cluster.run(["squeue", "--noheader", f"--jobs={job}", "-O", "TimeUsed"]).split(":")[0])
     cluster.run(["scontrol", "update", f"JobId={job}", f"TimeLimit={minutes + 2}"])
     run.until(lambda: bool(run.of(events.RunEnded)), "the run is told of its time limit")
     cluster.run(["scontrol", "update", f"JobId={job}", "TimeLimit=120"])
-    run.resumed(1)
+    until_resumed(run, 1)
     run.until_size(4, after=-1)
 
     urgent = ["sbatch", "--partition=urgent", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=true"]
     cluster.run(urgent)
-    run.resumed(2)
+    until_resumed(run, 2)
     assert run.finish() == undisturbed
     run.check_once()
     assert [event.reason for event in run.of(events.RunEnded)] == ["SIGTERM", "SIGTERM", "finished"]
-    assert not run.lab.left_running()
+    assert not SlurmLab(cluster, tmp_path).left_running()
 
 
 @pytest.mark.timeout(150)
@@ -133,12 +132,12 @@ def test_srun_trains_on_the_nodes_of_its_allocation(cluster, tmp_path, undisturb
 
 @pytest.mark.timeout(150)
 def test_a_run_that_was_handed_over_is_stopped_and_not_queued_again(cluster, tmp_path):
-    run = BatchRun(cluster, tmp_path, "--nodes", "1", "--name", "night")
+    run = handed_over(cluster, tmp_path, "--nodes", "1", "--name", "night")
     run.until_size(1)
-    stop = f"import paceline; paceline.Slurm().stop_batch({run.job!r})"
+    stop = f"import paceline; paceline.Slurm().stop_batch({the_job(cluster)!r})"
     cluster.run([sys.executable, "-c", stop], env=ENVIRONMENT)
     printed, _ = run.process.communicate(timeout=60)
     assert run.process.returncode == 75, printed
     assert "is not queued again" in printed
     assert "is saved" in printed
-    assert not run.lab.left_running()
+    assert not SlurmLab(cluster, tmp_path).left_running()

@@ -1,4 +1,4 @@
-"""Bad input to the SLURM engine, at a real cluster: one message that says what to try, and nothing is left."""
+"""Bad input to the SLURM engine, at a real cluster: one message with what to try, and nothing is left."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_run_in_the_foreground_is_refused_before_anything_starts(cluster, tmp_
         "partition=nope",
     ]
     code, printed = _run(cluster, tmp_path, *words, "gate")
-    assert code == 1, printed
+    assert code == 2, printed
     assert "there is no partition 'nope'" in printed
     assert "Traceback" not in printed
     assert not SlurmLab(cluster, tmp_path).left_running()
@@ -101,7 +101,7 @@ def test_more_nodes_than_the_allocation_has(cluster, tmp_path):
         text=True,
     )
     printed, _ = process.communicate(timeout=60)
-    assert process.returncode == 1, printed
+    assert process.returncode == 2, printed
     assert "3 nodes are asked for, and the allocation" in printed
 
 

@@ -3,10 +3,10 @@ have SLURM queue the job again.
 
     python -m paceline.engines.slurm.requeue_on_signal COMMAND ...
 
-SLURM announces the time limit to the batch shell (`--signal=B:TERM@60`), in whose place this process runs, and
-a preemption to the job's steps: so a step that does nothing waits for it. Both become one SIGTERM to the
-command. A command that ends with code 75 (it has saved) after that is queued again; one that ends so without a
-signal was stopped by a person (`paceline stop`), and is not.
+SLURM announces the time limit to the batch shell (`--signal=B:TERM@60`), in whose place this process runs,
+and a preemption to the job's steps: so a step that does nothing waits for it. Both become one SIGTERM to the
+command. A command that ends with code 75 (it has saved) after that is queued again; one that ends so without
+a signal was stopped by a person (`paceline stop`), and is not.
 """
 
 from __future__ import annotations
