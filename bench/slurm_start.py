@@ -25,7 +25,7 @@ from paceline.testing.slurm_cluster import SlurmCluster
 
 NODES = 4
 ROUNDS = 5
-_PATIENCE_SECONDS = 120.0
+_PATIENCE_SECONDS = 300.0
 _ROOT = Path(__file__).parents[1]
 _SCRIPTS = Path(__file__).parent / "slurm"
 _ENVIRONMENT = {"PYTHONPATH": f"{_ROOT / 'src'}:{_ROOT}"}

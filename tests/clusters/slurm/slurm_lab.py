@@ -57,12 +57,11 @@ class SlurmLab(EngineLab):
         queue = self.cluster.run(["squeue", "--noheader"]).splitlines()
         nodes = range(1, self.cluster.nodes + 1)
         processes = [_command(pid) for node in nodes for pid in self.cluster.pids(node)]
-        files = [str(path) for path in self.folder.rglob(".paceline-slurm/*")]
-        return [
-            *queue,
-            *files,
-            *(text for text in processes if text and not any(name in text for name in _DAEMONS)),
-        ]
+        return [*queue, *(text for text in processes if text and not any(name in text for name in _DAEMONS))]
+
+    def left_files(self) -> list[Path]:
+        """The folders with tokens and logs that runs left behind."""
+        return list(self.folder.rglob(".paceline-slurm"))
 
 
 def _is_agent(pid: int) -> bool:
