@@ -18,6 +18,7 @@ WORKER: dict[str, Any] = {
     "chaos": None,
     "links": {},
     "tls": None,
+    "returns_from_agents": False,
     "member": 0,
     "slot": 0,
     "attempt": 1,

@@ -27,6 +27,7 @@ def join(
     interface: Annotated[
         str, typer.Option(help="Interface (name or address) at which workers listen here.")
     ] = "",
+    wait: Annotated[float, typer.Option(help="Seconds to wait for a job that does not listen yet.")] = 0.0,
 ) -> None:
     """Add this machine to a job: its workers take part from the next step on, until the job ends. Ctrl-C
     lets them leave at a step boundary.
@@ -55,6 +56,7 @@ def join(
         tls,
         say=lambda text: typer.echo(printable(text)),
         listening=ListenAddress(ports, interface),
+        first_wait=wait,
     )
 
     def leave(number: int, _: object) -> None:

@@ -3,7 +3,7 @@
     member      ->  supervisor    MemberHello, Heartbeat, DialResult, MemberReport, ViewInstalled,
                                   CollectiveFailed, JournalLines, StepReceipt, InjectionRequest,
                                   WorkerException, LeaveRequest, ShardComputed, MemberFinished
-    agent       ->  supervisor    AgentHello, WorkerExited, StackReply      (the agent of another host)
+    agent       ->  supervisor    AgentHello, WorkerFileChunk, WorkerExited, StackReply     (of another host)
     tool        ->  supervisor    ToolRequest                               (paceline scale, stop, status)
     supervisor  ->  member        MemberAccepted, Ack, DialRequest, Prepare, View, Stop, Dismissed,
                                   ShardComputed
@@ -106,9 +106,8 @@ class Heartbeat(ControlMessage):
 
 
 class DialResult(ControlMessage):
-    """This worker dialed the endpoint of `peer`. `trouble` is empty where the peer proved itself there, else
-    it names both ends and the address; `lossy`: packets do not arrive, so the fault is on the way. A refused
-    connection may have met a peer that has just died."""
+    """This worker dialed the endpoint of `peer`. `trouble`: both ends and the address, empty where the peer
+    proved itself; `lossy`: packets do not arrive (a refused connection may have met a peer that has died)."""
 
     peer: Small
     trouble: Name = ""
@@ -199,8 +198,7 @@ class InjectionRequest(ControlMessage):
 
 class WorkerException(ControlMessage):
     """The worker's code raised. `fault` is a PacelineError's, else "code"; "user": trying again cannot help.
-    `holds`: the worker has the state of a step boundary (`progress`) and waits, to save it in a view or to be
-    dismissed; else it ends."""
+    `holds`: the worker has the state of a step boundary (`progress`) and waits to save it; else it ends."""
 
     summary: Reason
     traceback: Trace
@@ -219,8 +217,7 @@ class LeaveRequest(ControlMessage):
 
 
 class ShardComputed(ControlMessage):
-    """Backup policy: a member of the view of `generation` has computed this shard of this step. The
-    supervisor forwards it to the other members."""
+    """Backup policy: a member of the view has computed this shard; the supervisor tells the others."""
 
     generation: Count
     step: Count
@@ -252,6 +249,17 @@ class AgentHello(ControlMessage):
     agent: Small = 0
     protocol: Small = PROTOCOL
     version: Name = VERSION
+
+
+class WorkerFileChunk(ControlMessage):
+    """A part of a file of `size` bytes that a worker of the agent left, sent before its WorkerExited: the
+    result (`part` 0), or report (1) and exception (2) of its failure."""
+
+    member: Small
+    part: Small
+    size: Count
+    offset: Count
+    data: bytes
 
 
 class WorkerExited(ControlMessage):
@@ -298,8 +306,7 @@ class MemberAccepted(ControlMessage):
 
 
 class Ack(ControlMessage):
-    """The member's messages up to this number are in the journal: it need not keep them. Later ones are sent
-    again after a reconnect."""
+    """The member's messages up to this number are in the journal; later ones are sent again on reconnect."""
 
     number: Whole
 

@@ -16,13 +16,14 @@ from paceline.core.tls import Tls
 @final
 @dataclass(frozen=True)
 class WorkerOptions(PlainOptions):
-    """Options of a worker: the first five are the job's, the others one worker's.
+    """Options of a worker: the first six are the job's, the others one worker's.
 
     exact      a worker with another fingerprint or model is refused
     patience   seconds that workers train without a supervisor, and the job without its caller
     chaos      faults to inject
     links      measured costs of the links, as plain data
     tls        certificates of the control connection
+    returns_from_agents  the results of workers at agents travel to the caller: there are no others
     attempt    counts the workers of a slot from 1
     address    of the supervisor; secret: the job's, as hex
     folder     the run's, on the supervisor's host; empty on others
@@ -34,6 +35,7 @@ class WorkerOptions(PlainOptions):
     chaos: str | None = None
     links: dict[str, Any] = field(default_factory=dict)
     tls: Tls | None = None
+    returns_from_agents: bool = False
     member: int = 0
     slot: int = 0
     attempt: int = 1

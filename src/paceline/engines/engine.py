@@ -17,9 +17,11 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeAlias, final
+from typing import Any, Literal, Protocol, TypeAlias, final, runtime_checkable
 
-Request: TypeAlias = Mapping[str, Any]
+from paceline.core.engine_registry import EngineSettings
+
+EngineRequest: TypeAlias = Mapping[str, Any]
 """A request as plain data: str, int, float, bool, None, lists and dicts with text keys."""
 
 NodeState: TypeAlias = Literal["pending", "running", "ended", "lost"]
@@ -106,22 +108,10 @@ class EngineJob(Protocol):
         ...
 
 
-class Engine(Protocol):
-    """One way to start agents on nodes: the settings that a user writes, `TrainConfig(engine=...)`, as a
-    frozen dataclass. Imports what it needs in its methods: settings are made where no engine is installed."""
-
-    @property
-    def name(self) -> str:
-        """The engine's name on the command line."""
-        ...
-
-    @property
-    def nodes(self) -> int:
-        """Agents to begin with."""
-        ...
-
-    @property
-    def workers_per_node(self) -> int: ...
+@runtime_checkable
+class Engine(EngineSettings, Protocol):
+    """One way to start agents on nodes: the settings that a user writes, `TrainConfig(engine=...)`. Imports
+    what it needs in its methods: settings are made where no engine is installed."""
 
     def check(self) -> None:
         """Raise UnavailableError or UsageError, with the remedy, where this engine cannot be used from here:
@@ -133,10 +123,10 @@ class Engine(Protocol):
         UsageError with the remedy where only a loopback address is found and nodes are other machines."""
         ...
 
-    def request(self, agents: AgentSpec) -> Request:
+    def request(self, agents: AgentSpec) -> EngineRequest:
         """Return what `submit` would ask for."""
         ...
 
-    def submit(self, request: Request, secret: bytes) -> EngineJob:
+    def submit(self, request: EngineRequest, secret: bytes) -> EngineJob:
         """Ask for the agents. What was begun is undone where this raises."""
         ...

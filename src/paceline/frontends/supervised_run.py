@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, final
 
 from paceline.comm import tensor_pickling
 from paceline.comm.cost import load_links
+from paceline.control import supervisor_address
 from paceline.control.worker_options import WorkerOptions
 from paceline.core import events, fd_messages, journal, metric_reports
 from paceline.core.available_resources import visible_gpus
@@ -28,8 +29,10 @@ from paceline.core.tls import Tls
 from paceline.elastic.machine.settings import MachineSettings
 from paceline.elastic.supervisor.parent_messages import JobOutcome, SupervisedJob
 from paceline.elastic.supervisor.supervisor_launcher import SupervisorLauncher
+from paceline.engines.engine import Engine
 from paceline.engines.local import rank_call
 from paceline.engines.local.blame import RankRaised, root_cause
+from paceline.frontends.engine_nodes import EngineNodes, supervisor_bind
 from paceline.train.callbacks import Callbacks, Modifier, Observer, RunInfo, SavedCheckpoint
 from paceline.train.history import EpochRecord, Evaluation, StepLog, StepRecord, earlier_steps
 from paceline.train.settings.schedule import total_steps
@@ -153,6 +156,7 @@ class SupervisedRun:
         self._stopping = self._killed = False
         self._ended = False  # the observers know the end
         self._failure: BaseException | None = None
+        self._nodes: EngineNodes | None = None
         watching = [*(item for item in job.callbacks if isinstance(item, Observer)), *observers]
         self._callbacks = Callbacks(watching)
         try:
@@ -182,6 +186,11 @@ class SupervisedRun:
         self._supervised = SupervisorLauncher(_job(job.config, self.folder), packed)
         self._closing.callback(self._supervised.close)
         self._supervised.start()
+        if isinstance(job.config.engine, Engine):
+            # Closed before the supervisor is: agents that end must not be replaced.
+            self._nodes = EngineNodes(job.config, self._supervised, self.folder.path)
+            self._closing.callback(self._nodes.close)
+            self._nodes.start()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for at most `timeout` seconds, and call the observers; return whether the run is over."""
@@ -189,6 +198,8 @@ class SupervisedRun:
         while self._outcome is None:
             left = _LOOK_SECONDS if until is None else min(_LOOK_SECONDS, until - time.monotonic())
             self._outcome = self._supervised.wait(max(0.0, left))
+            if self._nodes is not None:
+                self._nodes.look(self._outcome)
             if self._outcome is not None:
                 self._take(self._outcome)
             now = time.monotonic()
@@ -331,13 +342,16 @@ class SupervisedRun:
 
 
 def _job(config: TrainConfig, folder: RunFolder) -> SupervisedJob:
-    care = config.fault_tolerance
+    care, on_engine = config.fault_tolerance, isinstance(config.engine, Engine)
+    from_agents = config.workers if on_engine else care.joining_workers
     tls = None
     if care.certificate and care.key and care.authority:
         tls = Tls(Path(care.certificate), Path(care.key), Path(care.authority))
     settings = MachineSettings(
         workers=config.workers,
         shards=config.chosen_shards,
+        agent_workers=from_agents,
+        agents_wait_seconds=care.node_wait,
         min_workers=care.min_workers,
         # Where bits may differ, each worker is one slice of the batch, however many there are.
         most_workers=config.chosen_shards if config.mode == "exact" else 0,
@@ -356,6 +370,7 @@ def _job(config: TrainConfig, folder: RunFolder) -> SupervisedJob:
         # Read once, here: ranks that chose algorithms by different links would disagree.
         links=load_links().to_plain(),
         tls=tls,
+        returns_from_agents=from_agents == config.workers,
     )
     return SupervisedJob(
         entry=_ENTRY,
@@ -364,7 +379,8 @@ def _job(config: TrainConfig, folder: RunFolder) -> SupervisedJob:
         folder=folder.path,
         threads=config.threads,
         options=options,
-        bind=care.bind,
+        bind=supervisor_bind(config),
+        secret=None if care.token_file is None else supervisor_address.read_token(Path(care.token_file)),
         port=care.port,
         listening=ListenAddress(care.ports or "", care.interface or ""),
     )

@@ -47,6 +47,13 @@ def why_not() -> str:
     return ""
 
 
+def enter_namespace(descriptor: int) -> None:
+    """Move the calling thread to the network namespace of an open file, e.g. /proc/thread-self/ns/net."""
+    if _libc.setns(descriptor, _CLONE_NEWNET):
+        code = ctypes.get_errno()
+        raise PlatformError(f"cannot enter a network namespace: {os.strerror(code)}", remedy=_REMEDY)
+
+
 @final
 class Hosts:
     """`count` hosts with the addresses 10.77.0.1, ... on one switch; with `ipv6` fd77::1, ... and no IPv4."""
@@ -155,11 +162,9 @@ class Hosts:
         return int(_run("ip", "netns", "exec", self.names[number], "cat", counter))
 
     def enter(self, number: int) -> None:
-        """Move the only thread of a freshly forked process to a host."""
+        """Move the calling thread, and what it starts from now on, to a host."""
         with open(f"/run/netns/{self.names[number]}") as namespace:
-            if _libc.setns(namespace.fileno(), _CLONE_NEWNET):
-                code = ctypes.get_errno()
-                raise PlatformError(f"cannot enter {self.names[number]}: {os.strerror(code)}", remedy=_REMEDY)
+            enter_namespace(namespace.fileno())
 
     def start(
         self, number: int, command: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any

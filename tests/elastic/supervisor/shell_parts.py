@@ -210,6 +210,7 @@ class Shell(Parts):
             self.verdicts,
             self.views,
             self.probe,
+            self.parent,
         )
         self.faults = InjectedFaults(set(), self.journal, self.records, lambda: None)
         self.members = MemberHandler(

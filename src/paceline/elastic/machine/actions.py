@@ -93,6 +93,13 @@ class RejectAgent:
 
 
 @dataclass(frozen=True)
+class RequestAgents:
+    """Have the engine that runs the agents change their number, so that they offer this many workers."""
+
+    workers: int
+
+
+@dataclass(frozen=True)
 class RecordFailure:
     """Journal: worker_failed. `sure`: the phase is known, not taken from the last heartbeat. `final`: the job
     ends because of it, and the caller gets the error itself."""
@@ -149,6 +156,7 @@ Action: TypeAlias = (
     | Send
     | InstallView
     | RejectAgent
+    | RequestAgents
     | RecordFailure
     | RecordRepair
     | RecordVerdict

@@ -67,16 +67,48 @@ def finish(job: JobState) -> str:
 def end_if_hopeless(job: JobState, last: Worker, why: str) -> str | None:
     """End the job if too few slots are left or no worker ever got through a start; return the reason, else
     None."""
-    left = len(usable_slots(job))
-    if left < job.settings.min_workers or left == 0:
-        least = max(1, job.settings.min_workers)
-        required = f"at least {least} {'is' if least == 1 else 'are'} required"
-        what = f"{counted(left, 'worker', 'is', 'are')} left, {required}: {why}"
-        return end_with_verdict(job, last, what)
+    if has_too_few(job) and not waits_for_agents(job):
+        return end_with_verdict(job, last, f"{too_few(job)}: {why}")
     if not job.committed and job.slots and all(slot.failures >= 2 for slot in job.slots.values()):
         what = f"{BEFORE_THE_FIRST_STEP}: {why}"
         return end_with_verdict(job, last, what)
     return None
+
+
+def has_too_few(job: JobState) -> bool:
+    """Return whether fewer slots are left than the job needs workers."""
+    return len(usable_slots(job)) < max(1, job.settings.min_workers)
+
+
+def too_few(job: JobState) -> str:
+    """Say how many workers are left, and how many are required."""
+    least = max(1, job.settings.min_workers)
+    required = f"at least {least} {'is' if least == 1 else 'are'} required"
+    return f"{counted(len(usable_slots(job)), 'worker', 'is', 'are')} left, {required}"
+
+
+def waits_for_agents(job: JobState) -> bool:
+    """Return whether a job with too few workers waits for agents that bring others, and note since when."""
+    if not job.settings.agent_workers:
+        return False
+    if job.too_few_at is None:
+        job.too_few_at = job.now
+    deadline = job.too_few_at + job.settings.agents_wait_seconds
+    job.tick_by(deadline)
+    return job.now < deadline
+
+
+def end_if_no_agent_came(job: JobState) -> str | None:
+    """End the job where it has waited long enough for agents; return the reason, else None."""
+    if job.too_few_at is None:
+        return None
+    if not has_too_few(job):
+        job.too_few_at = None
+        return None
+    if job.stop_reason is not None or waits_for_agents(job):
+        return None
+    waited = f"no other agent has come in {job.settings.agents_wait_seconds:g} s"
+    return end(job, ok=False, reason=f"{too_few(job)}: {waited}")
 
 
 def dismiss_idle(job: JobState, reason: str) -> None:

@@ -23,7 +23,7 @@ from paceline.elastic.machine import (
     stragglers,
     view_change,
 )
-from paceline.elastic.machine.actions import KillWorker, ProbeWorkers, RecordVerdict, dismiss
+from paceline.elastic.machine.actions import KillWorker, ProbeWorkers, RecordVerdict, RequestAgents, dismiss
 from paceline.elastic.machine.settings import LOCAL_AGENT
 from paceline.elastic.machine.state import (
     IN_VIEW,
@@ -58,7 +58,7 @@ def on_began(job: JobState, event: events.SupervisorBegan) -> str:
     job.fatal_failure = event.fatal_failure
     _restore_workers(job, event)
     if not event.slots:
-        for number in range(job.settings.workers):
+        for number in range(job.settings.local_workers):
             job.slots.setdefault(number, Slot(number))
     for slot in list(job.slots.values()):
         if slot.usable and slot.worker is None and job.stop_reason is None:
@@ -66,7 +66,7 @@ def on_began(job: JobState, event: events.SupervisorBegan) -> str:
     if not in_view(job):
         if job.stop_reason is not None:
             return job_end.end(job, ok=False, reason=f"no worker is left to be stopped: {job.stop_reason}")
-        if len(usable_slots(job)) < max(1, job.settings.min_workers):
+        if job_end.has_too_few(job) and not job_end.waits_for_agents(job):
             return job_end.end(job, ok=False, reason="too few workers are left: their budgets are spent")
         job.tick_by(job.now + job.settings.start_seconds)
         return view_change.try_start(job, f"{counted(len(job.actions), 'worker', 'is', 'are')} started")
@@ -117,6 +117,8 @@ def on_agent_joined(job: JobState, event: events.AgentJoined) -> str:
     if job.stop_reason is not None or event.agent_id == LOCAL_AGENT or event.workers < 1:
         return f"{event.name} is not needed"
     job.agents[event.agent_id] = event.name
+    if job.phase is JobPhase.STARTING and not job.slots:
+        job.started_at = job.now  # agents that were asked for together come one after the other
     here = sum(slot.agent_id == event.agent_id for slot in job.slots.values())
     added = _new_slots(job, max(0, event.workers - here), event.agent_id)
     for number in added:
@@ -133,6 +135,8 @@ def on_agent_lost(job: JobState, event: events.AgentLost) -> str:
     why = f"{name} is gone: {event.reason}"
     job.slots = {number: slot for number, slot in job.slots.items() if slot.agent_id != event.agent_id}
     gone = [worker for worker in job.workers.values() if worker.agent_id == event.agent_id]
+    if not gone and job_end.has_too_few(job):
+        job_end.waits_for_agents(job)  # no loss of a worker begins the wait: its slots waited for a start
     for worker in gone:
         job.preemptions += 1
         slots.lose(job, worker, "preempted", why)
@@ -158,6 +162,9 @@ def on_scale(job: JobState, event: events.ScaleRequested) -> str:
     """Grow or shrink the job to the number of workers that a tool asked for."""
     if (why := size_refusal(job, event.workers)) is not None:
         return why
+    if job.settings.scales_by_agents:
+        job.actions.append(RequestAgents(event.workers))
+        return f"{counted(event.workers, 'worker', 'is', 'are')} wanted: agents are asked for or sent away"
     usable = usable_slots(job)
     if event.workers > len(usable):
         return _grow(job, event.workers - len(usable))
@@ -279,6 +286,8 @@ def _check_deadlines(job: JobState) -> list[str]:
     # Before silence is judged: members that are stopped together are exempt, and get their time back.
     woken = liveness.update_stopped_together(job)
     reasons = [woken] if woken else []
+    if (over := job_end.end_if_no_agent_came(job)) is not None:
+        return [over]
     for remove in (_expel_hung, _refuse_overdue):
         reasons += remove(job)
         if job.phase is JobPhase.ENDED:

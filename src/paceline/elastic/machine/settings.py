@@ -19,6 +19,8 @@ class MachineSettings:
 
     workers: int
     shards: int
+    agent_workers: int = 0  # of `workers`, those that come with agents of other hosts
+    agents_wait_seconds: float = 600.0  # that too few workers wait for agents; counts from the last loss
     min_workers: int = 1
     most_workers: int = 0  # largest size that `scale` may request; 0: any
     max_worker_failures: int = 3  # per slot; after more the slot is given up
@@ -47,3 +49,13 @@ class MachineSettings:
     cut_short_seconds: float = 2.0  # limit of a view's formation while the job stops or a member leaves
     gather_seconds: float = 0.25  # that a joiner waits for others that were started with it
     saves_on_failure: bool = True  # whether members can save their state when the job fails for good
+
+    @property
+    def local_workers(self) -> int:
+        """Workers that are started on the supervisor's own host."""
+        return self.workers - self.agent_workers
+
+    @property
+    def scales_by_agents(self) -> bool:
+        """Whether all workers come with agents: another size of the job is another number of agents."""
+        return self.agent_workers > 0 and self.local_workers == 0

@@ -154,6 +154,7 @@ class JobState:
     gather_until       joiners wait until then for others
     fatal_failure      member and reason of the failure that ends the job, once the others have saved
     is_contiguous      shards are assigned by speed alone: no held shard was kept where it was
+    too_few_at         since when the job has too few workers and waits for agents; None: it has enough
     """
 
     settings: MachineSettings
@@ -214,6 +215,7 @@ class JobState:
     stop_reason: str | None = None
     stop_requested_at: float = 0.0
     fatal_failure: tuple[int, str] | None = None
+    too_few_at: float | None = None
     next_tick_at: float = inf
     ended: EndJob | None = None
 

@@ -371,6 +371,8 @@ def try_start(job: JobState, why: str) -> str:
         slot.start_at is not None and slot.start_at <= soon and slot.usable for slot in job.slots.values()
     )
     missing += len(ready(job)) - len(here)
+    # Agents that have not come; without a deadline of their own they would hold up those that have.
+    missing += max(0, job.settings.workers - len(job.slots)) if job.settings.agent_workers else 0
     enough = len(here) >= max(1, job.settings.min_workers)
     if enough and (missing == 0 or job.now - job.started_at >= job.settings.start_seconds):
         job.generation += 1

@@ -13,6 +13,7 @@ from paceline.elastic.machine.settings import LOCAL_AGENT
 from paceline.elastic.supervisor.agents import Agents
 from paceline.elastic.supervisor.component_ports import WorkerProcesses
 from paceline.elastic.supervisor.journal_writer import JournalWriter
+from paceline.elastic.supervisor.parent_connection import Parent
 from paceline.elastic.supervisor.process_probe import ProcessProbe
 from paceline.elastic.supervisor.verdict_reports import VerdictReports
 from paceline.elastic.supervisor.view_messages import ViewMessages, endpoints
@@ -39,6 +40,7 @@ class ActionExecutor:
     verdicts: VerdictReports
     views: ViewMessages
     probe: ProcessProbe
+    parent: Parent
 
     def execute(self, action: actions.Action, judged: set[int]) -> None:
         """Carry out one action; `judged` are members about which the same decision holds a verdict."""
@@ -53,6 +55,8 @@ class ActionExecutor:
                 self._dial(action)
             case actions.RejectAgent():
                 self.workers.remove_agent(action.agent_id, action.reason, refuse=True)
+            case actions.RequestAgents():
+                self.parent.send("agents", workers=action.workers)
             case actions.Send(members, Dismissed() as dismissal):
                 for member in members:
                     self.workers.dismiss(self.records.find(member), dismissal, DISMISSED_SECONDS)

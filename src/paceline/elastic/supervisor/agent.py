@@ -20,6 +20,7 @@ from paceline.control import messages
 from paceline.control.channel import Channel, pause_after_drops
 from paceline.control.spool import SUPERVISOR_LOST_EXIT_CODE
 from paceline.control.worker_options import AgentLaunch
+from paceline.core import fd_messages
 from paceline.core.clock import Clock, MonotonicClock
 from paceline.core.errors import PacelineError, RendezvousError, WireError
 from paceline.core.host import host_identity, host_name
@@ -32,6 +33,7 @@ from paceline.elastic.supervisor.agents import payload_digest
 from paceline.elastic.supervisor.process_probe import PROBE_POLL_SECONDS, StackProbe
 from paceline.elastic.supervisor.tool_client import open_channel
 from paceline.elastic.supervisor.worker_exits import describe_exit
+from paceline.elastic.supervisor.worker_files import SentFiles
 from paceline.engines.local import fork_server_client, launch
 from paceline.engines.local.oom_detection import OomWatch
 from paceline.engines.local.worker_handle import WorkerProcess
@@ -49,7 +51,8 @@ _EXIT_SECONDS: Final = 0.5  # within which the fork server reports the exit stat
 @dataclasses.dataclass(eq=False)
 class Agent:
     """One host's part in a job. `run` returns an exit code: 0 the job is over or this host left, 1 this
-    host is refused, 76 the supervisor is gone."""
+    host is refused, 76 the supervisor is gone. `first_wait`: seconds to wait for a job that does not listen
+    yet."""
 
     address: tuple[str, int]
     secret: bytes
@@ -57,6 +60,7 @@ class Agent:
     tls: Tls | None = None
     say: Callable[[str], object] = lambda text: None
     listening: ListenAddress = ANY_PORT
+    first_wait: float = 0.0
     clock: Clock = dataclasses.field(default_factory=MonotonicClock)
     selector: selectors.BaseSelector = dataclasses.field(default_factory=selectors.DefaultSelector)
 
@@ -70,6 +74,7 @@ class Agent:
         self._probes: dict[int, StackProbe] = {}
         self._ended_at: dict[int, float] = {}  # of processes whose exit status has not come
         self._oom = OomWatch()
+        self._files = SentFiles()
         self._unsent: list[messages.ControlMessage] = []
         self._number = 0
         self._accepted: messages.AgentAccepted | None = None
@@ -83,7 +88,7 @@ class Agent:
     def run(self) -> int:
         """Take part until the job is over, or this host has left it."""
         try:
-            self._connect(_CONNECT_SECONDS)
+            self._connect_first()
             while self._end is None:
                 if self._leaving and not self._workers:
                     self._send(self._hello(0))
@@ -111,14 +116,25 @@ class Agent:
         for process in self._workers.values():
             process.signal(signal.SIGTERM)
 
+    def _connect_first(self) -> None:
+        """Connect; a job that does not listen yet is waited for."""
+        deadline = self.clock.now() + self.first_wait
+        while True:
+            try:
+                self._connect(_CONNECT_SECONDS)
+                return
+            except RendezvousError as error:
+                if self._leaving or self.clock.now() >= deadline or not error.facts.get("absent"):
+                    raise
+            self.clock.sleep(_PAUSE_SECONDS)
+
     def _connect(self, seconds: float) -> None:
         opened = open_channel(self.address, self.secret, self.tls, seconds, self.clock)
         self._attempts += 1
         opened.send(self._hello(self.workers))
-        for message in self._unsent:
-            opened.send(message)
-        self._unsent.clear()
         self._channel = opened
+        self._files.restart()
+        self._send_waiting()
         self._reached_at = self.listening.address(opened.own_host())
         self.selector.register(opened, selectors.EVENT_READ, None)
 
@@ -156,6 +172,10 @@ class Agent:
         if not self.selector.get_map():
             self.clock.sleep(seconds)
             return
+        if self._channel is not None:
+            mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._channel.wants_write else 0)
+            if self.selector.get_key(self._channel).events != mask:
+                self.selector.modify(self._channel, mask, None)
         for key, _ in self.selector.select(PROBE_POLL_SECONDS if self._probes else seconds):
             if key.data is None:
                 self._receive()
@@ -178,6 +198,7 @@ class Agent:
         if opened is None:
             return
         opened.flush()
+        self._send_waiting()
         for _, message in opened.receive():
             self._handle(message)
         if opened.closed:
@@ -294,10 +315,16 @@ class Agent:
         else:
             status = process.status if process.status is not None else -signal.SIGKILL
             memory, reason = describe_exit(process, status, self._oom)
+        returned, failed = process.release()
+        travels = self._launch.options.returns_from_agents
+        self._files.add(member, returned if travels else (), failed)
+        if not travels:
+            fd_messages.close_all(returned)
         self.selector.unregister(process)
         process.close()
         del self._workers[member]
-        self._send(messages.WorkerExited(member=member, status=status, reason=reason, memory=memory))
+        self._unsent.append(messages.WorkerExited(member=member, status=status, reason=reason, memory=memory))
+        self._send_waiting()
 
     def _send_stack(self, member: int) -> None:
         probe = self._probes.pop(member)
@@ -309,10 +336,25 @@ class Agent:
         else:
             self._channel.send(message)
 
+    def _send_waiting(self) -> None:
+        """Send files of workers that have ended, and the messages that wait; the end of a worker after its
+        files."""
+        opened = self._channel
+        if opened is None or opened.closed:
+            return
+        self._files.send(opened)
+        held = []
+        for message in self._unsent:
+            if isinstance(message, messages.WorkerExited) and self._files.holds(message.member):
+                held.append(message)
+            else:
+                opened.send(message)
+        self._unsent[:] = held
+
     def _wait_for_workers(self) -> None:
         """Wait for workers that the supervisor dismissed; those that do not end are killed by `_close`."""
         deadline = self.clock.now() + _END_SECONDS
-        while self._workers and self.clock.now() < deadline:
+        while (self._workers or self._unsent) and self.clock.now() < deadline:
             self._turn(0.2)
 
     def _close(self) -> None:
@@ -320,6 +362,7 @@ class Agent:
             process.kill()
         for process in self._workers.values():
             process.close()
+        self._files.close()
         if self._channel is not None:
             self._channel.close()
         self.selector.close()

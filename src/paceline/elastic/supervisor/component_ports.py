@@ -11,7 +11,7 @@ import selectors
 from collections import deque
 from typing import Protocol, final
 
-from paceline.control.messages import Dismissed, WorkerExited
+from paceline.control.messages import Dismissed, WorkerExited, WorkerFileChunk
 from paceline.core.clock import Clock
 from paceline.elastic.machine.machine_events import MachineEvent
 from paceline.elastic.supervisor.worker_record import WorkerRecord
@@ -58,6 +58,7 @@ class WorkerConnections(Protocol):
     def joined(self, record: WorkerRecord) -> None: ...
     def disconnected(self, record: WorkerRecord, reason: str) -> None: ...
     def remote_exit(self, agent_id: int, message: WorkerExited) -> None: ...
+    def remote_file(self, agent_id: int, chunk: WorkerFileChunk) -> None: ...
     def remove_agent(self, agent_id: int, reason: str, *, refuse: bool = False) -> None: ...
 
 

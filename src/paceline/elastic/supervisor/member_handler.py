@@ -281,7 +281,12 @@ class AgentHandler:
         """Handle one message. An agent cannot speak for the workers of another."""
         agent_id = self.agents.number_of(connection)
         match message:
-            case messages.WorkerExited() | messages.StackReply() | messages.AgentHello(workers=0):
+            case (
+                messages.WorkerExited()
+                | messages.WorkerFileChunk()
+                | messages.StackReply()
+                | messages.AgentHello(workers=0)
+            ):
                 if agent_id is not None:  # else it was given up in the meantime
                     self._handle(agent_id, message)
             case _:
@@ -296,6 +301,8 @@ class AgentHandler:
         match message:
             case messages.WorkerExited():
                 self.workers.remote_exit(agent_id, message)
+            case messages.WorkerFileChunk():
+                self.workers.remote_file(agent_id, message)
             case messages.StackReply() if self.records.find(message.member).agent_id != agent_id:
                 pass  # of a worker of another host
             case messages.StackReply(stopped=None):

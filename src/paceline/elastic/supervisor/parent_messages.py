@@ -2,7 +2,7 @@
 
     parent -> supervisor    job [spec, payload, fork server's socket and watch, liveness lock], kept [..],
                             begin, stop, scale, kill
-    supervisor -> parent    up, error [exception], keep [descriptors of a worker], drop,
+    supervisor -> parent    up, error [exception], keep [descriptors of a worker], drop, agents,
                             ended [outcome, result, report, exception]
 
 Messages are JSON and can carry descriptors; the pair of sockets has no name, and no other process holds it.
@@ -41,6 +41,7 @@ class SupervisedJob:
     options   for each worker; the supervisor adds those of one worker, such as member and slot
     bind      where the control port listens; anything but loopback lets other hosts join
     port      0: any that is free
+    secret    the job's, where it was made elsewhere; None: a new one
     listening the range of every listening socket's port, and an interface other than that of `bind`
     """
 
@@ -53,6 +54,7 @@ class SupervisedJob:
     bind: str = "127.0.0.1"
     port: int = 0
     listening: ListenAddress = ANY_PORT
+    secret: bytes | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)

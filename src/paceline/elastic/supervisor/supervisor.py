@@ -137,6 +137,7 @@ class Supervisor:
             self._verdicts,
             self._views,
             self._probe,
+            self._parent,
         )
         self._faults = InjectedFaults(set(self._snapshot.injected), self._journal, self._records, self._save)
         first = self._snapshot.fingerprint, self._snapshot.model
@@ -397,6 +398,6 @@ class Supervisor:
         if self._spec.attempt > 1:
             with contextlib.suppress(PacelineError):
                 return supervisor_address.read_secret(folder)
-        secret = supervisor_address.new_secret()
+        secret = self._spec.job.secret or supervisor_address.new_secret()
         supervisor_address.write_secret(folder, secret)
         return secret

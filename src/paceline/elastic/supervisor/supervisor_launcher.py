@@ -65,6 +65,7 @@ class SupervisorLauncher:
         self._outcome: JobOutcome | None = None
         self._requests: dict[str, dict[str, Any]] = {}
         self.address: tuple[str, int] = ("", 0)
+        self.wanted_agent_workers: int | None = None  # once a tool asked for another size than the first
 
     @property
     def pid(self) -> int:
@@ -223,6 +224,8 @@ class SupervisorLauncher:
         match kind:
             case "up":
                 self.address = str(fields["host"]), int(fields["port"])
+            case "agents":
+                self.wanted_agent_workers = int(fields["workers"])
             case "keep":
                 self._drop(int(fields["member"]))
                 self._kept[int(fields["member"])] = WorkerProcess.adopt(int(fields["pid"]), descriptors)

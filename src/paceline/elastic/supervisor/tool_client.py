@@ -144,6 +144,7 @@ def _open_once(where: tuple[str, int], secret: bytes, tls: Tls | None, seconds: 
         raise RendezvousError(
             f"there is no supervisor at {where[0]}:{where[1]}: {error.strerror or error}",
             remedy="check the address and that the job runs; it listens on loopback unless told otherwise",
+            absent=True,
         ) from error
     try:
         end = tls.client() if tls is not None else None

@@ -6,11 +6,12 @@ import os
 import signal
 from typing import Final, final
 
-from paceline.control.messages import WorkerException
+from paceline.control.messages import WorkerException, WorkerFileChunk
 from paceline.control.spool import START_OVER_EXIT_CODE, SUPERVISOR_LOST_EXIT_CODE
 from paceline.core.errors import PacelineError
 from paceline.elastic.machine.actions import FailureKind
 from paceline.elastic.machine.machine_events import FromMember, WorkerLost
+from paceline.elastic.supervisor.worker_files import ReceivedFiles
 from paceline.elastic.supervisor.worker_record import WorkerRecord
 from paceline.engines.local import failure_report, memfd_pickle
 from paceline.engines.local.blame import how_ended
@@ -32,6 +33,11 @@ class WorkerExits:
         self.keep_results = False
         self.results: dict[int, tuple[int, ...]] = {}
         self.failures: dict[int, tuple[int, ...]] = {}
+        self._received = ReceivedFiles()
+
+    def add_chunk(self, chunk: WorkerFileChunk) -> None:
+        """Add a part of a file that a worker of another host left."""
+        self._received.add(chunk)
 
     def refused(self, record: WorkerRecord, error: PacelineError) -> FromMember | WorkerLost:
         """Return the event for a process that the fork server did not start."""
@@ -80,14 +86,16 @@ class WorkerExits:
 
     def close(self) -> None:
         """Close all descriptors."""
+        self._received.close()
         for files in (self.results, self.failures):
             for member in list(files):
                 _close_files(files, member)
 
     def _take_files(self, record: WorkerRecord) -> tuple[int, ...]:
         if record.process is None:
-            return ()
-        returned, failed = record.process.release()
+            returned, failed = self._received.release(record.member)
+        else:
+            returned, failed = record.process.release()
         if returned:
             self.results[record.member] = returned
         if not self.keep_results:

@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final, final
 
-from paceline.control.messages import AgentEnd, AgentStart, Dismissed, WorkerExited
+from paceline.control.messages import AgentEnd, AgentStart, Dismissed, WorkerExited, WorkerFileChunk
 from paceline.control.worker_options import WorkerOptions
 from paceline.core.clock import Clock
 from paceline.core.errors import PacelineError
@@ -36,6 +36,7 @@ _EXIT_SECONDS: Final = 0.5  # within which the fork server reports the exit stat
 # others follow in the next turn.
 _MEMORY_SECONDS: Final = 1.0
 _MEMORY_READS: Final = 32
+_FILE_SECONDS: Final = 15.0  # between two parts of a result: the shutdown waits for a large one
 
 
 @final
@@ -79,6 +80,7 @@ class Workers:
     report_verdict: Callable[[int], None]  # of a member
     import_spool: Callable[[], None]
     exits: WorkerExits = dataclasses.field(default_factory=WorkerExits)
+    file_came_at: float = -_FILE_SECONDS  # the last part of a file of a worker at an agent
     _memory_at: float = dataclasses.field(init=False)
     _memory_queue: deque[int] = dataclasses.field(default_factory=deque)
     _pressing: set[int] = dataclasses.field(default_factory=set)
@@ -196,6 +198,13 @@ class Workers:
         record = self.records.live.get(message.member)
         if record is not None and record.agent_id == agent_id:
             self._exited(record, message.status, message.reason, memory=message.memory)
+
+    def remote_file(self, agent_id: int, chunk: WorkerFileChunk) -> None:
+        """Take a part of what one of an agent's workers returned or raised."""
+        record = self.records.live.get(chunk.member)
+        if record is not None and record.agent_id == agent_id:
+            self.exits.add_chunk(chunk)
+            self.file_came_at = self.loop.clock.now()
 
     def remove_agent(self, agent_id: int, reason: str, *, refuse: bool = False) -> None:
         """Forget an agent and its workers: how those end will not be reported. `refuse`: send it away."""
@@ -350,7 +359,7 @@ class Shutdown:
         live = list(self._records.live.values())
         if all(_is_unreachable(record) for record in live):
             self.over = True
-        elif now >= self.due:
+        elif now >= max(self.due, self._workers.file_came_at + _FILE_SECONDS):
             # A process that SIGKILL does not end waits for the kernel; the fork server reaps it later.
             self.over = self._killed
             self._killed = True

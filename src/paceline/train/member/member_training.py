@@ -16,6 +16,7 @@ from typing import Literal
 
 import torch
 
+from paceline.checkpoint.store import CheckpointStore
 from paceline.comm import default_group
 from paceline.comm.context import DistributedContext
 from paceline.comm.cost import LinkCosts
@@ -27,8 +28,9 @@ from paceline.control.spool import START_OVER_EXIT_CODE
 from paceline.control.worker_options import WorkerOptions
 from paceline.core import traceback_filter
 from paceline.core.chaos_spec import Chaos
-from paceline.core.errors import PacelineError
+from paceline.core.errors import PacelineError, UsageError
 from paceline.core.events import FaultInjected, to_json
+from paceline.core.host import host_name
 from paceline.core.listen_address import ListenAddress
 from paceline.core.phase_page import PhasePage, page_file
 from paceline.core.time_limits import START_SECONDS
@@ -57,6 +59,7 @@ from paceline.train.state.run_folder import RunFolder
 from paceline.train.step.gradient_memory import FlatGradients
 from paceline.train.step.gradient_reducer import GradientChecks
 from paceline.train.stop_signals import SUPERVISOR_LOST_EXIT_CODE, StopRequest, listening
+from paceline.train.team import Team
 
 _log = logging.getLogger(__name__)
 
@@ -72,6 +75,8 @@ def train_member(job: TrainJob, options: WorkerOptions) -> TrainResult:
         job.process.apply()
     config, stop, leave = job.config, StopRequest(), StopRequest()
     sees_folder = _sees_folder(job, options)
+    if options.returns_from_agents and not sees_folder:
+        _check_storage(job)
     folder = Path(job.folder) if sees_folder and job.folder is not None else None
     with ExitStack() as stack:
         listener = stack.enter_context(ListenAddress(options.ports).open(options.listen))
@@ -128,12 +133,12 @@ def train_member(job: TrainJob, options: WorkerOptions) -> TrainResult:
         if folder is not None:
             # Not before: a worker that was not accepted has nothing to save, and no restart waits for it.
             stack.enter_context(liveness_lock.held(folder))
-        # What a worker of another host returns reaches no caller.
-        senders = _RESULT_SENDERS if options.folder else 0
-        return _train(membership, run, built, started, senders)
+        return _train(membership, run, built, started, options)
 
 
-def _train(membership: Membership, run: Run, built: BuiltModel, started: float, senders: int) -> TrainResult:
+def _train(
+    membership: Membership, run: Run, built: BuiltModel, started: float, options: WorkerOptions
+) -> TrainResult:
     history: History | None = None
     try:
         membership.join()
@@ -162,11 +167,21 @@ def _train(membership: Membership, run: Run, built: BuiltModel, started: float, 
     except Exception as error:
         handle_failure(membership, run, error)
         raise
-    team = run.parts.team
-    topology = team.context.transport.topology
-    if topology.ranks_on(topology.host_of[team.rank]).index(team.rank) >= senders:
+    if not _returns_result(run.parts.team, options):
         return trained(run, built.module, None)
     return trained(run, built.module, history or history_of(run, started))
+
+
+def _returns_result(team: Team, options: WorkerOptions) -> bool:
+    """Return whether this worker sends the whole result to the caller, or another one does."""
+    topology = team.context.transport.topology
+    if options.folder:
+        return topology.ranks_on(topology.host_of[team.rank]).index(team.rank) < _RESULT_SENDERS
+    if not options.returns_from_agents:
+        return False
+    # Over the network, so as few as possible; of different hosts, where there are: a host may be lost.
+    first_ranks = sorted(min(topology.ranks_on(host)) for host in {*topology.host_of})
+    return team.rank in [*first_ranks, 1][:_RESULT_SENDERS]
 
 
 def _finish(membership: Membership, run: Run) -> Literal["dismissed", "orphaned", "again"]:
@@ -232,6 +247,20 @@ def _sees_folder(job: TrainJob, options: WorkerOptions) -> bool:
         return elsewhere is None or (elsewhere / ".run").read_text() == folder.lock_file.read_text()
     except (OSError, PacelineError):
         return False
+
+
+def _check_storage(job: TrainJob) -> None:
+    """Refuse a node that sees no place for checkpoints, of a run that has all its workers on such nodes."""
+    assert job.folder is not None
+    url = RunFolder(job.folder).checkpoint_url(job.config)
+    if not job.config.checkpoint.enabled or not CheckpointStore(url).storage.exclusive:
+        return
+    raise UsageError(
+        f"{host_name()} does not see the folder of the run's checkpoints, {url}, and the run has no worker "
+        "on the machine that has it",
+        remedy="put the run into a folder that the nodes share (run_dir=), name a place that all reach "
+        "(checkpoint.url='s3://...'), or turn checkpoints off (checkpoint.enabled=False)",
+    )
 
 
 def _page(job: TrainJob, options: WorkerOptions, stack: ExitStack) -> PhasePage | None:

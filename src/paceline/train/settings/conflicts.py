@@ -72,12 +72,31 @@ def _workers_and_shards(config: TrainConfig) -> None:
             f"{config.workers} - {shards} = {idle} of them would have nothing to do",
             f"set workers to {shards} or fewer, or start the run with shards={config.workers} or more",
         )
+    joining = config.fault_tolerance.joining_workers
+    if joining > config.workers:
+        _refuse(
+            f"fault_tolerance.joining_workers={joining} for workers={config.workers}: they are some of these",
+            f"set workers to all of them, {joining} or more",
+        )
     least = config.fault_tolerance.min_workers
     if config.fault_tolerance.enabled and least > config.workers:
         _refuse(
             f"fault_tolerance.min_workers={least} for workers={config.workers}: the run would stop before it "
             "begins, for having too few of them",
             f"set min_workers to {config.workers} or fewer, or workers to {least} or more",
+        )
+    grown = config.fault_tolerance.max_workers
+    if grown is not None and grown < config.workers:
+        _refuse(
+            f"fault_tolerance.max_workers={grown} for workers={config.workers}: the run would begin with more "
+            "workers than it may have",
+            f"set max_workers to {config.workers} or more, or workers to {grown} or fewer",
+        )
+    if grown is not None and config.mode == "exact" and grown > shards:
+        _refuse(
+            f"fault_tolerance.max_workers={grown} for shards={shards}: a shard is computed by one worker, so "
+            "the run could never have that many",
+            f"set max_workers to {shards} or fewer, or start the run with shards={grown} or more",
         )
     if config.mode == "fast" and shards != config.workers:
         _refuse(

@@ -24,6 +24,8 @@ class FaultTolerance:
 
     enabled               a supervisor replaces workers that fail; else the first failure ends the run
     min_workers           with fewer than these the run stops with a verdict
+    max_workers           how far the run is to grow (`paceline scale`, `paceline queue`): `shards` and
+                          `threads` that are left open are chosen for so many workers; None: for `workers`
     max_worker_failures   replacements of one rank, before training continues without it
     max_preemptions       replacements, of all ranks together, of workers that were asked to leave
     backoff               seconds before the second replacement of a rank in a row, doubled with every further
@@ -32,6 +34,10 @@ class FaultTolerance:
                           or its shards are computed by idle ones too
     heartbeat             seconds between two heartbeats of a worker
     patience              seconds that workers train on without a supervisor before they save and exit
+    node_wait             seconds that a run on an engine waits for nodes with fewer than `min_workers`
+    joining_workers       of `workers`, those that other machines bring with `paceline join`: the run awaits
+                          them as long as for its own
+    token_file            a file with the run's secret, which agents elsewhere have too; None: a new secret
     bind, port            where the supervisor listens; port 0 is any free one
     ports                 "42000-42100": every listening socket of the run has a port of this range, also on
                           machines that join
@@ -46,12 +52,16 @@ class FaultTolerance:
 
     enabled: bool = True
     min_workers: int = 1
+    max_workers: int | None = None
     max_worker_failures: int = 3
     max_preemptions: int = 100
     backoff: float = 0.5
     stragglers: Literal["wait", "rebalance", "replace", "backup"] = "rebalance"
     heartbeat: float = 0.25
     patience: float = 60.0
+    node_wait: float = 600.0
+    joining_workers: int = 0
+    token_file: str | None = None
     bind: str = "127.0.0.1"
     port: int = 0
     ports: str | None = None
@@ -63,7 +73,7 @@ class FaultTolerance:
     chaos: str | None = None
 
     def __post_init__(self) -> None:
-        for name in _TLS:
+        for name in (*_TLS, "token_file"):
             path_as_text(self, name)
         chaos: object = self.chaos
         if isinstance(chaos, Chaos):
@@ -71,12 +81,22 @@ class FaultTolerance:
             object.__setattr__(self, "chaos", str(chaos) or None)
         conform(self)
         at_least(self, "min_workers", 1, "a run needs a worker")
+        if self.max_workers is not None and self.max_workers < self.min_workers:
+            refuse(
+                self,
+                "max_workers",
+                f"max_workers={self.max_workers} with min_workers={self.min_workers}: no number of workers is "
+                "allowed",
+                f"set max_workers to {self.min_workers} or more, or leave it out",
+            )
         at_least(self, "max_worker_failures", 0, "it counts the replacements of one rank")
         at_least(self, "max_preemptions", 0, "it counts the replacements of workers that left")
+        at_least(self, "joining_workers", 0, "it counts workers of other machines")
         at_least(self, "port", 0, "it is a port, and 0 is any free one")
         positive(self, "backoff", "it is how many seconds a replacement waits")
         positive(self, "heartbeat", "it is the seconds between two heartbeats of a worker")
         positive(self, "patience", "it is how many seconds workers train on without a supervisor")
+        positive(self, "node_wait", "it is how many seconds a run waits for nodes")
         if self.port > 65535:
             remedy = "choose a port, or 0 for any free one"
             refuse(self, "port", f"port={self.port} is more than 65535", remedy)
@@ -90,7 +110,7 @@ class FaultTolerance:
             )
         if self.ports is not None:
             port_range(self.ports)
-        for name in ("bind", "ports", "interface", *_TLS):
+        for name in ("bind", "ports", "interface", "token_file", *_TLS):
             not_empty(self, name)
         missing = [name for name in _TLS if getattr(self, name) is None]
         if missing and len(missing) < len(_TLS):

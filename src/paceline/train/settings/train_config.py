@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, final, runtime_checkable
 
 from paceline.core import config as core_config
+from paceline.core.engine_registry import EngineSettings
 from paceline.core.untrusted import redact_credentials
 from paceline.train.settings.dynamic_batch import DynamicBatch as DynamicBatch
+from paceline.train.settings.engine_choice import chosen_engine, workers_of
 from paceline.train.settings.fault_tolerance import FaultTolerance as FaultTolerance
 from paceline.train.settings.keyword_hints import OF_CHECKPOINTS, OF_PARTS, explained
 from paceline.train.settings.run_length import asked_for
@@ -166,7 +168,8 @@ class TrainConfig:
     `workers` decides how fast, never what comes out. Steps, batches and intervals are global. With `audit`
     all workers hash their weights every `audit_every` steps (100 where that is not set), and workers that
     differ are named. With `profile` each worker writes a trace of `profile_steps` steps to that folder.
-    `run_dir=False`: the run keeps nothing; its folder is a temporary one that is deleted.
+    `run_dir=False`: the run keeps nothing; its folder is a temporary one that is deleted. `engine`: where
+    the workers run, such as `paceline.Ssh(...)`, by itself or as its name or table; None: on this machine.
     """
 
     workers: int = 1
@@ -214,6 +217,7 @@ class TrainConfig:
     progress: bool = True
     timeout: float | None = None
 
+    engine: EngineSettings | dict[str, Any] | str | None = None
     fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     run_dir: str | Literal[False] | None = None
@@ -225,6 +229,11 @@ class TrainConfig:
         path_as_text(self, "run_dir")
         path_as_text(self, "profile")
         _check_schedule(self)
+        care = self.fault_tolerance
+        engine = chosen_engine(self, self.engine, workers=self.workers, supervised=care.enabled)
+        object.__setattr__(self, "engine", engine)
+        if isinstance(engine, EngineSettings):
+            object.__setattr__(self, "workers", workers_of(engine))
         conform(self)
         at_least(self, "workers", 1, "a run needs a worker")
         at_least(self, "shards", 1, "a global batch is cut into this many slices")
@@ -277,7 +286,7 @@ class TrainConfig:
         part of the run's definition from then on, so none may depend on workers that come and go.
         """
         shards = self.chosen_shards
-        sharing = shards if self.shards is not None else max(_WORKERS_WITH_EQUAL_BITS, self.workers)
+        sharing = shards if self.shards is not None else max(_WORKERS_WITH_EQUAL_BITS, most_workers(self))
         return dataclasses.replace(
             self,
             shards=shards,
@@ -297,10 +306,16 @@ def default_shards(config: TrainConfig) -> int:
     """
     if config.mode == "fast":
         return config.workers
-    wanted = 1 << (2 * max(config.workers, _WORKERS_WITH_EQUAL_BITS) - 1).bit_length()
+    workers = most_workers(config)
+    wanted = 1 << (2 * max(workers, _WORKERS_WITH_EQUAL_BITS) - 1).bit_length()
     comfortable = max(_WORKERS_WITH_EQUAL_BITS, config.first_batch // _COMFORTABLE_SAMPLES)
     most = config.first_batch // (config.micro_samples or 1)
-    return max(config.workers, min(wanted, comfortable, most))
+    return max(workers, min(wanted, comfortable, most))
+
+
+def most_workers(config: TrainConfig) -> int:
+    """Return the workers that the run is made for: those of its first start, or those it is to grow to."""
+    return max(config.workers, config.fault_tolerance.max_workers or 0)
 
 
 def shards_on_ranks(config: TrainConfig, ranks: int) -> int | None:

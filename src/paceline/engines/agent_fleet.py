@@ -1,0 +1,169 @@
+"""The agents of one run: asks the engine for them, replaces those that are lost, shows what they write.
+
+Runs in a thread of the process that waits for the run. It takes no part in repair: the supervisor notices a
+lost agent by its connection, and training goes on without it; here only another one is asked for. An agent
+that ends again and again without having stayed is a mistake that no repetition mends: after some attempts in
+a row the fleet gives up, and `failure` says what the last agents wrote.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, final
+
+from paceline.core.clock import Clock, MonotonicClock
+from paceline.core.errors import PacelineError, PeerLostError
+from paceline.core.untrusted import printable
+from paceline.core.wording import counted
+from paceline.engines.engine import AgentSpec, Engine, EngineJob, NodeStatus
+
+POLL_SECONDS: Final = 0.25
+_FIRST_BACKOFF_SECONDS: Final = 0.5
+_MOST_BACKOFF_SECONDS: Final = 30.0
+_MAX_FAILURES: Final = 4  # in a row, of agents that did not stay
+_STAY_SECONDS: Final = 20.0  # after which an agent's end is a loss, and not a failed start
+_WAIT_NOTICE_SECONDS: Final = 10.0
+_KEPT_LINES: Final = 30
+
+
+@final
+@dataclass
+class _Known:
+    """An agent that was seen. `since`: when it was first seen to run."""
+
+    status: NodeStatus
+    since: float
+
+
+@final
+class AgentFleet:
+    """Agents of one engine, kept at a number. Close it; `failure` is an error once nothing more will come."""
+
+    def __init__(
+        self, engine: Engine, spec: AgentSpec, secret: bytes, say: Callable[[str], object],
+        clock: Clock | None = None,
+    ) -> None:  # fmt: skip
+        self._engine, self._spec, self._secret, self._say = engine, spec, secret, say
+        self._clock = clock or MonotonicClock()
+        self._job: EngineJob | None = None
+        self._nodes = spec.nodes
+        self._known: dict[int, _Known] = {}
+        self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._failures = 0
+        self._ask_at = 0.0
+        self._began_at = 0.0
+        self._noticed_wait = False
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.failure: PacelineError | None = None
+
+    def start(self) -> None:
+        """Ask the engine for the agents; raise where it refuses."""
+        request = self._engine.request(self._spec)
+        self._job = self._engine.submit(request, self._secret)
+        self._began_at = self._clock.now()
+        self._thread = threading.Thread(target=self._attend, name="paceline-agents", daemon=True)
+        self._thread.start()
+
+    def scale(self, nodes: int) -> None:
+        """Have another number of agents from the next look on."""
+        self._nodes = max(1, nodes)
+        self._ask_at = 0.0
+
+    def close(self) -> None:
+        """End all agents, and wait for that."""
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._job is not None:
+            job, self._job = self._job, None
+            try:
+                job.stop()
+            finally:
+                self._show(job)
+
+    def _attend(self) -> None:
+        assert self._job is not None
+        while not self._closing.wait(POLL_SECONDS):
+            try:
+                self.turn(self._job)
+            except PacelineError as error:
+                self.failure = error
+            if self.failure is not None:
+                return
+
+    def turn(self, job: EngineJob) -> None:
+        """Look once: show what was written, note ends, and ask for what is missing."""
+        now = self._clock.now()
+        self._show(job)
+        statuses = job.poll()
+        for status in statuses:
+            self._note(status, now)
+        active = sum(status.state in ("pending", "running") for status in statuses)
+        if self._failures >= _MAX_FAILURES and not any(status.state == "running" for status in statuses):
+            self.failure = self._hopeless()
+        elif active != self._nodes and now >= self._ask_at:
+            job.scale(self._nodes)
+            self._ask_at = now + POLL_SECONDS
+        self._notice_wait(now)
+
+    def _note(self, status: NodeStatus, now: float) -> None:
+        before = self._known.get(status.node)
+        if before is not None and before.status.state == status.state:
+            return
+        since = now if before is None or before.status.state == "pending" else before.since
+        self._known[status.node] = _Known(status, since)
+        if status.state == "running" and status.host:
+            self._say(f"agent {status.node} runs on {status.host}")
+        elif status.state in ("ended", "lost"):
+            stayed = before is not None and now - before.since >= _STAY_SECONDS
+            left = status.state == "ended" and status.code == 0
+            self._failures = 0 if stayed or left else self._failures + 1
+            wait = min(_MOST_BACKOFF_SECONDS, _FIRST_BACKOFF_SECONDS * 2.0 ** (self._failures - 1))
+            self._ask_at = now + (wait if self._failures else 0.0)
+            if not left:
+                why = status.reason or (
+                    f"it ended with code {status.code}" if status.code is not None else ""
+                )
+                self._say(f"agent {status.node}{_on(status)} is {status.state}: {printable(why)}")
+
+    def _show(self, job: EngineJob) -> None:
+        for line in job.logs():
+            known = self._known.get(line.node)
+            where = known.status.host if known is not None and known.status.host else f"agent {line.node}"
+            text = printable(line.text)
+            self._lines.append(text)
+            self._say(f"[{where}] {text}")
+
+    def _notice_wait(self, now: float) -> None:
+        """Say once that the engine has given no node for a while, and why if it says so."""
+        if self._noticed_wait or now - self._began_at < _WAIT_NOTICE_SECONDS:
+            return
+        pending = [known.status for known in self._known.values() if known.status.state == "pending"]
+        if pending:
+            self._noticed_wait = True
+            why = next((f": {status.reason}" for status in pending if status.reason), "")
+            self._say(
+                f"{counted(len(pending), 'agent', 'waits', 'wait')} for a node of {self._engine.name}{why}"
+            )
+
+    def _hopeless(self) -> PacelineError:
+        last = [known.status for known in self._known.values() if known.status.state in ("ended", "lost")]
+        why = next((status.reason for status in reversed(last) if status.reason), "")
+        code = last[-1].code if last else None
+        tail = "\n".join(f"  {line}" for line in list(self._lines)[-8:])
+        wrote = f"; the agents' last lines:\n{tail}" if tail else ""
+        how = why or (f"exit code {code}" if code is not None else "no reason was given")
+        return PeerLostError(
+            f"no agent of {self._engine.name} stayed, the last of {len(self._known)}: {how}{wrote}",
+            remedy="see that Paceline is installed on the nodes in the same version, that they reach "
+            f"{self._spec.address[0]}:{self._spec.address[1]}, and what the engine's own log says",
+        )
+
+
+def _on(status: NodeStatus) -> str:
+    return f" on {status.host}" if status.host else ""
