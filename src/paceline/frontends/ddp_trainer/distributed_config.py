@@ -10,6 +10,7 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, final
@@ -65,8 +66,22 @@ OTHER_NAMES = {
         "it is a setting of paceline.TrainConfig",
     ),
 }
-# Package to install for each backend that Paceline does not drive yet.
-_PACKAGES = {"horovod": "horovod", "ray": "ray", "tensorflow": "tensorflow"}
+# Package of each backend, and how it is installed.
+_PACKAGES = {
+    "horovod": ("horovod", "pip install horovod, built for this torch: see docs/other-frameworks.md"),
+    "ray": ("ray", "pip install 'paceline[ray]'"),
+    "tensorflow": ("tensorflow", "pip install tensorflow (without a GPU: tensorflow-cpu)"),
+}
+# Trainer of each backend: its module and its name.
+_TRAINERS = {
+    "pytorch-ddp": ("paceline.frontends.ddp_trainer.ddp_trainer", "PyTorchDDPTrainer"),
+    "horovod": ("paceline.frontends.framework_trainers.horovod_trainer", "HorovodTrainer"),
+    "ray": ("paceline.frontends.ray_trainer.ray_trainer", "RayTrainer"),
+    "tensorflow": (
+        "paceline.frontends.framework_trainers.tensorflow_trainer",
+        "TensorFlowDistributedTrainer",
+    ),
+}
 
 
 @explained(hints=OTHER_NAMES)
@@ -149,7 +164,12 @@ class DistributedConfig:
         batch and on batch_size, and not on whether GPUs or accumulation steps make up the rest. The learning
         rate is the optimizer's: `Trainer` gets it there.
         """
-        check_backend(self.backend)
+        if self.backend != "pytorch-ddp":
+            check_backend(self.backend)
+            raise UsageError(
+                f'backend="{self.backend}" in settings of a training that PyTorch itself distributes',
+                remedy=f"use config.trainer(model), or paceline.{_TRAINERS[self.backend][1]}",
+            )
         folder = self.checkpoint_dir
         is_url = folder is not None and "://" in folder
         usual = CheckpointConfig()
@@ -165,6 +185,36 @@ class DistributedConfig:
             checkpoint=CheckpointConfig(every_epochs=every, url=folder if is_url else None),
             run_dir=None if is_url else folder,
         )
+
+    def trainer(self, model: Any, **parts: Any) -> Any:
+        """Return the trainer of the backend for a model, with these settings: `model` is what it takes first,
+        `parts` are its other arguments (optimizer, loss_fn, callbacks, ...). `paceline train --backend` wins
+        over the settings."""
+        chosen = under_overrides(self)
+        check_backend(chosen.backend)
+        module, name = _TRAINERS[chosen.backend]
+        made: Any = getattr(import_module(module), name)
+        return made(model, config=chosen.for_ray() if chosen.backend == "ray" else chosen, **parts)
+
+    def for_ray(self) -> dict[str, Any]:
+        """Return the settings as RayTrainer takes them: with a batch of all workers together."""
+        workers = self.num_gpus or self.num_nodes * (self.gpus_per_node or 1)
+        meant = dataclasses.replace(
+            self, backend="pytorch-ddp", num_gpus=workers, num_nodes=1, gpus_per_node=None
+        ).to_train_config()
+        chosen = {
+            "clip_norm": meant.clip_norm,
+            "precision": meant.precision,
+            "log_every": meant.log_every,
+            "run_dir": meant.run_dir,
+        }
+        return {
+            "lr": self.learning_rate,
+            "batch_size": meant.global_batch,
+            "epochs": self.epochs,
+            "num_workers": workers,
+            **{name: value for name, value in chosen.items() if value is not None},
+        }
 
     def refuse_lonely_nodes(self) -> None:
         """Refuse a training of several nodes in a process that no launcher has made a rank of it."""
@@ -260,17 +310,17 @@ def _check_nodes(config: DistributedConfig) -> None:
 
 
 def check_backend(backend: str) -> None:
-    """Refuse a backend that Paceline does not drive yet, with what to install, and one that it never had."""
-    package = _PACKAGES.get(backend)
+    """Refuse a backend that is none, and one whose package is not installed, with what to install."""
     if backend == "pytorch-ddp":
         return
-    if package is None:
+    if backend not in _PACKAGES:
         raise UsageError(
-            f"backend={backend!r} is unknown", remedy='use "pytorch-ddp", which needs nothing but torch'
+            f"backend={backend!r} is unknown",
+            remedy='use "pytorch-ddp", which needs nothing but torch, "horovod", "ray" or "tensorflow"',
         )
-    here = "which is installed here" if find_spec(package) else f"pip install {package}"
-    raise UnavailableError(
-        f'backend="{backend}" is not there yet: it needs the package {package} ({here}) and a version '
-        "of Paceline that drives it",
-        remedy='use backend="pytorch-ddp", which needs nothing but torch (pip install torch)',
-    )
+    package, remedy = _PACKAGES[backend]
+    if find_spec(package) is None:
+        raise UnavailableError(
+            f'backend="{backend}" needs the package {package}, which is not installed',
+            remedy=f'{remedy}; or use backend="pytorch-ddp", which needs nothing but torch',
+        )
