@@ -187,7 +187,7 @@ def _without_effect(texts: tuple[str, ...], was_read: bool) -> str:
     """Return why a setting of DistributedConfig had no effect; `was_read`: whether a trainer read them."""
     named = set[str]() if was_read else {text.partition("=")[0] for text in texts}
     if "per_gpu.backend" in named:
-        return "makes a trainer that --backend does not choose (see DistributedConfig.trainer): --backend"
+        return "makes a trainer that --backend does not choose (see paceline.make_trainer): --backend"
     return "makes its own optimizer: learning_rate of the file" if "per_gpu.learning_rate" in named else ""
 
 

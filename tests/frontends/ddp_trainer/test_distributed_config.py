@@ -16,6 +16,7 @@ import paceline
 from paceline.cli.main import app
 from paceline.core.errors import ConfigError, PlatformError, UnavailableError, UsageError
 from paceline.frontends import overrides
+from paceline.frontends.framework_trainers.backend_choice import settings_for_ray
 from paceline.frontends.ddp_trainer import distributed_config
 from paceline.frontends.overrides import Overrides
 
@@ -147,7 +148,7 @@ def test_a_backend_whose_package_is_missing_says_what_to_install(
 ) -> None:
     config = paceline.DistributedConfig(backend=backend)  # a file of settings may name it
     monkeypatch.setattr(distributed_config, "find_spec", lambda name: None)
-    for use in (config.to_train_config, lambda: config.trainer(nn.Linear(1, 1))):
+    for use in (config.to_train_config, lambda: paceline.make_trainer(nn.Linear(1, 1), config)):
         with pytest.raises(UnavailableError, match=f"needs the package {backend}, which is not") as info:
             use()
         assert "pip install" in info.value.remedy
@@ -155,7 +156,7 @@ def test_a_backend_whose_package_is_missing_says_what_to_install(
     monkeypatch.setattr(distributed_config, "find_spec", lambda name: object())
     with pytest.raises(UsageError, match="settings of a training that PyTorch itself distributes") as other:
         config.to_train_config()
-    assert "config.trainer(model)" in other.value.remedy
+    assert "paceline.make_trainer(model, config)" in other.value.remedy
 
 
 def test_an_unknown_backend_is_refused_by_name() -> None:
@@ -165,10 +166,10 @@ def test_an_unknown_backend_is_refused_by_name() -> None:
 
 def test_the_settings_choose_their_trainer() -> None:
     config = paceline.DistributedConfig(num_gpus=2, batch_size=8, learning_rate=0.5, checkpoint_dir="runs/x")
-    trainer = config.trainer(nn.Linear(1, 1), optimizer=lambda p: torch.optim.SGD(p, 0.1))
+    trainer = paceline.make_trainer(nn.Linear(1, 1), config, optimizer=lambda p: torch.optim.SGD(p, 0.1))
     assert isinstance(trainer, paceline.PyTorchDDPTrainer)
     assert trainer.config == config
-    assert config.for_ray() == {
+    assert settings_for_ray(config) == {
         "lr": 0.5,
         "batch_size": 16,
         "epochs": 1,

@@ -10,7 +10,6 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, final
@@ -72,16 +71,7 @@ _PACKAGES = {
     "ray": ("ray", "pip install 'paceline[ray]'"),
     "tensorflow": ("tensorflow", "pip install tensorflow (without a GPU: tensorflow-cpu)"),
 }
-# Trainer of each backend: its module and its name.
-_TRAINERS = {
-    "pytorch-ddp": ("paceline.frontends.ddp_trainer.ddp_trainer", "PyTorchDDPTrainer"),
-    "horovod": ("paceline.frontends.framework_trainers.horovod_trainer", "HorovodTrainer"),
-    "ray": ("paceline.frontends.ray_trainer.ray_trainer", "RayTrainer"),
-    "tensorflow": (
-        "paceline.frontends.framework_trainers.tensorflow_trainer",
-        "TensorFlowDistributedTrainer",
-    ),
-}
+_TRAINERS = {"horovod": "HorovodTrainer", "ray": "RayTrainer", "tensorflow": "TensorFlowDistributedTrainer"}
 
 
 @explained(hints=OTHER_NAMES)
@@ -168,7 +158,7 @@ class DistributedConfig:
             check_backend(self.backend)
             raise UsageError(
                 f'backend="{self.backend}" in settings of a training that PyTorch itself distributes',
-                remedy=f"use config.trainer(model), or paceline.{_TRAINERS[self.backend][1]}",
+                remedy=f"use paceline.make_trainer(model, config), or paceline.{_TRAINERS[self.backend]}",
             )
         folder = self.checkpoint_dir
         is_url = folder is not None and "://" in folder
@@ -185,36 +175,6 @@ class DistributedConfig:
             checkpoint=CheckpointConfig(every_epochs=every, url=folder if is_url else None),
             run_dir=None if is_url else folder,
         )
-
-    def trainer(self, model: Any, **parts: Any) -> Any:
-        """Return the trainer of the backend for a model, with these settings: `model` is what it takes first,
-        `parts` are its other arguments (optimizer, loss_fn, callbacks, ...). `paceline train --backend` wins
-        over the settings."""
-        chosen = under_overrides(self)
-        check_backend(chosen.backend)
-        module, name = _TRAINERS[chosen.backend]
-        made: Any = getattr(import_module(module), name)
-        return made(model, config=chosen.for_ray() if chosen.backend == "ray" else chosen, **parts)
-
-    def for_ray(self) -> dict[str, Any]:
-        """Return the settings as RayTrainer takes them: with a batch of all workers together."""
-        workers = self.num_gpus or self.num_nodes * (self.gpus_per_node or 1)
-        meant = dataclasses.replace(
-            self, backend="pytorch-ddp", num_gpus=workers, num_nodes=1, gpus_per_node=None
-        ).to_train_config()
-        chosen = {
-            "clip_norm": meant.clip_norm,
-            "precision": meant.precision,
-            "log_every": meant.log_every,
-            "run_dir": meant.run_dir,
-        }
-        return {
-            "lr": self.learning_rate,
-            "batch_size": meant.global_batch,
-            "epochs": self.epochs,
-            "num_workers": workers,
-            **{name: value for name, value in chosen.items() if value is not None},
-        }
 
     def refuse_lonely_nodes(self) -> None:
         """Refuse a training of several nodes in a process that no launcher has made a rank of it."""
