@@ -40,11 +40,15 @@ MANY_ARGUMENTS = {
     "paceline.frontends.launcher.distributed_launcher:launch_distributed_training": "a front door: the "
     "fields of LaunchConfig as keywords, the script's arguments beside them",
     "paceline.cli.train:train": "one argument for each option of `paceline train`, as typer wants them",
+    "paceline.cli.submit:submit": "one argument for each option of `paceline submit`, as typer wants them",
+    "paceline.cli.join:join": "one argument for each option of `paceline join`, as typer wants them",
     "paceline.cli.doctor:doctor": "one argument for each option of `paceline doctor`, as typer wants them",
 }
 MANY_METHODS = {
     "paceline.comm.transport.base:Window": "WindowMemory and WindowTicks together, for a step that copies "
     "and signals; who needs one half asks for it",
+    "paceline.engines.engine:Engine": "EngineSettings, which a run's settings know, and the four steps "
+    "to start agents: users write one object that is both",
     "paceline.elastic.simulation.simulated_process:MemberEnvironment": "ProcessEnvironment, and two "
     "questions of a member that trains",
     "paceline.elastic.simulation.simulated_supervisor:SimulatedShell": "SimulatedHosts and RunObserver "
@@ -88,6 +92,7 @@ LAZY_ARROWS = {
 COMPUTED_IMPORTS = {
     "paceline": "the root maps public names to modules, and is no part of the graph",
     "paceline.cli.main": "the table of commands; a command does not import `main`",
+    "paceline.core.engine_registry": "the table of engines; settings name one, and import none",
     "paceline.engines.local.fork_server": "what the caller of `spawn` wants loaded before ranks are forked",
     "paceline.engines.local.forked_rank": "the user's function, which travels by its name",
 }

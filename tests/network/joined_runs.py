@@ -38,7 +38,11 @@ class Run:
         shutil.copy(self.folder / "control.secret", self.token)
 
     def _start(self, host: int, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
-        environment = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "PACELINE_HOST": "abc"[host], **options.pop("env", {})}
+        environment = {
+            "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
+            "PACELINE_HOST": "abc"[host],
+            **options.pop("env", {}),
+        }
         return self.hosts.start(
             host, command, env={**os.environ, **environment}, cwd=ROOT, text=True, **options
         )

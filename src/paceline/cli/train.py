@@ -6,67 +6,80 @@ stop and saved. Only the script imports torch.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import sys
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from paceline.cli.engine_options import (
+    EngineAssignments,
+    EngineName,
+    EngineOptions,
+    Image,
+    Nodes,
+    RayAddress,
+    SlurmOptions,
+    WorkersPerNode,
+)
+from paceline.cli.train_options import (
+    Assignments,
+    BackendName,
+    ChaosText,
+    ConfigFile,
+    DryRun,
+    Epochs,
+    GpusPerNode,
+    MinWorkers,
+    NumGpus,
+    NumNodes,
+    OptionalScript,
+    Resume,
+    RunDir,
+    ScriptFile,
+    TrainArguments,
+    WorkerTotal,
+)
 from paceline.core.errors import PacelineError, UsageError
+
+if TYPE_CHECKING:
+    from paceline.engines.engine import Engine
 
 
 def train(
-    script: Annotated[
-        str | None, typer.Argument(help="The Python file that trains; or give --script.")
-    ] = None,
-    arguments: Annotated[
-        list[str] | None, typer.Argument(help="Arguments of the script; put -- before those with dashes.")
-    ] = None,
-    script_file: Annotated[
-        str | None, typer.Option("--script", metavar="FILE", help="The Python file that trains.")
-    ] = None,
-    config: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            help="Settings of TrainConfig or DistributedConfig: TOML, JSON or YAML. Options win over it.",
-        ),
-    ] = None,
-    workers: Annotated[int | None, typer.Option(help="How many workers compute.")] = None,
-    num_gpus: Annotated[
-        int | None,
-        typer.Option(help="Workers, one per GPU; on the CPU where there is no GPU."),
-    ] = None,
-    num_nodes: Annotated[
-        int | None, typer.Option(help="Machines; 1: others come by `paceline join`.")
-    ] = None,
-    gpus_per_node: Annotated[int | None, typer.Option(help="GPUs of each machine.")] = None,
-    address: Annotated[
-        str | None, typer.Option(help="Refused: names what to use to train on several machines.")
-    ] = None,
-    backend: Annotated[str | None, typer.Option(help="pytorch-ddp; others are refused by name.")] = None,
-    epochs: Annotated[int | None, typer.Option(help="How many passes over the data.")] = None,
-    run_dir: Annotated[str | None, typer.Option(help="The folder of the run.")] = None,
-    resume: Annotated[
-        str | None, typer.Option(help="Go on with a run: auto, the number of a checkpoint, or a tag.")
-    ] = None,
-    chaos: Annotated[
-        str | None,
-        typer.Option(help='Faults to inject, such as "kill rank=2 step=20; slow rank=0 factor=3".'),
-    ] = None,
-    min_workers: Annotated[
-        int | None, typer.Option(help="Stop with a verdict when fewer than these are left.")
-    ] = None,
-    assignments: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Any other setting of TrainConfig; repeatable."),
-    ] = None,
+    script: OptionalScript = None,
+    arguments: TrainArguments = None,
+    script_file: ScriptFile = None,
+    config: ConfigFile = None,
+    workers: WorkerTotal = None,
+    num_gpus: NumGpus = None,
+    num_nodes: NumNodes = None,
+    gpus_per_node: GpusPerNode = None,
+    address: RayAddress = None,
+    backend: BackendName = None,
+    engine: EngineName = None,
+    nodes: Nodes = None,
+    workers_per_node: WorkersPerNode = None,
+    image: Image = None,
+    slurm: SlurmOptions = None,
+    engine_settings: EngineAssignments = None,
+    dry_run: DryRun = False,
+    epochs: Epochs = None,
+    run_dir: RunDir = None,
+    resume: Resume = None,
+    chaos: ChaosText = None,
+    min_workers: MinWorkers = None,
+    assignments: Assignments = None,
 ) -> None:
     """Run a training script; what is set here wins over the script's own TrainConfig.
 
     The script is started once, and starts its workers; `paceline run` starts a script once per rank. Exit
     codes: the script's own; 75 when it was asked to stop and saved (start it again with --resume auto).
+
+    With --engine the workers run on other machines, and this process waits for them.
 
     Example: paceline train script.py --workers 4 --chaos "kill rank=2 step=20" --set checkpoint.keep_last=5
     """
@@ -74,6 +87,25 @@ def train(
     from paceline.core.chaos_spec import Chaos
 
     file, rest = _chosen_script(script, script_file, arguments or [])
+    if backend == "ray":
+        engine, backend = engine or "ray", None
+    if (step := _slurm_step()) is not None:
+        engine = engine or "slurm"
+    chosen = EngineOptions(
+        engine,
+        nodes or num_nodes if engine else nodes,
+        workers_per_node,
+        gpus_per_node if engine else None,
+        address if engine else None,
+        image,
+        engine_settings or [],
+        slurm or [],
+    ).chosen()
+    if chosen is not None:
+        address = num_nodes = gpus_per_node = None
+    if dry_run:
+        _print_request(chosen)
+        return
     texts, layout = checked_assignments(assignments or []), (workers, num_gpus, num_nodes, gpus_per_node)
     of_file: dict[str, Any] = {}
     if config is None:
@@ -89,8 +121,27 @@ def train(
         "fault_tolerance.chaos": None if chaos is None else str(Chaos(chaos)),
         "fault_tolerance.min_workers": min_workers,
     }
+    if chosen is not None:
+        given["engine"] = chosen
+        given["workers"] = None
     options = {**of_file, **{name: value for name, value in given.items() if value is not None}}
-    _train(file, rest, options, texts, config)
+    with contextlib.nullcontext() if step is None else step:
+        _train(file, rest, options, texts, config)
+
+
+def _slurm_step() -> contextlib.AbstractContextManager[None] | None:
+    """Return what the first of several tasks of an srun trains in; None where there is one task. The others
+    wait for its end, and end here."""
+    if "SLURM_STEP_ID" not in os.environ:
+        return None
+    from paceline.engines.slurm.allocation import StepTask
+    from paceline.engines.slurm.step_tasks import first_task, wait_for_first_task
+
+    task = StepTask.from_environment()
+    if task is None or task.rank == 0:
+        return None if task is None else first_task(task, Path.cwd())
+    wait_for_first_task(task, Path.cwd())
+    raise typer.Exit(0)
 
 
 def _train(
@@ -121,6 +172,17 @@ def _train(
             )
     if code:
         raise typer.Exit(code)
+
+
+def _print_request(engine: Engine | None) -> None:
+    from paceline.cli.engine_options import request_text
+
+    if engine is None:
+        raise UsageError(
+            "--dry-run prints what an engine would be asked for, and none is chosen",
+            remedy="add --engine; --set dry_run=true tries a few steps on this machine",
+        )
+    typer.echo(request_text(engine, sys.executable, os.getcwd()), nl=False)
 
 
 def _has_no_effect(texts: tuple[str, ...], has_ddp_trainer: bool) -> bool:

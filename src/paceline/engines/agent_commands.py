@@ -22,7 +22,7 @@ from typing import Final, final
 from paceline.core.clock import Clock, MonotonicClock
 from paceline.core.errors import PacelineError, UsageError
 from paceline.engines import remote_agent
-from paceline.engines.engine import LogLine, NodeState, NodeStatus, Request
+from paceline.engines.engine import EngineRequest, LogLine, NodeState, NodeStatus
 
 _TICK_SECONDS: Final = 0.1
 _END_SECONDS: Final = 12.0  # remote_agent kills what does not leave within 5 s
@@ -35,7 +35,7 @@ _LONGEST_PAUSE_SECONDS: Final = 30.0
 
 @final
 @dataclass(frozen=True)
-class AgentEnd:
+class CommandEnd:
     """Why a command is over. `is_host_unusable`: another try on this host would fail in the same way."""
 
     state: NodeState
@@ -43,7 +43,7 @@ class AgentEnd:
     is_host_unusable: bool = False
 
 
-ExplainEnd = Callable[[str, int, Sequence[str], bool], AgentEnd]
+ExplainEnd = Callable[[str, int, Sequence[str], bool], CommandEnd]
 """(host, exit code of the command, its last lines, whether the agent had been started) -> why it is over."""
 
 
@@ -55,12 +55,12 @@ class _Host:
     failures: int = 0
     retry_at: float = 0.0
     unusable: bool = False
-    agent: _Agent | None = None
+    agent: _AgentCommand | None = None
 
 
 @final
 @dataclass(eq=False)
-class _Agent:
+class _AgentCommand:
     node: int
     host: _Host
     process: subprocess.Popen[bytes]
@@ -88,13 +88,13 @@ class AgentCommands:
     """The job: see the module. `explain` says why a command of this engine ended."""
 
     def __init__(
-        self, request: Request, secret: bytes, explain: ExplainEnd, clock: Clock | None = None
+        self, request: EngineRequest, secret: bytes, explain: ExplainEnd, clock: Clock | None = None
     ) -> None:
         self._secret = secret
         self._explain = explain
         self._clock = clock if clock is not None else MonotonicClock()
         self._hosts = [_Host(entry["host"], list(entry["command"])) for entry in request["commands"]]
-        self._agents: list[_Agent] = []
+        self._agents: list[_AgentCommand] = []
         self._unread: deque[LogLine] = deque(maxlen=_UNREAD_LINES)
         self._selector = selectors.DefaultSelector()
         self._lock = threading.Lock()
@@ -181,7 +181,7 @@ class AgentCommands:
             raise UsageError(
                 f"{host.command[0]} cannot be started: {error.strerror}", remedy=f"install {host.command[0]}"
             ) from error
-        agent = _Agent(len(self._agents), host, process)
+        agent = _AgentCommand(len(self._agents), host, process)
         host.agent = agent
         self._agents.append(agent)
         assert process.stdin is not None
@@ -213,7 +213,7 @@ class AgentCommands:
                 if not agent.is_over:
                     agent.say("")
 
-    def _read(self, agent: _Agent) -> bool:
+    def _read(self, agent: _AgentCommand) -> bool:
         """Take what an agent's command wrote; False where nothing more is there now."""
         output = agent.process.stdout
         assert output is not None
@@ -230,7 +230,7 @@ class AgentCommands:
             self._take(agent, line.decode(errors="replace").rstrip())
         return bool(data)
 
-    def _take(self, agent: _Agent, line: str) -> None:
+    def _take(self, agent: _AgentCommand, line: str) -> None:
         words = line.split()
         if words and words[0] == remote_agent.MARK and agent.state == "pending":
             agent.state, agent.machine = "running", words[1]
@@ -238,14 +238,14 @@ class AgentCommands:
             agent.last_lines.append(line)
             self._unread.append(LogLine(agent.node, line))
 
-    def _end(self, agent: _Agent, code: int) -> None:
+    def _end(self, agent: _AgentCommand, code: int) -> None:
         while self._read(agent):
             pass  # what it wrote before it ended
         host, was_running = agent.host, agent.state == "running"
         try:
             found = self._explain(host.name, code, tuple(agent.last_lines), was_running)
         except PacelineError as error:
-            found = AgentEnd("ended", str(error))
+            found = CommandEnd("ended", str(error))
         agent.state, agent.code, agent.reason = found.state, code, found.reason
         if code and not agent.leaving:
             host.unusable = found.is_host_unusable
@@ -253,7 +253,7 @@ class AgentCommands:
             host.retry_at = self._clock.now() + min(_LONGEST_PAUSE_SECONDS, 0.5 * 2.0**host.failures)
         self._close(agent)
 
-    def _close(self, agent: _Agent) -> None:
+    def _close(self, agent: _AgentCommand) -> None:
         for stream in (agent.process.stdin, agent.process.stdout):
             assert stream is not None
             if stream.closed:

@@ -19,7 +19,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias, final, runtime_checkable
 
-Request: TypeAlias = Mapping[str, Any]
+from paceline.core.engine_registry import EngineSettings
+
+EngineRequest: TypeAlias = Mapping[str, Any]
 """A request as plain data: str, int, float, bool, None, lists and dicts with text keys."""
 
 NodeState: TypeAlias = Literal["pending", "running", "ended", "lost"]
@@ -107,23 +109,9 @@ class EngineJob(Protocol):
 
 
 @runtime_checkable
-class Engine(Protocol):
-    """One way to start agents on nodes: the settings that a user writes, `TrainConfig(engine=...)`, as a
-    frozen dataclass. Imports what it needs in its methods: settings are made where no engine is installed.
-    `name` is its first field, `name: Literal["ssh"] = "ssh"`: files of settings tell engines apart by it."""
-
-    @property
-    def name(self) -> str:
-        """The engine's name on the command line."""
-        ...
-
-    @property
-    def nodes(self) -> int:
-        """Agents to begin with."""
-        ...
-
-    @property
-    def workers_per_node(self) -> int: ...
+class Engine(EngineSettings, Protocol):
+    """One way to start agents on nodes: the settings that a user writes, `TrainConfig(engine=...)`. Imports
+    what it needs in its methods: settings are made where no engine is installed."""
 
     def check(self) -> None:
         """Raise UnavailableError or UsageError, with the remedy, where this engine cannot be used from here:
@@ -135,10 +123,10 @@ class Engine(Protocol):
         UsageError with the remedy where only a loopback address is found and nodes are other machines."""
         ...
 
-    def request(self, agents: AgentSpec) -> Request:
+    def request(self, agents: AgentSpec) -> EngineRequest:
         """Return what `submit` would ask for."""
         ...
 
-    def submit(self, request: Request, secret: bytes) -> EngineJob:
+    def submit(self, request: EngineRequest, secret: bytes) -> EngineJob:
         """Ask for the agents. What was begun is undone where this raises."""
         ...

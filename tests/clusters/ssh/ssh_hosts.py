@@ -14,7 +14,7 @@ from typing import Any, final
 
 from tests.waiting import wait_for
 
-from paceline.engines.ssh.settings import Ssh
+from paceline.engines.ssh.ssh_engine import Ssh
 from paceline.testing import netns
 from paceline.testing.netns import Hosts
 
@@ -58,9 +58,7 @@ class SshHosts:
         key = (folder / "host_key.pub").read_text()
         # An empty file for tests of a host that nobody knows.
         (folder / "none_known").touch()
-        self.known_hosts.write_text(
-            "".join(f"[{address}]:{PORT} {key}" for address in hosts.addresses[1:])
-        )
+        self.known_hosts.write_text("".join(f"[{address}]:{PORT} {key}" for address in hosts.addresses[1:]))
         for number in range(1, len(hosts.names)):
             self.start(number)
 

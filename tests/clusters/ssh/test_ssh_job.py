@@ -1,11 +1,10 @@
-"""The ssh engine's job against real sshd: agents join a run, are lost, replaced, told to leave, and refused."""
+"""The ssh engine's job against real sshd: agents join a run, are lost, replaced, leave, and are refused."""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +18,7 @@ from tests.waiting import wait_for
 
 from paceline.core import events
 from paceline.engines.engine import AgentSpec, EngineJob, NodeStatus
-from paceline.engines.ssh.settings import Ssh
+from paceline.engines.ssh.ssh_engine import Ssh
 
 _WHY_NOT = lab.why_not()
 
@@ -30,9 +29,15 @@ pytestmark = [
 ]
 
 
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[SshHosts]:
+    with lab.ssh_hosts(2, tmp_path) as hosts:
+        yield hosts
+
+
 @pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHosts]:
-    with lab.ssh_hosts(2, tmp_path_factory.mktemp("ssh")) as hosts:
+def shared_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHosts]:
+    with lab.ssh_hosts(1, tmp_path_factory.mktemp("ssh")) as hosts:
         yield hosts
 
 
@@ -51,6 +56,11 @@ def _submitted(
         finally:
             job.stop()
             job.stop()
+
+
+def _nodes_after_scale(job: EngineJob, nodes: int) -> int:
+    job.scale(nodes)
+    return len(job.poll())
 
 
 def _states(job: EngineJob) -> list[str]:
@@ -86,7 +96,7 @@ def test_agents_join_are_replaced_by_a_spare_host_and_leave(
         generation = run.view.generation
 
         # Another node, on the host that had been left; then it goes at a step boundary.
-        wait_for(lambda: job.scale(2) or len(job.poll()) == 3, "the host is used again")
+        wait_for(lambda: _nodes_after_scale(job, 2) == 3, "the host is used again")
         run.until_view("aabc", generation)
         generation, repaired = run.view.generation, len(run.of(events.Repaired))
         job.scale(1)
@@ -99,7 +109,6 @@ def test_agents_join_are_replaced_by_a_spare_host_and_leave(
         hosts.kill_sshd(2)
         wait_for(lambda: not hosts.hosts.pids(2), "the agent ends with its connection")
         wait_for(lambda: _states(job)[1] == "lost", "the loss is seen")
-        hosts.start(2)
         assert run.finish() == undisturbed
         run.check_exactly_once()
     assert not hosts.agents(1) + hosts.agents(2)
@@ -111,13 +120,13 @@ def test_a_cut_link_is_a_lost_node_and_stop_leaves_nothing(
     run = Run(hosts.hosts, tmp_path, "bind=0.0.0.0", "patience=4")
     secret = bytes.fromhex(run.token.read_text())
     with _submitted(hosts, hosts.engine(1, 2), secret, nodes=2, port=run.port) as job:
-        run.until_view("aabc")
+        wait_for(lambda: sorted(run.view.hosts) == list("aabc"), "both take part")
         generation = run.view.generation
         hosts.hosts.cut(1)
         run.until_view("aac", generation)
         wait_for(lambda: "lost" in _states(job), "ssh notices")
         (lost,) = (status for status in job.poll() if status.state == "lost")
-        assert "it cannot be reached" in lost.reason
+        assert "10.77.0.2:2222: its ssh connection ended" in lost.reason
         wait_for(lambda: not hosts.agents(1), "the agent leaves: the supervisor stays away")
         hosts.hosts.heal(1)
         job.stop()
@@ -131,7 +140,11 @@ def test_a_cut_link_is_a_lost_node_and_stop_leaves_nothing(
     ("settings", "state", "reason"),
     [
         ({"identity": "other_key"}, "ended", "permission denied; try: .*ssh-copy-id"),
-        ({"options": ("UserKnownHostsFile=none_known",)}, "ended", "host key is not known here; try: connect"),
+        (
+            {"options": ("UserKnownHostsFile=none_known",)},
+            "ended",
+            "host key is not known here; try: connect",
+        ),
         ({"hosts": ("10.77.0.2:2223",)}, "lost", "nothing listens at its ssh port"),
         ({"hosts": ("10.77.0.99",)}, "lost", "it cannot be reached"),
         ({"python": "/nowhere/python3"}, "ended", "it has no program /nowhere/python3"),
@@ -140,8 +153,9 @@ def test_a_cut_link_is_a_lost_node_and_stop_leaves_nothing(
     ],
 )
 def test_hosts_that_cannot_be_used(
-    hosts: SshHosts, settings: dict[str, Any], state: str, reason: str
+    shared_hosts: SshHosts, settings: dict[str, Any], state: str, reason: str
 ) -> None:
+    hosts = shared_hosts
     if "identity" in settings:
         settings = {"identity": str(hosts.folder / settings["identity"])}
     elif settings.get("options") == ("UserKnownHostsFile=none_known",):

@@ -1,9 +1,7 @@
 """The contract of engines: what a run on any engine has to stand, against the real thing.
 
-    class Lab: ...                                     # see `EngineLab`: how to break this engine's nodes
-
-    def test_faults(tmp_path): check_faults(Lab(), tmp_path)
-    def test_resume(tmp_path): check_stop_and_resume(Lab(), tmp_path)
+    cases.check_faults(lab, folder)          # lab: how to break this engine's nodes
+    cases.check_stop_and_resume(lab, folder)
 
 A worker and an agent are killed, a node is lost and another added, the run is stopped and resumed on another
 number of nodes: the final weights are those of one process each time, every sample was applied once, and

@@ -3,39 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
-from paceline.engines import registry
-from paceline.engines.engine import Engine
+from paceline.core import engine_registry
+from paceline.core.engine_registry import EngineSettings
 from paceline.train.settings.value_checks import refuse
 
-if TYPE_CHECKING:
-    from paceline.train.settings.train_config import TrainConfig
 
-
-def choose_engine(config: TrainConfig) -> None:
-    """Make an engine of what was given, and the workers those of its nodes."""
-    given: object = config.engine
-    if isinstance(given, str | Mapping):
-        object.__setattr__(config, "engine", registry.from_plain(given))
-    engine = config.engine
-    if not isinstance(engine, Engine):
-        return
-    workers = engine.nodes * engine.workers_per_node
-    if config.workers not in (1, workers):
+def chosen_engine(settings: object, given: object, *, workers: int, supervised: bool) -> object:
+    """Return the engine of what was given for `settings`; refuse one that contradicts its other fields."""
+    engine = engine_registry.from_plain(given) if isinstance(given, str | Mapping) else given
+    if not isinstance(engine, EngineSettings):
+        return engine  # None, or what is refused by its type
+    most = workers_of(engine)
+    if workers not in (1, most):
         refuse(
-            config,
+            settings,
             "workers",
-            f"workers={config.workers} on {engine.name}, whose {engine.nodes} nodes with "
-            f"{engine.workers_per_node} workers each are {workers}",
+            f"workers={workers} on {engine.name}, whose {engine.nodes} nodes with "
+            f"{engine.workers_per_node} workers each are {most}",
             "leave workers out: nodes and workers_per_node of the engine say how many there are",
         )
-    object.__setattr__(config, "workers", workers)
-    if not config.fault_tolerance.enabled:
+    if not supervised:
         refuse(
-            config,
+            settings,
             "engine",
             f"engine={engine.name} with fault_tolerance.enabled=False: workers on other machines have a "
             "supervisor",
             "set fault_tolerance.enabled=True, or leave the engine out",
         )
+    return engine
+
+
+def workers_of(engine: EngineSettings) -> int:
+    """Return how many workers the engine's nodes have."""
+    return engine.nodes * engine.workers_per_node

@@ -35,7 +35,7 @@ class FaultTolerance:
     heartbeat             seconds between two heartbeats of a worker
     patience              seconds that workers train on without a supervisor before they save and exit
     node_wait             seconds that a run on an engine waits for nodes with fewer than `min_workers`
-    joining_workers       of `workers`, those that other machines bring with `paceline join`: the run waits for
+    joining_workers       of `workers`, those that other machines bring with `paceline join`: the run awaits
                           them as long as for its own
     token_file            a file with the run's secret, which agents elsewhere have too; None: a new secret
     bind, port            where the supervisor listens; port 0 is any free one

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, final, runtime_checkable
 
 from paceline.core import config as core_config
+from paceline.core.engine_registry import EngineSettings
 from paceline.core.untrusted import redact_credentials
-from paceline.engines.engine import Engine
 from paceline.train.settings.dynamic_batch import DynamicBatch as DynamicBatch
-from paceline.train.settings.engine_choice import choose_engine
+from paceline.train.settings.engine_choice import chosen_engine, workers_of
 from paceline.train.settings.fault_tolerance import FaultTolerance as FaultTolerance
 from paceline.train.settings.keyword_hints import OF_CHECKPOINTS, OF_PARTS, explained
 from paceline.train.settings.run_length import asked_for
@@ -217,7 +217,7 @@ class TrainConfig:
     progress: bool = True
     timeout: float | None = None
 
-    engine: Engine | dict[str, Any] | str | None = None
+    engine: EngineSettings | dict[str, Any] | str | None = None
     fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     run_dir: str | Literal[False] | None = None
@@ -229,7 +229,11 @@ class TrainConfig:
         path_as_text(self, "run_dir")
         path_as_text(self, "profile")
         _check_schedule(self)
-        choose_engine(self)
+        care = self.fault_tolerance
+        engine = chosen_engine(self, self.engine, workers=self.workers, supervised=care.enabled)
+        object.__setattr__(self, "engine", engine)
+        if isinstance(engine, EngineSettings):
+            object.__setattr__(self, "workers", workers_of(engine))
         conform(self)
         at_least(self, "workers", 1, "a run needs a worker")
         at_least(self, "shards", 1, "a global batch is cut into this many slices")

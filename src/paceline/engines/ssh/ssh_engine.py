@@ -15,13 +15,13 @@ import subprocess
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final, Literal, final
 
 from paceline.core.errors import ConfigError, UnavailableError, UsageError
 from paceline.core.reachable_address import address_for_hosts
 from paceline.core.version import VERSION
 from paceline.engines.agent_commands import AgentCommands
-from paceline.engines.engine import AgentSpec, EngineJob, Request
+from paceline.engines.engine import AgentSpec, EngineJob, EngineRequest
 from paceline.engines.host_file import HostLine, parse_hosts, read_host_file
 from paceline.engines.ssh.ssh_errors import NO_FOLDER_CODE, explain_end
 
@@ -41,11 +41,12 @@ class Ssh:
     user, port        for hosts that name none; empty: those of the ssh configuration
     identity          file of the private key; empty: those of the ssh configuration
     options           further options of ssh, e.g. ("ProxyJump=bastion",)
-    python            Python with Paceline on the hosts; empty: that of the run (python3)
+    python            Python with Paceline on the hosts; empty: the path of this one
     folder            working directory on the hosts; empty: that of the run
     interface         interface or address of this machine at which hosts reach the supervisor
     """
 
+    name: Literal["ssh"] = "ssh"
     hosts: tuple[str, ...] = ()
     host_file: str = ""
     nodes: int = 0
@@ -73,10 +74,6 @@ class Ssh:
             )
         if self.nodes == 0:
             object.__setattr__(self, "nodes", len(self.host_lines()))
-
-    @property
-    def name(self) -> str:
-        return "ssh"
 
     def host_lines(self) -> tuple[HostLine, ...]:
         """Return the hosts, spare ones included."""
@@ -110,7 +107,7 @@ class Ssh:
             [_real_name(self._destination(line)) for line in self.host_lines()], interface=self.interface
         )
 
-    def request(self, agents: AgentSpec) -> Request:
+    def request(self, agents: AgentSpec) -> EngineRequest:
         commands = [
             {
                 "host": line.shown,
@@ -127,7 +124,7 @@ class Ssh:
             "commands": commands,
         }
 
-    def submit(self, request: Request, secret: bytes) -> EngineJob:
+    def submit(self, request: EngineRequest, secret: bytes) -> EngineJob:
         explain = partial(explain_end, python=request["python"], folder=request["folder"])
         return AgentCommands(request, secret, explain)
 

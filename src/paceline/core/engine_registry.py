@@ -1,4 +1,5 @@
-"""Engines by their names, for the command line and for files of settings.
+"""Engines by their names, for the command line and for files of settings; below the folders that know what an
+engine does.
 
     from_plain({"name": "ssh", "hosts": ["node1", "node2"]})
 
@@ -11,25 +12,44 @@ import importlib
 import importlib.metadata
 import typing
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, Protocol, runtime_checkable
 
 from paceline.core import config as core_config
 from paceline.core.errors import ConfigError
 from paceline.core.wording import listed
-from paceline.engines.engine import Engine
+
+
+@runtime_checkable
+class EngineSettings(Protocol):
+    """What the settings of every engine say, a frozen dataclass each. `name` is its first field,
+    `name: Literal["ssh"] = "ssh"`: files of settings tell engines apart by it."""
+
+    @property
+    def name(self) -> str:
+        """The engine's name on the command line."""
+        ...
+
+    @property
+    def nodes(self) -> int:
+        """Agents to begin with."""
+        ...
+
+    @property
+    def workers_per_node(self) -> int: ...
+
 
 ENTRY_POINTS: Final = "paceline.engines"
 _CLASSES: Final = {
-    "ray": "paceline.engines.ray.settings:Ray",
-    "slurm": "paceline.engines.slurm.settings:Slurm",
-    "kubernetes": "paceline.engines.kubernetes.settings:Kubernetes",
-    "mpi": "paceline.engines.mpi.settings:Mpi",
-    "ssh": "paceline.engines.ssh.settings:Ssh",
+    "ray": "paceline.engines.ray.ray_engine:Ray",
+    "slurm": "paceline.engines.slurm.slurm_engine:Slurm",
+    "kubernetes": "paceline.engines.kubernetes.kubernetes_engine:Kubernetes",
+    "mpi": "paceline.engines.mpi.mpi_engine:Mpi",
+    "ssh": "paceline.engines.ssh.ssh_engine:Ssh",
 }
 NAMES: Final = tuple(_CLASSES)
 
 
-def engine_class(name: str) -> type[Engine]:
+def engine_class(name: str) -> type[EngineSettings]:
     """Return the class of an engine's settings."""
     target = _CLASSES.get(name)
     if target is None:
@@ -42,10 +62,10 @@ def engine_class(name: str) -> type[Engine]:
             key="engine",
         )
     module, _, attribute = target.partition(":")
-    return typing.cast(type[Engine], getattr(importlib.import_module(module), attribute))
+    return typing.cast(type[EngineSettings], getattr(importlib.import_module(module), attribute))
 
 
-def from_plain(settings: Mapping[str, Any] | str) -> Engine:
+def from_plain(settings: Mapping[str, Any] | str) -> EngineSettings:
     """Return an engine from its name, or from a table with its `name` and settings."""
     table = {"name": settings} if isinstance(settings, str) else dict(settings)
     name = table.get("name")

@@ -1,0 +1,125 @@
+"""Options of `paceline train` and `paceline submit` that say where a run runs. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Annotated, Any, cast, final
+
+import typer
+
+from paceline.core import config as core_config, engine_registry
+from paceline.core.errors import UsageError
+from paceline.core.wording import listed
+from paceline.engines.engine import AgentSpec, Engine, EngineRequest
+
+EngineName = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Where workers run: ray, slurm, kubernetes, mpi or ssh.")
+]
+Nodes = Annotated[int | None, typer.Option(help="Machines of the engine.")]
+WorkersPerNode = Annotated[int | None, typer.Option(help="Workers of each machine of the engine.")]
+RayAddress = Annotated[str | None, typer.Option(help="Of Ray: ray://HOST:10001, or auto.")]
+Image = Annotated[str | None, typer.Option(help="Of Kubernetes: the container image.")]
+SlurmOptions = Annotated[
+    list[str] | None, typer.Option("--slurm", metavar="KEY=VALUE", help="An #SBATCH option; repeatable.")
+]
+EngineAssignments = Annotated[
+    list[str] | None,
+    typer.Option("--engine-set", metavar="KEY=VALUE", help="Any setting of the engine; repeatable."),
+]
+
+_SUPERVISOR_PORT = 0  # any free one: only the run itself knows it
+
+
+@final
+@dataclass(frozen=True)
+class EngineOptions:
+    """What the options say. `settings`: texts KEY=VALUE for the engine; `slurm`: KEY=VALUE for sbatch."""
+
+    engine: str | None = None
+    nodes: int | None = None
+    workers_per_node: int | None = None
+    gpus_per_node: int | None = None
+    address: str | None = None
+    image: str | None = None
+    settings: list[str] = field(default_factory=list)
+    slurm: list[str] = field(default_factory=list)
+
+    def chosen(self) -> Engine | None:
+        """Return the engine that the options ask for; None: the run stays on this machine."""
+        if self.engine is None:
+            self._refuse_without_engine()
+            return None
+        cls = engine_registry.engine_class(self.engine)
+        known = {each.name for each in dataclasses.fields(cls) if each.init}  # type: ignore[arg-type]
+        given = {
+            "nodes": self.nodes,
+            "workers_per_node": self.workers_per_node,
+            "gpus_per_node": self.gpus_per_node,
+            "address": self.address,
+            "image": self.image,
+        }
+        table: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        if self.slurm:
+            table["options"] = dict(_pair(text, "--slurm") for text in self.slurm)
+        for name in table:
+            if name not in known:
+                raise UsageError(
+                    f"{_option(name)} means nothing to the engine {self.engine}",
+                    remedy=f"leave it out; it has {listed(sorted(known - {'name'}))}",
+                )
+        if self.nodes is not None and self.nodes < 1:
+            raise UsageError(f"--nodes {self.nodes}: a run needs a node", remedy="give --nodes 1 or more")
+        texts = tuple("=".join(_pair(text, "--engine-set")) for text in self.settings)
+        return cast(Engine, core_config.load(cls, {"name": self.engine, **table}, overrides=texts))
+
+    def _refuse_without_engine(self) -> None:
+        for option, value in (
+            ("--nodes", self.nodes),
+            ("--workers-per-node", self.workers_per_node),
+            ("--image", self.image),
+            ("--engine-set", self.settings),
+            ("--slurm", self.slurm),
+        ):
+            if value:
+                raise UsageError(
+                    f"{option} is about an engine, and none is chosen",
+                    remedy=f"add --engine with one of {listed(engine_registry.NAMES)}",
+                )
+
+
+def as_text(value: object, indent: str = "") -> str:
+    """Return plain data as YAML, as `--dry-run` prints it."""
+    import yaml
+
+    return str(yaml.safe_dump(value, sort_keys=False, width=110, default_flow_style=False))
+
+
+def request_text(engine: Engine, python: str, folder: str) -> str:
+    """Return what a run in the foreground would ask the engine for. The port is not known before the run."""
+    engine.check()
+    request: EngineRequest = engine.request(
+        AgentSpec(
+            run="train",
+            address=(engine.address_for_nodes(), _SUPERVISOR_PORT),
+            nodes=engine.nodes,
+            workers_per_node=engine.workers_per_node,
+            gpus_per_node=getattr(engine, "gpus_per_node", 0),
+            folder=folder,
+            python=python,
+        )
+    )
+    return as_text(dict(request))
+
+
+def _option(name: str) -> str:
+    return "--slurm" if name == "options" else f"--{name.replace('_', '-')}"
+
+
+def _pair(text: str, option: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.strip():
+        raise UsageError(
+            f"{option} {text}: not of the form key=value", remedy=f"write it like {option} partition=short"
+        )
+    return name.strip(), value.strip()

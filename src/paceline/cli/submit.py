@@ -1,0 +1,142 @@
+"""`paceline submit`: hand a run over to an engine. The engine runs it without this terminal."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Final, cast
+
+import typer
+
+from paceline.cli.engine_options import (
+    EngineAssignments,
+    EngineName,
+    EngineOptions,
+    Image,
+    Nodes,
+    RayAddress,
+    SlurmOptions,
+    WorkersPerNode,
+)
+from paceline.core.errors import PeerLostError, UsageError
+from paceline.core.untrusted import printable
+
+_POLL_SECONDS: Final = 1.0
+
+
+def submit(
+    script: Annotated[str, typer.Argument(help="The Python file that trains.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="Arguments of the script; put -- before those with dashes.")
+    ] = None,
+    engine: EngineName = None,
+    nodes: Nodes = None,
+    workers_per_node: WorkersPerNode = None,
+    gpus_per_node: Annotated[int | None, typer.Option(help="GPUs of each machine.")] = None,
+    address: RayAddress = None,
+    image: Image = None,
+    time_limit: Annotated[
+        str, typer.Option("--time", metavar="H:MM:SS", help="How long the run may take.")
+    ] = "",
+    name: Annotated[str | None, typer.Option(help="The run's name; default: the script's.")] = None,
+    config: Annotated[str | None, typer.Option(metavar="FILE", help="Settings of TrainConfig.")] = None,
+    run_dir: Annotated[str | None, typer.Option(help="The folder of the run, which all nodes see.")] = None,
+    slurm: SlurmOptions = None,
+    engine_settings: EngineAssignments = None,
+    assignments: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Any other setting of TrainConfig; repeatable."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option(help="Print what would be submitted, and submit nothing.")] = False,
+    wait: Annotated[
+        bool, typer.Option(help="Wait for the end, show the log, and end as the run does.")
+    ] = False,
+) -> None:
+    """Hand a run over to an engine: `paceline train` runs there, the supervisor on its first node.
+
+    Prints the engine's identifier of the run. With --wait the exit code is the run's.
+
+    Example: paceline submit train.py --engine slurm --nodes 4 --time 2:00:00 --slurm partition=gpu
+    """
+    from paceline.engines.batch import BatchSpec
+
+    options = EngineOptions(
+        engine, nodes, workers_per_node, gpus_per_node, address, image, engine_settings or [], slurm or []
+    )
+    chosen = options.chosen()
+    if chosen is None:
+        raise UsageError("a run is handed over to an engine", remedy="add --engine slurm, or another one")
+    if not Path(script).is_file():
+        raise UsageError(f"there is no file {script}", remedy="give the path of the script that trains")
+    train = [*_option("--config", config), *_option("--run-dir", run_dir)]
+    train += [part for text in assignments or [] for part in ("--set", text)]
+    job = BatchSpec(
+        script=script,
+        arguments=tuple(arguments or []),
+        options=tuple(train),
+        name=name or Path(script).stem,
+        nodes=chosen.nodes,
+        workers_per_node=chosen.workers_per_node,
+        gpus_per_node=getattr(chosen, "gpus_per_node", 0),
+        time=time_limit,
+        image=image or "",
+        folder=os.getcwd(),
+        python=sys.executable,
+    )
+    _hand_over(chosen, job, dry_run=dry_run, wait=wait)
+
+
+def _hand_over(chosen: object, job: object, *, dry_run: bool, wait: bool) -> None:
+    from paceline.engines.batch import BatchEngine, BatchSpec
+    from paceline.engines.engine import Engine
+
+    spec = cast(BatchSpec, job)
+    if not hasattr(chosen, "submit_batch"):
+        raise UsageError(
+            f"the engine {cast(Engine, chosen).name} runs while its caller does, and takes no run over",
+            remedy="use `paceline train` with --engine, in tmux or with nohup",
+        )
+    batch = cast(BatchEngine, chosen)
+    if dry_run:
+        typer.echo(batch.batch_text(spec), nl=False)
+        return
+    cast(Engine, chosen).check()
+    identifier = batch.submit_batch(spec)
+    typer.echo(identifier)
+    if wait:
+        raise typer.Exit(_follow(batch, identifier))
+
+
+def _follow(batch: object, identifier: str) -> int:
+    """Show the log of a run until it is over; return its exit code."""
+    from paceline.engines.batch import BatchEngine
+
+    engine, shown = cast(BatchEngine, batch), 0
+    try:
+        while True:
+            status = engine.batch_status(identifier)
+            lines = list(engine.batch_logs(identifier))
+            for line in lines[shown:]:
+                typer.echo(printable(line))
+            shown = max(shown, len(lines))
+            if status.is_over:
+                break
+            time.sleep(_POLL_SECONDS)
+    except KeyboardInterrupt:
+        typer.echo(f"{identifier} runs on; it is not waited for", err=True)
+        raise
+    if status.state == "succeeded":
+        return 0
+    if status.code:
+        typer.echo(f"{identifier} {status.state}: {printable(status.reason)}", err=True)
+        return status.code
+    raise PeerLostError(
+        f"{identifier} {status.state}: {printable(status.reason) or 'the engine gives no reason'}",
+        remedy="see its log above and what the engine says about it",
+    )
+
+
+def _option(name: str, value: str | None) -> list[str]:
+    return [] if value is None else [name, value]

@@ -1,0 +1,251 @@
+"""The agents of a run that is supervised from here: an Indexed Job or a StatefulSet of pods.
+
+Kubernetes replaces a failed pod by itself, under its index. What is left to do here: to notice (poll), to
+change the number, to take the pods of a lost node out of the way of their replacements, and to remove all.
+
+The API server is asked at most once a second, and while it does not answer the last known state counts:
+training does not need it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import secrets
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, TypeVar, final
+
+from paceline.core.clock import Clock, MonotonicClock
+from paceline.core.errors import UnavailableError
+from paceline.engines.engine import EngineRequest, LogLine, NodeStatus
+from paceline.engines.kubernetes import pod_status
+from paceline.engines.kubernetes.api_client import ApiClient, ApiError, Plain, is_quota
+from paceline.engines.kubernetes.job_progress import completions_for, is_over
+from paceline.engines.kubernetes.manifests import RUN_LABEL, renamed, secret_name
+from paceline.engines.kubernetes.object_creation import PATHS, create_all
+from paceline.engines.kubernetes.pod_logs import PodLogs
+
+_log = logging.getLogger("paceline.engines")
+
+_LOOK_SECONDS: Final = 1.0
+_QUOTA_SECONDS: Final = 20.0
+_DELETED: Final = "its pod was deleted"
+_T = TypeVar("_T")
+
+
+@final
+class AgentsJob:
+    """Pods of one run; see `EngineJob`."""
+
+    def __init__(
+        self,
+        client: ApiClient,
+        namespace: str,
+        request: EngineRequest,
+        secret: bytes,
+        clock: Clock | None = None,
+    ) -> None:
+        self._client, self._namespace = client, namespace
+        self._request, self._secret = request, secret
+        self._clock = clock or MonotonicClock()
+        self._logs = PodLogs(client, namespace)
+        self._owner: Plain = {}
+        self._numbers: dict[tuple[str, int], int] = {}
+        self._states: dict[int, pod_status.PodState] = {}
+        self._expected: deque[int] = deque()
+        self._next = self._indexes = 0
+        self._looked_at = self._read_at = float("-inf")
+        self._began_at = self._clock.now()
+        self._ran = self._stopped = self._complained = False
+        self._waits_for = ""
+        self._kept: list[LogLine] = []
+
+    @classmethod
+    def submit(
+        cls,
+        client: ApiClient,
+        namespace: str,
+        request: EngineRequest,
+        secret: bytes,
+        clock: Clock | None = None,
+    ) -> AgentsJob:
+        """Create the Secret and the pods' owner."""
+        job = cls(client, namespace or client.access.namespace, request, secret, clock)
+        spec = request["objects"][0]["spec"]
+        nodes = int(spec["replicas"] if "replicas" in spec else spec["parallelism"])
+        job._begin(nodes)
+        job._expect(nodes)
+        return job
+
+    @property
+    def name(self) -> str:
+        return str(self._owner["metadata"]["name"])
+
+    def poll(self) -> Sequence[NodeStatus]:
+        """Return the state of every agent; raise where none can ever run."""
+        if self._clock.now() - self._looked_at >= _LOOK_SECONDS and not self._stopped:
+            self._guarded(self._look)
+            self._looked_at = self._clock.now()
+        known = [
+            NodeStatus(number, state.state, state.host, state.code, state.reason)
+            for number, state in sorted(self._states.items())
+        ]
+        return [*known, *(NodeStatus(number, "pending", reason=self._waits_for) for number in self._expected)]
+
+    def scale(self, nodes: int) -> None:
+        """Have this many pods; make way for the replacements of those on lost nodes."""
+        self._guarded(lambda: self._scale(nodes))
+
+    def logs(self) -> Iterable[LogLine]:
+        """Return lines that pods wrote since the last call."""
+        kept, self._kept = self._kept, []
+        if self._stopped or self._clock.now() - self._read_at < _LOOK_SECONDS:
+            return kept
+        self._read_at = self._clock.now()
+        return [*kept, *(self._guarded(self._new_lines) or ())]
+
+    def stop(self) -> None:
+        """Delete everything; what the pods wrote until now can be read afterwards."""
+        if self._stopped:
+            return
+        self._kept += self._guarded(self._new_lines) or []
+        self._remove()
+        self._stopped = True
+
+    def _remove(self) -> None:
+        kind = self._owner["kind"]
+        try:
+            self._client.delete(f"{PATHS[kind].format(self._namespace)}/{self.name}")
+            # Its owner is gone, so that Kubernetes removes it too; now is better than soon.
+            self._client.delete(f"{PATHS['Secret'].format(self._namespace)}/{secret_name(self.name)}")
+        except (ApiError, UnavailableError) as error:
+            error.add_note(f"still there: {kind.lower()}/{self.name} in namespace {self._namespace}")
+            error.remedy = f"kubectl -n {self._namespace} delete {kind.lower()}/{self.name}"
+            raise
+
+    def _guarded(self, call: Callable[[], _T]) -> _T | None:
+        """Make requests; an API server that does not answer is tried again with the next call."""
+        try:
+            found = call()
+        except UnavailableError as error:
+            self._complain(error.message)
+            return None
+        except ApiError as error:
+            if error.status < 500 and error.status != 429:
+                raise
+            self._complain(error.message)
+            return None
+        self._complained = False
+        return found
+
+    def _complain(self, message: str) -> None:
+        if not self._complained:
+            _log.warning("%s; training goes on, and agents are looked for again", message)
+            self._complained = True
+
+    def _pods(self) -> list[Mapping[str, Any]]:
+        selector = f"{RUN_LABEL}={self.name}"
+        listed = self._client.get(PATHS["Pod"].format(self._namespace), labelSelector=selector)
+        pods: list[Mapping[str, Any]] = listed["items"]
+        return sorted(pods, key=lambda pod: (pod["metadata"]["creationTimestamp"], pod["metadata"]["name"]))
+
+    def _look(self) -> None:
+        pods = self._pods()
+        present = set()
+        for pod in pods:
+            for state in filter(None, (pod_status.read_earlier_life(pod), pod_status.read_pod(pod))):
+                number = self._number(state.key)
+                self._states[number] = state
+                present.add(number)
+                self._ran |= state.state == "running"
+        for number, state in self._states.items():
+            if number not in present and state.state in ("pending", "running"):
+                self._states[number] = self._vanished(state)
+        self._check_hopeless(pods)
+
+    def _vanished(self, state: pod_status.PodState) -> pod_status.PodState:
+        """Return the end of an agent whose pod is gone: dismissed by `scale`, or deleted by someone."""
+        if state.index >= self._indexes:
+            return dataclasses.replace(state, state="ended", code=0, reason=_DELETED)
+        return dataclasses.replace(state, state="lost", reason=_DELETED)
+
+    def _number(self, key: tuple[str, int]) -> int:
+        """Return the number of an agent; a pod that is new takes one that was asked for."""
+        if key not in self._numbers:
+            if self._expected:
+                self._numbers[key] = self._expected.popleft()
+            else:
+                self._numbers[key] = self._next
+                self._next += 1
+        return self._numbers[key]
+
+    def _check_hopeless(self, pods: Sequence[Mapping[str, Any]]) -> None:
+        self._waits_for = ""
+        if self._expected:
+            self._waits_for = self._refusal_of_pods()
+            waited = self._clock.now() - self._began_at
+            if not self._ran and is_quota(self._waits_for) and waited > _QUOTA_SECONDS:
+                raise pod_status.quota_error(self._waits_for)
+        if not self._ran and (error := pod_status.hopeless(pods)):
+            raise error
+
+    def _refusal_of_pods(self) -> str:
+        """Return why the controller could make no pod: it writes that down as an event."""
+        uid = self._owner["metadata"]["uid"]
+        selector = f"involvedObject.uid={uid},reason=FailedCreate"
+        events = self._client.get(PATHS["Event"].format(self._namespace), fieldSelector=selector)["items"]
+        return str(events[-1].get("message", "")) if events else ""
+
+    def _scale(self, nodes: int) -> None:
+        self._look()
+        for state in self._states.values():
+            if state.state == "lost" and state.reason != _DELETED:
+                # The node cannot confirm that the pod ended, so that no other one would get its index.
+                path = f"{PATHS['Pod'].format(self._namespace)}/{state.name}"
+                self._client.delete(path, grace_seconds=0)
+        path = f"{PATHS[self._owner['kind']].format(self._namespace)}/{self.name}"
+        current = self._client.find(path)
+        if current is None or is_over(current):
+            # Deleted by someone, or given up: no pod of it comes again.
+            self._remove()
+            self._begin(nodes)
+        elif self._owner["kind"] == "StatefulSet":
+            self._indexes = nodes
+            self._patch(path, current, {"replicas": nodes})
+        else:
+            count = self._indexes = completions_for(nodes, current)
+            self._patch(path, current, {"completions": count, "parallelism": count})
+        self._expect(nodes)
+        self._looked_at = float("-inf")
+
+    def _patch(self, path: str, current: Mapping[str, Any], spec: Mapping[str, int]) -> None:
+        if any(current["spec"].get(name) != value for name, value in spec.items()):
+            self._owner = {**self._owner, **self._client.patch(path, {"spec": spec})}
+
+    def _begin(self, nodes: int) -> None:
+        """Create the objects under a name that no other start of the run has."""
+        name = f"{self._request['name']}-{secrets.token_hex(3)}"
+        owner = renamed(self._request["objects"][0], self._request["name"], name)
+        counts = ("replicas",) if owner["kind"] == "StatefulSet" else ("completions", "parallelism")
+        owner["spec"].update(dict.fromkeys(counts, nodes))
+        self._indexes = nodes
+        self._owner = create_all(self._client, self._namespace, owner, [], self._secret)
+
+    def _expect(self, nodes: int) -> None:
+        """Number the pods that are asked for and not there yet."""
+        active = sum(state.state in ("pending", "running") for state in self._states.values())
+        while active + len(self._expected) < nodes:
+            self._expected.append(self._next)
+            self._next += 1
+        while self._expected and active + len(self._expected) > nodes:
+            self._expected.pop()
+
+    def _new_lines(self) -> list[LogLine]:
+        if not self._states and not self._stopped:
+            self._look()
+        found: list[LogLine] = []
+        for number, state in sorted(self._states.items()):
+            if state.state != "pending" and state.reason != _DELETED:
+                found += [LogLine(number, line) for line in self._logs.new_lines(state.name)]
+        return found

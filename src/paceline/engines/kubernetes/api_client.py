@@ -1,0 +1,175 @@
+"""Requests to a Kubernetes API server, and its refusals as one clear error each."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import ssl
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping
+from typing import Any, Final, final
+
+from paceline.core.errors import PlatformError, ResourceError, UnavailableError, UsageError
+from paceline.core.untrusted import printable
+from paceline.engines.kubernetes.kubeconfig import ClusterAccess
+
+_SECONDS: Final = 15.0
+_MOST_BYTES: Final = 64 << 20
+_MERGE_PATCH: Final = "application/merge-patch+json"
+_REMEDY_OF_ACCESS: Final = (
+    "`kubectl auth can-i create jobs` must answer yes: ask the cluster's administrator for a role, or give "
+    "another context or namespace"
+)
+
+Plain = dict[str, Any]
+
+
+@final
+class ApiError(PlatformError):
+    """The API server refused a request; `status` is HTTP's number, `reason` Kubernetes' own word."""
+
+    def __init__(self, message: str, *, status: int = 0, reason: str = "", remedy: str = "") -> None:
+        super().__init__(message, remedy=remedy, status=status, reason=reason)
+        self.status, self.reason = status, reason
+
+
+@final
+class ApiClient:
+    """One user at one API server. Every method makes one request and returns within 15 seconds."""
+
+    def __init__(self, access: ClusterAccess) -> None:
+        self.access = access
+        self._tls: ssl.SSLContext | None = None
+        self._has_tls = False
+
+    def get(self, path: str, **query: str) -> Plain:
+        return self._json("GET", path, query)
+
+    def create(self, path: str, body: Mapping[str, Any]) -> Plain:
+        return self._json("POST", path, {}, body)
+
+    def patch(self, path: str, body: Mapping[str, Any]) -> Plain:
+        """Change the fields that are named and no others."""
+        return self._json("PATCH", path, {}, body, _MERGE_PATCH)
+
+    def delete(self, path: str, *, grace_seconds: int | None = None) -> bool:
+        """Delete an object and what it owns; False where it is gone already."""
+        options: Plain = {"kind": "DeleteOptions", "apiVersion": "v1", "propagationPolicy": "Background"}
+        if grace_seconds is not None:
+            options["gracePeriodSeconds"] = grace_seconds
+        try:
+            self._json("DELETE", path, {}, options)
+        except ApiError as error:
+            if error.status != http.HTTPStatus.NOT_FOUND:
+                raise
+            return False
+        return True
+
+    def find(self, path: str) -> Plain | None:
+        """Return an object, or None where there is none."""
+        try:
+            return self.get(path)
+        except ApiError as error:
+            if error.status != http.HTTPStatus.NOT_FOUND:
+                raise
+            return None
+
+    def text(self, path: str, **query: str) -> str:
+        return self._request("GET", path, query, None, "").decode("utf-8", "replace")
+
+    def _json(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str],
+        body: Mapping[str, Any] | None = None,
+        content: str = "application/json",
+    ) -> Plain:
+        data = None if body is None else json.dumps(body).encode()
+        answer = self._request(method, path, query, data, content)
+        try:
+            found = json.loads(answer)
+            if not isinstance(found, dict):
+                raise ValueError("not an object")
+        except ValueError as error:
+            raise UnavailableError(
+                f"{self.access.server} does not answer as a Kubernetes API server: {error}",
+                remedy=f"check the server's address in {self.access.source}",
+            ) from error
+        return found
+
+    def _request(
+        self, method: str, path: str, query: Mapping[str, str], data: bytes | None, content: str
+    ) -> bytes:
+        url = self.access.server + path + ("?" + urllib.parse.urlencode(query) if query else "")
+        headers = {"Accept": "application/json", **self.access.headers()}
+        if data is not None:
+            headers["Content-Type"] = content
+        request = urllib.request.Request(url, data, headers, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=_SECONDS, context=self._context()) as answer:
+                return bytes(answer.read(_MOST_BYTES))
+        except urllib.error.HTTPError as error:
+            with error:
+                raise _refusal(method, path, error.code, error.read(_MOST_BYTES), self.access) from None
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            why = getattr(error, "reason", "") or error
+            raise UnavailableError(
+                f"the Kubernetes API server {self.access.server} cannot be reached: {why}",
+                remedy=f"it is the server of {self.access.source}: `kubectl cluster-info` must work here "
+                "(is a VPN or a proxy missing, is the cluster switched off?)",
+            ) from error
+
+    def _context(self) -> ssl.SSLContext | None:
+        if not self._has_tls:
+            self._tls, self._has_tls = self.access.tls(), True
+        return self._tls
+
+
+def _refusal(
+    method: str, path: str, code: int, body: bytes, access: ClusterAccess
+) -> ApiError | ResourceError | UsageError:
+    try:
+        status = json.loads(body)
+        told, reason = str(status["message"]), str(status.get("reason", ""))
+    except (ValueError, KeyError, TypeError):
+        told, reason = body[:500].decode("utf-8", "replace").strip(), ""
+    told = printable(told)
+    if code == http.HTTPStatus.UNAUTHORIZED:
+        return ApiError(
+            f"{access.server} does not accept the credentials of {access.source} (401 {told})",
+            status=code,
+            reason=reason,
+            remedy="log in to the cluster again (its token may have expired); `kubectl get pods` must work",
+        )
+    if code == http.HTTPStatus.FORBIDDEN and is_quota(told):
+        return ResourceError(
+            f"the namespace's quota is used up: {told}",
+            remedy="ask for fewer nodes, CPUs or GPUs, delete what is no longer used "
+            "(kubectl get resourcequota), or have the quota raised",
+            status=code,
+        )
+    if code == http.HTTPStatus.FORBIDDEN:
+        return ApiError(f"this user may not: {told}", status=code, reason=reason, remedy=_REMEDY_OF_ACCESS)
+    if code == http.HTTPStatus.CONFLICT and reason == "AlreadyExists":
+        return ApiError(
+            f"the name is taken: {told}",
+            status=code,
+            reason=reason,
+            remedy="choose another --name, or delete that one if it is no longer needed",
+        )
+    if code in (http.HTTPStatus.UNPROCESSABLE_ENTITY, http.HTTPStatus.BAD_REQUEST):
+        return ApiError(
+            f"the API server refuses this request as invalid: {told}",
+            status=code,
+            reason=reason,
+            remedy="look at it with --dry-run; Kubernetes 1.31 or later is needed",
+        )
+    return ApiError(f"{method} {path}: {code} {told}", status=code, reason=reason)
+
+
+def is_quota(told: str) -> bool:
+    """Return whether the text is the refusal of a ResourceQuota or a LimitRange."""
+    return "exceeded quota" in told or "usage per" in told

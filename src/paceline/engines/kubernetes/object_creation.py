@@ -1,0 +1,77 @@
+"""Create the objects of a run: all of them, or none."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+from paceline.core.errors import PacelineError
+from paceline.engines.kubernetes.api_client import ApiClient, Plain
+from paceline.engines.kubernetes.manifests import RUN_LABEL, TOKEN_KEY, secret_name
+
+PATHS: Final = {
+    "Job": "/apis/batch/v1/namespaces/{}/jobs",
+    "StatefulSet": "/apis/apps/v1/namespaces/{}/statefulsets",
+    "JobSet": "/apis/jobset.x-k8s.io/v1alpha2/namespaces/{}/jobsets",
+    "Service": "/api/v1/namespaces/{}/services",
+    "Secret": "/api/v1/namespaces/{}/secrets",
+    "Pod": "/api/v1/namespaces/{}/pods",
+    "Event": "/api/v1/namespaces/{}/events",
+}
+
+
+def create_all(
+    client: ApiClient,
+    namespace: str,
+    owner: Mapping[str, Any],
+    others: Sequence[Mapping[str, Any]],
+    secret: bytes,
+) -> Plain:
+    """Create the Secret, the other objects and the owner of the pods; return the owner. Whoever deletes the
+    owner deletes all of them. What was created is deleted again where this raises."""
+    first = [_secret_object(owner, secret), *others]
+    created: list[str] = []
+    try:
+        for one in first:
+            client.create(PATHS[one["kind"]].format(namespace), one)
+            created.append(object_path(namespace, one))
+        made = client.create(PATHS[owner["kind"]].format(namespace), owner)
+        created.append(object_path(namespace, owner))
+        reference = {
+            "apiVersion": owner["apiVersion"],
+            "kind": owner["kind"],
+            "name": owner["metadata"]["name"],
+            "uid": made["metadata"]["uid"],
+        }
+        for one in first:
+            client.patch(object_path(namespace, one), {"metadata": {"ownerReferences": [reference]}})
+    except BaseException:
+        for path in reversed(created):
+            # The first error says what is wrong.
+            with suppress(PacelineError):
+                client.delete(path)
+        raise
+    # An answer of the API server does not always repeat these.
+    return {"apiVersion": owner["apiVersion"], "kind": owner["kind"], **made}
+
+
+def object_path(namespace: str, one: Mapping[str, Any]) -> str:
+    return f"{PATHS[one['kind']].format(namespace)}/{one['metadata']['name']}"
+
+
+def _secret_object(owner: Mapping[str, Any], secret: bytes) -> Plain:
+    """Return the Secret: the token as `paceline join --token-file` reads it, in base64."""
+    metadata = owner["metadata"]
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {
+            "name": secret_name(metadata["name"]),
+            "labels": {RUN_LABEL: metadata["labels"][RUN_LABEL]},
+        },
+        "type": "Opaque",
+        "immutable": True,
+        "data": {TOKEN_KEY: base64.b64encode(secret.hex().encode() + b"\n").decode()},
+    }

@@ -1,0 +1,137 @@
+"""The objects of the fake API server: versions, owners, and who wants to hear of changes."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import itertools
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+Plain = dict[str, Any]
+Key = tuple[str, str, str]
+
+
+class ObjectStore:
+    """Objects by kind, namespace and name. One lock for all: whoever reads and then writes holds it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        self._objects: dict[Key, Plain] = {}
+        self._versions = itertools.count(1)
+        self.history: list[tuple[int, str, Plain]] = []
+
+    def add(self, one: Plain, namespace: str) -> Plain:
+        with self.lock:
+            one = copy.deepcopy(one)
+            metadata = one["metadata"]
+            metadata.update(namespace=namespace, uid=str(uuid.uuid4()), creationTimestamp=now())
+            self._objects[one["kind"], namespace, metadata["name"]] = one
+            self._note("ADDED", one)
+            return one
+
+    def find(self, kind: str, namespace: str, name: str) -> Plain | None:
+        with self.lock:
+            return self._objects.get((kind, namespace, name))
+
+    def every(self, kind: str, namespace: str = "") -> list[Plain]:
+        with self.lock:
+            return [
+                one
+                for (its_kind, its_namespace, _), one in self._objects.items()
+                if its_kind == kind and namespace in ("", its_namespace)
+            ]
+
+    def update(self, one: Plain, change: Callable[[Plain], None]) -> Plain:
+        """Change an object; nobody is told of a change that changes nothing."""
+        with self.lock:
+            before = copy.deepcopy(one)
+            change(one)
+            if one != before:
+                self._note("MODIFIED", one)
+            return one
+
+    def remove(self, one: Plain) -> None:
+        """Remove an object, and those that it owns: pods get their grace, others go at once."""
+        with self.lock:
+            metadata = one["metadata"]
+            self._objects.pop((one["kind"], metadata["namespace"], metadata["name"]), None)
+            self._note("DELETED", one)
+            for owned in self.owned_by(metadata["uid"]):
+                if owned["kind"] == "Pod":
+                    self.begin_deletion(owned)
+                else:
+                    self.remove(owned)
+
+    def owned_by(self, uid: str) -> list[Plain]:
+        with self.lock:
+            return [
+                one
+                for one in self._objects.values()
+                if any(owner["uid"] == uid for owner in one["metadata"].get("ownerReferences", ()))
+            ]
+
+    def pods_of(self, owner: Plain) -> list[Plain]:
+        return [one for one in self.owned_by(owner["metadata"]["uid"]) if one["kind"] == "Pod"]
+
+    def begin_deletion(self, pod: Plain, grace: int | None = None) -> None:
+        """Ask the kubelet to end a pod; the object is there until its container has ended."""
+        seconds = pod["spec"].get("terminationGracePeriodSeconds", 30) if grace is None else grace
+        if seconds == 0 or not pod["spec"].get("nodeName"):
+            self.remove(pod)
+            return
+
+        def change(one: Plain) -> None:
+            one["metadata"].setdefault("deletionTimestamp", now())
+            one["metadata"].setdefault("deletionGracePeriodSeconds", seconds)
+
+        self.update(pod, change)
+
+    def watch(self, kind: str, namespace: str, after: int, ends: Callable[[], bool]) -> Iterator[Plain]:
+        """Yield changes of objects of a kind, until `ends`."""
+        position = 0
+        while not ends():
+            with self.lock:
+                if position >= len(self.history):
+                    self.changed.wait(0.2)
+                fresh, position = self.history[position:], len(self.history)
+            for version, what, one in fresh:
+                if version > after and one["kind"] == kind and one["metadata"]["namespace"] == namespace:
+                    yield {"type": what, "object": one}
+
+    def _note(self, what: str, one: Plain) -> None:
+        version = next(self._versions)
+        one["metadata"]["resourceVersion"] = str(version)
+        self.history.append((version, what, copy.deepcopy(one)))
+        self.changed.notify_all()
+
+
+def now() -> str:
+    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def event(store: ObjectStore, about: Plain, reason: str, message: str) -> None:
+    """Write an Event about an object, once for equal ones."""
+    namespace = about["metadata"]["namespace"]
+    for known in store.every("Event", namespace):
+        if known["involvedObject"]["uid"] == about["metadata"]["uid"] and known["message"] == message:
+            return
+    store.add(
+        {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {"name": f"{about['metadata']['name']}.{uuid.uuid4().hex[:16]}"},
+            "involvedObject": {
+                "kind": about["kind"],
+                "name": about["metadata"]["name"],
+                "uid": about["metadata"]["uid"],
+            },
+            "reason": reason,
+            "message": message,
+            "type": "Warning",
+        },
+        namespace,
+    )

@@ -1,0 +1,93 @@
+"""The contract of engines on the ssh engine, with a real sshd on three hosts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, final
+
+import pytest
+from tests.clusters.ssh import ssh_hosts as lab
+from tests.clusters.ssh.ssh_hosts import ROOT, SshHosts
+
+from paceline.engines.ssh.ssh_engine import Ssh
+from paceline.testing.engine_contract import EngineLab, check_faults, check_stop_and_resume
+
+_WHY_NOT = lab.why_not()
+
+pytestmark = [
+    pytest.mark.netns,
+    pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT or "sshd is here"),
+    pytest.mark.timeout(300),
+]
+
+
+@final
+class _SshLab(EngineLab):
+    """See EngineLab. Hosts 1, 2, 3 are called b, c, d."""
+
+    def __init__(self, hosts: SshHosts) -> None:
+        self._hosts = hosts
+        self._lost: list[int] = []
+
+    def engine(self, nodes: int, workers_per_node: int) -> Ssh:
+        # A host beyond those that are used would be a spare that replaces a lost one before one is added.
+        numbers = range(1, nodes + 1)
+        return self._hosts.engine(*numbers, nodes=nodes, workers_per_node=workers_per_node)
+
+    def start(self, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
+        environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "PACELINE_HOST": "a"}
+        return self._hosts.hosts.start(0, command, env=environment, cwd=ROOT, **options)
+
+    def kill_process(self, node: str, pid: int) -> None:
+        os.kill(pid, signal.SIGKILL)
+
+    def kill_agent(self, node: str) -> None:
+        (agent,) = self._hosts.agents(_number(node))
+        os.kill(agent, signal.SIGKILL)
+
+    def lose_node(self, node: str) -> None:
+        """Cut it off and kill all of it: nobody is told."""
+        number = _number(node)
+        self._hosts.hosts.cut(number)
+        for pid in self._hosts.hosts.pids(number):
+            os.kill(pid, signal.SIGKILL)
+        self._lost.append(number)
+
+    def add_node(self) -> None:
+        number = self._lost.pop()
+        self._hosts.hosts.heal(number)
+        self._hosts.start(number)
+
+    def left_running(self) -> list[str]:
+        found = []
+        for number in range(1, len(self._hosts.hosts.names)):
+            for pid in self._hosts.hosts.pids(number):
+                line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+                if "sshd" not in line:
+                    found.append(f"{pid}: {line}")
+        return found
+
+
+def _number(node: str) -> int:
+    return "abcdefgh".index(node)
+
+
+@pytest.fixture
+def ssh_lab(tmp_path: Path) -> Iterator[_SshLab]:
+    with lab.ssh_hosts(3, tmp_path) as hosts:
+        yield _SshLab(hosts)
+
+
+def test_faults(ssh_lab: _SshLab, tmp_path: Path) -> None:
+    run = check_faults(ssh_lab, tmp_path)
+    # What agents write is shown with the name of their host, and the secret is nowhere.
+    assert "[b] joined the job" in run.output
+    assert "is lost: " in run.output
+
+
+def test_stop_and_resume_on_another_number_of_hosts(ssh_lab: _SshLab, tmp_path: Path) -> None:
+    check_stop_and_resume(ssh_lab, tmp_path)
