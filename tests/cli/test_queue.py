@@ -19,6 +19,7 @@ from tests.waiting import wait_for
 from paceline.core.available_resources import cores
 from paceline.frontends.run_queue.queue_folder import QueueFolder
 from paceline.frontends.run_queue.queued_run import QueuedRun
+from paceline.frontends.run_queue.train_command import train_command
 
 ROOT = Path(__file__).parents[2]
 
@@ -102,6 +103,16 @@ def test_variables_travel_by_name_and_their_values_are_not_shown(place, paceline
     assert "hush" not in out
 
 
+def test_a_run_on_an_engine_has_whole_nodes(place, paceline):
+    add(paceline, "script.py", "--engine", "ray", "--workers-per-node", "2", "--workers", "2-4")
+    request = only(place).request
+    assert (request.per_node, request.size) == (2, "2-4")
+    assert train_command(request, 4)[4:] == [
+        *("script.py", "--engine", "ray", "--workers-per-node", "2", "--nodes", "2", "--min-workers", "2"),
+        *("--set", "fault_tolerance.max_workers=4", "--run-dir", request.run_dir, "--resume", "auto"),
+    ]
+
+
 def test_the_order_is_that_of_the_workers(place, paceline):
     for name, priority in (("a", "0"), ("b", "5"), ("c", "5"), ("d", "-1")):
         add(paceline, "script.py", "--name", name, "--priority", priority)
@@ -148,6 +159,12 @@ MISTAKES = [
     ("add script.py --chaos explode", 2, "explode"),
     ("add script.py --num-gpus 2", 2, "use --workers MIN-MAX"),
     ("add script.py --backend spark", 2, "'spark' is unknown"),
+    ("add script.py --engine spark", 2, "there is no engine 'spark'"),
+    ("add script.py --engine ssh", 2, "needs hosts= or host_file="),
+    ("add script.py --engine ray --nodes 2", 2, "--nodes: the queue decides about it"),
+    ("add script.py --engine ray --workers-per-node 2 --workers 1-4", 2, "has 2 workers, which come and go"),
+    ("add script.py --workers-per-node 2", 2, "none is chosen"),
+    ("add script.py --engine ray --dry-run", 2, "--dry-run: the queue decides about it"),
     ("show 7", 2, "there is no run 7 in the queue"),
     ("logs 7", 2, "there is no run 7 in the queue"),
     ("wait 7", 2, "there is no run 7 in the queue"),

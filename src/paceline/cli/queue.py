@@ -14,12 +14,7 @@ from paceline.cli.output import AsJson, echo, echo_json
 from paceline.core.errors import UsageError
 from paceline.core.wording import counted, listed
 
-app = typer.Typer(
-    add_completion=False,
-    rich_markup_mode=None,
-    no_args_is_help=True,
-    help="Runs that wait for workers, and share those of this machine or of a cluster.",
-)
+app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 
 _ARGUMENTS = "paceline.script_arguments"
 
@@ -34,6 +29,14 @@ RunNumbers = Annotated[list[str], typer.Argument(help="Numbers of runs in the qu
 NoServer = Annotated[
     bool, typer.Option("--no-server", help="Start no server in the background where none is running.")
 ]
+
+
+@app.callback()
+def queue_of_runs() -> None:
+    """Runs that wait for workers, and share those of this machine or of a cluster.
+
+    Example: paceline queue add train.py --workers 1-4
+    """
 
 
 class AddCommand(TyperCommand):

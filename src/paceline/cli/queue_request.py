@@ -12,6 +12,7 @@ from typing import Any, Final
 import typer
 
 from paceline.core.errors import UsageError
+from paceline.core.wording import counted
 from paceline.frontends.run_queue.queue_client import kept_environment
 from paceline.frontends.run_queue.queued_run import RunRequest
 
@@ -21,10 +22,13 @@ _NAME: Final = re.compile(r"[A-Za-z0-9._-]+")
 _OURS: Final = {
     "workers": "--workers MIN-MAX",
     "num_gpus": "--workers MIN-MAX",
+    "num_nodes": "--workers MIN-MAX",
+    "nodes": "--workers MIN-MAX, in multiples of --workers-per-node",
     "min_workers": "--workers MIN-MAX",
     "fault_tolerance.min_workers": "--workers MIN-MAX",
     "fault_tolerance.max_workers": "--workers MIN-MAX",
     "run_dir": "--run-dir of `paceline queue add`",
+    "dry_run": "paceline train --dry-run, without the queue",
     "resume": "nothing: a run in the queue always continues from what it saved",
 }
 
@@ -53,6 +57,13 @@ def new_request(
         ) from error
     _check(given)
     least, most = parse_size(workers)
+    per_node = _workers_per_node(given)
+    if per_node and (least % per_node or most % per_node):
+        raise UsageError(
+            f"--workers {least}-{most}: a node of this engine has {counted(per_node, 'worker')}, which come "
+            "and go together",
+            remedy=f"give multiples of {per_node}, or another --workers-per-node",
+        )
     name = Path(script).stem if name is None else name
     if not _NAME.fullmatch(name):
         raise UsageError(
@@ -69,6 +80,7 @@ def new_request(
         name=name,
         least=least,
         most=most,
+        per_node=per_node,
     )
 
 
@@ -94,6 +106,22 @@ def _parsed(words: Sequence[str], arguments: tuple[str, ...]) -> dict[str, Any]:
         return dict(context.params)
 
 
+def _workers_per_node(given: dict[str, Any]) -> int:
+    """Return the workers of a node of the engine that is asked for; 0: the run stays on this machine."""
+    from paceline.cli.engine_options import EngineOptions
+
+    engine = EngineOptions(
+        engine=given["engine"] or ("ray" if given["backend"] == "ray" else None),
+        workers_per_node=given["workers_per_node"],
+        gpus_per_node=given["gpus_per_node"] if given["engine"] else None,
+        address=given["address"] if given["engine"] or given["backend"] == "ray" else None,
+        image=given["image"],
+        settings=given["engine_settings"] or [],
+        slurm=given["slurm"] or [],
+    ).chosen()
+    return 0 if engine is None else engine.workers_per_node
+
+
 def _check(given: dict[str, Any]) -> None:
     from paceline.cli.train import checked_assignments
     from paceline.cli.train_layout import number_of_workers
@@ -104,12 +132,12 @@ def _check(given: dict[str, Any]) -> None:
     texts = checked_assignments(given["assignments"] or [])
     assigned = {text.partition("=")[0].strip() for text in texts}
     for name, instead in _OURS.items():
-        option = f"--{name.replace('_', '-')}" if given.get(name) is not None else f"--set {name}"
-        if given.get(name) is not None or name in assigned:
+        is_option = given.get(name) not in (None, False)
+        option = f"--{name.replace('_', '-')}" if is_option else f"--set {name}"
+        if is_option or name in assigned:
             raise UsageError(f"{option}: the queue decides about it", remedy=f"use {instead}")
-    number_of_workers(
-        None, None, given["num_nodes"], given["gpus_per_node"], given["address"], given["backend"]
-    )
+    if given["engine"] is None and given["backend"] != "ray":
+        number_of_workers(None, None, None, given["gpus_per_node"], given["address"], given["backend"])
     if given["chaos"] is not None:
         Chaos(given["chaos"])
     config = given["config"]
