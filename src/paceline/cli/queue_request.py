@@ -34,14 +34,10 @@ _OURS: Final = {
 
 
 def new_request(
-    words: Sequence[str],
-    arguments: tuple[str, ...],
-    workers: str,
-    name: str | None,
-    run_dir: str | None,
-    env: Sequence[str],
+    words: Sequence[str], arguments: tuple[str, ...], workers: str | None, capacity: int, env: Sequence[str]
 ) -> RunRequest:
-    """Return the request of these words; UsageError where `paceline train` would refuse them."""
+    """Return the request of these words, without a name and a folder; UsageError where `paceline train`
+    would refuse them. Without `workers` the run may use all of the `capacity`."""
     given = _parsed(words, arguments)
     script = given["script"] if given["script_file"] is None else given["script_file"]
     if script is None:
@@ -56,18 +52,14 @@ def new_request(
             f"the script {script} cannot be read: {error.strerror}", remedy="check the path"
         ) from error
     _check(given)
-    least, most = parse_size(workers)
     per_node = _workers_per_node(given)
-    if per_node and (least % per_node or most % per_node):
+    unit = per_node or 1
+    least, most = (unit, max(unit, capacity // unit * unit)) if workers is None else parse_size(workers)
+    if least % unit or most % unit:
         raise UsageError(
-            f"--workers {least}-{most}: a node of this engine has {counted(per_node, 'worker')}, which come "
+            f"--workers {least}-{most}: a node of this engine has {counted(unit, 'worker')}, which come "
             "and go together",
-            remedy=f"give multiples of {per_node}, or another --workers-per-node",
-        )
-    name = Path(script).stem if name is None else name
-    if not _NAME.fullmatch(name):
-        raise UsageError(
-            f"--name {name!r} cannot be part of a folder's name", remedy="use letters, digits, '.', '-', '_'"
+            remedy=f"give multiples of {unit}, or another --workers-per-node",
         )
     return RunRequest(
         script=script,
@@ -76,12 +68,22 @@ def new_request(
         folder=os.getcwd(),
         python=sys.executable,
         environment=kept_environment(env),
-        run_dir="" if run_dir is None else os.path.abspath(run_dir),
-        name=name,
+        run_dir="",
+        name="",
         least=least,
         most=most,
         per_node=per_node,
     )
+
+
+def run_name(given: str | None, script: str) -> str:
+    """Return the name of a run: the given one, else the script's."""
+    name = Path(script).stem if given is None else given
+    if not _NAME.fullmatch(name):
+        raise UsageError(
+            f"--name {name!r} cannot be part of a folder's name", remedy="use letters, digits, '.', '-', '_'"
+        )
+    return name
 
 
 def parse_size(text: str) -> tuple[int, int]:
