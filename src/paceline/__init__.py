@@ -47,7 +47,7 @@ if TYPE_CHECKING:
         balance_workload as balance_workload,
     )
     from paceline.data.sampler import DistributedSampler as DistributedSampler
-    from paceline.engines.kubernetes.settings import Kubernetes as Kubernetes
+    from paceline.engines.kubernetes.kubernetes_engine import Kubernetes as Kubernetes
     from paceline.frontends.collective_functions import (
         all_gather as all_gather,
         all_reduce as all_reduce,
@@ -176,7 +176,7 @@ _MODULES = {
         "UsageError",
         "WireError",
     ),
-    "paceline.engines.kubernetes.settings": ("Kubernetes",),
+    "paceline.engines.kubernetes.kubernetes_engine": ("Kubernetes",),
     "paceline.frontends.collective_functions": (
         "all_gather",
         "all_reduce",

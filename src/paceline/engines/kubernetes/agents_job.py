@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar, final
 
 from paceline.core.clock import Clock, MonotonicClock
 from paceline.core.errors import UnavailableError
-from paceline.engines.engine import LogLine, NodeStatus, Request
+from paceline.engines.engine import EngineRequest, LogLine, NodeStatus
 from paceline.engines.kubernetes import pod_status
 from paceline.engines.kubernetes.api_client import ApiClient, ApiError, Plain, is_quota
 from paceline.engines.kubernetes.job_progress import completions_for, is_over
@@ -39,7 +39,12 @@ class AgentsJob:
     """Pods of one run; see `EngineJob`."""
 
     def __init__(
-        self, client: ApiClient, namespace: str, request: Request, secret: bytes, clock: Clock | None = None
+        self,
+        client: ApiClient,
+        namespace: str,
+        request: EngineRequest,
+        secret: bytes,
+        clock: Clock | None = None,
     ) -> None:
         self._client, self._namespace = client, namespace
         self._request, self._secret = request, secret
@@ -58,7 +63,12 @@ class AgentsJob:
 
     @classmethod
     def submit(
-        cls, client: ApiClient, namespace: str, request: Request, secret: bytes, clock: Clock | None = None
+        cls,
+        client: ApiClient,
+        namespace: str,
+        request: EngineRequest,
+        secret: bytes,
+        clock: Clock | None = None,
     ) -> AgentsJob:
         """Create the Secret and the pods' owner."""
         job = cls(client, namespace or client.access.namespace, request, secret, clock)
