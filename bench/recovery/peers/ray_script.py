@@ -1,6 +1,8 @@
 """Ray Train's TorchTrainer: a checkpoint every 20 steps, and workers that are started again from the newest.
 
-When a worker dies, Ray Train ends its group of workers and starts a new one (FailureConfig).
+When a worker dies, Ray Train ends its group of workers and starts a new one (FailureConfig). With a cluster's
+address and a smallest number of workers it is elastic: the next group has as many workers as there is room
+for, up to the workload's.
 """
 
 from __future__ import annotations
@@ -65,13 +67,20 @@ def train(settings: dict[str, Any]) -> None:
         log.finish(settings["steps"], state_hash(model.module))
 
 
-def main(folder: Path, steps: int) -> None:
-    # Ray hands workers to cores; here there are more workers than cores for every contender.
-    ray.init(num_cpus=workload.WORKERS + 1, include_dashboard=False, log_to_driver=False)
+def main(folder: Path, steps: int, address: str = "", fewest: str = "") -> None:
+    if address:
+        ray.init(address=address, log_to_driver=False)
+    else:
+        # Ray hands workers to cores; here there are more workers than cores for every contender.
+        ray.init(num_cpus=workload.WORKERS + 1, include_dashboard=False, log_to_driver=False)
+    elastic: dict[str, Any] = {"num_workers": workload.WORKERS}
+    if fewest:
+        # Its default looks for new nodes once a minute.
+        elastic = {"num_workers": (int(fewest), workload.WORKERS), "elastic_resize_monitor_interval_s": 5}
     trainer = ray.train.torch.TorchTrainer(
         train,
         train_loop_config={"folder": str(folder), "steps": steps},
-        scaling_config=ray.train.ScalingConfig(num_workers=workload.WORKERS, use_gpu=False),
+        scaling_config=ray.train.ScalingConfig(use_gpu=False, **elastic),
         run_config=ray.train.RunConfig(
             name="recovery",
             storage_path=str(folder / "storage"),
@@ -85,4 +94,4 @@ def main(folder: Path, steps: int) -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
-    main(Path(sys.argv[1]).absolute(), int(sys.argv[2]))
+    main(Path(sys.argv[1]).absolute(), int(sys.argv[2]), *sys.argv[3:])

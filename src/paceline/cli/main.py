@@ -50,6 +50,8 @@ class Commands(TyperGroup):
             ("train", "train:train", "Run a training script with these settings."),
             ("submit", "submit:submit", "Hand a run over to SLURM, Kubernetes, Ray or another engine."),
             ("run", "run:app", "Start a script on every rank, in place of torchrun."),
+            ("tune", "tune:app", "Search for good parameters of a script, many trials at once."),
+            ("queue", "queue:app", "Queue runs over workers that they share; priorities, preemption."),
             ("ls", "runs:list_runs", "List runs: state, steps, loss, size, age."),
             ("monitor", "monitor:monitor", "Watch a run in the terminal, or look at a finished one."),
             ("status", "run_control:status", "Show what a run and its workers are doing."),

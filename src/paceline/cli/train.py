@@ -6,9 +6,11 @@ stop and saved. Only the script imports torch.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -87,6 +89,8 @@ def train(
     file, rest = _chosen_script(script, script_file, arguments or [])
     if backend == "ray":
         engine, backend = engine or "ray", None
+    if (step := _slurm_step()) is not None:
+        engine = engine or "slurm"
     chosen = EngineOptions(
         engine,
         nodes or num_nodes if engine else nodes,
@@ -102,7 +106,7 @@ def train(
     if dry_run:
         _print_request(chosen)
         return
-    texts, layout = _checked(assignments or []), (workers, num_gpus, num_nodes, gpus_per_node)
+    texts, layout = checked_assignments(assignments or []), (workers, num_gpus, num_nodes, gpus_per_node)
     of_file: dict[str, Any] = {}
     if config is None:
         number = number_of_workers(*layout, address, backend)
@@ -121,7 +125,23 @@ def train(
         given["engine"] = chosen
         given["workers"] = None
     options = {**of_file, **{name: value for name, value in given.items() if value is not None}}
-    _train(file, rest, options, texts, config)
+    with contextlib.nullcontext() if step is None else step:
+        _train(file, rest, options, texts, config)
+
+
+def _slurm_step() -> contextlib.AbstractContextManager[None] | None:
+    """Return what the first of several tasks of an srun trains in; None where there is one task. The others
+    wait for its end, and end here."""
+    if "SLURM_STEP_ID" not in os.environ:
+        return None
+    from paceline.engines.slurm.allocation import StepTask
+    from paceline.engines.slurm.step_tasks import first_task, wait_for_first_task
+
+    task = StepTask.from_environment()
+    if task is None or task.rank == 0:
+        return None if task is None else first_task(task, Path.cwd())
+    wait_for_first_task(task, Path.cwd())
+    raise typer.Exit(0)
 
 
 def _train(
@@ -199,7 +219,8 @@ def _run(script: str, arguments: tuple[str, ...]) -> int:
     return 0
 
 
-def _checked(assignments: list[str]) -> tuple[str, ...]:
+def checked_assignments(assignments: list[str]) -> tuple[str, ...]:
+    """Return the texts of --set; UsageError for one that assigns nothing."""
     for text in assignments:
         name, equals, _ = text.partition("=")
         if not equals or not name.strip():

@@ -61,7 +61,8 @@ class CollectiveCall:
     def status(self, waits_for: Iterable[int]) -> Status:
         """Describe what this rank waits for in this call, for its peers to read."""
         waits, line = tuple(sorted(waits_for)), self.line or call_site()
-        return Status(self.text, line, waits, self.sequence, self.signature, ends_alone=self.in_background)
+        alone = self.in_background or in_background()
+        return Status(self.text, line, waits, self.sequence, self.signature, ends_alone=alone)
 
 
 @dataclass(slots=True)
@@ -101,6 +102,11 @@ def on_behalf_of(line: str) -> Iterator[None]:
         yield
     finally:
         _caller.line = None
+
+
+def in_background() -> bool:
+    """Return whether this thread works on behalf of another one, which may continue meanwhile."""
+    return getattr(_caller, "line", None) is not None
 
 
 class RankState(enum.Enum):

@@ -19,6 +19,7 @@ from paceline.core.errors import UsageError
 from paceline.core.listen_address import address_of, is_loopback
 
 _ANY_PORT: Final = 9  # discard: connecting a datagram socket sends nothing, and the port only has to be one
+_OUTSIDE: Final = ("192.0.2.1", "2001:db8::1")  # addresses for documentation: nobody has them
 _INTERFACE_REMEDY: Final = "choose the interface or the address that it can reach: interface="
 
 
@@ -90,6 +91,30 @@ def _interface_towards(host: str, interface: str) -> str:
             remedy=_INTERFACE_REMEDY,
         )
     return own
+
+
+def own_address(interface: str = "") -> str:
+    """Return the address at which machines that are not known yet reach this one: that of `interface`, else
+    that of this machine's name, else that from which its route to the outside starts."""
+    if interface:
+        return address_of(interface)
+    name = socket.gethostname()
+    try:
+        candidates = [address for address in _resolve(name) if not is_loopback(address)]
+    except UsageError:
+        candidates = []  # it does not know its own name
+    for address in candidates:
+        if _is_own(address) and not _is_link_local(address):
+            return address
+    for outside in _OUTSIDE:
+        try:
+            return _route_start(outside)
+        except OSError:
+            continue
+    raise UsageError(
+        f"no address of this machine ({name}) is known that other machines reach",
+        remedy="choose one with interface= or PACELINE_INTERFACE: a name such as eth0, or an address",
+    )
 
 
 def is_this_machine(host: str) -> bool:

@@ -24,7 +24,7 @@ ROW_BYTES = 8192
 LANES = 2
 RING_HEADER = 128
 MAX_WORLD = 4096
-_LEAST_ARENA = 16 << 20
+LEAST_ARENA = 16 << 20
 _SHARE_OF_LIMIT = 4
 _HEADER = struct.Struct("<8sIIQ")
 
@@ -81,10 +81,10 @@ class SegmentLayout:
         return self.arena(self.world_size)
 
 
-def create_segment(world_size: int) -> int:
+def create_segment(world_size: int, arena_bytes: int | None = None) -> int:
     """Return the descriptor of a new segment for a group; the caller passes it to the ranks and closes it."""
     check_world_size(world_size)
-    layout = SegmentLayout(world_size, usual_arena(world_size))
+    layout = SegmentLayout(world_size, usual_arena(world_size) if arena_bytes is None else arena_bytes)
     fd = -1
     try:
         fd = memory_file("paceline")
@@ -127,7 +127,7 @@ def usual_arena(world_size: int) -> int:
     if limit == resource.RLIM_INFINITY:
         return most
     # Every rank maps the arenas of all, and while a group is replaced those of two groups.
-    return max(_LEAST_ARENA, min(most, limit // _SHARE_OF_LIMIT // world_size // PAGE * PAGE))
+    return max(LEAST_ARENA, min(most, limit // _SHARE_OF_LIMIT // world_size // PAGE * PAGE))
 
 
 def check_world_size(world_size: object) -> None:

@@ -9,9 +9,12 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _log = logging.getLogger(__name__)
 _said: set[str] = set()
+_speaker: list[bool] = []  # whether this process speaks, where the caller knows better than the environment
 
 
 def announce(line: str) -> None:
@@ -30,7 +33,19 @@ def forget() -> None:
     _said.clear()
 
 
+@contextmanager
+def speaking_as(*, is_first: bool) -> Iterator[None]:
+    """Tell lines inside only where `is_first`: for jobs of launchers that are not known here."""
+    _speaker.append(is_first)
+    try:
+        yield
+    finally:
+        _speaker.pop()
+
+
 def _is_first_rank() -> bool:
+    if _speaker:
+        return _speaker[-1]
     from paceline.comm import default_group
     from paceline.comm.rendezvous.environment import find_launch_info
 

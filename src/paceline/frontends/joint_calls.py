@@ -7,13 +7,14 @@ rank that is lost while a call is under way is started again alone, and is given
 itself is lost, its workers save, and its successor goes on with their run. So do the successors of all
 ranks, where they are to start again together.
 
+Under mpirun the other ranks are agents meanwhile, and no launcher stands between them: mpi_calls.py.
+
 Calls are known by their number, counted from 1 on every rank. launcher/call_relay.py is the launcher's
 end.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -22,31 +23,39 @@ from typing import Any, TypeVar
 
 from paceline.comm import default_group, tensor_pickling
 from paceline.core import fd_messages
-from paceline.core.errors import RankFailedError
 from paceline.engines.local import fork_server_client, memfd_pickle
-from paceline.frontends import launcher_link, overrides
+from paceline.frontends import launcher_link, mpi_calls, overrides
 from paceline.frontends.launcher_link import LauncherLink
+from paceline.frontends.mpi_calls import MpiRanks
+from paceline.frontends.portable_errors import portable
 from paceline.train.settings.train_config import TrainConfig, shards_on_ranks
 from paceline.train.stop_signals import Stopped, listening
 
 T = TypeVar("T")
 
 
-def joint_link() -> LauncherLink | None:
+def joint_link() -> LauncherLink | MpiRanks | None:
     """Return the connection over which this rank makes joint calls. None where there is none, and where the
     ranks have formed a group already: a call is made in that group then."""
-    link = launcher_link.current()
-    if link is None or not link.joint or link.world_size == 1 or default_group.current() is not None:
+    if default_group.current() is not None or _has_torch_group():
         return None
-    return None if _has_torch_group() else link
+    link = launcher_link.current()
+    if link is None:
+        return mpi_calls.current()
+    return link if link.joint and link.world_size > 1 else None
 
 
 def call_together(
-    link: LauncherLink, config: TrainConfig, compute: Callable[[], T], was_stopped: Callable[[T], bool]
+    link: LauncherLink | MpiRanks,
+    config: TrainConfig,
+    compute: Callable[[], T],
+    was_stopped: Callable[[T], bool],
 ) -> T:
     """Make a call for all ranks if this one leads, else wait for its result. It has as many workers as there
     are ranks, whatever the script's own config says. A result that `was_stopped` is that of ranks which were
     to end: their successors make the call again, and go on with its run."""
+    if isinstance(link, MpiRanks):
+        return link.call_together(config, compute)
     with link.lock:
         link.calls += 1
         number = link.calls
@@ -100,7 +109,7 @@ def _lead(
     except BaseException as error:
         # What ends one rank ends them all alike.
         stopped = isinstance(error, Stopped | KeyboardInterrupt)
-        _send(link, number, _portable(error), ok=False, stopped=stopped)
+        _send(link, number, portable(error), ok=False, stopped=stopped)
         raise
     _send(link, number, result, ok=True, stopped=was_stopped(result))
     return result
@@ -112,22 +121,6 @@ def _send(link: LauncherLink, number: int, result: object, *, ok: bool, stopped:
         link.send("outcome", (file,), number=number, ok=ok, stopped=stopped)
     finally:
         os.close(file)
-
-
-def _portable(error: BaseException) -> BaseException:
-    """Return the error as it can travel to the other ranks."""
-    if isinstance(error, SystemExit):
-        return SystemExit(error.code)  # a run that was asked to stop
-    if isinstance(error, KeyboardInterrupt):
-        return KeyboardInterrupt(*error.args)
-    with contextlib.suppress(Exception):
-        file = memfd_pickle.dump(error)
-        try:
-            memfd_pickle.load(file)
-        finally:
-            os.close(file)
-        return error
-    return RankFailedError(f"rank 0 raised {type(error).__name__}: {error}", rank=0)
 
 
 def _has_torch_group() -> bool:

@@ -8,7 +8,8 @@ Messages of a rank, and what the launcher answers:
             stopped [result]
     run number                      run folder: of the run with this number before all ranks started again
     run_folder number, path         nothing: where it is now
-    keep_survivors                  nothing
+    keep_survivors needed           nothing
+    losses                          losses: ranks that failed before all ranks started again
 
 The connection belongs to the process that the launcher started: processes that the script forks have none.
 Imports no torch.
@@ -19,6 +20,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -103,10 +105,34 @@ def current() -> LauncherLink | None:
     return _links[0] if _links and _links[0].owner == os.getpid() else None
 
 
-def keep_survivors() -> bool:
+def keep_survivors(needed: Iterable[int] = ()) -> bool:
     """Ask the launcher to let the other ranks live when one is lost, because they go on without it by
-    themselves; it starts none again then. False: this process has no such launcher."""
+    themselves; it starts none again then. `needed`: ranks without which they cannot. False: this process has
+    no such launcher."""
     link = current()
     if link is not None:
-        link.send("keep_survivors")
+        link.send("keep_survivors", needed=list(needed))
     return link is not None
+
+
+@final
+@dataclass(frozen=True)
+class RankLoss:
+    """A rank that failed before all ranks were started again. `when`: on time.monotonic of its host."""
+
+    rank: int
+    pid: int
+    host: str
+    how: str
+    when: float
+
+
+def losses_before_restart() -> list[RankLoss]:
+    """Return the ranks that failed by themselves in the start before this one, the first one in front."""
+    link = current()
+    if link is None or link.lock.locked():
+        return []
+    with link.lock:
+        link.send("losses")
+        answer, _ = link.receive()
+    return [RankLoss(**one) for one in answer["losses"]]

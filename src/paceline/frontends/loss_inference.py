@@ -91,9 +91,11 @@ def as_objective(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     return loss_fn if first == "model" else FunctionLoss(loss_fn)
 
 
-def default_optimizer(learning_rate: float) -> Callable[[Any], AdamW]:
+def default_optimizer(learning_rate: float, weight_decay: float | None = None) -> Callable[[Any], AdamW]:
     """Return the optimizer for a training that names none, as a function of the parameters."""
-    return partial(AdamW, lr=learning_rate)
+    if weight_decay is None:
+        return partial(AdamW, lr=learning_rate)
+    return partial(AdamW, lr=learning_rate, weight_decay=weight_decay)
 
 
 def first_targets(source: Source) -> Any:

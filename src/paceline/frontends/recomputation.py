@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast, final
 from paceline.core import journal, traceback_filter, untrusted
 from paceline.core.atomic_file import create_once, replace_file
 from paceline.core.errors import ConfigError, PacelineError, PlatformError, UsageError
+from paceline.core.user_state import state_folder
 from paceline.frontends import overrides
 from paceline.frontends.run_preparation import as_recorded
 from paceline.monitor import journal_index
@@ -161,8 +162,7 @@ def _tag(key: bytes, record: Mapping[str, Any]) -> str:
 def _key(*, make: bool) -> bytes:
     """Return the user's key; empty where there is none, or where another user can read it."""
     try:
-        base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-        path = Path(base) / "paceline" / "records.key"
+        path = state_folder() / "records.key"
         if make and not path.exists():
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             create_once(path, secrets.token_bytes(_KEY_BYTES), mode=0o600)
@@ -170,7 +170,7 @@ def _key(*, make: bool) -> bytes:
             return b""
         key = untrusted.read_regular(path)
         return key if len(key) == _KEY_BYTES else b""
-    except (OSError, RuntimeError):
+    except (OSError, PlatformError):
         return b""  # no home, or none that can be written to
 
 

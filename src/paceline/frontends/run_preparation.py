@@ -25,7 +25,7 @@ from paceline.core.time_limits import COLLECTIVE_SECONDS
 from paceline.core.untrusted import redact_credentials
 from paceline.core.wording import counted, listed, with_article
 from paceline.elastic.supervised_folder import SUPERVISOR_FILES, recover_journal
-from paceline.frontends import launcher_link
+from paceline.frontends import launcher_link, mpi_calls
 from paceline.frontends.caller_tools import profiler_is_active
 from paceline.train.callbacks import Modifier, Observer, refuse_inside
 from paceline.train.settings.run_length import asked_for, told
@@ -219,6 +219,7 @@ def _continued(config: TrainConfig) -> TrainConfig:
 def _announce(folder: RunFolder, config: TrainConfig) -> None:
     if config.run_dir is not False:
         launcher_link.announce_folder(str(folder.path))
+        mpi_calls.announce_folder(str(folder.path))
 
 
 def as_recorded(config: TrainConfig) -> TrainConfig:

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
     from paceline.comm.context import DistributedContext
     from paceline.frontends.launcher_link import LauncherLink
+    from paceline.frontends.mpi_calls import MpiRanks
     from paceline.train.history import History
     from paceline.train.loop.recompute import ReplayedShard
     from paceline.train.loop.worker_jobs import TrainJob
@@ -313,13 +314,13 @@ class Trainer:
     # inside
 
     def _together(self, compute: Callable[[], T], was_stopped: Callable[[T], bool] = lambda _: False) -> T:
-        """Compute; under `paceline run`, once for all of its ranks."""
+        """Compute; under `paceline run` and mpirun, once for all of their ranks."""
         link = self._joint_link()
         if link is None:
             return compute()
         return joint_calls.call_together(link, self.config, compute, was_stopped)
 
-    def _joint_link(self) -> LauncherLink | None:
+    def _joint_link(self) -> LauncherLink | MpiRanks | None:
         return joint_calls.joint_link() if self.config.fault_tolerance.enabled else None
 
     def _running_job(self, what: str) -> DistributedContext | None:

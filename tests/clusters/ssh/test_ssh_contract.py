@@ -14,7 +14,7 @@ from tests.clusters.ssh import ssh_hosts as lab
 from tests.clusters.ssh.ssh_hosts import ROOT, SshHosts
 
 from paceline.engines.ssh.ssh_engine import Ssh
-from paceline.testing.engine_contract import check_faults, check_stop_and_resume
+from paceline.testing.engine_contract import EngineLab, check_faults, check_stop_and_resume
 
 _WHY_NOT = lab.why_not()
 
@@ -26,7 +26,7 @@ pytestmark = [
 
 
 @final
-class _SshLab:
+class _SshLab(EngineLab):
     """See EngineLab. Hosts 1, 2, 3 are called b, c, d."""
 
     def __init__(self, hosts: SshHosts) -> None:

@@ -58,6 +58,11 @@ def _submitted(
             job.stop()
 
 
+def _nodes_after_scale(job: EngineJob, nodes: int) -> int:
+    job.scale(nodes)
+    return len(job.poll())
+
+
 def _states(job: EngineJob) -> list[str]:
     return [status.state for status in job.poll()]
 
@@ -91,7 +96,7 @@ def test_agents_join_are_replaced_by_a_spare_host_and_leave(
         generation = run.view.generation
 
         # Another node, on the host that had been left; then it goes at a step boundary.
-        wait_for(lambda: job.scale(2) or len(job.poll()) == 3, "the host is used again")
+        wait_for(lambda: _nodes_after_scale(job, 2) == 3, "the host is used again")
         run.until_view("aabc", generation)
         generation, repaired = run.view.generation, len(run.of(events.Repaired))
         job.scale(1)

@@ -134,3 +134,15 @@ def test_a_wrong_sum_is_seen():
     invariants.begins(4, 1, None)
     invariants.begins(5, 7, good)
     assert len(invariants.violations) == len(halted) == 6
+
+
+@pytest.mark.parametrize(("workers", "nodes"), [(4, 2), (6, 3), (3, 1)])
+def test_runs_on_an_engine_keep_the_promises_whichever_agents_are_lost(workers: int, nodes: int):
+    lost = finished = 0
+    for seed in range(25):
+        outcome = run(seed, workers, nodes=nodes)
+        assert outcome.violations == (), f"seed {seed}: {outcome.violations}"
+        lost += any(fault.kind == "agent lost" for fault in outcome.faults)
+        finished += outcome.ok
+    assert lost > 0
+    assert finished > 15

@@ -27,6 +27,16 @@ REFUSED = [
         100,
         "fault_tolerance.min_workers=3 for workers=2: the run would stop before it begins",
     ),
+    (
+        {"workers": 2, "fault_tolerance": FaultTolerance(max_workers=1)},
+        100,
+        "fault_tolerance.max_workers=1 for workers=2: the run would begin with more workers",
+    ),
+    (
+        {"workers": 2, "shards": 4, "fault_tolerance": FaultTolerance(max_workers=5)},
+        100,
+        "fault_tolerance.max_workers=5 for shards=4: a shard is computed by one worker",
+    ),
     ({"workers": 2, "shards": 4, "mode": "fast"}, 100, 'mode="fast" with workers=2 and shards=4'),
     ({"shards": 100_000, "global_batch": 200_000}, 10**6, "shards=100000 is more than 65536"),
     (

@@ -16,6 +16,7 @@ from paceline.train.settings.fault_tolerance import FaultTolerance
 FULL = FaultTolerance(
     enabled=True,
     min_workers=2,
+    max_workers=6,
     max_worker_failures=0,
     max_preemptions=5,
     backoff=0.1,
@@ -53,6 +54,7 @@ def test_paths_and_chaos_are_kept_as_text():
     ("change", "shown"),
     [
         ({"min_workers": 0}, "min_workers=0"),
+        ({"max_workers": 0}, "max_workers=0 with min_workers=1"),
         ({"max_worker_failures": -1}, "max_worker_failures=-1"),
         ({"max_preemptions": -1}, "max_preemptions=-1"),
         ({"backoff": 0.0}, "backoff=0.0"),

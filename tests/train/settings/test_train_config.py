@@ -16,6 +16,7 @@ from hypothesis import given, settings, strategies as st
 
 from paceline.core import config as core_config
 from paceline.core.errors import ConfigError
+from paceline.train.settings.fault_tolerance import FaultTolerance
 from paceline.train.settings.train_config import (
     CheckpointConfig,
     DynamicBatch,
@@ -232,6 +233,7 @@ def test_what_is_left_open_is_filled_in_once():
         ({"global_batch": 256}, 8),
         ({"global_batch": 256, "workers": 8}, 16),
         ({"global_batch": 256, "workers": 12}, 32),
+        ({"global_batch": 256, "workers": 2, "fault_tolerance": FaultTolerance(max_workers=12)}, 32),
         ({"global_batch": 40, "workers": 4}, 5),
         ({"global_batch": 32}, 4),
         ({"global_batch": 12}, 4),
@@ -254,6 +256,14 @@ def test_up_to_four_workers_have_one_definition(batch):
         definition(TrainConfig(workers=n, global_batch=batch).resolved(cores=16)) for n in (1, 2, 3, 4)
     ]
     assert all(one == defined[0] for one in defined)
+
+
+def test_a_run_that_is_to_grow_has_one_definition_whatever_it_begins_with():
+    grown = FaultTolerance(max_workers=12)
+    begun = [TrainConfig(workers=n, fault_tolerance=grown).resolved(cores=24) for n in (1, 5, 12)]
+    assert all(definition(one) == definition(begun[0]) for one in begun)
+    assert {one.threads for one in begun} == {2}
+    assert definition(TrainConfig(workers=12).resolved(cores=24)) == definition(begun[0])
 
 
 def test_audit_alone_is_every_hundred_steps():

@@ -22,7 +22,7 @@ from paceline.core.wording import counted
 
 
 def barrier(transport: Transport) -> PlannedCall[None]:
-    return PlannedCall("barrier", "barrier()", partial(_barrier, transport))
+    return PlannedCall("barrier", "barrier()", partial(await_all_ranks, transport))
 
 
 def broadcast(transport: Transport, data: Any, root: int) -> PlannedCall[Any]:
@@ -31,7 +31,7 @@ def broadcast(transport: Transport, data: Any, root: int) -> PlannedCall[Any]:
 
     def work(call: CollectiveCall, deadline: float) -> Any:
         # Ranks that name different roots would send without receiving, and never find out.
-        _barrier(transport, call, deadline)
+        await_all_ranks(transport, call, deadline)
         arrived = _along_tree(transport, call, message, root, deadline)
         return data if transport.rank == root else arrived.decoded()
 
@@ -45,7 +45,7 @@ def scatter(transport: Transport, chunks: Any, root: int) -> PlannedCall[Any]:
     messages = _encoded(transport, parts, "scatter")
 
     def work(call: CollectiveCall, deadline: float) -> Any:
-        _barrier(transport, call, deadline)  # as in broadcast
+        await_all_ranks(transport, call, deadline)  # as in broadcast
         arrived = transfer(transport, call, messages, [] if is_root else [root], deadline)
         return parts[root] if is_root else arrived[root].decoded()
 
@@ -137,7 +137,7 @@ def _with_root(operation: str, transport: Transport, root: int) -> str:
     return f"{operation}(root_rank={labels_of(transport)[root]})"
 
 
-def _barrier(transport: Transport, call: CollectiveCall, deadline: float) -> None:
+def await_all_ranks(transport: Transport, call: CollectiveCall, deadline: float) -> None:
     """Return when all ranks are in this call: one tick in shared memory, else rounds of messages."""
     if transport.window is not None:
         transport.window.barrier(call, deadline)

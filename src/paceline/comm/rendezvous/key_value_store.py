@@ -27,7 +27,7 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -41,7 +41,7 @@ from paceline.core.wording import counted
 _log = logging.getLogger("paceline.comm")
 
 _MAX_BYTES = 2 << 20
-_MAX_VALUE = 1 << 20
+MAX_VALUE = 1 << 20
 _MAX_KEY = 1024
 _MAX_KEYS = 1 << 16
 _MAX_STORED = 256 << 20
@@ -52,18 +52,23 @@ _MAX_OUTBOX = 64 << 20
 @dataclass(slots=True)
 class _StoreConnection:
     """An authenticated connection of the server. `request` is the number of its latest request, `awaited` the
-    keys that the client waits for, and those that end the wait as well."""
+    keys that the client waits for, and those that end the wait as well; `held`: keys that its end sets."""
 
     link: FramedSocket
     request: int = -1
     awaited: tuple[list[str], list[str]] | None = None
+    held: list[str] = field(default_factory=list)
 
 
 class StoreServer:
-    """Server of the store at `listener`, which it owns, until it is closed."""
+    """Server of the store at `listener`, which it owns, until it is closed. `max_stored`: bytes of all
+    values."""
 
-    def __init__(self, listener: socket.socket, secret: bytes = b"") -> None:
+    def __init__(
+        self, listener: socket.socket, secret: bytes = b"", *, max_stored: int = _MAX_STORED
+    ) -> None:
         self._listener = listener
+        self._max_stored = max_stored
         self._values: dict[str, bytes] = {}
         self._stored = 0
         self._clients: dict[socket.socket, _StoreConnection] = {}
@@ -126,6 +131,8 @@ class StoreServer:
             self._selector.unregister(client.link.sock)
             del self._clients[client.link.sock]
             client.link.close()
+            for key in client.held:
+                self._values[key], changed = b"", True
         else:
             self._update_events(client)
         if changed:
@@ -159,6 +166,11 @@ class StoreServer:
                 self._store(key, b"%d" % total)
                 _reply(client, total)
                 return True
+            case "hold", [str(key)]:
+                self._store(key + "/held", b"")  # refused where the store is full
+                client.held.append(key)
+                _reply(client, None)
+                return False
             case "get", [list(keys)]:
                 values = [self._values.get(key) for key in checked_keys(keys)]
                 if sum(len(value) for value in values if value is not None) > _MAX_ANSWER:
@@ -172,11 +184,11 @@ class StoreServer:
         raise ValueError("not a request")
 
     def _store(self, key: str, value: bytes) -> None:
-        if len(key) > _MAX_KEY or len(value) > _MAX_VALUE:
+        if len(key) > _MAX_KEY or len(value) > MAX_VALUE:
             size = counted(len(value), "byte")
             raise ValueError(f"a key of {counted(len(key), 'character')} with a value of {size}")
         stored = self._stored + len(value) - len(self._values.get(key, b""))
-        if stored > _MAX_STORED or (key not in self._values and len(self._values) >= _MAX_KEYS):
+        if stored > self._max_stored or (key not in self._values and len(self._values) >= _MAX_KEYS):
             raise ValueError("the store is full")
         self._values[key], self._stored = value, stored
 
@@ -233,6 +245,10 @@ class StoreClient:
 
     def set(self, key: str, value: str | bytes) -> None:
         self._ask(["set", key, _to_base64(value.encode() if isinstance(value, str) else value)])
+
+    def set_at_end(self, key: str) -> None:
+        """Have the server set the key once this connection has ended, however it ends."""
+        self._ask(["hold", key])
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all the keys are there."""

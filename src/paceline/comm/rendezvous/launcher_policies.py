@@ -12,11 +12,13 @@ def why_survivors_end(environment: Mapping[str, str]) -> str:
     """Return why the launcher of this process ends the survivors of a failure, and what lets them live; empty
     where it lets them live, or is not known."""
     if environment.get("OMPI_COMM_WORLD_SIZE"):
-        # Of Open MPI 4; version 5 hands over its options in the same way under another name.
-        names = ("OMPI_MCA_orte_enable_recovery", "PRTE_MCA_prte_enable_recovery")
+        # Of Open MPI 4; version 5 hands over its options in the same way under other names. The last is set
+        # by --with-ft ulfm; --enable-recovery of version 5 works, and leaves no trace here.
+        names = ("OMPI_MCA_orte_enable_recovery", "PRTE_MCA_prte_enable_recovery", "OMPI_MCA_mpi_ft_enable")
         if any(environment.get(name, "").lower() in ("1", "true", "yes") for name in names):
             return ""
-        return "mpirun ends all processes when one dies: start it with mpirun --enable-recovery"
+        option = "--with-ft ulfm" if environment.get("PRTE_LAUNCHED") else "--enable-recovery"
+        return f"mpirun ends all processes when one dies: start it with mpirun {option}"
     if environment.get("TORCHELASTIC_RUN_ID"):
         return (
             "torchrun ends all processes when one dies, and starts them again: start them with paceline run"

@@ -28,8 +28,8 @@ from paceline.comm.transport.shm.transport import ShmTransport
 from paceline.comm.transport.tcp.bulk_transfer import BulkConnections
 from paceline.comm.transport.tcp.mesh import Mesh
 from paceline.comm.transport.tcp.mesh_handshake import connect_all
+from paceline.comm.transport.tcp.native_backend import BACKENDS, BackendGroup, nccl_group, own_group
 from paceline.comm.transport.tcp.network_transport import NetworkTransport
-from paceline.comm.transport.tcp.torch_backend import BACKENDS, BackendGroup, nccl_group, own_group
 from paceline.core.errors import GroupInterruptedError, PacelineError, RendezvousError, UnavailableError
 from paceline.core.listen_address import ANY_PORT, INTERFACE_VARIABLE, ListenAddress
 from paceline.core.mac_algorithms import Mac, offered
@@ -51,6 +51,7 @@ class GroupDescription:
     secret: bytes
     native: Any = None
     listening: ListenAddress = ANY_PORT
+    arena_bytes: int | None = None
 
     @property
     def mates(self) -> list[int]:
@@ -121,7 +122,7 @@ def _share(group: GroupDescription) -> ShmTransport | None:
     try:
         try:
             if rank == mates[0]:
-                segment = create_segment(len(mates))
+                segment = create_segment(len(mates), group.arena_bytes)
                 status = os.fstat(segment)
                 rendezvous.publish(
                     "segment", {"fd": segment, "inode": status.st_ino, "device": status.st_dev}

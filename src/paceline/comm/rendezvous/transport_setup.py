@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from paceline.comm.cost import LinkCosts, load_links
 from paceline.comm.rendezvous.environment import (
@@ -39,12 +39,12 @@ from paceline.comm.transport.base import Transport
 from paceline.comm.transport.shm import futex
 from paceline.comm.transport.shm.transport import ShmTransport
 from paceline.comm.transport.tcp.mesh_handshake import source_address
-from paceline.comm.transport.tcp.torch_backend import BACKENDS, check_backend
+from paceline.comm.transport.tcp.native_backend import BACKENDS, check_backend
 from paceline.core.errors import RendezvousError, UnavailableError, UsageError
 from paceline.core.host import host_identity, host_name
 from paceline.core.listen_address import ANY_PORT, ListenAddress
 from paceline.core.mac_algorithms import offered
-from paceline.core.shm_segment_layout import create_segment
+from paceline.core.shm_segment_layout import LEAST_ARENA, create_segment
 from paceline.core.time_limits import COLLECTIVE_SECONDS
 from paceline.core.version import VERSION
 
@@ -97,19 +97,27 @@ def over_process_group(group: Any = None, timeout: float = COLLECTIVE_SECONDS) -
         raise UsageError(
             "this process is not a member of the group", remedy="call it on the group's members only"
         )
-    if world_size == 1:
-        return single_rank(), load_links()
     name = str(group.group_name)
     prefix = f"paceline/{name}/{_group_rounds[name]}"
     _group_rounds[name] += 1
-    store = group.get_group_store()
-    where = f"the store of group {name!r}"
-    apart, deadline = PrefixStore(prefix, store), time.monotonic() + timeout
-    rendezvous = RendezvousRound(apart, rank, world_size, deadline, where)
+    apart = PrefixStore(prefix, group.get_group_store())
+    rendezvous = RendezvousRound(
+        apart, rank, world_size, time.monotonic() + timeout, f"the store of group {name!r}"
+    )
+    return meet_in_store(rendezvous, _hello(native=group))
+
+
+def meet_in_store(
+    rendezvous: RendezvousRound, me: RankIntroduction | None = None
+) -> tuple[Transport, LinkCosts]:
+    """Connect the ranks that meet in a store of torch's."""
+    if rendezvous.world_size == 1:
+        return single_rank(rendezvous.labels), load_links()
+    me = _hello(arena_bytes=LEAST_ARENA) if me is None else me
     try:
-        return connect_ranks(rendezvous, _host_of(store), _hello(native=group))
+        return connect_ranks(rendezvous, _host_of(rendezvous.store), me)
     except StoreGoneError as error:
-        raise RendezvousError(f"{where} went away before the ranks had met: {error}") from error
+        raise RendezvousError(f"{rendezvous.where} went away before the ranks had met: {error}") from error
 
 
 def single_rank(labels: Sequence[int] | None = None) -> ShmTransport:
@@ -165,7 +173,7 @@ def _find_and_join(launch: LaunchInfo, me: RankIntroduction, deadline: float) ->
 class RankIntroduction:
     """Introduction of a rank to a rendezvous; what is not given is found out here, or made up by rank 0.
     `secret` is that of the connections, where it is known before; `token` the one that the user gave the
-    ranks."""
+    ranks; `arena_bytes` the address space of a rank for tensors in shared memory, if not the usual."""
 
     backend: str = "auto"
     host: str = ""
@@ -175,15 +183,17 @@ class RankIntroduction:
     links: LinkCosts | None = None
     native: Any = None
     listening: ListenAddress = ANY_PORT
+    arena_bytes: int | None = None
 
 
-def _hello(backend: str = "auto", native: Any = None) -> RankIntroduction:
+def _hello(backend: str = "auto", native: Any = None, arena_bytes: int | None = None) -> RankIntroduction:
     """Introduce a rank whose starter sets environment variables and nothing else."""
     return RankIntroduction(
         backend,
         token=group_secret(os.environ),
         native=native,
         listening=ListenAddress.from_environment(os.environ),
+        arena_bytes=arena_bytes,
     )
 
 
@@ -213,7 +223,15 @@ def connect_ranks(
         check_alike(hellos, rendezvous.labels)
         secret = me.secret or mesh_secret(me.token, bytes.fromhex(hellos[0]["secret"]))
         group = GroupDescription(
-            rendezvous, hellos, topology_of(hellos), me.backend, master, secret, me.native, me.listening
+            rendezvous,
+            hellos,
+            topology_of(hellos),
+            me.backend,
+            master,
+            secret,
+            me.native,
+            me.listening,
+            me.arena_bytes,
         )
         transport = wire(group, listener)
         try:
@@ -233,7 +251,7 @@ def _source(master: str, listening: ListenAddress) -> str:
     return source_address(master)
 
 
-def _host_of(store: Store) -> str:
+def _host_of(store: object) -> str:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return str(getattr(store, "host", "")) or socket.gethostname()

@@ -17,7 +17,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from paceline.comm.call_status import CollectiveCall, Status, call_site
+from paceline.comm.call_status import CollectiveCall, Status, call_site, in_background
 from paceline.comm.ops import ReduceOp
 from paceline.core.errors import GroupInterruptedError
 
@@ -214,7 +214,8 @@ def labels_of(transport: Transport) -> Sequence[int]:
 
 def sending_status(labels: Sequence[int], dest: int, tag: int) -> Status:
     """Describe a rank that waits in `post`."""
-    return Status(f"send(dest_rank={labels[dest]}, tag={tag})", call_site(), (dest,))
+    text = f"send(dest_rank={labels[dest]}, tag={tag})"
+    return Status(text, call_site(), (dest,), ends_alone=in_background())
 
 
 def taking_status(

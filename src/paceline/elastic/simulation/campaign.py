@@ -47,11 +47,19 @@ class ScheduleOutcome:
 
 
 def run(
-    seed: int, workers: int, tracer: Callable[[str], None] | None = None, check_invariants: bool = True
+    seed: int,
+    workers: int,
+    tracer: Callable[[str], None] | None = None,
+    check_invariants: bool = True,
+    *,
+    nodes: int = 0,
 ) -> ScheduleOutcome:
-    """Run one schedule from beginning to end."""
+    """Run one schedule from beginning to end. `nodes`: all workers come with the agents of an engine, which
+    replaces agents that are lost."""
     draw = Random(f"{seed}:{workers}:schedule")
     plan = run_plan.drawn(draw, seed, workers)
+    if nodes:
+        plan = run_plan.on_engine(plan, nodes)
     schedule = simulated_faults.drawn(draw, workers)
     lasts = not any(fault.kind.startswith("supervisor") for fault in schedule)
     rng = Random(f"{seed}:{workers}:world")
@@ -63,6 +71,8 @@ def run(
     quiet = max([0.0, *(fault.over_by for fault in schedule)])
     world.time.at(quiet + world.patience, world.must_have_moved, quiet)
     world.supervisor.begin(SupervisorBegan())
+    for _ in range(plan.nodes):
+        world.time.after(plan.boot_seconds, simulated_faults.start_agent, world)
     if not world.time.run(MAX_EVENTS):
         many = world.time.happened >= MAX_EVENTS
         why = "the job does not end" if many else "nothing is left to happen and the job has not ended"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import final
 
@@ -27,6 +27,7 @@ class RunPlan:
     epoch_steps: int
     audit_every: int
     private_state: bool
+    nodes: int = 0  # agents of an engine, which have all the workers
     duty_seconds: float = 0.05
     commit_seconds: float = 0.004
 
@@ -76,3 +77,11 @@ def drawn(rng: Random, seed: int, workers: int) -> RunPlan:
         audit_every=rng.choice((1, 3)),
         private_state=rng.random() < 0.1,
     )
+
+
+def on_engine(plan: RunPlan, nodes: int) -> RunPlan:
+    """Return the same run with all its workers on the nodes of an engine."""
+    settings = replace(
+        plan.settings, agent_workers=plan.settings.workers, agents_wait_seconds=20.0, max_preemptions=100
+    )
+    return replace(plan, settings=settings, nodes=nodes)

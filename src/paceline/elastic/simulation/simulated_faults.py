@@ -21,6 +21,7 @@ from paceline.elastic.simulation.world import World
 Members: TypeAlias = list[SimulatedMember]
 
 PHASES = ("forward", "collective", "optimizer", "checkpoint", "evaluation", "wait", "committed")
+_ENGINE_SECONDS = 2.0  # within which an engine replaces a lost agent
 _GRACE_SECONDS = 3.0  # from asking a worker to go to killing it
 _SUSPENDED_SECONDS = 20.0
 _ABSENT_SECONDS = 5 * PATIENCE_SECONDS
@@ -283,6 +284,15 @@ def _agent_joins(world: World, fault: ScheduledFault, living: Members) -> None:
     _deliver_event(world, events.AgentJoined(agent_id, world.agents[agent_id], f"host{agent_id}"))
 
 
+def start_agent(world: World) -> None:
+    """Let an agent of the engine join, unless all nodes have one."""
+    if len(world.agents) >= world.plan.nodes:
+        return
+    agent_id = 1 + len(world.agents) + len(world.gone_agents)
+    world.agents[agent_id] = world.workers // world.plan.nodes
+    _deliver_event(world, events.AgentJoined(agent_id, world.agents[agent_id], f"host{agent_id}"))
+
+
 def _agent_lost(world: World, fault: ScheduledFault, living: Members) -> None:
     """Cut a host off: its workers end, or continue where no other process reaches them."""
     if not world.agents:
@@ -303,6 +313,8 @@ def _agent_lost(world: World, fault: ScheduledFault, living: Members) -> None:
                 world.network.cut_links[other.number, member.number] = until
                 world.network.cut_links[member.number, other.number] = until
     world.time.after(0.5, _deliver_event, world, events.AgentLost(agent_id, "the connection is closed"))
+    if world.plan.nodes:
+        world.time.after(_ENGINE_SECONDS, start_agent, world)
 
 
 def _scale(world: World, fault: ScheduledFault, living: Members) -> None:

@@ -61,34 +61,40 @@ def explain_end(
 ) -> CommandEnd:
     """Return why the agent on `host` ended; see ExplainEnd."""
     text = "\n".join(lines)
-    name = re.sub(r":\d+$", "", host)
     if code == _SSH_CODE:
-        return _explain_ssh(host, name, text, was_running)
+        return _explain_ssh(host, text, was_running)
     if code == 0:
         return CommandEnd("ended", lines[-1] if lines else "")
     if code < 0:
         return CommandEnd("lost", f"{host}: its ssh was ended by signal {-code}")
     if not was_running:
-        return _explain_start(host, code, text, python, folder)
+        return explain_start(host, code, text, python, folder)
     return CommandEnd("ended", f"{host}: the agent ended with code {code}{_quoted(lines)}")
 
 
-def _explain_ssh(host: str, name: str, text: str, was_running: bool) -> CommandEnd:
+def _explain_ssh(host: str, text: str, was_running: bool) -> CommandEnd:
     if was_running:
         # The last lines are the agent's own, and say nothing about ssh.
         return CommandEnd(
             "lost", f"{host}: its ssh connection ended: the host, its network or its sshd is gone"
         )
+    found = explain_connection(host, text)
+    return found or CommandEnd("lost", f"{host}: ssh could not connect{_quoted(text.splitlines())}")
+
+
+def explain_connection(host: str, text: str) -> CommandEnd | None:
+    """Return why ssh did not get in, from what it wrote; None where it wrote nothing that is known."""
+    name = re.sub(r":\d+$", "", host)
     for pattern, reason, remedy in _UNUSABLE:
         if re.search(pattern, text):
             return CommandEnd("ended", f"{host}: {reason}; try: {remedy.format(name=name)}", True)
     for pattern, reason, remedy in _LOST:
         if re.search(pattern, text):
             return CommandEnd("lost", f"{host}: {reason}; try: {remedy}")
-    return CommandEnd("lost", f"{host}: ssh could not connect{_quoted(text.splitlines())}")
+    return None
 
 
-def _explain_start(host: str, code: int, text: str, python: str, folder: str) -> CommandEnd:
+def explain_start(host: str, code: int, text: str, python: str, folder: str = "") -> CommandEnd:
     """Explain a command that ended before the agent was there."""
     if code == NO_FOLDER_CODE:
         reason, remedy = (

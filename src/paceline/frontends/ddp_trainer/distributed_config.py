@@ -187,27 +187,37 @@ class DistributedConfig:
         return core_config.load(DistributedConfig, path)
 
 
+def loaded(config: object) -> DistributedConfig:
+    """Return the settings that a caller gives as an object, a dict or a file; None: the defaults."""
+    if config is None:
+        return DistributedConfig()
+    if isinstance(config, DistributedConfig):
+        return config
+    if isinstance(config, str | os.PathLike | Mapping):
+        return core_config.load(DistributedConfig, config)
+    raise UsageError(
+        f"config is {with_article(config)}", remedy="give a DistributedConfig, a dict or a file of it"
+    )
+
+
+def under_overrides(config: DistributedConfig) -> DistributedConfig:
+    """Return the settings with what `paceline train` sets in their place."""
+    texts = overrides.current().per_gpu()
+    return (
+        core_config.load(DistributedConfig, dataclasses.asdict(config), overrides=texts) if texts else config
+    )
+
+
 def with_arguments(config: object, given: Mapping[str, Any]) -> DistributedConfig:
     """Return the settings of `config` with those arguments in their place that are not their default, and
     what `paceline train --config` sets in place of both."""
-    base = usual = DistributedConfig()
-    if isinstance(config, DistributedConfig):
-        base = config
-    elif isinstance(config, str | os.PathLike | Mapping):
-        base = core_config.load(DistributedConfig, config)
-    elif config is not None:
-        raise UsageError(
-            f"config is {with_article(config)}", remedy="give a DistributedConfig, a dict or a file of it"
-        )
+    base, usual = loaded(config), DistributedConfig()
     names = [field.name for field in dataclasses.fields(DistributedConfig) if field.name in given]
     with in_words_of({"DistributedConfig": "PyTorchDDPTrainer"}):  # whose arguments these are
         chosen = dataclasses.replace(
             base, **{name: given[name] for name in names if given[name] != getattr(usual, name)}
         )
-    texts = overrides.current().per_gpu()
-    return (
-        core_config.load(DistributedConfig, dataclasses.asdict(chosen), overrides=texts) if texts else chosen
-    )
+    return under_overrides(chosen)
 
 
 def gpus_here() -> int:

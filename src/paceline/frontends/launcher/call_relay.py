@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -36,6 +36,8 @@ class CallRelay:
         self._calls: dict[int, _JointCall] = {}
         self._runs: dict[int, str] = {}  # folders of runs that ranks prepared outside of joint calls
         self.keeps_survivors = False
+        self._needed: frozenset[int] = frozenset()  # ranks that survivors cannot go on without
+        self.losses: list[dict[str, Any]] = []  # of the start before, for the ranks of this one
         self._inside: dict[int, int] = {}
 
     @property
@@ -66,7 +68,13 @@ class CallRelay:
             case "run_folder":
                 self._runs[int(message["number"])] = str(message["path"])
             case "keep_survivors":
-                self.keeps_survivors = True
+                self.keeps_survivors, self._needed = True, frozenset(map(int, message["needed"]))
+            case "losses":
+                self._send(rank, {"kind": "losses", "losses": self.losses})
+
+    def leaves_survivors(self, failed: Iterable[int]) -> bool:
+        """Return whether the other ranks go on without those that failed."""
+        return self.keeps_survivors and self._needed.isdisjoint(failed)
 
     def forget(self, rank: ScriptRank) -> None:
         """Note that a rank has ended."""
@@ -78,6 +86,7 @@ class CallRelay:
         """Prepare for ranks that all start again: they count their calls anew. Results stay, for they would
         come out the same; that of a call which stopped early does not, and its run is continued."""
         self._inside.clear()
+        self.keeps_survivors = False  # these ranks have not asked for it
         for call in self._calls.values():
             call.waiting = []
             if call.outcome >= 0 and (call.stopped or not call.ok):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -78,6 +79,11 @@ class NodeJob:
             self._say(failure_text.describe(failure, failed, place, self._config, over=over))
             if over:
                 return self._meeting.finish(failure.exit_code)
+            host = socket.gethostname()
+            self._calls.losses = [
+                {"rank": end.rank, "pid": end.pid, "host": host, "how": end.how, "when": end.when}
+                for end in failed
+            ]
             self._say(failure_text.restart(place, attempt, self._meeting.max_restarts))
         raise AssertionError("unreachable")
 
@@ -136,9 +142,10 @@ class NodeJob:
 
     def _stop_after_a_failure(self, ends: Sequence[RankEnd]) -> None:
         """Have the others end once a rank has failed, here or on another node."""
-        if self._stopped_at < float("inf") or (self._calls.keeps_survivors and self._meeting.failure is None):
-            return
         failed = [end for end in ends if end.has_failed]
+        survive = self._calls.leaves_survivors(end.rank for end in failed)
+        if self._stopped_at < float("inf") or (survive and self._meeting.failure is None):
+            return
         # One that was killed may be started again alone: that is decided when no message of it is to come.
         raised = any(rank.has_failed and not rank.was_killed for rank in self._ranks.running.values())
         if self._meeting.failure is None and self._sent and all(map(self._meant_the_end, failed)):
@@ -186,7 +193,8 @@ class NodeJob:
 
     def _failed(self, ends: Sequence[RankEnd]) -> list[RankEnd]:
         """Return the ranks that failed by themselves, the one that was first in front."""
-        if self._calls.keeps_survivors and any(not end.has_failed for end in ends):
+        lost = [end.rank for end in ends if end.has_failed]
+        if self._calls.leaves_survivors(lost) and len(lost) < len(ends):
             return []
         failed = [end for end in ends if end.has_failed and not self._was_stopped(end)]
         if not failed:

@@ -85,6 +85,19 @@ def _workers_and_shards(config: TrainConfig) -> None:
             "begins, for having too few of them",
             f"set min_workers to {config.workers} or fewer, or workers to {least} or more",
         )
+    grown = config.fault_tolerance.max_workers
+    if grown is not None and grown < config.workers:
+        _refuse(
+            f"fault_tolerance.max_workers={grown} for workers={config.workers}: the run would begin with more "
+            "workers than it may have",
+            f"set max_workers to {config.workers} or more, or workers to {grown} or fewer",
+        )
+    if grown is not None and config.mode == "exact" and grown > shards:
+        _refuse(
+            f"fault_tolerance.max_workers={grown} for shards={shards}: a shard is computed by one worker, so "
+            "the run could never have that many",
+            f"set max_workers to {shards} or fewer, or start the run with shards={grown} or more",
+        )
     if config.mode == "fast" and shards != config.workers:
         _refuse(
             f'mode="fast" with workers={config.workers} and shards={shards}: there each worker is one slice '

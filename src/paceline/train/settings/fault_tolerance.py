@@ -24,6 +24,8 @@ class FaultTolerance:
 
     enabled               a supervisor replaces workers that fail; else the first failure ends the run
     min_workers           with fewer than these the run stops with a verdict
+    max_workers           how far the run is to grow (`paceline scale`, `paceline queue`): `shards` and
+                          `threads` that are left open are chosen for so many workers; None: for `workers`
     max_worker_failures   replacements of one rank, before training continues without it
     max_preemptions       replacements, of all ranks together, of workers that were asked to leave
     backoff               seconds before the second replacement of a rank in a row, doubled with every further
@@ -50,6 +52,7 @@ class FaultTolerance:
 
     enabled: bool = True
     min_workers: int = 1
+    max_workers: int | None = None
     max_worker_failures: int = 3
     max_preemptions: int = 100
     backoff: float = 0.5
@@ -78,6 +81,14 @@ class FaultTolerance:
             object.__setattr__(self, "chaos", str(chaos) or None)
         conform(self)
         at_least(self, "min_workers", 1, "a run needs a worker")
+        if self.max_workers is not None and self.max_workers < self.min_workers:
+            refuse(
+                self,
+                "max_workers",
+                f"max_workers={self.max_workers} with min_workers={self.min_workers}: no number of workers is "
+                "allowed",
+                f"set max_workers to {self.min_workers} or more, or leave it out",
+            )
         at_least(self, "max_worker_failures", 0, "it counts the replacements of one rank")
         at_least(self, "max_preemptions", 0, "it counts the replacements of workers that left")
         at_least(self, "joining_workers", 0, "it counts workers of other machines")

@@ -286,7 +286,7 @@ class TrainConfig:
         part of the run's definition from then on, so none may depend on workers that come and go.
         """
         shards = self.chosen_shards
-        sharing = shards if self.shards is not None else max(_WORKERS_WITH_EQUAL_BITS, self.workers)
+        sharing = shards if self.shards is not None else max(_WORKERS_WITH_EQUAL_BITS, most_workers(self))
         return dataclasses.replace(
             self,
             shards=shards,
@@ -306,10 +306,16 @@ def default_shards(config: TrainConfig) -> int:
     """
     if config.mode == "fast":
         return config.workers
-    wanted = 1 << (2 * max(config.workers, _WORKERS_WITH_EQUAL_BITS) - 1).bit_length()
+    workers = most_workers(config)
+    wanted = 1 << (2 * max(workers, _WORKERS_WITH_EQUAL_BITS) - 1).bit_length()
     comfortable = max(_WORKERS_WITH_EQUAL_BITS, config.first_batch // _COMFORTABLE_SAMPLES)
     most = config.first_batch // (config.micro_samples or 1)
-    return max(config.workers, min(wanted, comfortable, most))
+    return max(workers, min(wanted, comfortable, most))
+
+
+def most_workers(config: TrainConfig) -> int:
+    """Return the workers that the run is made for: those of its first start, or those it is to grow to."""
+    return max(config.workers, config.fault_tolerance.max_workers or 0)
 
 
 def shards_on_ranks(config: TrainConfig, ranks: int) -> int | None:

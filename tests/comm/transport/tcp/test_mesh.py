@@ -19,7 +19,7 @@ from paceline.comm.transport.base import HEADER_BYTES, ReceivedMessage
 from paceline.comm.transport.tcp.framed_socket import INLINE_BYTES, FramedSocket, FrameKind
 from paceline.comm.transport.tcp.mesh import Mesh
 from paceline.comm.transport.tcp.mesh_handshake import PeerConnections, connect_all
-from paceline.comm.transport.tcp.torch_backend import _NoteStore
+from paceline.comm.transport.tcp.native_backend import _NoteStore
 from paceline.core.authenticated_listener import AuthenticatedSocket
 from paceline.core.errors import InternalError, RendezvousError, UsageError, WireError
 from paceline.core.listen_address import ListenAddress

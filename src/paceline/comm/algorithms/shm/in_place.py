@@ -115,14 +115,14 @@ def _by_blocks(task: ReductionTask, sources: Sequence[int], targets: Sequence[in
             return fetched
 
         result = out[low:high]
-        _fold_beside(task.recipe, fetch, rooms, result, [tensor[: high - low] for tensor in spare])
+        fold_beside(task.recipe, fetch, rooms, result, [tensor[: high - low] for tensor in spare])
         for step in range(1, size):
             peer = (rank + step) % size  # every rank starts at another peer
             _put(task, peer, targets[peer], low, result)
     task.end()
 
 
-def _fold_beside(
+def fold_beside(
     recipe: Recipe,
     fetch: Callable[[int, Tensor], Tensor],
     rooms: Sequence[Tensor],

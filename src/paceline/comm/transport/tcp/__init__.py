@@ -2,5 +2,5 @@
 
 `dial` and `mesh_handshake` connect the ranks; `framed_socket` and `mesh` carry control and small messages,
 `bulk_transfer` large ones; `exchange` moves all messages of a round and waits for them, and
-`network_transport` puts them together. `torch_backend` hands tensors to torch's backends.
+`network_transport` puts them together. `native_backend` hands tensors to torch's backends.
 """

@@ -43,7 +43,7 @@ from paceline.comm.transport.tcp.exchange import (
 )
 from paceline.comm.transport.tcp.framed_socket import BODY_TAG_BYTES, HEAD_BYTES, FrameKind
 from paceline.comm.transport.tcp.mesh import Mesh
-from paceline.comm.transport.tcp.torch_backend import BackendGroup
+from paceline.comm.transport.tcp.native_backend import BackendGroup
 from paceline.comm.transport.wait_watch import LOOK_SECONDS
 
 

@@ -1,0 +1,117 @@
+"""What `paceline queue add` asks for, checked before it waits: a mistake must not show itself hours later."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import typer
+
+from paceline.core.errors import UsageError
+from paceline.frontends.run_queue.queue_client import kept_environment
+from paceline.frontends.run_queue.queued_run import RunRequest
+
+_SIZE: Final = re.compile(r"(\d+)(?:-(\d+))?")
+_NAME: Final = re.compile(r"[A-Za-z0-9._-]+")
+# Options and settings of `paceline train` that the queue gives itself, and what to use.
+_OURS: Final = {
+    "workers": "--workers MIN-MAX",
+    "num_gpus": "--workers MIN-MAX",
+    "min_workers": "--workers MIN-MAX",
+    "fault_tolerance.min_workers": "--workers MIN-MAX",
+    "fault_tolerance.max_workers": "--workers MIN-MAX",
+    "run_dir": "--run-dir of `paceline queue add`",
+    "resume": "nothing: a run in the queue always continues from what it saved",
+}
+
+
+def new_request(
+    words: Sequence[str],
+    arguments: tuple[str, ...],
+    workers: str,
+    name: str | None,
+    run_dir: str | None,
+    env: Sequence[str],
+) -> RunRequest:
+    """Return the request of these words; UsageError where `paceline train` would refuse them."""
+    given = _parsed(words, arguments)
+    script = given["script"] if given["script_file"] is None else given["script_file"]
+    if script is None:
+        raise UsageError(
+            "no script is given", remedy="name the file that trains: paceline queue add train.py"
+        )
+    try:
+        with open(script, "rb"):
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"the script {script} cannot be read: {error.strerror}", remedy="check the path"
+        ) from error
+    _check(given)
+    least, most = parse_size(workers)
+    name = Path(script).stem if name is None else name
+    if not _NAME.fullmatch(name):
+        raise UsageError(
+            f"--name {name!r} cannot be part of a folder's name", remedy="use letters, digits, '.', '-', '_'"
+        )
+    return RunRequest(
+        script=script,
+        options=tuple(words),
+        arguments=arguments,
+        folder=os.getcwd(),
+        python=sys.executable,
+        environment=kept_environment(env),
+        run_dir="" if run_dir is None else os.path.abspath(run_dir),
+        name=name,
+        least=least,
+        most=most,
+    )
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """Return the fewest and the most workers of a text such as 1-4 or 4."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(
+            f"--workers {text} is no number of workers",
+            remedy="give the fewest and the most, such as 1-4, or one number",
+        )
+    least = int(match[1])
+    return least, int(match[2]) if match[2] is not None else least
+
+
+def _parsed(words: Sequence[str], arguments: tuple[str, ...]) -> dict[str, Any]:
+    """Return the parameters of `paceline train` that these words are."""
+    from paceline.cli.train import train
+
+    alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+    alone.command("train")(train)
+    with typer.main.get_command(alone).make_context("paceline train", [*words, "--", *arguments]) as context:
+        return dict(context.params)
+
+
+def _check(given: dict[str, Any]) -> None:
+    from paceline.cli.train import checked_assignments
+    from paceline.cli.train_layout import number_of_workers
+    from paceline.core.chaos_spec import Chaos
+    from paceline.frontends.ddp_trainer.config_file import PerGpuFile
+    from paceline.frontends.overrides import Overrides
+
+    texts = checked_assignments(given["assignments"] or [])
+    assigned = {text.partition("=")[0].strip() for text in texts}
+    for name, instead in _OURS.items():
+        option = f"--{name.replace('_', '-')}" if given.get(name) is not None else f"--set {name}"
+        if given.get(name) is not None or name in assigned:
+            raise UsageError(f"{option}: the queue decides about it", remedy=f"use {instead}")
+    number_of_workers(
+        None, None, given["num_nodes"], given["gpus_per_node"], given["address"], given["backend"]
+    )
+    if given["chaos"] is not None:
+        Chaos(given["chaos"])
+    config = given["config"]
+    per_gpu = None if config is None else PerGpuFile.read(config)
+    Overrides({}, texts, file=None if per_gpu is not None else config)

@@ -1,0 +1,209 @@
+"""This process's connection to a Ray cluster: made at most once, shared by the runs of the process, closed
+with the last of them where it was made here. Each way to fail is one error, within seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final, final
+
+from paceline.core.errors import UnavailableError, UsageError
+from paceline.core.reachable_address import address_for_hosts
+from paceline.engines.ray import requests
+
+if TYPE_CHECKING:
+    from paceline.engines.ray.ray_engine import Ray
+
+_REACH_SECONDS: Final = 5.0
+_LOCAL: Final = "local"
+
+_lock = threading.Lock()
+_current: Connection | None = None
+
+
+def import_ray(module: str = "ray") -> Any:
+    """Return Ray, or a module of it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UnavailableError(
+            f"the engine Ray needs the package ray, which cannot be imported here ({error})",
+            remedy="pip install 'paceline[ray]'",
+        ) from error
+
+
+@final
+class Connection:
+    """A cluster that this process is connected to; `is_ours`: this module connected it."""
+
+    def __init__(self, ray: Any, address: str, *, is_ours: bool) -> None:
+        self.ray = ray
+        self.address = address
+        self.is_ours = is_ours
+        self.users = 0
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the cluster was started here, for this process alone."""
+        return self.is_ours and self.address == _LOCAL
+
+    def living_nodes(self) -> list[dict[str, Any]]:
+        return [node for node in self.ray.nodes() if node["Alive"]]
+
+    def check_capacity(self, bundle: dict[str, float]) -> None:
+        resources = [node["Resources"] for node in self.living_nodes()]
+        requests.check_capacity(bundle, resources, self.address)
+
+    def address_for_nodes(self) -> str:
+        """Return the address of this machine that the nodes reach."""
+        return address_for_hosts({node["NodeManagerAddress"] for node in self.living_nodes()})
+
+    def close(self) -> None:
+        """Give up this use of the connection; the last one disconnects."""
+        global _current
+        with _lock:
+            self.users -= 1
+            if self.users > 0 or not self.is_ours or _current is not self:
+                return
+            _current = None
+            self.ray.shutdown()
+
+
+def starts_cluster(settings: Ray) -> bool:
+    """Return whether `connect` would start a local cluster."""
+    ray = import_ray()
+    return not ray.is_initialized() and _wanted_address(settings) == _LOCAL
+
+
+def connect(settings: Ray) -> Connection:
+    """Return the connection that these settings mean; made now where there is none."""
+    global _current
+    ray = import_ray()
+    with _lock:
+        if _current is not None and _current.is_ours and not ray.is_initialized():
+            _current = None  # the user shut Ray down
+        if _current is None:
+            if ray.is_initialized():
+                _current = Connection(ray, _address_in_use(ray), is_ours=False)
+            else:
+                _current = _made(ray, settings)
+        found = _current
+    wanted = _wanted_address(settings)
+    if wanted not in ("auto", _LOCAL, found.address) and found.is_ours:
+        raise UsageError(
+            f"this process is connected to Ray at {found.address}, and address={wanted!r} is another cluster",
+            remedy="train on one cluster at a time, or call ray.shutdown() before",
+        )
+    if not settings.autoscales:
+        try:
+            found.check_capacity(settings.bundle)
+        except UsageError:
+            if found.is_ours and not found.users:
+                found.close()
+            raise
+    return found
+
+
+def _address_in_use(ray: Any) -> str:
+    if ray.util.client.ray.is_connected():
+        return "ray://"
+    return str(ray.get_runtime_context().gcs_address)
+
+
+def _wanted_address(settings: Ray) -> str:
+    given = settings.address
+    if given in (None, "auto"):
+        return os.environ.get("RAY_ADDRESS") or given or _LOCAL
+    return given
+
+
+def _made(ray: Any, settings: Ray) -> Connection:
+    address = _wanted_address(settings)
+    options: dict[str, Any] = {
+        "log_to_driver": False,
+        "logging_level": logging.WARNING,
+        "namespace": "paceline",
+    }
+    if address == _LOCAL:
+        # Ray counts cores; here more workers than cores are the user's own wish.
+        needed = settings.bundle["CPU"] * max(settings.nodes, settings.max_nodes or 0)
+        options |= {"num_cpus": max(os.cpu_count() or 1, int(needed + 0.999)), "include_dashboard": False}
+        if settings.resources:
+            many = max(settings.nodes, settings.max_nodes or 0)
+            own = {name: amount * many for name, amount in settings.resources.items() if name != "memory"}
+            options["resources"] = own
+    elif address != "auto":
+        _check_reachable(address)
+    try:
+        with _handlers_kept():
+            ray.init(address=address, **options)
+    except Exception as error:
+        with contextlib.suppress(Exception):
+            ray.shutdown()
+        raise _explained(address, error) from error
+    return Connection(ray, address, is_ours=True)
+
+
+def _explained(address: str, error: Exception) -> Exception:
+    text = str(error).strip() or type(error).__name__
+    if "ersion mismatch" in text or "versions differ" in text:
+        return UnavailableError(
+            f"the Ray cluster at {address} runs other versions than this process. {' '.join(text.split())}",
+            remedy="install the cluster's version of ray (and of Python) here: pip install ray==VERSION",
+        )
+    if address == "auto":
+        return UnavailableError(
+            f"no Ray cluster runs on this machine: {text.splitlines()[0]}",
+            remedy='start one (ray start --head), name its head (address="ray://HEAD:10001"), or leave '
+            "address out for a local cluster",
+        )
+    return UnavailableError(
+        f"Ray at {address} could not be connected: {text.splitlines()[0]}",
+        remedy="check that the head runs (ray status) and that the address and port are its own",
+    )
+
+
+def _check_reachable(address: str) -> None:
+    """Raise UnavailableError where nothing answers like Ray: its own attempts take most of a minute."""
+    target = address.removeprefix("ray://")
+    kind = "a Ray client server" if address.startswith("ray://") else "a Ray head"
+    if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+        return  # its own certificates are needed to ask
+    grpc = import_ray("grpc")
+    with grpc.insecure_channel(target) as channel:
+        try:
+            grpc.channel_ready_future(channel).result(timeout=_REACH_SECONDS)
+        except grpc.FutureTimeoutError:
+            raise UnavailableError(
+                f"{kind} at {target} does not answer: {_socket_trouble(target)}",
+                remedy="check that the head runs (ray status), that the port is right (Ray client: 10001, "
+                "head: 6379) and that no firewall is between",
+            ) from None
+
+
+def _socket_trouble(target: str) -> str:
+    host, _, port = target.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return "something listens there that is not Ray"
+
+
+@contextlib.contextmanager
+def _handlers_kept() -> Iterator[None]:
+    """Keep this process's handler of SIGTERM, which Ray replaces: a run saves and leaves on it."""
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if is_main and before is not None:
+            signal.signal(signal.SIGTERM, before)

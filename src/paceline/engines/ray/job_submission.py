@@ -1,0 +1,95 @@
+"""A run that is handed over to Ray's job submission: the head runs `paceline train`."""
+
+from __future__ import annotations
+
+import os
+import urllib.parse
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Final
+
+from paceline.core.errors import PacelineError, UnavailableError, UsageError
+from paceline.engines.batch import BatchState, BatchStatus
+from paceline.engines.engine import EngineRequest
+from paceline.engines.ray import connection
+
+if TYPE_CHECKING:
+    from paceline.engines.ray.ray_engine import Ray
+
+_DASHBOARD_PORT: Final = 8265
+_STATES: Final[dict[str, BatchState]] = {
+    "PENDING": "pending",
+    "RUNNING": "running",
+    "STOPPED": "stopped",
+    "SUCCEEDED": "succeeded",
+    "FAILED": "failed",
+}
+
+
+def dashboard_of(settings: Ray) -> str:
+    """Return where the head's dashboard is, which takes jobs."""
+    if settings.dashboard:
+        return settings.dashboard
+    address = settings.address or os.environ.get("RAY_ADDRESS", "")
+    if address.startswith(("http://", "https://")):
+        return address
+    if address in ("", "auto", "local"):
+        return f"http://127.0.0.1:{_DASHBOARD_PORT}"
+    host = urllib.parse.urlsplit(address if "://" in address else f"ray://{address}").hostname or ""
+    return f"http://{f'[{host}]' if ':' in host else host}:{_DASHBOARD_PORT}"
+
+
+def submit(settings: Ray, request: EngineRequest) -> str:
+    """Hand the run over; return Ray's submission id."""
+    client = _client(settings)
+    try:
+        return str(client.submit_job(**request))
+    except Exception as error:
+        raise UnavailableError(
+            f"Ray's dashboard at {dashboard_of(settings)} refused the job: {_first_line(error)}",
+            remedy="check runtime_env and that the script's folder can be sent (working_dir)",
+        ) from error
+
+
+def status(settings: Ray, identifier: str) -> BatchStatus:
+    info = _asked(settings, identifier, "get_job_info")
+    state = _STATES[str(info.status.value)]
+    return BatchStatus(state, info.driver_exit_code, info.message or "")
+
+
+def logs(settings: Ray, identifier: str) -> Iterable[str]:
+    return str(_asked(settings, identifier, "get_job_logs")).splitlines()
+
+
+def stop(settings: Ray, identifier: str) -> None:
+    _asked(settings, identifier, "stop_job")
+
+
+def _asked(settings: Ray, identifier: str, question: str) -> Any:
+    client = _client(settings)
+    try:
+        return getattr(client, question)(identifier)
+    except RuntimeError as error:
+        raise UsageError(
+            f"Ray at {dashboard_of(settings)} does not know the job {identifier!r}: {_first_line(error)}",
+            remedy="`ray job list` has the jobs of a cluster",
+        ) from error
+
+
+def _client(settings: Ray) -> Any:
+    where = dashboard_of(settings)
+    module = connection.import_ray("ray.job_submission")
+    try:
+        return module.JobSubmissionClient(where)
+    except PacelineError:
+        raise
+    except Exception as error:
+        raise UnavailableError(
+            f"no Ray dashboard answers at {where}, which takes jobs: {_first_line(error)}",
+            remedy="start the head with its dashboard (pip install 'paceline[ray]'; ray start --head), or "
+            "give its address: Ray(dashboard='http://HEAD:8265')",
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,286 @@
+"""The agents of one run on Ray: asked for, watched, replaced, ended.
+
+Each agent has a placement group of one bundle and an actor in it. A group that Ray has no room for stays
+pending, and Ray places it as soon as a node is added or free: nothing here has to look for room. One agent
+per node: a group names the nodes that are taken, and where two groups meet on a node all the same the second
+actor finds the node claimed and is asked for again elsewhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Final, final
+
+from paceline.core.errors import PacelineError, UnavailableError
+from paceline.core.wording import counted
+from paceline.engines.engine import EngineRequest, LogLine, NodeState, NodeStatus
+from paceline.engines.ray import connection
+from paceline.engines.ray.agent_actor import AgentActor
+from paceline.engines.ray.connection import Connection
+
+if TYPE_CHECKING:
+    from paceline.engines.ray.ray_engine import Ray
+
+_REPORT_SECONDS: Final = 5.0  # of one call that waits for news on the node
+_UNREACHABLE_SECONDS: Final = 3.0  # after which an actor that does not answer counts as lost
+_LOST_NODE_SECONDS: Final = 60.0  # in which Ray may still offer a node that is gone
+_LEAVE_SECONDS: Final = 2.0
+_LONGEST_REASON: Final = 300
+_NODE_LABEL: Final = "ray.io/node-id"
+
+
+@dataclasses.dataclass
+class _Agent:
+    """One agent that was asked for. `group` is None in a trial's own placement group."""
+
+    number: int
+    group: Any
+    actor: Any
+    news: Any  # the call that waits on the node
+    avoided: frozenset[str]
+    state: NodeState = "pending"
+    host: str = ""
+    node_id: str = ""
+    bundle_index: int | None = None
+    code: int | None = None
+    reason: str = ""
+    next_line: int = 0
+    is_leaving: bool = False
+    unreachable_since: float | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.state in ("ended", "lost")
+
+    def status(self) -> NodeStatus:
+        return NodeStatus(self.number, self.state, self.host, self.code, self.reason)
+
+
+def submit(settings: Ray, request: EngineRequest, secret: bytes) -> RayJob:
+    """Ask for the agents of a request."""
+    connected = connection.connect(settings)
+    connected.users += 1
+    job = RayJob(connected, request, secret)
+    try:
+        job.scale(request["nodes"])
+    except Exception as error:
+        job.stop()
+        if isinstance(error, PacelineError):
+            raise
+        raise UnavailableError(
+            f"Ray at {connected.address} refused the agents: {error}",
+            remedy="check runtime_env, resources and the cluster's state (ray status)",
+        ) from error
+    return job
+
+
+@final
+class RayJob:
+    """Agents on a cluster, as `EngineJob` has it."""
+
+    def __init__(self, connected: Connection, request: EngineRequest, secret: bytes) -> None:
+        self._connected = connected
+        self._ray = connected.ray
+        self._request = request
+        self._secret = secret
+        self._trial_group = trial_group(request["placement_group"]["bundles"][0])
+        # Of a trial's bundles Ray decides, which packs them.
+        one_per_node = request["one_per_node"] and not connected.is_local and self._trial_group is None
+        self._claim = uuid.uuid4().hex if one_per_node else ""
+        self._agents: list[_Agent] = []
+        self._lines: list[LogLine] = []
+        self._lost_nodes: dict[str, float] = {}
+        self._is_stopped = False
+
+    def poll(self) -> Sequence[NodeStatus]:
+        waiting = {agent.news: agent for agent in self._agents if not agent.is_over}
+        if waiting:
+            ready, _ = self._ray.wait(list(waiting), num_returns=len(waiting), timeout=0)
+            for news in ready:
+                self._take(waiting[news])
+        taken = self._taken_nodes()
+        for agent in self._agents:
+            if agent.state == "pending" and agent.avoided - taken:
+                # A node that the agent avoids is free again.
+                self._ask_again(agent)
+        return [agent.status() for agent in self._agents]
+
+    def scale(self, nodes: int) -> None:
+        if nodes == self._request["nodes"]:
+            # Further groups wait for nodes that may be added, until another number is asked for.
+            nodes = max(nodes, self._request["max_nodes"] or 0)
+        there = [agent for agent in self._agents if not agent.is_over and not agent.is_leaving]
+        for _ in range(nodes - len(there)):
+            self._agents.append(self._asked(len(self._agents)))
+        excess = max(0, len(there) - nodes)
+        # Those that do not run yet go first, then the newest.
+        for agent in sorted(there, key=lambda agent: (agent.state == "pending", agent.number))[::-1][:excess]:
+            agent.is_leaving = True
+            if agent.state == "pending":
+                self._end(agent, "ended", 0, "not needed any more")
+            else:
+                agent.actor.leave.remote()
+
+    def logs(self) -> Iterable[LogLine]:
+        self.poll()
+        lines, self._lines = self._lines, []
+        return lines
+
+    def stop(self) -> None:
+        if self._is_stopped:
+            return
+        self._is_stopped = True
+        living = [agent for agent in self._agents if not agent.is_over]
+        ending = [agent.actor.end.remote(_LEAVE_SECONDS) for agent in living if agent.state == "running"]
+        if ending:
+            self._ray.wait(ending, num_returns=len(ending), timeout=2 * _LEAVE_SECONDS)
+            self.poll()  # the last lines
+        for agent in living:
+            if not agent.is_over:
+                self._end(agent, "ended", 0, "stopped")
+        self._connected.close()
+
+    # inside
+
+    def _asked(self, number: int) -> _Agent:
+        """Ask Ray for an agent: a group, an actor in it, and the call that waits for its news."""
+        taken = self._taken_nodes()
+        group, index = self._group(taken)
+        actor = self._actor(self._trial_group if group is None else group, index or 0)
+        # A trial's own groups say where their bundles are: nothing is avoided.
+        avoided = taken if group is not None else frozenset[str]()
+        news = actor.report.remote(0, _REPORT_SECONDS)
+        bundle = self._request["placement_group"]["bundles"][0]
+        wanted = ", ".join(f"{name} {amount:g}" for name, amount in bundle.items())
+        return _Agent(
+            number, group, actor, news, avoided, bundle_index=index, reason=f"waits for a node with {wanted}"
+        )
+
+    def _group(self, taken: frozenset[str]) -> tuple[Any, int | None]:
+        if self._trial_group is not None:
+            used = {agent.bundle_index for agent in self._agents if not agent.is_over}
+            free = [n for n in range(1, self._trial_group.bundle_count) if n not in used]
+            if free:
+                return None, free[0]
+        from ray.util.placement_group import placement_group
+
+        wanted = self._request["placement_group"]
+        selector = [{_NODE_LABEL: f"!in({','.join(sorted(taken))})"}] if taken else None
+        made = placement_group(wanted["bundles"], strategy=wanted["strategy"], bundle_label_selector=selector)
+        return made, None
+
+    def _actor(self, group: Any, index: int) -> Any:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        options = {name: value for name, value in self._request["actor"].items() if value != {}}
+        make = self._ray.remote(AgentActor).options(
+            **options,
+            # `leave` and `end` come while `report` waits.
+            max_concurrency=4,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+        )
+        return make.remote(self._request["agent"], self._secret, self._claim)
+
+    def _taken_nodes(self) -> frozenset[str]:
+        """Return the nodes that a further agent must not be placed on."""
+        if not self._claim:
+            return frozenset()
+        now = time.monotonic()
+        lost = {node for node, until in self._lost_nodes.items() if until > now}
+        return frozenset(lost | {agent.node_id for agent in self._agents if agent.state == "running"})
+
+    def _ask_again(self, agent: _Agent) -> None:
+        self._release(agent)
+        fresh = self._asked(agent.number)
+        self._agents[agent.number] = fresh
+
+    def _take(self, agent: _Agent) -> None:
+        """Handle an answer of an agent's actor."""
+        errors = self._ray.exceptions
+        try:
+            news = self._ray.get(agent.news)
+        except errors.ActorUnavailableError as error:
+            self._note_unreachable(agent, str(error))
+            return
+        except errors.RuntimeEnvSetupError as error:
+            self._end(agent, "ended", 1, f"its runtime_env could not be set up: {_last_line(error)}")
+            return
+        except errors.RayActorError as error:
+            if error.actor_init_failed:
+                self._end(agent, "ended", 1, f"the agent could not be started: {_last_line(error)}")
+            else:
+                self._end(agent, "lost", None, _last_line(error))
+            return
+        except errors.RayError as error:
+            self._end(agent, "lost", None, _last_line(error))
+            return
+        if news.get("taken"):
+            self._remember_claimed(agent, news["node_id"])
+            return
+        agent.unreachable_since = None
+        agent.state, agent.host, agent.node_id = "running", news["host"], news["node_id"]
+        agent.reason = ""
+        agent.next_line = news["next"]
+        self._lines += [LogLine(agent.number, text) for text in news["lines"]]
+        if news["code"] is None:
+            agent.news = agent.actor.report.remote(agent.next_line, _REPORT_SECONDS)
+        else:
+            self._end(agent, "ended", news["code"], f"`paceline join` ended with code {news['code']}")
+
+    def _remember_claimed(self, agent: _Agent, node_id: str) -> None:
+        """Ask for the agent elsewhere: another one of this job was faster on that node."""
+        self._release(agent)
+        # The faster one may not have reported yet.
+        self._lost_nodes.setdefault(node_id, time.monotonic() + 1.0)
+        self._agents[agent.number] = self._asked(agent.number)
+
+    def _note_unreachable(self, agent: _Agent, reason: str) -> None:
+        now = time.monotonic()
+        agent.unreachable_since = agent.unreachable_since or now
+        if now - agent.unreachable_since < _UNREACHABLE_SECONDS:
+            agent.news = agent.actor.report.remote(agent.next_line, _REPORT_SECONDS)
+            return
+        # Ray itself gives a node up after some 15 s, and offers it until then.
+        self._lost_nodes[agent.node_id] = now + _LOST_NODE_SECONDS
+        since = counted(round(now - agent.unreachable_since), "second")
+        self._end(agent, "lost", None, f"its node has not answered for {since}: {_first_sentence(reason)}")
+
+    def _end(self, agent: _Agent, state: NodeState, code: int | None, reason: str) -> None:
+        agent.state, agent.code, agent.reason = state, code, reason
+        self._release(agent)
+
+    def _release(self, agent: _Agent) -> None:
+        """Give back what Ray holds for an agent."""
+        from ray.util.placement_group import remove_placement_group
+
+        self._ray.kill(agent.actor, no_restart=True)
+        if agent.group is not None:
+            remove_placement_group(agent.group)
+
+
+def _last_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return _first_sentence(lines[-1]) if lines else type(error).__name__
+
+
+def _first_sentence(text: str) -> str:
+    """Return how Ray begins: it goes on with advice for its own users."""
+    return text.partition(". ")[0][:_LONGEST_REASON]
+
+
+def trial_group(bundle: dict[str, float]) -> Any:
+    """Return the placement group of the Tune trial that this process is, where it has bundles for agents."""
+    ray = connection.import_ray()
+    if not ray.is_initialized() or ray.util.client.ray.is_connected():
+        return None
+    group = ray.util.get_current_placement_group()
+    if group is None or group.bundle_count < 2:
+        return None
+    fits = all(
+        all(given.get(name, 0.0) >= amount for name, amount in bundle.items())
+        for given in group.bundle_specs[1:]
+    )
+    return group if fits else None

@@ -1,0 +1,38 @@
+"""The batch script of agents: an array of jobs of one node each, so that each starts when a node is free and
+is lost alone. Pure: text from settings.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+
+from paceline.engines.engine import AgentSpec
+from paceline.engines.slurm import directives
+
+
+def agent_options(
+    agents: AgentSpec, settings: Mapping[str, str], options: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the options of sbatch; `settings` are partition and time, where they are set."""
+    table = {"job-name": agents.run, "nodes": "1", "ntasks": "1"}
+    # A node for itself: `nodes=4` means four machines, and SLURM would put small jobs together on one.
+    table["exclusive"] = ""
+    table["cpus-per-task"] = str(agents.workers_per_node)
+    if agents.gpus_per_node:
+        table["gres"] = f"gpu:{agents.gpus_per_node}"
+    # Another agent is asked for when this one is lost, so that SLURM need not start it again.
+    table["no-requeue"] = ""
+    return directives.merged({**table, **settings}, options)
+
+
+def agent_script(agents: AgentSpec, folder: str, table: Mapping[str, str]) -> str:
+    """Return the script; `folder` holds the token and gets the agents' output."""
+    where = {"output": f"{folder}/agent-%A_%a.log", "open-mode": "append"}
+    if agents.folder:
+        where["chdir"] = agents.folder
+    lines = ["#!/bin/bash", *directives.lines({**table, **where}), ""]
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in agents.environment.items()]
+    # In the shell's place: a signal to the job reaches the agent.
+    lines += [f"exec {agents.shell_command(f'{folder}/token')}", ""]
+    return "\n".join(lines)

@@ -1,0 +1,91 @@
+"""A run that was handed over as a job of SLURM: what became of it, what it wrote, and how it is stopped."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from paceline.core.errors import UsageError
+from paceline.engines.batch import BatchState, BatchStatus
+from paceline.engines.slurm import slurm_commands as commands
+from paceline.engines.slurm.job_agents import LOST_STATES, PENDING_STATES, RUNNING_STATES
+from paceline.engines.slurm.slurm_commands import JobRecord
+
+_STOPPED_EXIT_CODE: Final = 75  # train.stop_signals.STOPPED_EXIT_CODE, which is not for engines to import
+_STOPPED: Final = ("CANCELLED", "PREEMPTED", "TIMEOUT", "DEADLINE")
+
+
+def status(identifier: str) -> BatchStatus:
+    """Return what became of a job; of an array, the least finished of its tasks counts."""
+    found = commands.records([identifier])
+    if not found:
+        return _accounted(identifier)
+    return combined([status_of(record) for record in found])
+
+
+def status_of(record: JobRecord) -> BatchStatus:
+    """Return what became of one job, or of one task of an array."""
+    reason = "" if record.reason == "None" else record.reason
+    if record.state in PENDING_STATES:
+        return BatchStatus("pending", None, reason)
+    if record.state in RUNNING_STATES or record.state == "COMPLETING":
+        return BatchStatus("running", None, record.nodes)
+    if record.state in LOST_STATES:
+        return BatchStatus("lost", None, record.state)
+    code = os.waitstatus_to_exitcode(record.status)
+    return BatchStatus(_ended(record.state, code), code, record.state)
+
+
+def _ended(state: str, code: int) -> BatchState:
+    if code == _STOPPED_EXIT_CODE or state in _STOPPED:
+        return "stopped"
+    return "succeeded" if state == "COMPLETED" and code == 0 else "failed"
+
+
+def combined(found: Sequence[BatchStatus]) -> BatchStatus:
+    """Return the status of all tasks together: the first of these that any of them has."""
+    for state in ("running", "pending", "lost", "failed", "stopped"):
+        for one in found:
+            if one.state == state:
+                return one
+    return found[0]
+
+
+def _accounted(identifier: str) -> BatchStatus:
+    """Return what the accounting says of a job that the controller has forgotten."""
+    command = ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={identifier}"]
+    with suppress(UsageError):
+        for line in commands.call([*command, "--format=State,ExitCode"]).splitlines():
+            state, code = line.split("|")[:2]
+            number = int(code.split(":")[0])
+            return BatchStatus(_ended(state.split()[0], number), number, state)
+    return BatchStatus("lost", None, f"SLURM has no record of job {identifier} any more")
+
+
+def logs(identifier: str) -> list[str]:
+    """Return the lines that a job, or all tasks of an array, wrote so far."""
+    text = commands.call(["scontrol", "--oneliner", "show", "job", identifier])
+    lines: list[str] = []
+    for path in re.findall(r" StdOut=(\S+)", text):
+        with suppress(FileNotFoundError):  # it has not begun
+            lines += Path(path).read_text(errors="replace").splitlines()
+    return lines
+
+
+def stop(identifier: str) -> None:
+    """Have a job save and leave, and not be queued again; one that has not begun is taken off the queue."""
+    found = commands.records([identifier])
+    if all(status_of(record).is_over for record in found):
+        return
+    with suppress(UsageError):  # of an array some tasks may be over
+        commands.call(["scontrol", "update", f"JobId={identifier}", "Requeue=0"])
+    for record in found:
+        name = f"{record.job}_{record.task}" if record.task else identifier
+        if record.state in PENDING_STATES:
+            commands.cancel(name)
+        elif record.state in RUNNING_STATES:
+            commands.cancel(name, signal="TERM")

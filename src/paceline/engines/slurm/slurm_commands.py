@@ -1,0 +1,201 @@
+"""SLURM's commands: called with a limit of time, their refusals turned into errors that say what to try."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
+
+from paceline.core.errors import CommTimeoutError, PacelineError, UnavailableError, UsageError
+
+_SECONDS: Final = 60.0
+_FORMAT: Final = "ArrayJobID:|,ArrayTaskID:|,State:|,NodeList:|,Reason:|,exit_code:|"
+
+# What a refusal of SLURM says (lower case), what is wrong in the user's words, what to try.
+_REFUSALS: Final = (
+    ("invalid partition", "there is no partition {partition}", "choose one of {partitions}"),
+    ("invalid node name", "there is no node {nodelist}", "`sinfo -N` lists the nodes"),
+    (
+        "node count specification",
+        "the partition has no {nodes} nodes for one job",
+        "ask for fewer nodes, or for a partition that has them: `sinfo`",
+    ),
+    (
+        "requested time limit is invalid",
+        "time={time} is more than the partition allows",
+        "`sinfo -o '%P %l'` shows the limit of each partition; ask for less with time=",
+    ),
+    (
+        "invalid --time specification",
+        "time={time} is no time",
+        "write it as SLURM does: minutes, 2:00:00, or 1-12:00:00",
+    ),
+    (
+        "requested node configuration is not available",
+        "no node of the partition has what is asked for",
+        "ask for fewer GPUs or workers per node (a processor each), or less memory; see `sinfo -N -l`",
+    ),
+    (
+        "more processors requested",
+        "no node has so many processors",
+        "lower workers_per_node: each worker asks for a processor",
+    ),
+    (
+        "generic resource",
+        "the cluster has no such resource",
+        "`sinfo -o '%N %G'` shows the generic resources of its nodes",
+    ),
+    (
+        "invalid account",
+        "account {account} cannot be used here",
+        "`sacctmgr show assoc user=$USER` lists yours; give it with --slurm account=NAME",
+    ),
+    ("invalid qos", "qos {qos} cannot be used here", "`sacctmgr show assoc user=$USER` lists yours"),
+    (
+        "violates accounting/qos policy",
+        "a limit of your account is reached",
+        "wait for other jobs to end (`squeue -u $USER`), or ask for fewer nodes, GPUs or less time",
+    ),
+    ("invalid feature", "no node has the feature {constraint}", "`sinfo -o '%N %f'` shows all features"),
+    ("reservation", "there is no reservation {reservation}", "`scontrol show reservation` lists them"),
+    (
+        "unrecognized option",
+        "this SLURM does not know one of the options",
+        "see `man sbatch`; write --slurm key=value without dashes before the key",
+    ),
+)  # fmt: skip
+_NO_CONTROLLER: Final = (
+    "unable to contact slurm",
+    "connect failure",
+    "configuration source",
+    "socket timed out",
+)
+
+
+class JobRecord(NamedTuple):
+    """A job, or a task of an array, as squeue shows it. `status` is a wait status."""
+
+    job: str
+    task: str
+    state: str
+    nodes: str
+    reason: str
+    status: int
+
+
+def call(
+    command: Sequence[str], *, stdin: str | None = None, options: Mapping[str, str] | None = None
+) -> str:
+    """Run a command of SLURM; return what it printed. `options`: what was asked for, to name it in errors."""
+    try:
+        done = subprocess.run(
+            command,
+            input=stdin if stdin is not None else "",
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_SECONDS,
+            check=False,
+            env={**os.environ, "LC_ALL": "C"},
+        )
+    except FileNotFoundError:
+        raise UnavailableError(
+            f"{command[0]} is not installed here, so SLURM cannot be asked",
+            remedy="start on a login node of the cluster, or inside of one of its jobs",
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise CommTimeoutError(
+            f"{command[0]} did not answer in {_SECONDS:g} s",
+            remedy="see whether slurmctld is overloaded: `scontrol ping`, `sdiag`",
+        ) from None
+    if done.returncode:
+        raise refusal(command[0], done.stderr.strip() or done.stdout.strip(), options or {})
+    return done.stdout
+
+
+def refusal(program: str, said: str, options: Mapping[str, str]) -> PacelineError:
+    """Return the error for what a command of SLURM said."""
+    text = said.lower()
+    own_words = re.sub(r"^\w+: (error: )?", "", said.splitlines()[-1]) if said else "no reason"
+    if any(part in text for part in _NO_CONTROLLER):
+        return UnavailableError(
+            f"{program} cannot reach SLURM's controller: {own_words}",
+            remedy="`scontrol ping` shows its state; SLURM_CONF names the cluster's configuration",
+        )
+    for part, problem, remedy in _REFUSALS:
+        if part in text:
+            words = _AskedOptions(options)
+            return UsageError(
+                f"SLURM refuses: {problem.format_map(words)} ({own_words})", remedy=remedy.format_map(words)
+            )
+    return UsageError(
+        f"{program} failed: {said or 'no reason'}", remedy="see `man sbatch` and the options given"
+    )
+
+
+class _AskedOptions(dict[str, str]):
+    """What was asked for, by the option's name; partitions are looked up when they are named."""
+
+    def __init__(self, options: Mapping[str, str]) -> None:
+        super().__init__({name: repr(value) for name, value in options.items()})
+
+    def __missing__(self, key: str) -> str:
+        if key != "partitions":
+            return f"that {key} names" if key in ("nodelist", "partition") else f"of that {key}"
+        try:
+            return ", ".join(
+                name.rstrip("*") for name in call(["sinfo", "--noheader", "--format=%P"]).split()
+            )
+        except PacelineError:
+            return "those that `sinfo` lists"
+
+
+def expand(hosts: str) -> list[str]:
+    """Return the names in a list of SLURM such as "n[1-3],gpu7"."""
+    return call(["scontrol", "show", "hostnames", hosts]).split() if hosts else []
+
+
+def records(jobs: Sequence[str]) -> list[JobRecord]:
+    """Return what SLURM knows of these jobs and their array tasks; it forgets those that ended long ago."""
+    if not jobs:
+        return []
+    command = ["squeue", "--noheader", "--array", "--states=all", f"--jobs={','.join(jobs)}", "-O", _FORMAT]
+    try:
+        text = call(command)
+    except UsageError as error:
+        # All of them are forgotten.
+        if "invalid job id" in error.message.lower():
+            return []
+        raise
+    found = []
+    for line in text.splitlines():
+        job, task, state, nodes, reason, status = (part.strip() for part in line.split("|")[:6])
+        found.append(
+            JobRecord(job, task if task.isdigit() else "", state, nodes, reason, int(status) if status else 0)
+        )
+    return found
+
+
+def steps(job: str) -> dict[str, str]:
+    """Return the running steps of a job: name to number, such as "agent-3" to "17.4"."""
+    text = call(["squeue", "--noheader", "--steps", f"--jobs={job}", "--format=%i|%j"])
+    pairs = (line.split("|", 1) for line in text.splitlines() if "|" in line)
+    return {name.strip(): number.strip() for number, name in pairs}
+
+
+def cancel(target: str, *, signal: str = "", batch: bool = False) -> None:
+    """End a job or a step, or send it a signal; one that is over already is no error."""
+    command = [
+        "scancel",
+        *([f"--signal={signal}"] if signal else []),
+        *(["--batch"] if batch else []),
+        target,
+    ]
+    try:
+        call(command)
+    except UsageError as error:
+        # scancel complains of jobs that end meanwhile, and of steps to which it has sent the signal.
+        if not re.search(r"invalid job|already comple|job/step|step id", error.message.lower()):
+            raise

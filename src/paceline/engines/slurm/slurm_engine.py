@@ -1,0 +1,161 @@
+"""The SLURM engine.
+
+    TrainConfig(engine=paceline.Slurm(nodes=4, workers_per_node=2, partition="gpu", time="2:00:00"))
+    paceline train script.py --engine slurm --nodes 4 --workers-per-node 2 --slurm partition=gpu
+
+On a login node each agent is a job of one node, so that training begins with the first that SLURM starts, and
+a lost node is one job. Inside an allocation (salloc, sbatch, srun) agents are steps on its nodes.
+`paceline submit --engine slurm` hands the whole run over as a batch script.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Literal, final
+
+from paceline.core.errors import ConfigError, UsageError
+from paceline.core.reachable_address import address_for_hosts
+from paceline.engines.agent_commands import AgentCommands
+from paceline.engines.batch import BatchSpec, BatchStatus
+from paceline.engines.engine import AgentSpec, EngineJob, EngineRequest
+from paceline.engines.slurm import batch_jobs, directives, slurm_commands as commands
+from paceline.engines.slurm.agent_script import agent_options, agent_script
+from paceline.engines.slurm.allocation import Allocation
+from paceline.engines.slurm.batch_script import batch_options, batch_script
+from paceline.engines.slurm.job_agents import JobAgents
+from paceline.engines.slurm.shared_folder import SharedFolder, folder_for
+from paceline.engines.slurm.step_command import explain_step, step_command
+
+_NOTHING: Final = "#!/bin/bash\ntrue\n"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Slurm:
+    """Settings of the SLURM engine.
+
+    nodes             agents to begin with; 0: every node of the allocation that this process runs in, else 1
+    workers_per_node  workers of each; 0: the tasks per node of the allocation, else the GPUs, else 1
+    gpus_per_node     GPUs of each node (--gres=gpu:N)
+    partition, time   as sbatch takes them; empty: the cluster's own
+    options           further options of sbatch: {"qos": "high", "exclude": "n7"}; "" is an option without a
+                      value, "no" leaves one out that Paceline would give, e.g. {"exclusive": "no"}
+    folder            folder on a file system that all nodes share, for the token and the output of agents;
+                      empty: the working directory
+    interface         interface or address of this machine at which nodes reach the supervisor
+    poll_seconds      between two looks at the queue
+    """
+
+    name: Literal["slurm"] = "slurm"
+    nodes: int = 0
+    workers_per_node: int = 0
+    gpus_per_node: int = 0
+    partition: str = ""
+    time: str = ""
+    options: dict[str, str] = field(default_factory=dict)
+    folder: str = ""
+    interface: str = ""
+    poll_seconds: float = 2.0
+
+    def __post_init__(self) -> None:
+        for key in ("nodes", "workers_per_node", "gpus_per_node", "poll_seconds"):
+            if getattr(self, key) < 0:
+                raise ConfigError(f"{key}={getattr(self, key)} cannot be", remedy="give 0 or more", key=key)
+        directives.check_options({**self.options, "partition": self.partition, "time": self.time})
+        allocation = Allocation.from_environment()
+        if not self.nodes:
+            object.__setattr__(self, "nodes", allocation.node_count if allocation else 1)
+        if not self.workers_per_node:
+            tasks = allocation.tasks_per_node if allocation and allocation.tasks_per_node > 1 else 0
+            object.__setattr__(self, "workers_per_node", tasks or self.gpus_per_node or 1)
+
+    @property
+    def _settings(self) -> dict[str, str]:
+        given = {"partition": self.partition, "time": self.time}
+        return {key: value for key, value in given.items() if value}
+
+    def check(self) -> None:
+        allocation = Allocation.from_environment()
+        if allocation is None:
+            spec = AgentSpec(
+                run="paceline", address=("", 0), nodes=self.nodes, workers_per_node=self.workers_per_node,
+                gpus_per_node=self.gpus_per_node,
+            )  # fmt: skip
+            self._test(agent_options(spec, self._settings, self.options))
+            return
+        hosts = commands.expand(allocation.nodes)
+        if self.nodes > len(hosts):
+            raise UsageError(
+                f"{self.nodes} nodes are asked for, and the allocation {allocation.job} has {len(hosts)}",
+                remedy="ask for fewer nodes, or for a larger allocation (--nodes of salloc or sbatch)",
+            )
+
+    def _test(self, table: dict[str, str]) -> None:
+        """Have SLURM judge the request, and queue nothing."""
+        command = ["sbatch", "--test-only", "--output=/dev/null", *directives.arguments(table)]
+        commands.call(command, stdin=_NOTHING, options=table)
+
+    def address_for_nodes(self) -> str:
+        allocation = Allocation.from_environment()
+        command = ["sinfo", "--noheader", "--Node", "--format=%o"]
+        if allocation is not None:
+            command.append(f"--nodes={allocation.nodes}")
+        elif partition := self.options.get("partition", self.partition):
+            command.append(f"--partition={partition}")
+        addresses = sorted(set(commands.call(command).split()))
+        if not addresses:
+            raise UsageError(
+                f"partition {self.partition!r} has no nodes", remedy="choose one that has: `sinfo`"
+            )
+        return address_for_hosts(addresses, interface=self.interface)
+
+    def request(self, agents: AgentSpec) -> EngineRequest:
+        plain = {"engine": self.name, "run": agents.run, "nodes": agents.nodes}
+        allocation = Allocation.from_environment()
+        if allocation is not None:
+            hosts = commands.expand(allocation.nodes)
+            steps = [
+                step_command(agents, allocation.job, host, allocation.cpus_of(index), agents.run)
+                for index, host in enumerate(hosts)
+            ]
+            pairs = zip(hosts, steps, strict=True)
+            return {**plain, "commands": [{"host": host, "command": step} for host, step in pairs]}
+        folder = folder_for(self.folder or agents.folder or os.getcwd(), agents.run, agents.address)
+        table = agent_options(agents, self._settings, self.options)
+        script = agent_script(agents, folder, table)
+        return {**plain, "folder": folder, "script": script, "options": table}
+
+    def submit(self, request: EngineRequest, secret: bytes) -> EngineJob:
+        if "commands" in request:
+            return AgentCommands(request, secret, explain_step)
+        # Before a folder is made: a refusal leaves nothing.
+        self._test(dict(request["options"]))
+        folder = SharedFolder(request["folder"], secret)
+        return JobAgents(request["script"], folder, request["nodes"], self.poll_seconds)
+
+    # a run that is handed over
+
+    def _batch_table(self, job: BatchSpec) -> dict[str, str]:
+        return batch_options(job, self._settings, self.options)
+
+    def batch_text(self, job: BatchSpec) -> str:
+        return batch_script(job, self._batch_table(job))
+
+    def submit_batch(self, job: BatchSpec) -> str:
+        table = self._batch_table(job)
+        script = batch_script(job, table)
+        folder = Path(job.folder or os.getcwd())
+        command = ["sbatch", "--parsable", f"--chdir={folder}"]
+        return commands.call(command, stdin=script, options=table).strip().split(";")[0]
+
+    def batch_status(self, identifier: str) -> BatchStatus:
+        return batch_jobs.status(identifier)
+
+    def batch_logs(self, identifier: str) -> Iterable[str]:
+        return batch_jobs.logs(identifier)
+
+    def stop_batch(self, identifier: str) -> None:
+        batch_jobs.stop(identifier)

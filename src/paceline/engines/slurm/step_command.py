@@ -1,0 +1,73 @@
+"""Agents as steps of the allocation that this process runs in: the srun of each node, and why one ended."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Final
+
+from paceline.core.version import VERSION
+from paceline.engines import remote_agent
+from paceline.engines.agent_commands import CommandEnd
+from paceline.engines.engine import AgentSpec
+
+# Of the step that the caller may be in; srun would take its own options from them.
+_UNSET: Final = (
+    "SLURM_CPU_BIND",
+    "SLURM_CPUS_PER_TASK",
+    "SLURM_DISTRIBUTION",
+    "SLURM_MEM_PER_CPU",
+    "SLURM_MEM_PER_GPU",
+    "SLURM_MEM_PER_NODE",
+    "SLURM_NTASKS_PER_NODE",
+    "SLURM_TASKS_PER_NODE",
+    "SLURM_TRES_PER_TASK",
+)
+_UNUSABLE: Final = (
+    r"node configuration is not available|Invalid node name|not in the allocation",
+    "it is not a node of the allocation any more",
+)
+_LOST: Final = (
+    r"Communication connection failure|Unable to contact|timed out|Node failure|node fail|not responding|"
+    r"Zero Bytes",
+    "SLURM does not reach it",
+)
+
+
+def step_command(agents: AgentSpec, job: str, host: str, cpus: int, run: str) -> list[str]:
+    """Return the srun that keeps an agent on a host; its standard input carries the secret."""
+    command = ["env", *(word for name in _UNSET for word in ("-u", name))]
+    # The agent shares the node with the step of the supervisor, which only waits.
+    command += ["srun", f"--jobid={job}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}"]
+    if cpus:
+        command += [f"--cpus-per-task={cpus}"]
+    command += [f"--job-name=agent-{run}", "--unbuffered", "--no-kill"]
+    if agents.gpus_per_node:
+        command += [f"--gres=gpu:{agents.gpus_per_node}"]
+    if agents.folder:
+        command += [f"--chdir={agents.folder}"]
+    if agents.environment:
+        command += ["env", *(f"{name}={value}" for name, value in sorted(agents.environment.items()))]
+    command += [agents.python, "-m", "paceline.engines.remote_agent", VERSION]
+    return [*command, *agents.command("/dev/stdin")]
+
+
+def explain_step(host: str, code: int, lines: Sequence[str], was_running: bool) -> CommandEnd:
+    """Return why the agent on `host` ended; see agent_commands.ExplainEnd."""
+    text = "\n".join(lines)
+    quoted = f": {' | '.join(line.strip() for line in lines[-3:])}" if lines else ""
+    if re.search(_UNUSABLE[0], text):
+        return CommandEnd("lost", f"{host}: {_UNUSABLE[1]}", True)
+    if re.search(_LOST[0], text):
+        return CommandEnd("lost", f"{host}: {_LOST[1]}")
+    if code == remote_agent.OTHER_VERSION_CODE:
+        return CommandEnd("ended", f"{host}: it has another version of Paceline{quoted}", True)
+    if not was_running and re.search(r"No module named '?paceline", text):
+        return CommandEnd("ended", f"{host}: Python has no Paceline there{quoted}", True)
+    if "CANCELLED" in text:
+        return CommandEnd("ended", f"{host}: its step was cancelled")
+    if code == 0:
+        return CommandEnd("ended", lines[-1] if lines else "")
+    if code > 128:
+        return CommandEnd("ended", f"{host}: its agent was ended by signal {code - 128}")
+    return CommandEnd("ended", f"{host}: its agent ended with code {code}{quoted}")

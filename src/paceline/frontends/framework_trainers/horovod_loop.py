@@ -1,0 +1,288 @@
+"""The loop of HorovodTrainer on one rank: Horovod sums the gradients, Paceline keeps the record.
+
+    meet      ranks agree on what they train; the chief opens the run, or continues it, and shares its state
+    step      forward, backward while Horovod sums, update; the step's figures travel with the gradients
+    commit    under elastic Horovod: a copy in memory that survivors go back to when a rank is lost
+
+What happens after a loss is Horovod's: it calls `train` again with the ranks that are left, in another order
+perhaps, and the first of them is the chief from then on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from paceline.frontends.framework_trainers.framework_run import FrameworkRun, Loss, WorkerProcess
+from paceline.frontends.framework_trainers.horovod_data import RankBatches, size_of
+from paceline.frontends.framework_trainers.horovod_job import HorovodJob
+from paceline.frontends.framework_trainers.horovod_state import HorovodState, Progress, from_plain, plain
+from paceline.train.callbacks import Modifier, Observer
+from paceline.train.history import History
+from paceline.train.objective import Objective
+from paceline.train.settings.train_config import TrainConfig
+from paceline.train.step_info import StepInfo
+
+_LOST = Loss(
+    phase="the all-reduce",
+    reason="was lost",
+    waiting="the other ranks waited for its gradients",
+    action="Horovod goes on with the ranks that are left, from the last commit",
+)
+
+
+@final
+@dataclass(frozen=True)
+class LoopSettings:
+    """What a rank needs besides its state. `commit_steps`: steps between two copies in memory under elastic
+    Horovod; `passes`: forward passes of a step."""
+
+    config: TrainConfig
+    commit_steps: int
+    passes: int = 1
+    clipping: float | None = None
+    callbacks: tuple[Observer | Modifier, ...] = ()
+
+
+@final
+class HorovodLoop:
+    """One `fit` on one rank."""
+
+    def __init__(
+        self,
+        job: HorovodJob,
+        state: HorovodState,
+        objective: Objective,
+        batches: RankBatches,
+        validation: RankBatches | None,
+        settings: LoopSettings,
+    ) -> None:
+        self._job, self._state, self._objective = job, state, objective
+        self._batches, self._validation, self._settings = batches, validation, settings
+        self._progress = Progress()
+        self._run: FrameworkRun | None = None
+        self._workers: list[WorkerProcess] = []
+        self._noticed: float | None = None  # when a collective failed, on time.perf_counter
+
+    def run(self) -> History:
+        """Train to the end, through losses of ranks where Horovod is elastic; every rank returns the chief's
+        history."""
+        hvd = self._job.hvd
+        try:
+            if not self._job.is_elastic:
+                return self._train(lambda: None)
+            kept = hvd.elastic.TorchState(
+                model=self._state.module, optimizer=self._state.distributed, progress=plain(self._progress)
+            )
+
+            def train(kept: Any) -> History:
+                self._progress = from_plain(kept.progress)
+
+                def commit() -> None:
+                    kept.progress = plain(self._progress)
+                    kept.commit()
+
+                try:
+                    return self._train(commit)
+                except Exception:
+                    self._noticed = time.perf_counter()  # Horovod decides what it was, and calls again
+                    raise
+
+            ended: History = hvd.elastic.run(train)(kept)
+            return ended
+        except BaseException as error:
+            if self._run is not None:
+                self._run.close(error)
+                self._run = None
+            raise
+        finally:
+            if self._run is not None:
+                self._run.close()
+
+    # -- meeting
+
+    def _meet(self) -> None:
+        """Agree with the ranks that are there now, and go on from what they hold."""
+        job, config = self._job, self._settings.config
+        if self._run is not None and not job.is_chief:
+            self._run.abandon()  # before the chief opens the folder, which comes after the next collective
+            self._run = None
+        before, self._workers = self._workers, job.workers()
+        job.agree(
+            {
+                "epochs": config.epochs,
+                "max_steps": config.max_steps,
+                "samples": self._batches.samples,
+                "batches": self._batches.steps,
+                "batch size": self._batches.batch,
+                "model": _shape_of(self._state.module),
+            }
+        )
+        fresh = not self._progress.folder
+        job.decided_by_chief(lambda: self._open(before))
+        if fresh:
+            self._progress = self._state.share(job.hvd, self._progress)
+        self._state.scale(self._progress, job.size)
+        if self._run is not None:
+            self._run.start_clock()
+
+    def _open(self, before: Sequence[WorkerProcess]) -> None:
+        """Open the run on the chief, or continue it after ranks came or were lost."""
+        settings, progress, framework = self._settings, self._progress, self._job.framework
+        here = {(one.host, one.pid) for one in self._workers}
+        gone = [one for one in before if (one.host, one.pid) not in here]
+        if not progress.folder:
+            self._run = run = FrameworkRun.open(settings.config, framework, settings.callbacks)
+            progress.folder, progress.position = str(run.folder.path), run.position
+            if run.resumed is not None:
+                progress.scaled_for = self._state.load(run.resumed)
+        elif self._run is not None:
+            self._run.lost(gone, _LOST, self._noticed)
+            self._run.regroup(progress.position, self._workers)
+            return
+        else:
+            self._run = run = FrameworkRun.take_over(
+                progress.folder, settings.config, framework, settings.callbacks, progress.position
+            )
+            run.lost(gone, _LOST, self._noticed)
+        steps = self._batches.steps
+        run.start(
+            self._workers,
+            lambda: self._state.contents(self._progress),
+            samples=self._batches.samples,
+            total_steps=None if steps is None else steps * (settings.config.epochs or 1),
+            continued=bool(before),
+        )
+
+    # -- training
+
+    def _train(self, commit: Callable[[], None]) -> History:
+        self._meet()
+        config, chief = self._settings.config, self._run
+        while not self._is_done():
+            epoch = self._progress.position.epoch
+            for number, group in enumerate(self._groups(epoch)):
+                self._step(group)
+                if (number + 1) % self._settings.commit_steps == 0:
+                    commit()
+                if self._reached_limit():
+                    break
+            if self._reached_limit() and self._batches_left(epoch):
+                break
+            self._evaluate()
+            self._progress.position = self._progress.position.next_epoch()
+            if chief is not None:
+                chief.end_epoch()
+            commit()
+        if chief is not None and config.max_steps is not None and self._reached_limit():
+            chief.stopped = None if self._is_done_by_epochs() else f"max_steps={config.max_steps}"
+        return self._finish()
+
+    def _groups(self, epoch: int) -> Iterator[list[Any]]:
+        """Yield the batches of each step: as many as it has forward passes."""
+        batches = self._batches.of_epoch(epoch, self._progress.position.offset)
+        while group := list(itertools.islice(batches, self._settings.passes)):
+            yield group
+
+    def _step(self, group: Sequence[Any]) -> None:
+        hvd, optimizer, module = self._job.hvd, self._state.distributed, self._state.module
+        position = self._progress.position
+        info = StepInfo(step=position.step, epoch=position.epoch)
+        module.train()
+        optimizer.zero_grad()
+        figures: list[tuple[int, Tensor, dict[str, float]]] = []
+        for batch in group:
+            scored = self._objective.score(module, batch, info)
+            (scored.loss / len(group)).backward()  # type: ignore[no-untyped-call]
+            numbers = {name: float(value) for name, value in scored.metrics.items()}
+            figures.append((size_of(batch), scored.loss.detach(), numbers))
+        handle = hvd.allreduce_async_(_summed(figures), name="paceline.step", op=hvd.Sum)
+        if self._settings.clipping is None:
+            optimizer.step()
+        else:
+            optimizer.synchronize()
+            nn.utils.clip_grad_norm_(module.parameters(), self._settings.clipping)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        samples, loss, *rest = hvd.synchronize(handle).tolist()
+        self._progress.position = position.after(int(samples), int(samples))
+        if self._run is not None:
+            names = sorted(figures[0][2])
+            self._run.step(
+                loss=loss / samples,
+                samples=int(samples),
+                learning_rate=float(optimizer.param_groups[0]["lr"]),
+                metrics={name: value / samples for name, value in zip(names, rest, strict=True)},
+            )
+
+    def _evaluate(self) -> None:
+        """Evaluate on the validation data, every rank on its share."""
+        if self._validation is None:
+            return
+        started, module = time.perf_counter(), self._state.module
+        position = self._progress.position
+        info = StepInfo(step=position.step, epoch=position.epoch)
+        figures: list[tuple[int, Tensor, dict[str, float]]] = []
+        module.eval()
+        with torch.no_grad():
+            for batch in self._validation.of_epoch(0, 0):
+                scored = self._objective.evaluate(module, batch, info)
+                numbers = {name: float(value) for name, value in scored.metrics.items()}
+                figures.append((size_of(batch), scored.loss.detach(), numbers))
+        hvd = self._job.hvd
+        total = hvd.allreduce(_summed(figures), name="paceline.evaluation", op=hvd.Sum).tolist()
+        samples, loss, *rest = total
+        if self._run is not None:
+            means = {name: value / samples for name, value in zip(sorted(figures[0][2]), rest, strict=True)}
+            seconds = time.perf_counter() - started
+            self._run.evaluated({"loss": loss / samples, **means}, int(samples), seconds)
+
+    # -- the end
+
+    def _is_done(self) -> bool:
+        return self._reached_limit() or self._is_done_by_epochs()
+
+    def _is_done_by_epochs(self) -> bool:
+        epochs = self._settings.config.epochs
+        return epochs is not None and self._progress.position.epoch >= epochs
+
+    def _reached_limit(self) -> bool:
+        most = self._settings.config.max_steps
+        return most is not None and self._progress.position.step >= most
+
+    def _batches_left(self, epoch: int) -> bool:
+        samples = self._batches.samples
+        return samples is None or self._progress.position.offset < samples
+
+    def _finish(self) -> History:
+        run, digest = self._run, self._state.hash()
+        history = self._job.decided_by_chief(lambda: None if run is None else run.finish(digest))
+        assert history is not None
+        return history
+
+
+def _summed(figures: Sequence[tuple[int, Tensor, dict[str, float]]]) -> Tensor:
+    """Return samples, loss and metrics of batches, each as a sum over the samples."""
+    names = sorted(figures[0][2])
+    rows = [
+        [float(count), float(loss) * count, *(numbers[name] * count for name in names)]
+        for count, loss, numbers in figures
+    ]
+    return torch.tensor(rows, dtype=torch.float64).sum(0)
+
+
+def _shape_of(module: nn.Module) -> str:
+    """Return a short text that differs for models with other parameters."""
+    shapes = [
+        f"{name} {tuple(one.shape)} {one.dtype} {one.requires_grad}"
+        for name, one in module.named_parameters()
+    ]
+    digest = hashlib.sha256("\n".join(shapes).encode()).hexdigest()[:8]
+    return f"{len(shapes)} parameters ({digest})"

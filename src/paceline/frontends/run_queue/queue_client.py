@@ -1,0 +1,179 @@
+"""What commands do with a queue: add runs, find one, change what is wanted of it, forget those that ended."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from paceline.core.available_resources import cores
+from paceline.core.clock import Clock, WallClock
+from paceline.core.errors import UsageError
+from paceline.core.wording import counted
+from paceline.frontends.run_queue import run_observation
+from paceline.frontends.run_queue.queue_folder import QueueFolder
+from paceline.frontends.run_queue.queued_run import ENDED, Intent, QueueContent, QueuedRun, RunRequest
+from paceline.train.state.run_folder import RUNS, RunFolder
+
+# What decides which program runs and what it sees of the machine; other variables may hold secrets.
+KEPT_VARIABLES: Final = (
+    "PATH", "PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_DEFAULT_ENV", "LD_LIBRARY_PATH",
+    "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS",
+)  # fmt: skip
+
+
+def capacity_of(content: QueueContent) -> int:
+    """Return the workers of a queue: those that a server was told to use, else the cores of this machine."""
+    return content.capacity or cores()
+
+
+def kept_environment(named: Iterable[str], environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the variables that a run keeps from the shell that adds it; `named`: NAME or NAME=VALUE."""
+    kept = {name: environment[name] for name in KEPT_VARIABLES if name in environment}
+    for text in named:
+        name, equals, value = text.partition("=")
+        if not name or (not equals and name not in environment):
+            raise UsageError(
+                f"--env {text}: there is no such variable here", remedy="write --env NAME=VALUE, or export it"
+            )
+        kept[name] = value if equals else environment[name]
+    return kept
+
+
+def add_run(folder: QueueFolder, request: RunRequest, clock: Clock | None = None) -> QueuedRun:
+    """Put a run at the end of its priority; a request without `run_dir` gets a folder of its own below runs/
+    of the folder in which it is started."""
+    now = (clock or WallClock()).now()
+    added: list[QueuedRun] = []
+
+    def change(content: QueueContent) -> QueueContent:
+        check_size(request.least, request.most, content)
+        taken = {run.request.run_dir: run for run in content.runs if run.state not in ENDED}
+        run_dir = request.run_dir or _fresh(request, now, taken)
+        if run_dir in taken:
+            raise UsageError(
+                f"{run_dir} is the folder of {taken[run_dir].label}, which has not ended",
+                remedy="choose another --run-dir, or leave it out",
+            )
+        run = QueuedRun(
+            id=content.next_id, request=replace(request, run_dir=run_dir), added=now, since=now
+        ).noted(now, "added")
+        added.append(run)
+        return content.with_run(run)
+
+    folder.change(change)
+    folder.wake()
+    return added[-1]
+
+
+def check_size(least: int, most: int, content: QueueContent) -> None:
+    """Refuse a number of workers that this queue can never give."""
+    if not 1 <= least <= most:
+        raise UsageError(
+            f"--workers {least}-{most}: "
+            + ("a run needs a worker" if least < 1 else f"{least} is more than {most}"),
+            remedy="give the fewest and the most workers, such as 1-4, or one number",
+        )
+    if most > (capacity := capacity_of(content)):
+        raise UsageError(
+            f"--workers {least}-{most}: this queue has {counted(capacity, 'worker')}",
+            remedy=f"give at most {capacity}, or serve the queue with more: paceline queue serve "
+            f"--workers {most}",
+        )
+
+
+def _fresh(request: RunRequest, now: float, taken: Mapping[str, QueuedRun]) -> str:
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
+    base = Path(request.folder) / RUNS / f"{stamp}-{request.name}"
+    path, number = base, 2
+    while path.exists() or str(path) in taken:
+        path, number = base.with_name(f"{base.name}+{number}"), number + 1
+    return str(path)
+
+
+def find_run(content: QueueContent, word: str) -> QueuedRun:
+    """Return the run of this number, or of this name where only one has it."""
+    if word.isdigit():
+        for run in content.runs:
+            if run.id == int(word):
+                return run
+    named = [run for run in content.runs if run.request.name == word]
+    open_ones = [run for run in named if run.state not in ENDED]
+    for runs in (named, open_ones):
+        if len(runs) == 1:
+            return runs[0]
+    if named:
+        numbers = ", ".join(str(run.id) for run in named)
+        raise UsageError(f"several runs of the queue are called {word}: {numbers}", remedy="give the number")
+    known = ", ".join(f"{run.id} ({run.request.name})" for run in content.runs[-8:])
+    raise UsageError(
+        f"there is no run {word} in the queue",
+        remedy=f"its runs are {known}" if known else "the queue is empty: paceline queue add SCRIPT",
+    )
+
+
+def want(folder: QueueFolder, word: str, intent: Intent) -> QueuedRun:
+    """Have a run stopped, kept or continued; return it as it is then. A run without a process changes at
+    once, others when the server has seen to it."""
+
+    def change(run: QueuedRun) -> QueuedRun:
+        if run.state in ENDED:
+            raise UsageError(
+                f"{run.label} has ended: {run.state}", remedy="add it again: paceline queue add ... --run-dir"
+            )
+        if intent == "run" and run.state != "held" and run.intent != "hold":
+            raise UsageError(f"{run.label} is not held: it is {run.state}", remedy="see paceline queue ls")
+        if intent == "hold" and run.state == "held":
+            raise UsageError(f"{run.label} is held already", remedy=f"paceline queue release {run.id}")
+        now = WallClock().now()
+        run = replace(run, intent=intent, not_before=0.0)
+        if run.state in ("waiting", "held"):
+            at_once = {"run": "waiting", "hold": "held", "cancel": "cancelled", "kill": "cancelled"}
+            return run.moved(now, at_once[intent])  # type: ignore[arg-type]
+        return run.noted(now, {"run": "released"}.get(intent, f"to {intent}"))
+
+    return change_run(folder, word, change)
+
+
+def change_run(folder: QueueFolder, word: str, change: Callable[[QueuedRun], QueuedRun]) -> QueuedRun:
+    """Change one run, and tell the server; return it."""
+    found: list[QueuedRun] = []
+
+    def change_content(content: QueueContent) -> QueueContent:
+        found.append(change(find_run(content, word)))
+        return content.with_run(found[-1])
+
+    folder.change(change_content)
+    folder.wake()
+    return found[-1]
+
+
+def remark(run: QueuedRun, capacity: int) -> str:
+    """Return why a run is in its state, for people."""
+    if run.state == "waiting" and run.request.least > capacity:
+        return f"needs {counted(run.request.least, 'worker')}, and the queue has {capacity}"
+    return run.reason
+
+
+def forget(folder: QueueFolder, content_filter: Callable[[QueuedRun], bool]) -> list[QueuedRun]:
+    """Take ended runs out of the queue, with what they printed; their folders stay."""
+    gone: list[QueuedRun] = []
+
+    def change(content: QueueContent) -> QueueContent:
+        gone.extend(run for run in content.runs if run.state in ENDED and content_filter(run))
+        return replace(content, runs=tuple(run for run in content.runs if run not in gone))
+
+    folder.change(change)
+    for run in gone:
+        shutil.rmtree(folder.folder_of(run.id), ignore_errors=True)
+    return gone
+
+
+def steps(run: QueuedRun) -> int:
+    """Return the last step of a run; 0 before its first."""
+    path = Path(run.request.run_dir)
+    return run_observation.progress(path)[0] if RunFolder(path).journal_file.exists() else 0

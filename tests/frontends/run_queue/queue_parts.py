@@ -1,0 +1,108 @@
+"""Queues for tests: requests, and a server in this process whose runs are small shell programs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tests.waiting import wait_for
+
+from paceline.frontends.run_queue.queue_client import add_run
+from paceline.frontends.run_queue.queue_folder import QueueFolder
+from paceline.frontends.run_queue.queue_server import QueueServer
+from paceline.frontends.run_queue.queued_run import QueuedRun, RunRequest
+
+# In the place of Python: `python -m paceline train SCRIPT OPTIONS...` is then a shell program with options.
+_SHELL = '#!/bin/sh\nshift 3\nexec sh "$@"\n'
+
+
+def request(folder: Path, /, **changes: Any) -> RunRequest:
+    made = RunRequest(
+        script="train.py",
+        options=("train.py",),
+        folder=str(folder),
+        python="python3",
+        run_dir=str(folder / "run"),
+        name="train",
+    )
+    return replace(made, **changes)
+
+
+class Served:
+    """A queue, and its server; `lines` are what the server told."""
+
+    def __init__(self, place: Path, capacity: int) -> None:
+        self.place = place
+        self.capacity = capacity
+        self.folder = QueueFolder.at(str(place / "queue"))
+        self.lines: list[str] = []
+        self._servers: list[QueueServer] = []
+        self.restart()
+
+    def restart(self) -> None:
+        """A new server, which knows what is on disk and nothing else."""
+        self.server = QueueServer(self.folder, self.capacity, self.lines.append)
+        self._servers.append(self.server)
+
+    def add(self, program: str, name: str = "train", **changes: Any) -> int:
+        """Put a shell program into the queue; return its number."""
+        shell = self.place / "shell"
+        if not shell.exists():
+            shell.write_text(_SHELL)
+            shell.chmod(0o755)
+        number = self.folder.read().next_id
+        (self.place / f"{number}.sh").write_text(program)
+        made = request(
+            self.place,
+            python=str(shell),
+            script=f"{number}.sh",
+            options=(f"{number}.sh",),
+            run_dir=str(self.place / "runs" / str(number)),
+            name=name,
+            **changes,
+        )
+        self.folder.change(lambda content: replace(content, capacity=self.capacity))
+        return add_run(self.folder, made).id
+
+    def look_all(self) -> None:
+        """Have the servers of before see the ends of their children, too."""
+        for server in self._servers:
+            server.look()
+
+    def run(self, number: int) -> QueuedRun:
+        return next(run for run in self.folder.read().runs if run.id == number)
+
+    def state(self, number: int) -> str:
+        return self.run(number).state
+
+    def until(self, condition: Callable[[], Any], what: str = "") -> None:
+        def looked() -> bool:
+            if condition():
+                return True
+            self.server.look()
+            return False
+
+        wait_for(looked, f"{what} {[(run.id, run.state, run.reason) for run in self.folder.read().runs]}")
+
+    def until_state(self, number: int, state: str) -> None:
+        self.until(lambda: self.state(number) == state, f"run {number} is not {state}:")
+
+
+@contextmanager
+def served(place: Path, capacity: int = 2) -> Iterator[Served]:
+    """No process of the queue is left in the end."""
+    queue = Served(place, capacity)
+    try:
+        yield queue
+    finally:
+        (place / "go").touch()
+        queue.until(lambda: not queue.folder.read().has_work)
+        wait_for(lambda: queue.look_all() or not _children())
+
+
+def _children() -> list[str]:
+    return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()

@@ -1,0 +1,290 @@
+"""A server and real processes: what becomes of runs that end, fail, crash, are cancelled, held and preempted,
+and of a server that is started anew. The runs are shell programs; test_preemption.py has those that train."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from tests.frontends.run_queue.queue_parts import Served, served
+from tests.waiting import wait_for
+
+from paceline.core import atomic_file
+from paceline.core.errors import UsageError
+from paceline.frontends.run_queue import queue_client, run_observation
+from paceline.frontends.run_queue.queue_folder import QueueFolder
+from paceline.frontends.run_queue.serving import serve
+
+# Waits as WAIT does, and says that it has begun: before that it has no handler.
+READY = 'trap "exit 75" TERM\ntouch ready-$0\nwhile [ ! -e go ]; do sleep 0.01; done\n'
+
+
+def parent_of(queue: Served, number: int) -> int:
+    """The parent of a run's process."""
+    queue.until(lambda: run_observation.process_group(queue.folder, queue.run(number)) is not None)
+    found = run_observation.process_group(queue.folder, queue.run(number))
+    assert found is not None
+    return found
+
+
+def process_of(queue: Served, number: int) -> int:
+    parent = parent_of(queue, number)
+    children = Path(f"/proc/{parent}/task/{parent}/children")
+    wait_for(lambda: children.read_text().split())
+    return int(children.read_text().split()[0])
+
+
+def test_runs_finish_and_fail_and_the_queue_goes_on(tmp_path):
+    with served(tmp_path, capacity=1) as queue:
+        failing = queue.add('echo begun; echo "ValueError: no such column" >&2; exit 3')
+        ending = queue.add("exit 0")
+        queue.until_state(failing, "failed")
+        queue.until_state(ending, "finished")
+        run = queue.run(failing)
+        assert run.reason == "exit code 3: ValueError: no such column"
+        assert run.tail == ("begun", "ValueError: no such column")
+        assert run.attempt == 1
+        # One worker: the second began when the first had ended.
+        states = [line.split(": ", 1)[1].split(" [")[0] for line in queue.lines]
+        assert states == [
+            "running: 1 worker",
+            "failed: exit code 3: ValueError: no such column",
+            "running: 1 worker",
+            "finished",
+        ]
+
+
+def test_the_command_of_a_run(tmp_path):
+    with served(tmp_path, capacity=4) as queue:
+        number = queue.add('echo "$@" > words\npwd >> words\necho "$MARK" >> words\n', least=1, most=3,
+                           arguments=("--lr", "0.1"), environment={"MARK": "here"})  # fmt: skip
+        queue.until_state(number, "finished")
+        words, where, mark = (tmp_path / "words").read_text().splitlines()
+        assert words == (
+            "--workers 3 --min-workers 1 --set fault_tolerance.max_workers=3 "
+            f"--run-dir {tmp_path}/runs/1 --resume auto -- --lr 0.1"
+        )
+        assert (where, mark) == (str(tmp_path), "here")
+
+
+def test_a_crash_is_started_again_and_a_row_of_crashes_is_a_failure(tmp_path):
+    with served(tmp_path) as queue:
+        once = queue.add('if [ ! -e seen ]; then touch seen; kill -9 $$; fi\n')  # fmt: skip
+        queue.until_state(once, "finished")
+        assert queue.run(once).attempt == 2
+        again = [note.text for note in queue.run(once).notes]
+        assert "waiting: killed by SIGKILL after step 0: started again at once" in again
+        always = queue.add("echo last words; kill -9 $$")
+        queue.until(lambda: queue.run(always).crashes == 2)
+        run = queue.run(always)
+        assert run.state == "waiting"
+        assert run.not_before > run.since  # it pauses
+        queue_client.want(queue.folder, str(always), "cancel")
+
+
+def test_the_parent_of_a_run_is_killed_and_the_run_goes_on(tmp_path):
+    with served(tmp_path) as queue:
+        number = queue.add(READY)
+        queue.until(lambda: (tmp_path / "ready-1.sh").exists())
+        process = process_of(queue, number)
+        os.kill(parent_of(queue, number), signal.SIGKILL)
+        wait_for(lambda: _parent(process) == 1 or _parent(process) != 0)
+        for _ in range(5):
+            queue.server.look()
+        assert queue.state(number) == "running"
+        assert queue.run(number).attempt == 1
+        # Nobody saw its exit code: it is started again, and says it then.
+        (tmp_path / "go").touch()
+        queue.until_state(number, "finished")
+        assert queue.run(number).attempt == 2
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def test_the_process_of_a_run_is_killed(tmp_path):
+    with served(tmp_path) as queue:
+        number = queue.add(READY)
+        queue.until(lambda: (tmp_path / "ready-1.sh").exists())
+        (tmp_path / "ready-1.sh").unlink()
+        os.kill(process_of(queue, number), signal.SIGKILL)
+        queue.until(lambda: (tmp_path / "ready-1.sh").exists())
+        assert queue.run(number).attempt == 2
+
+
+def test_a_new_server_finds_the_runs_of_the_old_one(tmp_path):
+    with served(tmp_path) as queue:
+        number = queue.add(READY)
+        queue.until(lambda: (tmp_path / "ready-1.sh").exists())
+        first = process_of(queue, number)
+        queue.restart()
+        for _ in range(3):
+            queue.server.look()
+        assert queue.run(number).attempt == 1
+        assert process_of(queue, number) == first
+        # An exit code that no server was there to see.
+        (tmp_path / "go").touch()
+        wait_for(lambda: run_observation.exit_code(queue.folder, queue.run(number)) == 0)
+        queue.restart()
+        queue.server.look()
+        assert queue.state(number) == "finished"
+        assert queue.run(number).attempt == 1
+
+
+def test_a_run_that_was_noted_and_never_started(tmp_path, monkeypatch):
+    """The server was killed between the two."""
+    with served(tmp_path) as queue:
+        number = queue.add("exit 0")
+        with monkeypatch.context() as patch:
+            patch.setattr(queue.server, "_start", lambda run: None)
+            queue.server.look()
+        assert queue.state(number) == "running"
+        queue.restart()
+        queue.until_state(number, "finished")
+        assert queue.run(number).attempt == 2
+
+
+def test_a_higher_priority_preempts_and_gives_back(tmp_path):
+    with served(tmp_path, capacity=2) as queue:
+        low = queue.add(READY, least=2, most=2)
+        queue.until(lambda: (tmp_path / "ready-1.sh").exists())
+        high = queue.add("exit 0", name="urgent", least=1, most=1, priority=5)
+        queue.until_state(high, "finished")
+        (tmp_path / "go").touch()
+        queue.until_state(low, "finished")
+        run = queue.run(low)
+        assert run.attempt == 2
+        texts = [note.text for note in run.notes]
+        assert "stopping: run 2 of priority 5 gets workers" in texts
+        assert queue.run(high).attempt == 1
+
+
+def test_a_run_that_is_stopping_gets_one_signal(tmp_path):
+    """The second would end it at once, also if a new server has taken over."""
+    program = "trap 'echo signal >> signals' TERM\nwhile [ ! -e go ]; do sleep 0.01; done\nexit 75\n"
+    with served(tmp_path, capacity=1) as queue:
+        number = queue.add(f"touch ready\n{program}")
+        queue.until(lambda: (tmp_path / "ready").exists())
+        queue_client.want(queue.folder, str(number), "hold")
+        queue.until(lambda: (tmp_path / "signals").exists())
+        queue.restart()
+        for _ in range(5):
+            queue.server.look()
+        assert (tmp_path / "signals").read_text() == "signal\n"
+        (tmp_path / "go").touch()
+        queue.until_state(number, "held")
+        queue_client.want(queue.folder, str(number), "cancel")
+
+
+def test_cancel_hold_and_release(tmp_path):
+    with served(tmp_path, capacity=1) as queue:
+        training, waiting = queue.add(READY), queue.add("exit 0")
+        queue.until(lambda: (tmp_path / "ready-1.sh").exists())
+        assert queue_client.want(queue.folder, str(waiting), "hold").state == "held"
+        assert queue_client.want(queue.folder, str(training), "cancel").state == "running"
+        queue.until_state(training, "cancelled")
+        assert queue.run(training).code == 75
+        with pytest.raises(UsageError, match=r"run 1 \(train\) has ended: cancelled"):
+            queue_client.want(queue.folder, str(training), "hold")
+        with pytest.raises(UsageError, match="is held already"):
+            queue_client.want(queue.folder, str(waiting), "hold")
+        for _ in range(3):
+            queue.server.look()
+        assert queue.state(waiting) == "held"
+        queue_client.want(queue.folder, str(waiting), "run")
+        queue.until_state(waiting, "finished")
+
+
+def test_a_run_that_ignores_the_request_is_killed(tmp_path):
+    with served(tmp_path) as queue:
+        number = queue.add("trap '' TERM\ntouch ready\nwhile true; do sleep 0.01; done\n")
+        queue.until(lambda: (tmp_path / "ready").exists())
+        queue_client.want(queue.folder, str(number), "cancel")
+        queue.until_state(number, "stopping")
+        queue_client.want(queue.folder, str(number), "kill")
+        queue.until_state(number, "cancelled")
+
+
+def test_a_run_that_was_stopped_by_hand_is_held(tmp_path):
+    with served(tmp_path, capacity=1) as queue:
+        number = queue.add("exit 75\n")
+        queue.until_state(number, "held")
+        assert "paceline queue release 1" in queue.run(number).reason
+        queue_client.want(queue.folder, str(number), "cancel")
+
+
+def test_a_folder_or_a_python_that_is_gone(tmp_path):
+    with served(tmp_path) as queue:
+        lost = queue.add("exit 0", folder=str(tmp_path / "nowhere"))
+        queue.until_state(lost, "failed")
+        assert (
+            queue.run(lost).reason == f"it cannot be started: {tmp_path}/nowhere: No such file or directory"
+        )
+        (tmp_path / "shell").unlink()
+        (tmp_path / "shell").mkdir()
+        broken = queue.add("exit 0")
+        queue.until_state(broken, "failed")
+        assert "cannot be started: Permission denied" in queue.run(broken).reason
+
+
+def test_a_full_disk_stops_nothing_and_is_told_once(tmp_path, monkeypatch):
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with served(tmp_path, capacity=2) as queue:
+        first = queue.add(READY)
+        queue.until(lambda: (tmp_path / "ready-1.sh").exists())
+        second = queue.add("exit 0")
+        with monkeypatch.context() as patch:
+            patch.setattr(atomic_file, "replace", full)
+            for _ in range(3):
+                queue.server.look()
+            assert sum("No space left on device" in line for line in queue.lines) == 1
+            # The first ends meanwhile: its exit code has room.
+            (tmp_path / "go").touch()
+            wait_for(lambda: run_observation.exit_code(queue.folder, queue.run(first)) == 0)
+            queue.server.look()
+            assert queue.state(first) == "running"
+            assert queue.state(second) == "waiting"
+        queue.until_state(first, "finished")
+        queue.until_state(second, "finished")
+        assert "the queue can be written again" in queue.lines
+        assert queue.run(first).attempt == queue.run(second).attempt == 1
+
+
+def test_a_run_that_needs_more_than_there_is_waits_and_lets_others_pass(tmp_path):
+    with served(tmp_path, capacity=4) as queue:
+        large, small = queue.add("exit 0", least=3, most=3), queue.add("exit 0")
+        queue.capacity = 2
+        queue.restart()
+        queue.until_state(small, "finished")
+        run = queue.run(large)
+        assert run.state == "waiting"
+        assert queue_client.remark(run, 2) == "needs 3 workers, and the queue has 2"
+        queue.capacity = 3
+        queue.restart()
+        queue.until_state(large, "finished")
+
+
+def test_many_runs_in_a_row(tmp_path):
+    with served(tmp_path, capacity=1) as queue:
+        numbers = [queue.add(f"echo {number} >> order", priority=number // 3) for number in range(6)]
+        for number in numbers:
+            queue.until_state(number, "finished")
+        assert (tmp_path / "order").read_text().split() == ["3", "4", "5", "0", "1", "2"]
+
+
+def test_serve_ends_when_all_is_done_and_gives_the_lock_back(tmp_path):
+    lines: list[str] = []
+    folder = QueueFolder.at(str(tmp_path / "queue"))
+    serve(folder, 3, lines.append, until_empty=True)
+    assert lines == [f"serving the queue {folder.path} with 3 workers", "all runs have ended"]
+    assert not folder.is_served
+    assert folder.read().capacity == 3
