@@ -56,6 +56,8 @@ if TYPE_CHECKING:
     from paceline.engines.ray.ray_engine import Ray as Ray
     from paceline.engines.slurm.slurm_engine import Slurm as Slurm
     from paceline.engines.ssh.ssh_engine import Ssh as Ssh
+    from paceline.engines.kubernetes.kubernetes_engine import Kubernetes as Kubernetes
+    from paceline.frontends.framework_trainers.backend_choice import make_trainer as make_trainer
     from paceline.frontends.collective_functions import (
         all_gather as all_gather,
         all_reduce as all_reduce,
@@ -192,6 +194,7 @@ _MODULES = {
         "WireError",
     ),
     "paceline.engines.kubernetes.kubernetes_engine": ("Kubernetes",),
+    "paceline.frontends.framework_trainers.backend_choice": ("make_trainer",),
     "paceline.frontends.collective_functions": (
         "all_gather",
         "all_reduce",
