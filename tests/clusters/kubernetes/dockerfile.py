@@ -1,8 +1,8 @@
 """Carry out the instructions of a Dockerfile without a container engine.
 
-FROM stands for a root that is put together from this machine's own Python and packages; every folder of it is
-an overlay, so that RUN and COPY write to layers of their own. Knows the instructions that the Dockerfile of this
-project uses: FROM, ARG, ENV, COPY, RUN, WORKDIR, USER, ENTRYPOINT, CMD; another one is an error.
+FROM stands for a root that is put together from the Python and packages of this machine; every folder of it
+is an overlay, so that RUN and COPY write to layers of their own. Knows the instructions that the Dockerfile
+of this project uses: FROM, ARG, ENV, COPY, RUN, WORKDIR, USER, ENTRYPOINT, CMD; another one is an error.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def test_a_run_is_handed_over_loses_its_supervisor_and_ends_as_if_nothing_was(
     options = ["--nodes", "2", "--name", "handed over", "--image", IMAGE, "--run-dir", "/runs/run"]
     for setting in (
         f"kubeconfig={idle_cluster.kubeconfig}",
-        'volumes={"/runs": "training"}',
+        'volumes={"/runs" = "training"}',
         "shared_memory=8Mi",
     ):
         options += ["--engine-set", setting]
