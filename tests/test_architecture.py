@@ -35,6 +35,8 @@ PRIVATE_ACCESSES = 40
 
 # What may be over a limit, with the reason.
 MANY_ARGUMENTS = {
+    "paceline.frontends.framework_trainers.horovod_trainer:__init__": "as PyTorchDDPTrainer's",
+    "paceline.frontends.framework_trainers.tensorflow_trainer:__init__": "as PyTorchDDPTrainer's",
     "paceline.frontends.ddp_trainer.ddp_trainer:__init__": "one argument for each that "
     "users of such trainers know; all but the model have a default",
     "paceline.frontends.launcher.distributed_launcher:launch_distributed_training": "a front door: the "
@@ -91,6 +93,7 @@ LAZY_ARROWS = {
 
 # Modules that import by a name which is not in the source, with the reason.
 COMPUTED_IMPORTS = {
+    "paceline.frontends.framework_trainers.framework_settings": "another framework's package, by its name",
     "paceline": "the root maps public names to modules, and is no part of the graph",
     "paceline.cli.main": "the table of commands; a command does not import `main`",
     "paceline.core.engine_registry": "the table of engines; settings name one, and import none",

@@ -86,7 +86,7 @@ def train(
     Example: paceline train script.py --workers 4 --chaos "kill rank=2 step=20" --set checkpoint.keep_last=5
     """
     from paceline.cli.setting_checks import check_script, checked_assignments
-    from paceline.cli.train_layout import number_of_workers, settings_of_file
+    from paceline.cli.train_layout import backend_settings, number_of_workers, settings_of_file
     from paceline.core.chaos_spec import Chaos
 
     file, rest = _chosen_script(script, script_file, arguments or [])
@@ -118,6 +118,7 @@ def train(
     else:
         number, of_file, per_gpu = settings_of_file(config, layout, address, backend)
         texts, config = (*per_gpu, *texts), None if per_gpu else config
+    texts = (*texts, *backend_settings(backend))
     given: dict[str, Any] = {
         "workers": number,
         "epochs": epochs,
@@ -170,11 +171,8 @@ def _train(
                 f"warning: {script} ended without Trainer.fit, so no setting given here had an effect",
                 err=True,
             )
-        elif code == 0 and _has_no_effect(texts, overrides.per_gpu_applied()):
-            typer.echo(
-                f"warning: {script} makes its own optimizer: learning_rate of the file had no effect",
-                err=True,
-            )
+        elif code == 0 and (what := _without_effect(texts, overrides.per_gpu_applied())):
+            typer.echo(f"warning: {script} {what} had no effect", err=True)
     if code:
         raise typer.Exit(code)
 
@@ -190,8 +188,12 @@ def _print_request(engine: Engine | None) -> None:
     typer.echo(request_text(engine, sys.executable, os.getcwd()), nl=False)
 
 
-def _has_no_effect(texts: tuple[str, ...], has_ddp_trainer: bool) -> bool:
-    return not has_ddp_trainer and any(text.startswith("per_gpu.learning_rate=") for text in texts)
+def _without_effect(texts: tuple[str, ...], was_read: bool) -> str:
+    """Return why a setting of DistributedConfig had no effect; `was_read`: whether a trainer read them."""
+    named = set[str]() if was_read else {text.partition("=")[0] for text in texts}
+    if "per_gpu.backend" in named:
+        return "makes a trainer that --backend does not choose (see paceline.make_trainer): --backend"
+    return "makes its own optimizer: learning_rate of the file" if "per_gpu.learning_rate" in named else ""
 
 
 def _chosen_script(script: str | None, named: str | None, arguments: list[str]) -> tuple[str, list[str]]:

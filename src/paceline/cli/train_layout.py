@@ -3,6 +3,7 @@ by name of what one start of a script cannot do. Imports no torch."""
 
 from __future__ import annotations
 
+import os
 from typing import Any, Final
 
 from paceline.core.available_resources import visible_gpus
@@ -19,6 +20,8 @@ _ELSEWHERE: Final = (
     "--master-addr HOST`"
 )
 _TRANSPORTS: Final = ("nccl", "gloo", "mpi")
+FRAMEWORKS: Final = ("horovod", "tensorflow")
+"""Backends that start their workers by themselves, or by their own launcher."""
 
 
 def number_of_workers(
@@ -77,7 +80,10 @@ def settings_of_file(
     if (workers, num_gpus, each) == (None, None, None):
         num_gpus, each = found.config.num_gpus, found.config.gpus_per_node
         num_nodes = found.config.num_nodes if num_nodes is None else num_nodes
-    number = number_of_workers(workers, num_gpus, num_nodes, each, address, backend or found.config.backend)
+    backend = backend or found.config.backend
+    number = number_of_workers(workers, num_gpus, num_nodes, each, address, backend)
+    if backend in FRAMEWORKS:  # whose trainers read the file's settings as they are
+        return number, {}, tuple(f"{PER_GPU}{text}" for text in found.texts)
     settings = found.global_settings(number)
     if sentence := found.arithmetic(settings):
         announce(sentence)
@@ -93,3 +99,11 @@ def _check_engine(backend: str | None) -> None:
         )
     if backend is not None:
         check_backend(backend)
+    if backend == "horovod" and "HOROVOD_RANK" not in os.environ:
+        announce("--backend horovod without horovodrun: one rank trains; horovodrun -np N --gloo starts N")
+
+
+def backend_settings(backend: str | None) -> tuple[str, ...]:
+    """Return the assignment by which scripts that leave the choice to DistributedConfig get the trainer of a
+    framework."""
+    return (f"{PER_GPU}backend={backend}",) if backend in FRAMEWORKS else ()

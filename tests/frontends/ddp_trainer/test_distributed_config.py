@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from typer.testing import CliRunner
 
 import paceline
 from paceline.cli.main import app
-from paceline.core.errors import ConfigError, PlatformError, UnavailableError
+from paceline.core.errors import ConfigError, PlatformError, UnavailableError, UsageError
 from paceline.frontends import overrides
+from paceline.frontends.framework_trainers.backend_choice import settings_for_ray
+from paceline.frontends.ddp_trainer import distributed_config
 from paceline.frontends.overrides import Overrides
 
 
@@ -140,12 +143,41 @@ def test_refusals(given: dict[str, Any], said: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["horovod", "ray", "tensorflow"])
-def test_a_backend_that_is_not_there_yet_says_what_to_install(backend: Any) -> None:
+def test_a_backend_whose_package_is_missing_says_what_to_install(
+    backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = paceline.DistributedConfig(backend=backend)  # a file of settings may name it
-    with pytest.raises(UnavailableError, match=f"is not there yet: it needs the package {backend} ") as info:
+    monkeypatch.setattr(distributed_config, "find_spec", lambda name: None)
+    for use in (config.to_train_config, lambda: paceline.make_trainer(nn.Linear(1, 1), config)):
+        with pytest.raises(UnavailableError, match=f"needs the package {backend}, which is not") as info:
+            use()
+        assert "pip install" in info.value.remedy
+        assert 'backend="pytorch-ddp"' in info.value.remedy
+    monkeypatch.setattr(distributed_config, "find_spec", lambda name: object())
+    with pytest.raises(UsageError, match="settings of a training that PyTorch itself distributes") as other:
         config.to_train_config()
-    assert f"pip install {backend}" in str(info.value) or "is installed here" in str(info.value)
-    assert 'backend="pytorch-ddp"' in info.value.remedy
+    assert "paceline.make_trainer(model, config)" in other.value.remedy
+
+
+def test_an_unknown_backend_is_refused_by_name() -> None:
+    with pytest.raises(UsageError, match="backend='mxnet' is unknown"):
+        distributed_config.check_backend("mxnet")
+
+
+def test_the_settings_choose_their_trainer() -> None:
+    config = paceline.DistributedConfig(num_gpus=2, batch_size=8, learning_rate=0.5, checkpoint_dir="runs/x")
+    trainer = paceline.make_trainer(nn.Linear(1, 1), config, optimizer=lambda p: torch.optim.SGD(p, 0.1))
+    assert isinstance(trainer, paceline.PyTorchDDPTrainer)
+    assert trainer.config == config
+    assert settings_for_ray(config) == {
+        "lr": 0.5,
+        "batch_size": 16,
+        "epochs": 1,
+        "num_workers": 2,
+        "precision": "fp32",
+        "log_every": 50,
+        "run_dir": "runs/x",
+    }
 
 
 @pytest.mark.parametrize("name", ["zero_stage", "deepspeed_config"])

@@ -213,3 +213,27 @@ def test_survivors_that_go_on_by_themselves_are_let_alone(
     )
     done = launched(capfd, script, tmp_path / "told", nproc_per_node=2)
     assert (done.code, done.of(0), done.said) == (0, ["went on"], [])
+
+
+def test_ranks_do_not_go_on_without_one_that_they_need(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = write(
+        tmp_path,
+        """
+        import os, signal, sys
+        from paceline.frontends.launcher_link import keep_survivors, losses_before_restart
+        print([(one.rank, one.how) for one in losses_before_restart()])
+        assert keep_survivors(needed=[1])
+        again = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        if os.environ["RANK"] == "1" and not again:
+            os.kill(os.getpid(), 9)
+        if not again:
+            signal.pause()
+        """,
+    )
+    done = launched(capfd, script, nproc_per_node=2, max_restarts=1)
+    assert done.code == 0, done.err
+    lost = "[(1, 'was killed by signal 9 (SIGKILL)')]"
+    assert (done.of(0), done.of(1)) == (["[]", lost], ["[]", lost])
+    assert any("rank 1 of 2 failed first" in line for line in done.said)

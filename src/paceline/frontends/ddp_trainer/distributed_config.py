@@ -65,8 +65,13 @@ OTHER_NAMES = {
         "it is a setting of paceline.TrainConfig",
     ),
 }
-# Package to install for each backend that Paceline does not drive yet.
-_PACKAGES = {"horovod": "horovod", "ray": "ray", "tensorflow": "tensorflow"}
+# Package of each backend, and how it is installed.
+_PACKAGES = {
+    "horovod": ("horovod", "pip install horovod, built for this torch: see docs/other-frameworks.md"),
+    "ray": ("ray", "pip install 'paceline[ray]'"),
+    "tensorflow": ("tensorflow", "pip install tensorflow (without a GPU: tensorflow-cpu)"),
+}
+_TRAINERS = {"horovod": "HorovodTrainer", "ray": "RayTrainer", "tensorflow": "TensorFlowDistributedTrainer"}
 
 
 @explained(hints=OTHER_NAMES)
@@ -149,7 +154,12 @@ class DistributedConfig:
         batch and on batch_size, and not on whether GPUs or accumulation steps make up the rest. The learning
         rate is the optimizer's: `Trainer` gets it there.
         """
-        check_backend(self.backend)
+        if self.backend != "pytorch-ddp":
+            check_backend(self.backend)
+            raise UsageError(
+                f'backend="{self.backend}" in settings of a training that PyTorch itself distributes',
+                remedy=f"use paceline.make_trainer(model, config), or paceline.{_TRAINERS[self.backend]}",
+            )
         folder = self.checkpoint_dir
         is_url = folder is not None and "://" in folder
         usual = CheckpointConfig()
@@ -260,17 +270,17 @@ def _check_nodes(config: DistributedConfig) -> None:
 
 
 def check_backend(backend: str) -> None:
-    """Refuse a backend that Paceline does not drive yet, with what to install, and one that it never had."""
-    package = _PACKAGES.get(backend)
+    """Refuse a backend that is none, and one whose package is not installed, with what to install."""
     if backend == "pytorch-ddp":
         return
-    if package is None:
+    if backend not in _PACKAGES:
         raise UsageError(
-            f"backend={backend!r} is unknown", remedy='use "pytorch-ddp", which needs nothing but torch'
+            f"backend={backend!r} is unknown",
+            remedy='use "pytorch-ddp", which needs nothing but torch, "horovod", "ray" or "tensorflow"',
         )
-    here = "which is installed here" if find_spec(package) else f"pip install {package}"
-    raise UnavailableError(
-        f'backend="{backend}" is not there yet: it needs the package {package} ({here}) and a version '
-        "of Paceline that drives it",
-        remedy='use backend="pytorch-ddp", which needs nothing but torch (pip install torch)',
-    )
+    package, remedy = _PACKAGES[backend]
+    if find_spec(package) is None:
+        raise UnavailableError(
+            f'backend="{backend}" needs the package {package}, which is not installed',
+            remedy=f'{remedy}; or use backend="pytorch-ddp", which needs nothing but torch',
+        )

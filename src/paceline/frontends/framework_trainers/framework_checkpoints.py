@@ -9,6 +9,7 @@ exports it like any other.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -20,7 +21,7 @@ from paceline.checkpoint.loader import Checkpoint
 from paceline.checkpoint.store import CheckpointStore
 from paceline.comm.context import DistributedContext
 from paceline.comm.rendezvous.transport_setup import single_rank
-from paceline.core.errors import UsageError
+from paceline.core.errors import PacelineError, UsageError
 from paceline.data.batch_plan import DataPosition
 from paceline.train.callbacks import SavedCheckpoint
 from paceline.train.history import Evaluation
@@ -29,6 +30,8 @@ from paceline.train.state.checkpointing import Checkpointer, RunContents
 from paceline.train.state.recorder import Tell
 from paceline.train.state.run_folder import RunFolder
 from paceline.train.team import Team
+
+_log = logging.getLogger(__name__)
 
 FORMAT = 1
 
@@ -125,6 +128,13 @@ class FrameworkCheckpoints:
         if self._config.checkpoint.at_end:
             self.save(position, metrics)
         self._versions.drain()
+
+    def settle(self) -> None:
+        """Make a version valid that is being written: where the run has failed since, it is the newest."""
+        try:
+            self._versions.drain()
+        except PacelineError as error:
+            _log.warning("a version under way could not be completed: %s", str(error))
 
     def close(self) -> None:
         self._closing.close()

@@ -149,11 +149,14 @@ class FrameworkRun:
         workers: Sequence[WorkerProcess],
         contents: Contents,
         *,
+        replicas: int | None = None,
         samples: int | None = None,
         total_steps: int | None = None,
         continued: bool = False,
     ) -> None:
-        """Write the first lines of this start. `continued`: another process had begun it, and was lost."""
+        """Write the first lines of this start. `replicas`: that train, where a process has several of them;
+        `continued`: another process had begun it, and was lost."""
+        count = replicas or len(workers)
         self.workers = tuple(workers)
         if self._versions is not None:
             self._versions.contents = contents
@@ -163,8 +166,8 @@ class FrameworkRun:
             self._tell(
                 events.RunStarted(
                     time=time.time(),
-                    workers=len(workers),
-                    shards=len(workers),
+                    workers=count,
+                    shards=count,
                     samples=samples,
                     definition=about,
                     fingerprint=fingerprint(_CPU, torch.get_num_threads()),
@@ -179,7 +182,7 @@ class FrameworkRun:
             Observer.on_start,
             RunInfo(
                 config=self.config,
-                workers=len(workers),
+                workers=count,
                 total_steps=total_steps,
                 samples=samples,
                 first_step=self.position.step,
@@ -323,6 +326,8 @@ class FrameworkRun:
         """Give the folder back. Without `finish` the run has failed, which journal and trackers are told."""
         if self._is_started and not self._is_over:
             self._is_over = True
+            if self._versions is not None:
+                self._versions.settle()
             reason = "its process ended" if error is None else f"{type(error).__name__}: {error}"
             first = reason.splitlines()[0]
             self._tell(events.RunFailed(time=time.time(), step=self.position.step, reason=first))

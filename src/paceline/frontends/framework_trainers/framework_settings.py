@@ -46,7 +46,7 @@ class FrameworkSettings:
         if config.backend not in (backend, "pytorch-ddp"):  # the second is what a config has that names none
             raise ConfigError(
                 f'backend="{config.backend}" in the settings of a trainer on {backend}',
-                remedy=f'set backend="{backend}", or use DistributedConfig.trainer, which takes this',
+                remedy=f'set backend="{backend}", or use paceline.make_trainer, which takes this',
                 key="backend",
             )
         place = config.checkpoint_dir if checkpoint_dir is None else os.fspath(checkpoint_dir)

@@ -90,10 +90,9 @@ class StrategyGroup:
             return tf.constant(own)
 
         def total(part: Any) -> Any:
-            return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, part)
+            same = strategy.run(tf.identity, args=(part,))
+            return strategy.reduce(tf.distribute.ReduceOp.SUM, same, axis=None)
 
-        summed = tf.function(total)
         parts = strategy.experimental_distribute_values_from_function(value)
-        results = strategy.experimental_local_results(strategy.run(summed, args=(parts,)))
-        whole: NDArray[Any] = results[0].numpy()
+        whole: NDArray[Any] = tf.function(total)(parts).numpy()
         return whole

@@ -106,7 +106,7 @@ class TensorFlowLoop:
         run.start(
             processes,
             self._state.contents,
-            samples=None,
+            replicas=self._job.replicas,
             total_steps=None if steps is None else steps * (run.config.epochs or 1),
         )
         version = None if run.resumed is None else run.resumed.version

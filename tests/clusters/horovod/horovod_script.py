@@ -1,0 +1,66 @@
+"""A script as Horovod's users have it, with paceline.HorovodTrainer: one JSON line for each rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import paceline
+
+settings = json.loads(sys.argv[1])
+gate = Path(settings.get("gate", "none"))
+torch.manual_seed(0)
+inputs = torch.randn(settings.get("samples", 128), 8)
+data = TensorDataset(inputs, (inputs.sum(1) > 0).long())
+loader = DataLoader(data, batch_size=8, shuffle=settings.get("samples") != 0)
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+if settings.get("other_model") and os.environ.get("HOROVOD_RANK") == "1":
+    model = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
+if settings.get("other_length") and os.environ.get("HOROVOD_RANK") == "1":
+    loader = DataLoader(TensorDataset(inputs[:32], (inputs[:32].sum(1) > 0).long()), batch_size=8)
+loss, calls = nn.CrossEntropyLoss(), [0]
+
+
+def objective(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+    calls[0] += 1
+    if calls[0] == 12 and os.environ.get("HOROVOD_RANK") == settings.get("victim") and not gate.exists():
+        gate.write_text(str(os.getpid()))
+        signal.pause()  # until the test kills this rank
+    result: torch.Tensor = loss(model(batch[0]), batch[1])
+    return result
+
+
+trainer = paceline.HorovodTrainer(
+    model,
+    torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+    objective if "victim" in settings else loss,
+    verbose=False,
+    compression=settings.get("compression"),
+    checkpoint_dir=settings["folder"],
+    resume_from_checkpoint=settings.get("resume", False),
+    timeline=settings.get("timeline"),
+    commit_steps=4,
+    callbacks=[paceline.CsvLog(every=1)],
+)
+history = trainer.fit(loader, epochs=settings.get("epochs", 2), val_loader=loader)
+found = {
+    "rank": trainer.rank,
+    "size": trainer.size,
+    "hash": history.state_hash,
+    "own_hash": paceline.state_hash(model),
+    "steps": [record.step for record in history.steps],
+    "epoch_samples": [record.samples for record in history.epochs],
+    "rates": [history.steps[0].learning_rate, history.steps[-1].learning_rate],
+    "losses": [history.epochs[0].loss, history.final_loss],
+    "accuracy": history.best_accuracy,
+    "workers": history.workers,
+    "average": trainer.metric_average(float(trainer.rank), name="rank"),
+}
+print("FOUND " + json.dumps(found), flush=True)

@@ -1,0 +1,88 @@
+"""A script with paceline.TensorFlowDistributedTrainer, for one process or the ranks of `paceline run`: one
+JSON line for each process that trains. Its data waits at a gate where the test wants to kill a process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+import paceline
+
+settings = json.loads(sys.argv[1])
+folder = Path(settings["folder"])
+rank, attempt = os.environ.get("RANK", "0"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+(folder.parent / f"pid-{rank}-{attempt}").write_text(str(os.getpid()))
+strategy: Any = settings.get("strategy")
+if strategy == "two replicas":
+    one = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(one, [tf.config.LogicalDeviceConfiguration()] * 2)
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+if settings.get("legacy"):
+    import tf_keras as keras
+else:
+    import keras
+
+
+def model_fn() -> Any:
+    keras.utils.set_random_seed(1)
+    layers = [
+        keras.layers.Dense(8, activation="relu"),
+        keras.layers.BatchNormalization(),
+        keras.layers.Dense(2),
+    ]
+    model = keras.Sequential([keras.layers.Input((4,)), *layers])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(0.01), loss=loss, metrics=["accuracy"])
+    return model
+
+
+trainer = paceline.TensorFlowDistributedTrainer(
+    model_fn,
+    strategy,
+    verbose=False,
+    checkpoint_dir=folder,
+    resume_from_checkpoint=settings.get("resume", False),
+    config={"checkpoint_frequency": 1},
+    callbacks=[paceline.CsvLog(every=1)],
+)
+numbers = np.random.default_rng(0)
+inputs = numbers.standard_normal((64, 4)).astype("float32")
+targets = (inputs.sum(1) > 0).astype("int32")
+
+
+def epoch_data(epoch: int) -> Any:
+    if epoch == 2 and attempt == "0" and settings.get("waits") == rank:
+        gate = folder.parent / "gate"
+        gate.with_suffix(".new").write_text(str(os.getpid()))
+        gate.with_suffix(".new").rename(gate)
+        if settings.get("dies"):
+            signal.pause()  # until the test kills this process
+        while not (folder.parent / "go").exists():
+            threading.Event().wait(0.01)
+    order = np.random.default_rng(epoch).permutation(len(inputs))
+    return tf.data.Dataset.from_tensor_slices((inputs[order], targets[order])).batch(16)
+
+
+validation = tf.data.Dataset.from_tensor_slices((inputs, targets)).batch(16)
+history = trainer.fit(epoch_data, epochs=settings.get("epochs", 4), validation_data=validation)
+found = {
+    "rank": int(rank),
+    "replicas": trainer.num_replicas,
+    "hash": history.state_hash,
+    "steps": [record.step for record in history.steps],
+    "epochs": [[record.steps, record.samples] for record in history.epochs],
+    "losses": [history.epochs[0].loss, history.final_loss],
+    "accuracy": history.best_accuracy,
+    "workers": history.workers,
+    "evaluated": trainer.evaluate(validation),
+    "last_evaluation": history.evaluations[-1].metrics,
+}
+print("FOUND " + json.dumps(found), flush=True)

@@ -1,0 +1,165 @@
+"""TensorFlowDistributedTrainer on the real TensorFlow: three strategies, kill -9 under `paceline run`, Keras
+3 and tf_keras, resume, and bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.clusters.framework_jobs import BIN, events_of, finished, started
+from tests.waiting import wait_for
+
+from paceline.checkpoint.store import CheckpointStore
+from paceline.core import events
+
+SCRIPT = str(Path(__file__).with_name("keras_script.py"))
+MISTAKES = str(Path(__file__).with_name("keras_mistakes.py"))
+SECONDS = 240.0
+
+pytestmark = [
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(
+        find_spec("tensorflow") is None, reason="no TensorFlow here: make test-engines installs it"
+    ),
+]
+
+
+def paceline_run(ranks: int) -> list[str]:
+    return [str(BIN / "python"), "-m", "paceline", "run", "--nproc-per-node", str(ranks)]
+
+
+def command(before: list[str], tmp_path: Path, **settings: Any) -> list[str]:
+    return [*before, SCRIPT, json.dumps({"folder": str(tmp_path / "run"), **settings})]
+
+
+def found_in(text: str) -> list[dict[str, Any]]:
+    lines = [line.partition("FOUND ")[2] for line in text.splitlines() if "FOUND " in line]
+    return sorted((json.loads(line) for line in lines), key=lambda one: one["rank"])
+
+
+def alone(tmp_path: Path, **settings: Any) -> dict[str, Any]:
+    tmp_path.mkdir(exist_ok=True)
+    log = tmp_path / f"log-{len(list(tmp_path.glob('log-*')))}"
+    with started(command([str(BIN / "python")], tmp_path, **settings), log) as job:
+        (found,) = found_in(finished(job, log, SECONDS))
+    return found
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Two replicas in one process: what two workers of one replica compute, too."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    found = alone(folder, strategy="two replicas")
+    assert CheckpointStore(folder / "run" / "checkpoints").verify() == []
+    return found
+
+
+def check_learned(found: dict[str, Any]) -> None:
+    assert found["steps"] == list(range(1, 17))
+    assert found["epochs"] == [[4, 64]] * 4
+    assert found["losses"][1] < found["losses"][0]
+    assert found["evaluated"] == pytest.approx(found["last_evaluation"], rel=1e-5)
+    assert set(found["evaluated"]) == {"loss", "accuracy"}
+
+
+def test_replicas_train_and_a_resumed_run_has_the_same_bits(
+    tmp_path: Path, undisturbed: dict[str, Any]
+) -> None:
+    check_learned(undisturbed)
+    assert (undisturbed["replicas"], undisturbed["workers"]) == (2, 2)
+    begun = alone(tmp_path, strategy="two replicas", epochs=2)
+    assert begun["hash"] != undisturbed["hash"]
+    resumed = alone(tmp_path, strategy="two replicas", resume=True)
+    assert (resumed["hash"], resumed["steps"]) == (undisturbed["hash"], undisturbed["steps"])
+
+
+def test_a_model_of_tf_keras_on_one_device(tmp_path: Path) -> None:
+    found = alone(tmp_path, legacy=True)
+    check_learned(found)
+    assert (found["replicas"], found["workers"]) == (1, 1)
+
+
+def test_a_killed_worker_has_all_start_again_from_a_verified_version(
+    tmp_path: Path, undisturbed: dict[str, Any]
+) -> None:
+    log, gate, folder = tmp_path / "log", tmp_path / "gate", tmp_path / "run"
+    settings = {"strategy": "multiworker", "waits": "1", "dies": True}
+    with started(command(paceline_run(2), tmp_path, **settings), log) as job:
+        wait_for(gate.exists, f"no worker came: {log.read_text()}", SECONDS)
+        victim = int(gate.read_text())
+        os.kill(victim, signal.SIGKILL)
+        text = finished(job, log, SECONDS)
+    ranks = found_in(text)
+    assert [one["hash"] for one in ranks] == [undisturbed["hash"]] * 2
+    check_learned(ranks[0])
+    assert "all 2 ranks start again (restart 1 of 3)" in text
+    (resumed,) = events_of(folder, events.RunResumed)
+    assert resumed.version >= 1
+    assert resumed.step in (4, 8)
+    (verdict,) = events_of(folder, events.Verdict)
+    assert (verdict.rank, verdict.pid) == (1, victim)
+    assert f"from version {resumed.version}, which verified" in verdict.action
+    assert events_of(folder, events.Repaired)[0].lost == [1]
+    assert CheckpointStore(folder / "checkpoints").verify() == []
+
+
+def test_a_killed_worker_of_parameter_servers_leaves_the_others_training(tmp_path: Path) -> None:
+    log, gate, folder = tmp_path / "log", tmp_path / "gate", tmp_path / "run"
+    settings = {"strategy": "parameter_server", "waits": "0"}
+    with started(command(paceline_run(4), tmp_path, **settings), log) as job:
+        wait_for(gate.exists, f"the chief did not come: {log.read_text()}", SECONDS)
+        victim = {one.rank: one.pid for one in events_of(folder, events.WorkerStarted)}[3]
+        os.kill(victim, signal.SIGKILL)
+        (tmp_path / "go").touch()
+        text = finished(job, log, SECONDS)
+    (found,) = found_in(text)
+    check_learned(found)
+    assert (found["replicas"], found["workers"]) == (2, 2)
+    assert "start again" not in text
+    assert events_of(folder, events.RunResumed) == []
+    (verdict,) = events_of(folder, events.Verdict)
+    assert (verdict.rank, verdict.pid) == (3, victim)
+    assert CheckpointStore(folder / "checkpoints").verify() == []
+
+
+def test_a_killed_parameter_server_has_all_start_again(tmp_path: Path) -> None:
+    log, gate, folder = tmp_path / "log", tmp_path / "gate", tmp_path / "run"
+    settings = {"strategy": "parameter_server", "waits": "0"}
+    with started(command(paceline_run(3), tmp_path, **settings), log) as job:
+        wait_for(gate.exists, f"the chief did not come: {log.read_text()}", SECONDS)
+        os.kill(int((tmp_path / "pid-1-0").read_text()), signal.SIGKILL)
+        (tmp_path / "go").touch()
+        text = finished(job, log, SECONDS)
+    (found,) = found_in(text)
+    check_learned(found)
+    assert "rank 1 of 3 failed first" in text
+    assert events_of(folder, events.RunResumed)[0].step in (4, 8)
+
+
+def test_bad_input_is_one_message(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with started([str(BIN / "python"), MISTAKES, str(tmp_path)], log) as job:
+        text = finished(job, log, SECONDS)
+    said = dict(line.split(": ", 1) for line in text.splitlines() if ": " in line)
+    expected = {
+        "empty": "the training data is empty: it has no batch",
+        "unbatched": "the training data is not batched",
+        "no dataset": "the training data is a list",
+        "small batch": "the training data has batches of 1 sample, and the strategy has 2 replicas",
+        "not compiled": "model_fn returned a model that is not compiled",
+        "no model": "model_fn returned an int",
+        "a model": "model_fn is a model that is made already",
+        "strategy": "strategy is an int",
+        "epochs": "epochs=0",
+        "other model": "model/sequential",
+        "ranks": 'strategy="mirrored" in rank 0 of 2: each of them would train alone',
+        "alone": 'strategy="multiworker" needs 2 processes at least, and this job has 1',
+        "late": "accepted",
+    }
+    assert {name: said.get(name, "")[: len(start)] for name, start in expected.items()} == expected
+    assert "has shape" in said["other model"]

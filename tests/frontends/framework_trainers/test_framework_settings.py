@@ -1,0 +1,216 @@
+"""Settings and bad input of trainers on other frameworks, where none of these is needed."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+from tests.waiting import wait_for
+from torch import nn
+
+import paceline
+from paceline.core.errors import ConfigError, PeerLostError, UnavailableError, UsageError
+from paceline.frontends import overrides
+from paceline.frontends.framework_trainers.framework_settings import FrameworkSettings, require_package
+from paceline.frontends.framework_trainers.server_ranks import ServedRanks, serve_until_done
+from paceline.frontends.framework_trainers.tensorflow_cluster import met_by_ranks, named_by_environment
+
+
+def settings(given: Any = None, backend: str = "horovod", resume: Any = False) -> FrameworkSettings:
+    return FrameworkSettings(given, backend, checkpoint_dir=None, resume=resume)
+
+
+def test_settings_count_all_workers_together() -> None:
+    made = settings(paceline.DistributedConfig(epochs=4, gradient_accumulation_steps=2)).train_config(
+        3, 8, None
+    )
+    assert (made.workers, made.global_batch, made.epochs, made.mode) == (3, 48, 4, "fast")
+    assert (made.name, made.resume) == ("horovod", None)
+    assert settings(resume=True).train_config(1, 8, 7).epochs == 7
+    assert settings(resume=True).train_config(1, 8, 7).resume == "auto"
+
+
+def test_what_paceline_train_sets_wins() -> None:
+    with overrides.in_force(overrides.Overrides({"epochs": 9}, ("per_gpu.learning_rate=0.5",))):
+        chosen = settings()
+        assert chosen.config.learning_rate == 0.5
+        assert chosen.train_config(2, 8, 3).epochs == 9
+        assert overrides.applied()
+    with (
+        overrides.in_force(overrides.Overrides({"workers": 4})),
+        pytest.raises(ConfigError, match="workers=4, and horovod has 2 workers: its own launcher decides"),
+    ):
+        settings().train_config(2, 8, 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"config": {"backend": "tensorflow"}},
+            'backend="tensorflow" in the settings of a trainer on horovod',
+        ),
+        ({"config": 3}, "config is an int"),
+        ({"resume_from_checkpoint": "latest"}, "resume_from_checkpoint is a str"),
+        ({"config": {"mixed_precision": True}}, "mixed_precision=True has no meaning under horovod"),
+        ({"lr_rule": "cubic"}, "lr_rule='cubic' is no rule"),
+        ({"commit_steps": 0}, "commit_steps=0"),
+        ({"optimizer": 3}, "the optimizer is 3"),
+    ],
+)
+def test_bad_settings_of_the_horovod_trainer(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        paceline.HorovodTrainer(nn.Linear(1, 1), **given)
+
+
+def test_epochs_are_checked() -> None:
+    for epochs in (0, -1, 1.5, True):
+        with pytest.raises(ConfigError, match="epochs="):
+            settings().train_config(1, 8, epochs)  # type: ignore[arg-type]
+
+
+def test_a_missing_framework_says_what_to_install() -> None:
+    with pytest.raises(UnavailableError, match="the package nothere is not installed") as found:
+        require_package("nothere.torch", "pip install nothere")
+    assert found.value.remedy == "pip install nothere"
+
+
+@pytest.mark.skipif(find_spec("horovod") is not None, reason="Horovod is installed here")
+def test_the_horovod_trainer_without_horovod() -> None:
+    with pytest.raises(UnavailableError, match="the package horovod is not installed") as found:
+        paceline.HorovodTrainer(nn.Linear(1, 1))
+    assert ".ci/install-horovod" in found.value.remedy
+
+
+@pytest.mark.skipif(find_spec("tensorflow") is not None, reason="TensorFlow is installed here")
+def test_the_tensorflow_trainer_without_tensorflow() -> None:
+    with pytest.raises(UnavailableError, match="the package tensorflow is not installed") as found:
+        paceline.TensorFlowDistributedTrainer(lambda: None)
+    assert "pip install tensorflow" in found.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"model_fn": None}, "model_fn is a NoneType"),
+        ({"model_fn": 3}, "model_fn is an int"),
+        ({"strategy": "central"}, "strategy='central' is unknown"),
+        ({"parameter_servers": 0}, "parameter_servers=0"),
+        ({"config": {"learning_rate": 0.5}}, "learning_rate=0.5 has no meaning under tensorflow"),
+    ],
+)
+def test_bad_settings_of_the_tensorflow_trainer(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        paceline.TensorFlowDistributedTrainer(**{"model_fn": lambda: None, **given})
+
+
+def tf_config(role: str, index: int, **jobs: int) -> dict[str, str]:
+    cluster = {job: [f"{job}{number}:1" for number in range(count)] for job, count in jobs.items()}
+    return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": role, "index": index}})}
+
+
+def test_roles_of_a_cluster() -> None:
+    assert named_by_environment({}) is None
+    worker = named_by_environment(tf_config("worker", 1, worker=3))
+    assert worker is not None
+    assert (worker.rank, worker.workers, worker.is_chief) == (1, 3, False)
+    served = named_by_environment(tf_config("worker", 1, chief=1, ps=2, worker=4))
+    assert served is not None
+    assert (served.rank, served.workers, served.is_chief) == (4, 4, False)
+    chief = named_by_environment(tf_config("chief", 0, chief=1, worker=2))
+    assert chief is not None
+    assert (chief.rank, chief.workers, chief.is_chief) == (0, 3, True)
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"TF_CONFIG": "{"}, "TF_CONFIG cannot be understood"),
+        ({"TF_CONFIG": '{"cluster": {}}'}, "TF_CONFIG cannot be understood: KeyError"),
+        (tf_config("worker", 3, worker=2), "this process is worker 3, and the cluster has 2 workers"),
+        (tf_config("evaluator", 0, worker=2), "this process is evaluator 0"),
+    ],
+)
+def test_a_cluster_that_cannot_be(environment: dict[str, str], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        named_by_environment(environment)
+
+
+def test_too_few_processes_for_a_strategy() -> None:
+    with pytest.raises(UsageError, match='strategy="parameter_server" needs 4 processes at least') as found:
+        met_by_ranks("parameter_server", 2, {})
+    assert "--nproc-per-node 4" in found.value.remedy
+    with pytest.raises(
+        UsageError, match='strategy="multiworker" needs 2 processes at least, and this job has 1'
+    ):
+        met_by_ranks("multiworker", 1, {})
+
+
+class Served:
+    """A rank that serves a chief, in a thread."""
+
+    def __init__(self, meeting: tuple[str, int, str], rank: int) -> None:
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._serve, args=(meeting, rank))
+        self._thread.start()
+
+    def _serve(self, meeting: tuple[str, int, str], rank: int) -> None:
+        try:
+            serve_until_done(meeting, rank)
+        except BaseException as error:
+            self.error = error
+
+    def end(self) -> BaseException | None:
+        self._thread.join(10.0)
+        assert not self._thread.is_alive()
+        return self.error
+
+
+def chief(ranks: int) -> tuple[ServedRanks, tuple[str, int, str]]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    return ServedRanks(listener, "a" * 32, ranks), ("127.0.0.1", listener.getsockname()[1], "a" * 32)
+
+
+def test_served_ranks_end_with_their_chief() -> None:
+    served, meeting = chief(2)
+    ranks = [Served(meeting, 1), Served(meeting, 2)]
+    served.await_all()
+    served.fitted()
+    served.close()
+    assert [rank.end() for rank in ranks] == [None, None]
+
+
+def test_served_ranks_notice_that_their_chief_is_lost() -> None:
+    served, meeting = chief(1)
+    rank = Served(meeting, 1)
+    served.await_all()
+    served.close()
+    error = rank.end()
+    assert isinstance(error, PeerLostError)
+    assert "the chief, rank 0, was lost before its training was done" in str(error)
+
+
+def test_the_chief_notices_a_lost_rank_and_lets_no_stranger_in() -> None:
+    served, (host, port, token) = chief(1)
+    stranger = socket.create_connection((host, port))
+    stranger.sendall(b"b" * 32 + b" 1\n")
+    own = socket.create_connection((host, port))
+    own.sendall(f"{token} 3\n".encode())
+    served.await_all()
+    assert stranger.recv(1) == b""
+    assert served.take_lost() == []
+    own.close()
+    lost: list[int] = []
+
+    def is_lost() -> bool:
+        lost.extend(served.take_lost())
+        return bool(lost)
+
+    wait_for(is_lost)
+    assert lost == [3]
+    served.close()
+    stranger.close()
