@@ -40,6 +40,7 @@ MANY_ARGUMENTS = {
     "paceline.frontends.launcher.distributed_launcher:launch_distributed_training": "a front door: the "
     "fields of LaunchConfig as keywords, the script's arguments beside them",
     "paceline.cli.train:train": "one argument for each option of `paceline train`, as typer wants them",
+    "paceline.cli.tune:tune": "one argument for each option of `paceline tune`, as typer wants them",
     "paceline.cli.doctor:doctor": "one argument for each option of `paceline doctor`, as typer wants them",
 }
 MANY_METHODS = {
