@@ -45,8 +45,7 @@ def train(params: dict[str, Any]) -> float:
         with torch.no_grad():
             accuracy = (model(inputs[-400:]).argmax(dim=1) == labels[-400:]).float().mean().item()
         paceline.tune.report(epoch, accuracy)  # a pruned trial ends here
-    if (folder := paceline.tune.folder()) is not None:
-        torch.save(model.state_dict(), folder / "model.pt")
+    torch.save(model.state_dict(), paceline.tune.folder() / "model.pt")
     return accuracy
 
 

@@ -26,7 +26,7 @@ SPACE = 'lr = { uniform = [0.0, 1.0] }\nkind = ["a", "b"]\n'
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
     """A folder with a script, a space and a finished study."""
-    folder = tmp_path_factory.mktemp("tune")
+    folder: Path = tmp_path_factory.mktemp("tune")
     (folder / "train.py").write_text(SCRIPT)
     (folder / "space.toml").write_text(SPACE)
     done = tune(folder, "train.py", "--samples", "8", "--parallel", "2", "--seed", "3", "--study", "s",
