@@ -9,7 +9,7 @@ Optuna's random sampler draws with one seed, so that the best value must be equa
 
 Seconds are those from the call to the best value, in a Python that has imported all it needs. Paceline's and
 Ray's worker processes are warm, as in every search but the first of a process; "first" is Paceline's first
-search, in which the fork server is started and imports torch. Optuna's processes are started for each search,
+search, in which the fork server is started and imports torch and this module. Optuna's processes are started for each search,
 because that is how Optuna runs in several processes. Sides take turns; medians, and the least and the most.
 
 Needs optuna, and for Ray Tune ray[tune]: run it with the Python of the engines' environment.
@@ -99,6 +99,7 @@ def with_paceline(folder: Path) -> float:
         sampler="random",
         seed=SEED,
         study=folder / "study",
+        preload=("bench.tuner",),
         verbose=False,
     )
     tuner.tune(TRIALS)
