@@ -111,7 +111,8 @@ def test_all_failed_is_one_error(tmp_path):
     assert [trial.state for trial in search.trials] == ["failed"] * 3
 
 
-def test_reports_prune_and_the_last_is_the_value(tmp_path):
+@pytest.mark.parametrize("pruner", ["asha", "median"])
+def test_reports_prune_and_the_last_is_the_value(tmp_path, pruner):
     def train(params):
         for step in range(1, 20):
             try:
@@ -120,7 +121,7 @@ def test_reports_prune_and_the_last_is_the_value(tmp_path):
                 return 1e9
         return None
 
-    search = tuner(train, tmp_path, pruner="asha", sampler="random")
+    search = tuner(train, tmp_path, pruner=pruner, sampler="random")
     search.tune(24)
     pruned = [trial for trial in search.trials if trial.state == "pruned"]
     assert pruned
