@@ -19,6 +19,7 @@ MODULES = (
     "spawn_latency",
     "orchestrator_start",
     "launcher",
+    "tuner",
     "cycles",
     "seek",
     "same_bits",
