@@ -1,9 +1,8 @@
 """Step time of torch's own DDP and FSDP2 over the backend "paceline" against Gloo.
 
-2 and 4 workers on this host, one thread each; both backends in the same processes, each with a model of its own,
-in turns of a few steps. A ratio is the median over rounds of Gloo's time over Paceline's in the same round; the
-spread is the first and the third quarter of them. A round's time is that of the slowest rank.
-"""
+2 and 4 workers on this host, one thread each; both backends in the same processes, each with a model of its
+own, in turns of a few steps. A ratio is the median over rounds of Gloo's time over Paceline's in the same
+round; the spread is the first and the third quarter of them. A round's time is that of the slowest rank."""
 
 from __future__ import annotations
 
@@ -55,8 +54,7 @@ def measure(loop: str, work: Workload, workers: int) -> Row:
     said = ", ".join(f"{backend} {row.milliseconds(backend)} ms" for backend in BACKENDS)
     low, middle, high = statistics.quantiles(row.ratios)
     print(
-        f"{LOOPS[loop]}, {workers} workers, {work.title}: {said}, {middle:.2f}x "
-        f"({low:.2f} to {high:.2f})",
+        f"{LOOPS[loop]}, {workers} workers, {work.title}: {said}, {middle:.2f}x ({low:.2f} to {high:.2f})",
         file=sys.stderr,
         flush=True,
     )
@@ -76,9 +74,11 @@ def run() -> Report:
     ]
     report = Report(
         "torch_backend",
-        f"torch's DDP and FSDP2 on one host, {len(os.sched_getaffinity(0))} cores, one thread a worker: ms a step",
+        f"DDP and FSDP2 on one host, {len(os.sched_getaffinity(0))} cores, one thread a worker: ms a step",
         ("loop", "workers", "model", "batch", "paceline", "Gloo", "to Gloo", "spread"),
-        notes=["medians of rounds; to Gloo: its time over Paceline's in the same round; spread: its quarters"],
+        notes=[
+            "medians of rounds; to Gloo: its time over Paceline's in the same round; spread: its quarters"
+        ],
         data={
             "measurements": [
                 {"loop": row.loop, "model": row.work.name, "workers": row.workers, "seconds": row.times}

@@ -1,8 +1,8 @@
-"""One loop over two backends of torch.distributed in the same processes: DDP or FSDP2 over "paceline" and over Gloo.
+"""One loop over two backends of torch.distributed in the same processes: DDP or FSDP2 over "paceline" and
+over Gloo.
 
-Each backend has a model, an optimizer and batches of its own. They take turns of a few steps, behind a barrier, so
-that whatever else this machine does slows both alike.
-"""
+Each backend has a model, an optimizer and batches of its own. They take turns of a few steps, behind a
+barrier, so that whatever else this machine does slows both alike."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from tests.comm.torch_process_group.torch_ranks import failure_of, torch_ranks
 from torch import nn
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -38,18 +39,19 @@ def test_sub_groups_name_ranks_by_their_number_in_the_job():
     assert [outcome[1:] for outcome in outcomes] == [(1, 2), (1, 4), (5, 2), (5, 4)]
     told = outcomes[1][0]
     assert told[0] == "GroupError from DisagreementError"
-    assert "rank 1: all_reduce(SUM, float32[1]" in told[1] and "rank 2: all_reduce(SUM, float32[2]" in told[1]
+    assert "rank 1: all_reduce(SUM, float32[1]" in told[1]
+    assert "rank 2: all_reduce(SUM, float32[2]" in told[1]
 
 
 def made_again(rank: int, store: str) -> list[Any]:
     results = []
     dist.destroy_process_group()
-    shared = dist.FileStore(store, 2)
+    shared = FileStore(store, 2)
     for _ in range(2):
         dist.init_process_group("paceline", store=shared, rank=rank, world_size=2)
         tensor = torch.ones(2)
         dist.all_reduce(tensor)
-        results.append((tensor.tolist(), dist.get_backend(), dist.group.WORLD.size()))
+        results.append((tensor.tolist(), dist.get_backend(), dist.get_world_size()))
         dist.destroy_process_group()
     return results
 
@@ -67,7 +69,9 @@ def device_map(rank: int, store: str) -> Any:
     here, elsewhere = torch.ones(2), torch.ones(2, device="meta")
     dist.all_reduce(here)
     dist.all_reduce(elsewhere)
-    backend = dist.group.WORLD._get_backend(torch.device("meta"))
+    group = dist.group.WORLD
+    assert group is not None
+    backend = group._get_backend(torch.device("meta"))
     return here.tolist(), type(backend).__name__
 
 
@@ -116,10 +120,14 @@ def sharded(rank: int) -> bool:
                 for parameter in model.parameters():
                     dist.all_reduce(parameter.grad, dist.ReduceOp.AVG)
             optimizer.step()
-        return [getattr(value, "full_tensor", lambda value=value: value)() for value in model.state_dict().values()]
+        return [
+            getattr(value, "full_tensor", lambda value=value: value)()
+            for value in model.state_dict().values()
+        ]
 
     return all(
-        torch.allclose(ours, theirs, atol=1e-6) for ours, theirs in zip(trained(True), trained(False), strict=True)
+        torch.allclose(ours, theirs, atol=1e-6)
+        for ours, theirs in zip(trained(True), trained(False), strict=True)
     )
 
 
@@ -132,7 +140,9 @@ def test_the_entry_point_registers_the_backend_without_an_import(tmp_path):
     package = tmp_path / "paceline_entry-0.dist-info"
     package.mkdir()
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: paceline_entry\nVersion: 0\n")
-    (package / "entry_points.txt").write_text("[torch.backends]\npaceline = paceline.torch_backend:register\n")
+    (package / "entry_points.txt").write_text(
+        "[torch.backends]\npaceline = paceline.torch_backend:register\n"
+    )
     script = (
         "import sys, torch.distributed as dist\n"
         "loaded = [name for name in sys.modules if name.startswith('paceline.comm.trans')]\n"

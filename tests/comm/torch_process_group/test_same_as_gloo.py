@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,16 +48,19 @@ def reductions(rank: int) -> None:
     for count in (0, 1, SMALL, LARGE):
         for dtype in DTYPES if count == SMALL else (torch.float32, torch.int64):
             for op in (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX):
-                compare(lambda group, op=op, dtype=dtype, count=count: reduced(group, op, dtype, count), gloo)
+                compare(partial(reduced, op=op, dtype=dtype, count=count), gloo)
     for op in (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR):
-        compare(lambda group, op=op: reduced(group, op, torch.int32, SMALL), gloo)
+        compare(partial(reduced, op=op, dtype=torch.int32, count=SMALL), gloo)
     compare(lambda group: reduced(group, ReduceOp.AVG, torch.float32, SMALL), gloo)
     compare(lambda group: reduced(group, ReduceOp.SUM, torch.complex64, SMALL), gloo)
 
     def strided(group: Any) -> Tensor:
         """Gloo takes the first elements of the memory in place of a view's; the view's are meant."""
         grid = values(rank, 6 * LARGE).view(6, -1)
-        for view, call in ((grid[:, ::2], dist.all_reduce), (grid.t()[1::2], lambda part, group: dist.broadcast(part, 1, group))):
+        for view, call in (
+            (grid[:, ::2], dist.all_reduce),
+            (grid.t()[1::2], lambda part, group: dist.broadcast(part, 1, group)),
+        ):
             part = view if group is None else view.contiguous()
             call(part, group=group)
             view.copy_(part)
@@ -72,7 +76,9 @@ def reductions(rank: int) -> None:
     compare(coalesced, gloo)
 
     def sparse(group: Any) -> Tensor:
-        tensor = torch.sparse_coo_tensor([[rank, 4], [1, rank]], [1.0, 2.0], (5, 5))
+        tensor = torch.sparse_coo_tensor(
+            torch.tensor([[rank, 4], [1, rank]]), torch.tensor([1.0, 2.0]), (5, 5)
+        )
         dist.all_reduce(tensor, group=group)
         return tensor.to_dense()
 
@@ -114,7 +120,7 @@ def movements(rank: int) -> None:
     assert all(torch.equal(out, values(peer, rank + peer + 1)) for peer, out in enumerate(outs))
     for count in (0, 1, SMALL, LARGE):
         for dtype in (torch.float32, torch.int64, torch.bfloat16):
-            compare(lambda group, count=count, dtype=dtype: moved(group, count, dtype), gloo)
+            compare(partial(moved, count=count, dtype=dtype), gloo)
 
     def uneven(group: Any) -> list[Tensor]:
         # Rank r sends (r + peer) % 3 rows to each peer.
@@ -164,6 +170,7 @@ def messages(rank: int) -> list[Any]:
             return tensors
         works = [dist.irecv(tensors[tag], 0, group=group, tag=tag) for tag in (0, 1)]
         for work in works:
+            assert work is not None
             work.wait()
         return [tensor.mean().item() for tensor in tensors]
 

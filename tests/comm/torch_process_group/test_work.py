@@ -30,12 +30,19 @@ def several_under_way(rank: int) -> list[Any]:
     ended = [work.is_completed() for work in works]
     for work in works:
         assert work.wait()
-    assert works[0].is_success() and works[0].exception() is None
+    assert works[0].is_success()
+    assert works[0].exception() is None
     assert works[0].result()[0] is tensors[0]
     with torch.inference_mode():
         inner = torch.ones(3)
         dist.all_reduce(inner, async_op=True).wait()
-    return [ended, [tensor[0].item() for tensor in tensors], halved.wait()[0].item(), last[0].item(), inner[0].item()]
+    return [
+        ended,
+        [tensor[0].item() for tensor in tensors],
+        halved.wait()[0].item(),
+        last[0].item(),
+        inner[0].item(),
+    ]
 
 
 def test_operations_under_way_complete_in_order():
@@ -52,9 +59,12 @@ def different_calls(rank: int) -> Any:
 
 def test_different_calls_name_the_rank_and_the_line():
     for (kinds, text, for_torch), again in torch_ranks(different_calls):
-        assert kinds == "GroupError from DisagreementError" and for_torch
+        assert kinds == "GroupError from DisagreementError"
+        assert for_torch
         for rank, count in ((0, 3), (1, 4)):
-            assert re.search(rf"rank {rank}: all_reduce\(SUM, float32\[{count}\], direct\) at \S+test_work.py:\d+", text)
+            assert re.search(
+                rf"rank {rank}: all_reduce\(SUM, float32\[{count}\], direct\) at \S+test_work.py:\d+", text
+            )
         assert again[0].startswith("GroupError from")
 
 
@@ -72,24 +82,26 @@ def test_a_lost_rank_is_named_by_the_work_and_by_its_future():
     with pytest.raises(RankFailedError) as caught:
         torch_ranks(killed_peer)
     text = str(caught.value)
-    assert "GroupError from PeerLostError" in text and "rank 1 was lost" in text
+    assert "GroupError from PeerLostError" in text
+    assert "rank 1 was lost" in text
     assert re.search(r"all_reduce\(SUM, float32\[2000000\], direct\) at \S+test_work.py:\d+", text)
     assert text.count("rank 1 was lost") >= 2
 
 
 def late_rank(rank: int) -> Any:
     together = dist.new_group(timeout=timedelta(seconds=0.5))
-    told = [""]
-    if rank == 0:
-        told = [failure_of(lambda: dist.barrier(group=together))]
+    told = failure_of(lambda: dist.barrier(group=together)) if rank == 0 else None
     dist.barrier()
-    return told[0]
+    return told
 
 
 def test_a_timeout_says_who_was_late():
     kinds, text, for_torch = torch_ranks(late_rank)[0]
-    assert kinds == "GroupError from CommTimeoutError" and for_torch
-    assert "Timed out" in text and "rank 0 waited 0.5 s in barrier() at" in text and "test_work.py" in text
+    assert kinds == "GroupError from CommTimeoutError"
+    assert for_torch
+    assert "Timed out" in text
+    assert "rank 0 waited 0.5 s in barrier() at" in text
+    assert "test_work.py" in text
 
 
 def late_in_monitored_barrier(rank: int) -> Any:
@@ -103,7 +115,8 @@ def late_in_monitored_barrier(rank: int) -> Any:
 
 def test_the_monitored_barrier_names_late_ranks_and_breaks_nothing():
     first, _, third = torch_ranks(late_in_monitored_barrier, workers=3)
-    assert first[0] == "GroupError from CommTimeoutError" and first[1].startswith("Rank 1 failed to pass monitoredBarrier")
+    assert first[0] == "GroupError from CommTimeoutError"
+    assert first[1].startswith("Rank 1 failed to pass monitoredBarrier")
     assert third[1].startswith("Rank 2 successfully reached monitoredBarrier")
 
 
@@ -140,7 +153,8 @@ def wrong_size(rank: int) -> Any:
 def test_a_message_that_does_not_fit_names_its_sender():
     kinds, text, _ = torch_ranks(wrong_size)[1]
     assert kinds == "GroupError from PeerError"
-    assert "rank 0 sent 12 bytes, the tensor has 16" in text and "test_work.py" in text
+    assert "rank 0 sent 12 bytes, the tensor has 16" in text
+    assert "test_work.py" in text
 
 
 def aborted(rank: int) -> Any:
@@ -154,7 +168,8 @@ def aborted(rank: int) -> Any:
 
 def test_abort_ends_what_is_under_way():
     kinds, _, for_torch = torch_ranks(aborted)[0]
-    assert kinds == "GroupError from GroupInterruptedError" and for_torch
+    assert kinds == "GroupError from GroupInterruptedError"
+    assert for_torch
 
 
 def profiled(rank: int) -> list[Any]:

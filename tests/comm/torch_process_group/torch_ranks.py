@@ -43,8 +43,8 @@ def _in_group(ctx: DistributedContext, fn: Callable[..., Any], store: str, timeo
 
 
 def failure_of(call: Callable[[], Any]) -> tuple[str, str, bool]:
-    """Return the type of a call's error and of its cause, its text, and whether torch's users catch it. The call
-    is a lambda, so that the line in the text is the test's."""
+    """Return the type of a call's error and of its cause, its text, and whether torch's users catch it. The
+    call is a lambda, so that the line in the text is the test's."""
     try:
         call()
     except Exception as error:

@@ -2,9 +2,8 @@
 written where its caller wants it. `data_movement` moves anything of any size instead.
 
 All tensors here are flat and contiguous CPU memory, uint8 where nothing is added up. Each function runs one
-collective, in the way that all ranks find alike from its size and from what their memory allows: slots, reads out
-of peers' memory, or messages.
-"""
+collective, in the way that all ranks find alike from its size and from what their memory allows: slots, reads
+out of peers' memory, or messages."""
 
 from __future__ import annotations
 
@@ -142,9 +141,7 @@ def reduce_scatter(
     _count(transport, (flat.numel() - count) * item, count * item * (size - 1))
 
 
-def _along_tree(
-    transport: Transport, call: CollectiveCall, data: Tensor, root: int, deadline: float
-) -> None:
+def _along_tree(transport: Transport, call: CollectiveCall, data: Tensor, root: int, deadline: float) -> None:
     """Bring the root's data to all ranks along a binomial tree."""
     rank, size = transport.rank, transport.world_size
     position = (rank - root) % size

@@ -1,5 +1,5 @@
-"""Threads that run what a group has in the background: actions of one key in order, those of different keys side
-by side.
+"""Threads that run what a group has in the background: actions of one key in order, those of different keys
+side by side.
 
 A key's thread begins with its first action and ends some time after its last one. The threads are daemons: a
 process whose peers never answer can still end.

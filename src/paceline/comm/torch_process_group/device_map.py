@@ -1,9 +1,8 @@
 """Groups of other devices beside the CPU's: `init_process_group("cpu:paceline,cuda:nccl")`.
 
-torch takes a process group written in Python for all devices and makes no other backend beside it. So the group
-makes them itself: a process group of torch's own, with the backend that the user named for the device, when the
-first tensor of that device comes.
-"""
+torch takes a process group written in Python for all devices and makes no other backend beside it. So the
+group makes them itself: a process group of torch's own, with the backend that the user named for the device,
+when the first tensor of that device comes."""
 
 from __future__ import annotations
 
@@ -46,8 +45,8 @@ class OtherDevices:
         if not name or name == "paceline":
             raise UsageError(
                 f"a tensor on {device} in a group of the backend 'paceline', which moves CPU tensors",
-                remedy=f"name a backend for the device: init_process_group('cpu:paceline,{device.type}:nccl'), "
-                "or move the tensor to the CPU",
+                remedy=f"name a backend for the device, as in 'cpu:paceline,{device.type}:nccl', or move the "
+                "tensor to the CPU",
             )
         store = PrefixStore(f"paceline/{device.type}/", self._store)
         group = ProcessGroup(store, self._rank, self._world_size)
@@ -68,7 +67,9 @@ class OtherDevices:
             return gloo, kinds.GLOO
         plugin = dist.Backend._plugins.get(name.upper())
         if plugin is None:
-            raise UsageError(f"the backend {name!r} is not known to torch.distributed", remedy="use nccl or gloo")
+            raise UsageError(
+                f"the backend {name!r} is not known to torch.distributed", remedy="use nccl or gloo"
+            )
         if not plugin.extended_api:
             return plugin.creator_fn(store, self._rank, self._world_size, self.timeout), kinds.CUSTOM
         options = c10d._DistributedBackendOptions()

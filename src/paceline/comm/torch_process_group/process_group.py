@@ -1,10 +1,9 @@
 """PacelineProcessGroup: the process group that torch calls.
 
-Methods have torch's names and signatures; torch calls them from Python, and from C++ for DDP's reducer and the
-functional collectives. A call that its caller waits for runs in the caller's thread; any other in the group's
-background thread, in the order of the calls. Tensors on other devices than the CPU go to the backend that the
-user named for them.
-"""
+Methods have torch's names and signatures; torch calls them from Python, and from C++ for DDP's reducer and
+the functional collectives. A call that its caller waits for runs in the caller's thread; any other in the
+group's background thread, in the order of the calls. Tensors on other devices than the CPU go to the backend
+that the user named for them."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ from paceline.comm.torch_process_group.background_threads import BackgroundThrea
 from paceline.comm.torch_process_group.device_map import OtherDevices
 from paceline.comm.torch_process_group.registration import NAME
 from paceline.comm.torch_process_group.tensor_messages import TensorMessages
-from paceline.comm.torch_process_group.work import PacelineWork, profiled, torch_error
+from paceline.comm.torch_process_group.work import PacelineWork, profiled, profiler_runs, torch_error
 from paceline.comm.transport.base import ANY_SOURCE, Transport
 from paceline.core.errors import GroupInterruptedError, PacelineError
 
@@ -62,7 +61,11 @@ def _by_device(method: Method) -> Method:
     return chosen  # type: ignore[return-value]
 
 
-class PacelineProcessGroup(ProcessGroup):  # type: ignore[misc]
+# torch declares overloads for its C++ bindings; what it calls on a group in Python is one form of each.
+_TorchGroup: Any = ProcessGroup
+
+
+class PacelineProcessGroup(_TorchGroup):  # type: ignore[misc]
     """One group of ranks on Paceline's transports."""
 
     def __init__(
@@ -159,7 +162,8 @@ class PacelineProcessGroup(ProcessGroup):  # type: ignore[misc]
         self._reducer.forget()
 
     def leave(self, error: BaseException | None = None) -> None:
-        """Leave the group without waiting, at the end of the process: in good order, or because of an error."""
+        """Leave the group without waiting, at the end of the process: in good order, or because of an
+        error."""
         self._queue.close(error)
 
     def abort(self) -> None:
@@ -187,7 +191,8 @@ class PacelineProcessGroup(ProcessGroup):  # type: ignore[misc]
     @_by_device
     def reduce(self, tensors: Sequence[Tensor], opts: Any) -> PacelineWork:
         plans = [
-            self._plan(tensor_calls.plan_reduce_to, tensor, opts.rootRank, opts.reduceOp) for tensor in tensors
+            self._plan(tensor_calls.plan_reduce_to, tensor, opts.rootRank, opts.reduceOp)
+            for tensor in tensors
         ]
         return self._run(tensor_calls.plan_all("reduce", plans), tensors, opts)
 
@@ -251,9 +256,7 @@ class PacelineProcessGroup(ProcessGroup):  # type: ignore[misc]
         return self._run(tensor_calls.plan_all("reduce_scatter", plans), outputs, opts)
 
     @_by_device
-    def alltoall(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
-    ) -> PacelineWork:
+    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> PacelineWork:
         return self._run(self._plan(tensor_calls.plan_all_to_all, outputs, inputs), outputs, opts)
 
     @_by_device
@@ -293,7 +296,9 @@ class PacelineProcessGroup(ProcessGroup):  # type: ignore[misc]
     def barrier(self, opts: Any = None) -> PacelineWork:
         return self._run(tensor_calls.plan_barrier(self._transport), (), opts)
 
-    def monitored_barrier(self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
+    def monitored_barrier(
+        self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
+    ) -> None:
         """Return when all ranks have called it; within the timeout, or rank 0 names those that are late."""
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         seconds = self._queue.timeout if seconds is None else seconds
@@ -334,14 +339,18 @@ class PacelineProcessGroup(ProcessGroup):  # type: ignore[misc]
         return planner(self._transport, *args)
 
     def _run(
-        self, planned: PlannedCall[Any], result: Sequence[Tensor], opts: Any, inputs: Sequence[Tensor] | None = None
+        self,
+        planned: PlannedCall[Any],
+        result: Sequence[Tensor],
+        opts: Any,
+        inputs: Sequence[Tensor] | None = None,
     ) -> PacelineWork:
-        """Run a call here if its caller waits for it and nothing is ahead of it, else in the background. `inputs`
-        are for the profiler, where they are not the result."""
+        """Run a call here if its caller waits for it and nothing is ahead of it, else in the background.
+        `inputs` are for the profiler, where they are not the result."""
         seconds = opts.timeout.total_seconds() if opts is not None else -1.0
         timeout = seconds if seconds > 0 else None
         # The profiler knows a collective by its end in another thread.
-        here = opts is not None and not opts.asyncOp and not torch.autograd._profiler_enabled()
+        here = opts is not None and not opts.asyncOp and not profiler_runs()
         if here and not self._threads.is_busy(_COLLECTIVES):
             try:
                 self._queue.run(planned, timeout)

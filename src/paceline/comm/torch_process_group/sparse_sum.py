@@ -1,5 +1,5 @@
-"""The sum of sparse tensors: ranks gather each other's indices and values, which differ in number, and each rank
-adds them up in rank order."""
+"""The sum of sparse tensors: ranks gather each other's indices and values, which differ in number, and each
+rank adds them up in rank order."""
 
 from __future__ import annotations
 
@@ -36,7 +36,11 @@ def plan_sparse_sum(transport: Transport, tensors: Sequence[Tensor], kind: Any) 
         )
         shape = mine.shape[dims:]
         values = _gathered(
-            transport, call, mine.values().contiguous(), [shape.numel() * count for count in entries], deadline
+            transport,
+            call,
+            mine.values().contiguous(),
+            [shape.numel() * count for count in entries],
+            deadline,
         )
         total = torch.sparse_coo_tensor(
             torch.cat([part.view(-1, dims) for part in indices]).t(),

@@ -1,9 +1,8 @@
-"""Collectives of torch.distributed as planned calls: check the tensors, describe the call, run it on flat memory,
-and write what is not flat back.
+"""Collectives of torch.distributed as planned calls: check the tensors, describe the call, run it on flat
+memory, and write what is not flat back.
 
-`text` describes a call for the comparison with the other ranks' calls, so it holds what must be equal on all of
-them: operation, dtype, number of elements, root. Shapes may differ, as in Gloo.
-"""
+`text` describes a call for the comparison with the other ranks' calls, so it holds what must be equal on all
+of them: operation, dtype, number of elements, root. Shapes may differ, as in Gloo."""
 
 from __future__ import annotations
 
@@ -137,15 +136,19 @@ def plan_all_gather_single(transport: Transport, output: Tensor, mine: Tensor) -
     """Plan an all-gather into one tensor with a part for each rank."""
     if output.numel() != mine.numel() * transport.world_size or output.dtype != mine.dtype:
         raise UsageError(
-            f"all_gather_into_tensor: {describe(mine)} of {counted(transport.world_size, 'rank')} do not fill "
-            f"{describe(output)}",
+            f"all_gather_into_tensor: {describe(mine)} of {counted(transport.world_size, 'rank')} do not "
+            f"fill {describe(output)}",
             remedy="pass an output with world_size times the elements of the input, and of its dtype",
         )
     given = FlatMemory.of(mine, "all_gather_into_tensor")
     target = FlatMemory.of(output, "all_gather_into_tensor", values=False)
 
     def run(call: CollectiveCall, deadline: float) -> None:
-        outs = target.bytes.chunk(transport.world_size) if mine.numel() else [target.bytes] * transport.world_size
+        outs = (
+            target.bytes.chunk(transport.world_size)
+            if mine.numel()
+            else [target.bytes] * transport.world_size
+        )
         tensor_movement.all_gather(transport, call, given.bytes, outs, deadline)
 
     return _planned("all_gather", f"all_gather_into_tensor({describe(mine)})", run, (target,))
@@ -164,7 +167,8 @@ def plan_reduce_scatter(
     if isinstance(inputs, Tensor):
         if inputs.numel() != output.numel() * transport.world_size or inputs.dtype != output.dtype:
             raise UsageError(
-                f"reduce_scatter: {describe(inputs)} has not {transport.world_size} parts like {describe(output)}",
+                f"reduce_scatter: {describe(inputs)} has not {transport.world_size} parts like "
+                f"{describe(output)}",
                 remedy="pass an input with world_size times the elements of the output, and of its dtype",
             )
         flat = FlatMemory.of(inputs, "reduce_scatter").flat
@@ -215,8 +219,8 @@ def plan_all_to_all_single(
     rank = transport.rank
     if ins[rank].numel() != outs[rank].numel():
         raise UsageError(
-            f"all_to_all_single: rank {labels_of(transport)[rank]} keeps {ins[rank].numel()} bytes for itself "
-            f"and expects {outs[rank].numel()}",
+            f"all_to_all_single: rank {labels_of(transport)[rank]} keeps {ins[rank].numel()} bytes for "
+            f"itself and expects {outs[rank].numel()}",
             remedy="the split sizes of input and output have to agree for this rank's own part",
         )
     even = not in_rows and not out_rows
@@ -232,9 +236,7 @@ def plan_all_to_all_single(
     return _planned("all_to_all", f"all_to_all_single({what})", run, (target,))
 
 
-def plan_gather(
-    transport: Transport, outputs: Sequence[Tensor], mine: Tensor, root: int
-) -> PlannedCall[Any]:
+def plan_gather(transport: Transport, outputs: Sequence[Tensor], mine: Tensor, root: int) -> PlannedCall[Any]:
     given = FlatMemory.of(mine, "gather").bytes
     opened: list[FlatMemory] = []
     if transport.rank == root:
@@ -351,13 +353,15 @@ def _cut_rows(transport: Transport, memory: FlatMemory, rows: Sequence[int], wha
     if not rows:
         if length % size:
             raise UsageError(
-                f"all_to_all_single: {length} rows of the {what} cannot be cut equally for {counted(size, 'rank')}",
+                f"all_to_all_single: {length} rows of the {what} cannot be cut equally for "
+                f"{counted(size, 'rank')}",
                 remedy="pass split sizes, or a number of rows that the number of ranks divides",
             )
         rows = [length // size] * size
     if len(rows) != size or sum(rows) != length:
         raise UsageError(
-            f"all_to_all_single: split sizes {list(rows)} for {length} rows of the {what} and {counted(size, 'rank')}",
+            f"all_to_all_single: split sizes {list(rows)} for {length} rows of the {what} and "
+            f"{counted(size, 'rank')}",
             remedy="pass one size per rank, which add up to the number of rows",
         )
     row = memory.bytes.numel() // length if length else 0

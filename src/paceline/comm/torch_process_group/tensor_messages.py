@@ -1,9 +1,10 @@
-"""Point-to-point messages of torch.distributed: a tensor's memory, to one rank or from one or any rank, with a tag.
+"""Point-to-point messages of torch.distributed: a tensor's memory, to one rank or from one or any rank, with
+a tag.
 
-Each message is under way in the background from the moment it is asked for: a receive that was posted lets the
-sender end, whatever its own rank does meanwhile. Messages to one rank leave in order, and so do receives of one
-source and tag. The monitored barrier is made of such messages as well: a rank that is late in it breaks nothing.
-"""
+Each message is under way in the background from the moment it is asked for: a receive that was posted lets
+the sender end, whatever its own rank does meanwhile. Messages to one rank leave in order, and so do receives
+of one source and tag. The monitored barrier is made of such messages as well: a rank that is late in it
+breaks nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +19,14 @@ from paceline.comm.collectives.arguments import check_rank
 from paceline.comm.torch_process_group.background_threads import BackgroundThreads
 from paceline.comm.torch_process_group.tensor_calls import FlatMemory, describe
 from paceline.comm.torch_process_group.work import GroupError, PacelineWork, profiled
-from paceline.comm.transport.base import ANY_SOURCE, ReceivedMessage, Transport, labels_of, memory_of, tensor_of
+from paceline.comm.transport.base import (
+    ANY_SOURCE,
+    ReceivedMessage,
+    Transport,
+    labels_of,
+    memory_of,
+    tensor_of,
+)
 from paceline.core.errors import CommTimeoutError, PacelineError, PeerError, UsageError
 from paceline.core.wording import ranks
 
@@ -30,7 +38,9 @@ _ARRIVED_TAG, _RELEASED_TAG = -2, -3
 class TensorMessages:
     """Messages of one group over its transport."""
 
-    def __init__(self, transport: Transport, threads: BackgroundThreads, timeout: Callable[[], float]) -> None:
+    def __init__(
+        self, transport: Transport, threads: BackgroundThreads, timeout: Callable[[], float]
+    ) -> None:
         self._transport = transport
         self._labels = labels_of(transport)
         self._threads = threads
@@ -74,7 +84,9 @@ class TensorMessages:
             self._follow(seconds)
             return
         if seconds <= 0:
-            raise GroupError(f"Rank {self._labels[0]} timed out in monitoredBarrier after {seconds * 1000:.0f} ms.")
+            raise GroupError(
+                f"Rank {self._labels[0]} timed out in monitoredBarrier after {seconds * 1000:.0f} ms."
+            )
         late: list[int] = []
         for peer in range(1, transport.world_size):
             # Who came in time is not late, even if the wait for another rank took all of it.
@@ -98,7 +110,8 @@ class TensorMessages:
         except PacelineError as error:
             raise GroupError(
                 f"Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for "
-                f"send/recv from rank {self._labels[0]}. Please check rank {self._labels[0]} logs for faulty rank."
+                f"send/recv from rank {self._labels[0]}. Please check rank {self._labels[0]} logs for faulty "
+                "rank."
             ) from error
 
     def _start(
@@ -128,8 +141,8 @@ class TensorMessages:
         target = memory.bytes
         if len(message.body) != target.numel():
             raise PeerError(
-                f"{text} at {call_site()}: rank {self._labels[message.source]} sent {len(message.body)} bytes, "
-                f"the tensor has {target.numel()}",
+                f"{text} at {call_site()}: rank {self._labels[message.source]} sent "
+                f"{len(message.body)} bytes, the tensor has {target.numel()}",
                 remedy="send and receive tensors of one dtype and one number of elements",
             )
         if target.numel():
@@ -147,7 +160,8 @@ class TensorMessages:
 def _late(late: list[int], seconds: float) -> GroupError:
     named = f"Rank {late[0]}" if len(late) == 1 else f"Ranks {', '.join(map(str, late))}"
     error = CommTimeoutError(
-        f"{ranks(late, all_named=True)} did not reach the monitored barrier in {seconds} s", waiting_for=tuple(late)
+        f"{ranks(late, all_named=True)} did not reach the monitored barrier in {seconds} s",
+        waiting_for=tuple(late),
     )
     raised = GroupError(
         f"{named} failed to pass monitoredBarrier in {round(seconds * 1000)} ms",
