@@ -4,3 +4,5 @@ transports.
 `process_group` is what torch calls, `tensor_calls` plans its collectives, `tensor_messages` moves
 point-to-point messages, `work` is what torch waits for. Must not know of training: scripts with DDP or FSDP
 see torch only."""
+
+NAME = "paceline"

@@ -21,10 +21,9 @@ from paceline.comm.call_status import PlannedCall, call_site, on_behalf_of
 from paceline.comm.collectives.call_queue import CallQueue
 from paceline.comm.collectives.reduction import Reducer
 from paceline.comm.cost import LinkCosts
-from paceline.comm.torch_process_group import tensor_calls
+from paceline.comm.torch_process_group import NAME, tensor_calls
 from paceline.comm.torch_process_group.background_threads import BackgroundThreads
 from paceline.comm.torch_process_group.device_map import OtherDevices
-from paceline.comm.torch_process_group.registration import NAME
 from paceline.comm.torch_process_group.tensor_messages import TensorMessages
 from paceline.comm.torch_process_group.work import PacelineWork, profiled, profiler_runs, torch_error
 from paceline.comm.transport.base import ANY_SOURCE, Transport

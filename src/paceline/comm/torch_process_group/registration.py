@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import wraps
 from typing import Any
 
-NAME = "paceline"
+from paceline.comm.torch_process_group import NAME
 
 
 def register() -> None:

@@ -39,7 +39,7 @@ _BITWISE: dict[Any, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
     TorchOp.BXOR: ("BXOR", torch.bitwise_xor),
 }
 
-Run = Callable[[CollectiveCall, float], None]
+CallBody = Callable[[CollectiveCall, float], None]
 
 
 @dataclass(slots=True)
@@ -303,7 +303,7 @@ def torch_op(op: Any) -> Any:
 
 
 def _planned(
-    operation: str, text: str, run: Run, written: Sequence[FlatMemory] = (), algorithm: str = ""
+    operation: str, text: str, run: CallBody, written: Sequence[FlatMemory] = (), algorithm: str = ""
 ) -> PlannedCall[Any]:
     return _written_back(PlannedCall(operation, text, run, algorithm), written)
 
