@@ -25,6 +25,7 @@ MODULES = (
     "same_bits",
     "train_speed",
     "default_shards",
+    "torch_backend",
     "checkpoint_stall",
     "tracker_cost",
     "recovery.paceline_kills",
