@@ -79,6 +79,8 @@ def _section(path: str, function: Callable[..., Any]) -> Iterator[str]:
 def _rows(function: Callable[..., Any]) -> Iterator[str]:
     hints = typing.get_type_hints(function, include_extras=True)
     for name, parameter in inspect.signature(function).parameters.items():
+        if hints[name] is typer.Context:
+            continue
         hint, *infos = typing.get_args(hints[name])
         info = next(info for info in infos if isinstance(info, ArgumentInfo | OptionInfo))
         if info.hidden:

@@ -43,6 +43,7 @@ MANY_ARGUMENTS = {
     "paceline.cli.train:train": "one argument for each option of `paceline train`, as typer wants them",
     "paceline.cli.submit:submit": "one argument for each option of `paceline submit`, as typer wants them",
     "paceline.cli.join:join": "one argument for each option of `paceline join`, as typer wants them",
+    "paceline.cli.queue:add": "one argument for each option of `paceline queue add`, as typer wants them",
     "paceline.cli.doctor:doctor": "one argument for each option of `paceline doctor`, as typer wants them",
 }
 MANY_METHODS = {

@@ -53,9 +53,9 @@ def load_suite(backend: str) -> ModuleType:
 
 def _register() -> None:
     """Register the backend, and enter it in the suite's tables of what a backend can do: all that Gloo can."""
-    import paceline.torch_backend
-    from paceline.comm.torch_process_group import group_creation  # noqa: F401, once for all that are forked
     from torch.testing._internal.common_distributed import DistTestCases
+
+    from paceline.comm.torch_process_group import group_creation  # noqa: F401, once for all that are forked
 
     for capability in ("gpu", "cuda", "ddp", "subgroup", "plugin"):
         DistTestCases.backend_feature[capability].add(PACELINE)
@@ -108,7 +108,9 @@ class Recorder(unittest.TestResult):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--backend", required=True)
     parser.add_argument("--out", required=True)
     parser.add_argument("--world-size", type=int, default=3)

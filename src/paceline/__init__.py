@@ -51,8 +51,11 @@ if TYPE_CHECKING:
         balance_workload as balance_workload,
     )
     from paceline.data.sampler import DistributedSampler as DistributedSampler
+    from paceline.engines.kubernetes.kubernetes_engine import Kubernetes as Kubernetes
+    from paceline.engines.mpi.mpi_engine import Mpi as Mpi
     from paceline.engines.ray.ray_engine import Ray as Ray
     from paceline.engines.slurm.slurm_engine import Slurm as Slurm
+    from paceline.engines.ssh.ssh_engine import Ssh as Ssh
     from paceline.engines.kubernetes.kubernetes_engine import Kubernetes as Kubernetes
     from paceline.frontends.framework_trainers.backend_choice import make_trainer as make_trainer
     from paceline.frontends.collective_functions import (
@@ -209,7 +212,9 @@ _MODULES = {
     "paceline.frontends.context_trainers.adaptive_trainer": ("DistributedAdaptiveTrainer",),
     "paceline.frontends.context_trainers.distributed_trainer": ("DistributedTrainer",),
     "paceline.frontends.context_trainers.neural_net_trainer": ("DistributedNeuralNetTrainer",),
+    "paceline.engines.mpi.mpi_engine": ("Mpi",),
     "paceline.engines.slurm.slurm_engine": ("Slurm",),
+    "paceline.engines.ssh.ssh_engine": ("Ssh",),
     "paceline.frontends.context_trainers.strategies": ("AggregationMethod", "TrainingStrategy"),
     "paceline.frontends.ddp_trainer.ddp_trainer": ("PyTorchDDPTrainer",),
     "paceline.frontends.ddp_trainer.distributed_config": ("DistributedConfig",),

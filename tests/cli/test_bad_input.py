@@ -134,6 +134,7 @@ BAD_KEY = [
     ("status runs/one --bogus", 2, "No such option"),
     ("stop runs/one --bogus", 2, "No such option"),
     ("ls --bogus", 2, "No such option"),
+    ("queue --bogus", 2, "No such option"),
     ("info --bogus", 2, "No such option"),
 ]
 
@@ -375,6 +376,7 @@ WAITING = {
     "replay": ("replay runs/one --step 1 --shard 0 --script wait.py", "waiting", 130),
     "bench": ("bench scaling --workers 1 --steps 1000000", "", 130),
     "bench comm": ("bench comm --ranks 2 --size 4KB --rounds 1000000 --no-save", "", 130),
+    "queue": ("queue serve --queue queue", "serving the queue", 130),
     "simulate": ("simulate --schedules 1000000 --workers 2", "", 0),
 }
 

@@ -23,7 +23,7 @@ import json, sys
 from paceline.core import reachable_address
 from paceline.core.errors import UsageError
 name, *arguments = json.loads(sys.argv[1])
-options = arguments.pop() if isinstance(arguments[-1], dict) else {}
+options = arguments.pop() if arguments and isinstance(arguments[-1], dict) else {}
 try:
     print(getattr(reachable_address, name)(*arguments, **options))
 except UsageError as error:
@@ -109,6 +109,18 @@ def test_routes_of_a_host_with_several_interfaces() -> None:
         answer = _on(hosts, 0, "address_towards", "10.99.0.1")
         assert "no route from this machine to 10.99.0.1" in answer
         assert "unreachable" in answer
+
+
+@_needs_hosts
+def test_the_own_address_for_hosts_that_are_not_known_yet() -> None:
+    with Hosts(1) as hosts:
+        assert _on(hosts, 0, "own_address", "eth0") == "10.77.0.1"
+        # Its name stands for loopback, and it has no route to the outside.
+        answer = _on(hosts, 0, "own_address")
+        assert "no address of this machine" in answer
+        assert "PACELINE_INTERFACE" in answer
+        subprocess.run(["ip", "-n", hosts.names[0], "route", "add", "default", "dev", "eth0"], check=True)
+        assert _on(hosts, 0, "own_address") == "10.77.0.1"
 
 
 @_needs_hosts

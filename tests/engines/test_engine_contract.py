@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import subprocess
 from collections.abc import Sequence
@@ -13,7 +14,12 @@ from typing import Any
 import psutil
 import pytest
 
-from paceline.testing.engine_contract import EngineLab, check_faults, check_stop_and_resume
+from paceline.testing.engine_contract import (
+    EngineLab,
+    check_caller_killed,
+    check_faults,
+    check_stop_and_resume,
+)
 from paceline.testing.process_engine import ProcessEngine
 
 
@@ -24,7 +30,9 @@ class Lab(EngineLab):
         return ProcessEngine(nodes=nodes, workers_per_node=workers_per_node)
 
     def start(self, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
-        self.caller = subprocess.Popen(command, **options)
+        self.mark = secrets.token_hex(8)
+        environment = {**os.environ, "PACELINE_CONTRACT": self.mark}
+        self.caller = subprocess.Popen(command, env=environment, **options)
         return self.caller
 
     def kill_process(self, node: str, pid: int) -> None:
@@ -47,15 +55,11 @@ class Lab(EngineLab):
         """There are enough."""
 
     def left_running(self) -> list[str]:
-        marks = (b"paceline.engines.remote_agent",)
         found = []
         for process in psutil.process_iter():
-            try:
-                command = " ".join(process.cmdline()).encode()
-            except psutil.Error:
-                continue
-            if any(mark in command for mark in marks) and os.getpid() in [p.pid for p in process.parents()]:
-                found.append(command.decode())
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get("PACELINE_CONTRACT") == self.mark and process.pid != self.caller.pid:
+                    found.append(" ".join(process.cmdline()))
         return found
 
     def _agents(self) -> list[psutil.Process]:
@@ -74,3 +78,8 @@ def test_faults(tmp_path: Path) -> None:
 @pytest.mark.timeout(240)
 def test_stop_and_resume(tmp_path: Path) -> None:
     check_stop_and_resume(Lab(), tmp_path)
+
+
+@pytest.mark.timeout(240)
+def test_the_caller_is_killed(tmp_path: Path) -> None:
+    check_caller_killed(Lab(), tmp_path)

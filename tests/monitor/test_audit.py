@@ -66,6 +66,20 @@ def test_all_that_a_run_can_go_through_is_in_these_seeds():
     assert sum(one.redone > 0 for one in seen) > 10
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_containers_number_their_processes_alike(seed):
+    """The next process of a rank has the number of the one before it, and processes of two hosts may have
+    one number."""
+    alike = []
+    for event in made(seed):
+        if isinstance(event, events.ViewChanged):
+            event = dataclasses.replace(event, pids=[5 + rank % 2 for rank in event.members])
+        elif isinstance(event, events.StepsReceived | events.WorkerFailed | events.WorkerStarted):
+            event = dataclasses.replace(event, pid=5 + event.rank % 2)
+        alike.append(event)
+    assert audit(alike).wrong == audit(made(seed)).wrong == ()
+
+
 def without(journal, index):
     return [*journal[:index], *journal[index + 1 :]]
 
@@ -112,7 +126,7 @@ def test_a_receipt_that_is_taken_away_is_missed_or_no_longer_counted(seed):
         moved = before.receipts.by_receipt - after.receipts.by_receipt
         assert moved == after.receipts.by_commit - before.receipts.by_commit
         edge = record.superseded_after(receipt)
-        lost = {(event.rank, event.pid) for _, event in record.failures}
+        lost = {member for _, _, member in record.failures}
         survived = receipt.member not in lost and receipt.view[0] in record.ended_sessions
         if survived and edge is None and receipt.last > receipt.first:
             pytest.fail(f"{receipt} was not missed")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from typing import Annotated, Any, cast
 
 import typer
@@ -14,12 +16,7 @@ from paceline.cli.output import AsJson, echo, echo_json
 from paceline.core.errors import UsageError
 from paceline.core.wording import counted, listed
 
-app = typer.Typer(
-    add_completion=False,
-    rich_markup_mode=None,
-    no_args_is_help=True,
-    help="Runs that wait for workers, and share those of this machine or of a cluster.",
-)
+app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 
 _ARGUMENTS = "paceline.script_arguments"
 
@@ -36,6 +33,14 @@ NoServer = Annotated[
 ]
 
 
+@app.callback()
+def queue_of_runs() -> None:
+    """Runs that wait for workers, and share those of this machine or of a cluster.
+
+    Example: paceline queue add train.py --workers 1-4
+    """
+
+
 class AddCommand(TyperCommand):
     """Takes options that it does not know for those of `paceline train`, and the rest for the script's."""
 
@@ -44,16 +49,19 @@ class AddCommand(TyperCommand):
         ctx.meta[_ARGUMENTS] = tuple(args[at + 1 :])
         return super().parse_args(ctx, args[:at])
 
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [str(self.options_metavar)]  # the script is in it
+
 
 @app.command(
     "add",
     cls=AddCommand,
     context_settings={"ignore_unknown_options": True},
-    options_metavar="SCRIPT [OPTIONS] [OPTIONS OF paceline train] [-- ARGUMENTS OF THE SCRIPT]",
+    options_metavar="SCRIPT [OPTIONS] [OPTIONS OF paceline train] [-- ARGS]...",
 )
 def add(
     ctx: typer.Context,
-    words: Annotated[
+    script: Annotated[
         list[str],
         typer.Argument(metavar="SCRIPT...", help="The script, and options of `paceline train`."),
     ],
@@ -82,23 +90,21 @@ def add(
 
     Example: paceline queue add train.py --workers 1-4 --priority 5 --epochs 3 -- --lr 0.1
     """
-    from paceline.cli.queue_request import new_request
+    from paceline.cli.queue_request import new_request, run_name
     from paceline.frontends.run_queue.queue_client import add_run, capacity_of
     from paceline.frontends.run_queue.queue_folder import QueueFolder
 
     folder = QueueFolder.at(queue)
     capacity = capacity_of(folder.read())
     request = new_request(
-        words,
+        script,
         cast("tuple[str, ...]", ctx.meta[_ARGUMENTS]),
-        workers or f"1-{capacity}",
-        name,
-        run_dir,
+        workers,
+        capacity,
         env or [],
     )
-    from dataclasses import replace
-
-    run = add_run(folder, replace(request, priority=priority))
+    named = replace(request, priority=priority, name=run_name(name, request.script))
+    run = add_run(folder, named if run_dir is None else replace(named, run_dir=os.path.abspath(run_dir)))
     started = False if no_server else _serve(queue)
     if as_json:
         from paceline.cli.queue_display import plain
@@ -297,8 +303,6 @@ def change(
 
     Example: paceline queue set 7 --priority 10 --workers 2-4
     """
-    from dataclasses import replace
-
     from paceline.cli.queue_request import parse_size
     from paceline.frontends.run_queue.queue_client import change_run, check_size
     from paceline.frontends.run_queue.queue_folder import QueueFolder

@@ -12,6 +12,7 @@ from typing import Any, Final
 import typer
 
 from paceline.core.errors import UsageError
+from paceline.core.wording import counted
 from paceline.frontends.run_queue.queue_client import kept_environment
 from paceline.frontends.run_queue.queued_run import RunRequest
 
@@ -21,23 +22,22 @@ _NAME: Final = re.compile(r"[A-Za-z0-9._-]+")
 _OURS: Final = {
     "workers": "--workers MIN-MAX",
     "num_gpus": "--workers MIN-MAX",
+    "num_nodes": "--workers MIN-MAX",
+    "nodes": "--workers MIN-MAX, in multiples of --workers-per-node",
     "min_workers": "--workers MIN-MAX",
     "fault_tolerance.min_workers": "--workers MIN-MAX",
     "fault_tolerance.max_workers": "--workers MIN-MAX",
     "run_dir": "--run-dir of `paceline queue add`",
+    "dry_run": "paceline train --dry-run, without the queue",
     "resume": "nothing: a run in the queue always continues from what it saved",
 }
 
 
 def new_request(
-    words: Sequence[str],
-    arguments: tuple[str, ...],
-    workers: str,
-    name: str | None,
-    run_dir: str | None,
-    env: Sequence[str],
+    words: Sequence[str], arguments: tuple[str, ...], workers: str | None, capacity: int, env: Sequence[str]
 ) -> RunRequest:
-    """Return the request of these words; UsageError where `paceline train` would refuse them."""
+    """Return the request of these words, without a name and a folder; UsageError where `paceline train`
+    would refuse them. Without `workers` the run may use all of the `capacity`."""
     given = _parsed(words, arguments)
     script = given["script"] if given["script_file"] is None else given["script_file"]
     if script is None:
@@ -52,11 +52,14 @@ def new_request(
             f"the script {script} cannot be read: {error.strerror}", remedy="check the path"
         ) from error
     _check(given)
-    least, most = parse_size(workers)
-    name = Path(script).stem if name is None else name
-    if not _NAME.fullmatch(name):
+    per_node = _workers_per_node(given)
+    unit = per_node or 1
+    least, most = (unit, max(unit, capacity // unit * unit)) if workers is None else parse_size(workers)
+    if least % unit or most % unit:
         raise UsageError(
-            f"--name {name!r} cannot be part of a folder's name", remedy="use letters, digits, '.', '-', '_'"
+            f"--workers {least}-{most}: a node of this engine has {counted(unit, 'worker')}, which come "
+            "and go together",
+            remedy=f"give multiples of {unit}, or another --workers-per-node",
         )
     return RunRequest(
         script=script,
@@ -65,11 +68,22 @@ def new_request(
         folder=os.getcwd(),
         python=sys.executable,
         environment=kept_environment(env),
-        run_dir="" if run_dir is None else os.path.abspath(run_dir),
-        name=name,
+        run_dir="",
+        name="",
         least=least,
         most=most,
+        per_node=per_node,
     )
+
+
+def run_name(given: str | None, script: str) -> str:
+    """Return the name of a run: the given one, else the script's."""
+    name = Path(script).stem if given is None else given
+    if not _NAME.fullmatch(name):
+        raise UsageError(
+            f"--name {name!r} cannot be part of a folder's name", remedy="use letters, digits, '.', '-', '_'"
+        )
+    return name
 
 
 def parse_size(text: str) -> tuple[int, int]:
@@ -94,6 +108,22 @@ def _parsed(words: Sequence[str], arguments: tuple[str, ...]) -> dict[str, Any]:
         return dict(context.params)
 
 
+def _workers_per_node(given: dict[str, Any]) -> int:
+    """Return the workers of a node of the engine that is asked for; 0: the run stays on this machine."""
+    from paceline.cli.engine_options import EngineOptions
+
+    engine = EngineOptions(
+        engine=given["engine"] or ("ray" if given["backend"] == "ray" else None),
+        workers_per_node=given["workers_per_node"],
+        gpus_per_node=given["gpus_per_node"] if given["engine"] else None,
+        address=given["address"] if given["engine"] or given["backend"] == "ray" else None,
+        image=given["image"],
+        settings=given["engine_settings"] or [],
+        slurm=given["slurm"] or [],
+    ).chosen()
+    return 0 if engine is None else engine.workers_per_node
+
+
 def _check(given: dict[str, Any]) -> None:
     from paceline.cli.train import checked_assignments
     from paceline.cli.train_layout import number_of_workers
@@ -104,12 +134,12 @@ def _check(given: dict[str, Any]) -> None:
     texts = checked_assignments(given["assignments"] or [])
     assigned = {text.partition("=")[0].strip() for text in texts}
     for name, instead in _OURS.items():
-        option = f"--{name.replace('_', '-')}" if given.get(name) is not None else f"--set {name}"
-        if given.get(name) is not None or name in assigned:
+        is_option = given.get(name) not in (None, False)
+        option = f"--{name.replace('_', '-')}" if is_option else f"--set {name}"
+        if is_option or name in assigned:
             raise UsageError(f"{option}: the queue decides about it", remedy=f"use {instead}")
-    number_of_workers(
-        None, None, given["num_nodes"], given["gpus_per_node"], given["address"], given["backend"]
-    )
+    if given["engine"] is None and given["backend"] != "ray":
+        number_of_workers(None, None, None, given["gpus_per_node"], given["address"], given["backend"])
     if given["chaos"] is not None:
         Chaos(given["chaos"])
     config = given["config"]

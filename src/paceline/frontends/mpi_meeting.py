@@ -43,8 +43,8 @@ AGENTS, OUTCOME = "agents", "outcome"
 @final
 @dataclass(eq=False)
 class MeetingPlace:
-    """This process's place among the ranks of its mpirun. `term` counts the ranks that have led; `lost`:
-    ranks that are known to be gone."""
+    """This process's place among the ranks of its mpirun. `term` counts the ranks that have led, `leader` is
+    the one of this term; `lost`: ranks that are known to be gone."""
 
     rank: int
     world_size: int
@@ -52,6 +52,7 @@ class MeetingPlace:
     namespace: str
     environment: Mapping[str, str] = field(repr=False)
     term: int = 0
+    leader: int = 0
     lost: set[int] = field(default_factory=set)
 
     @property
@@ -65,6 +66,7 @@ class MeetingPlace:
         while True:
             where = _read_meeting(self.file())
             if where is not None and (where["call"], where["term"]) == (call, self.term):
+                self.leader = int(where["rank"])
                 with contextlib.suppress(OSError, PacelineError):
                     secret = bytes.fromhex(str(where["secret"]))
                     return StoreClient(str(where["host"]), int(where["port"]), _ANSWER_SECONDS, secret=secret)
@@ -79,6 +81,7 @@ class MeetingPlace:
 
     def claim(self, call: int) -> bool:
         """Try to lead the next term, whose leading rank is gone; one rank can."""
+        self.lost.add(self.leader)
         self.term += 1
         path = self.file().with_suffix(f".{call}.{self.term}")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -117,7 +120,14 @@ class LeadingRank:
         host, port = listener.getsockname()[:2]
         self._server = StoreServer(listener, secret, max_stored=_MOST_STORED)
         self._store = StoreClient(host, port, _ANSWER_SECONDS, secret=secret)
-        meeting = {"call": call, "term": place.term, "host": host, "port": port, "secret": secret.hex()}
+        meeting = {
+            "call": call,
+            "term": place.term,
+            "rank": place.rank,
+            "host": host,
+            "port": port,
+            "secret": secret.hex(),
+        }
         self._file.parent.mkdir(parents=True, exist_ok=True)
         replace_file(self._file, json.dumps(meeting).encode(), mode=0o600)
 

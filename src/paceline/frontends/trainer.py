@@ -325,8 +325,10 @@ class Trainer:
 
     def _running_job(self, what: str) -> DistributedContext | None:
         """Return the group that this process belongs to; None also for a rank that computes for the others of
-        its launcher."""
+        its launcher, and where an engine has the workers: a batch script of SLURM looks like a rank."""
         refuse_inside(what)
+        if overrides.current().apply(self.config).engine is not None:
+            return None
         return None if self._joint_link() is not None else running_job(what)
 
     def _pass_over(self, function: Callable[[DistributedContext, TrainJob], T], data: Any) -> T:

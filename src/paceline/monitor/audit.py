@@ -116,7 +116,7 @@ def audit(journal: Iterable[Event], *, backup: bool = False) -> AuditResult:
         views=len(record.views),
         repairs=len(record.repairs),
         repair_seconds=tuple(repair.seconds for _, repair in record.repairs),
-        lost_workers=sum(event.cause not in _NO_FAILURES for _, event in record.failures),
+        lost_workers=sum(event.cause not in _NO_FAILURES for _, event, _ in record.failures),
         supervisors=record.supervisors,
         hashes={
             step: commit.event.hash

@@ -171,7 +171,7 @@ class _ViewSequence:
         self._views = sorted(record.views)
         # By session: another one may have a process of the same number.
         self.last_seen = {(view[0], one): view for view in self._views for one in record.views[view].shards}
-        self.lost = {(session, (event.rank, event.pid)) for session, event in record.failures}
+        self.lost = {(session, member) for session, _, member in record.failures}
 
     def between(self, view: ViewKey, following: ViewKey | None) -> list[ViewMembers]:
         """Return the views of its session after this one, up to the next that has steps."""

@@ -7,6 +7,7 @@ run_resumed) names the step that the run went back to: earlier entries for later
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,8 +16,10 @@ from typing import Any, TypeAlias
 from paceline.core import events
 from paceline.core.events import Event
 
-Member: TypeAlias = tuple[int, int]
-"""A worker process: its rank and its pid."""
+Member: TypeAlias = tuple[int, int, int]
+"""A worker process: its rank, its pid, and how many processes of this rank and pid failed before it: in
+containers
+the next process of a rank often has the pid of the last one."""
 
 ViewKey: TypeAlias = tuple[int, int]
 """A session and a generation of it."""
@@ -82,7 +85,7 @@ class AuditRecord:
     views: dict[ViewKey, ViewMembers] = field(default_factory=dict)
     view_doubled: list[ViewKey] = field(default_factory=list)
     receipts: list[RecordedReceipt] = field(default_factory=list)
-    failures: list[tuple[int, events.WorkerFailed]] = field(default_factory=list)  # with their session
+    failures: list[tuple[int, events.WorkerFailed, Member]] = field(default_factory=list)  # with session
     repairs: list[tuple[int, events.Repaired]] = field(default_factory=list)
     skipped: list[tuple[int, events.SampleSkipped]] = field(default_factory=list)  # with their index
     shard_hashes: list[tuple[int, events.ShardHashed]] = field(default_factory=list)
@@ -156,6 +159,7 @@ def read(journal: Iterable[Event]) -> AuditRecord:
     """Sort a journal."""
     record = AuditRecord()
     session = generation = 0
+    lives: Counter[tuple[int, int, int]] = Counter()  # failures by session, rank and pid
     for index, event in enumerate(journal):
         match event:
             case events.SupervisorStarted():
@@ -166,7 +170,7 @@ def read(journal: Iterable[Event]) -> AuditRecord:
             case events.ViewChanged():
                 if event.generation < generation:
                     session += 1
-                _take_view(record, event, session)
+                _take_view(record, event, session, lives)
                 generation = event.generation
             case events.RunStarted():
                 record.started = event
@@ -178,11 +182,14 @@ def read(journal: Iterable[Event]) -> AuditRecord:
                     session, generation = session + 1, 0
                 _take_step(record, CommittedEntry(event, session, index))
             case events.StepsReceived():
-                member, view = (event.rank, event.pid), (session, event.generation)
+                view = (session, event.generation)
+                member = _member_of(record, view, event.rank, event.pid, lives)
                 shards = tuple(sorted(event.shards))
                 record.receipts.append(RecordedReceipt(member, view, event.first, event.last, shards, index))
             case events.WorkerFailed():
-                record.failures.append((session, event))
+                process = (session, event.rank, event.pid)
+                record.failures.append((session, event, (event.rank, event.pid, lives[process])))
+                lives[process] += 1
                 if event.cause in ("dissent", "corrupt"):
                     record.distrusted.append(index)
             case events.Repaired():
@@ -221,13 +228,28 @@ def _take_step(record: AuditRecord, commit: CommittedEntry) -> None:
         record.doubled.append((before, commit))
 
 
-def _take_view(record: AuditRecord, event: events.ViewChanged, session: int) -> None:
+def _member_of(
+    record: AuditRecord, view: ViewKey, rank: int, pid: int, lives: Counter[tuple[int, int, int]]
+) -> Member:
+    """Return whose receipt it is. It may come after its sender ended; the view knows which that was."""
+    members = record.views.get(view)
+    if members is not None:
+        for member in members.shards:
+            if member[:2] == (rank, pid):
+                return member
+    return rank, pid, lives[view[0], rank, pid]
+
+
+def _take_view(
+    record: AuditRecord, event: events.ViewChanged, session: int, lives: Counter[tuple[int, int, int]]
+) -> None:
     view = (session, event.generation)
     if view in record.views:
         record.view_doubled.append(view)
     shards: dict[Member, tuple[int, ...]] = {}
     for position, rank in enumerate(event.members):
         pid = event.pids[position] if position < len(event.pids) else 0
-        shards[rank, pid] = tuple(sorted(event.shards[position])) if position < len(event.shards) else ()
+        member = rank, pid, lives[session, rank, pid]
+        shards[member] = tuple(sorted(event.shards[position])) if position < len(event.shards) else ()
     given = frozenset(member for member in shards if member[0] in event.behind)
     record.views[view] = ViewMembers(shards, event.step, given)

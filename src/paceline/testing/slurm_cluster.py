@@ -9,7 +9,7 @@ Needs root, iproute2 and Debian's slurmctld, slurmd, slurm-client and munge; `wh
 All hosts see the same files, as on a cluster with a shared file system. Nothing is left when the block ends.
 
 Partitions: `all` (the default; preempted with a grace time and requeued), `urgent` (preempts `all`) and
-`short` (a minute at most, one node). Every node claims four processors and two GPUs, which no program here opens.
+`short` (a minute at most, one node). Every node claims four processors and two GPUs that are none.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import gc
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -112,9 +113,14 @@ def ending(reason: str, history: Any, saved: str = "") -> BaseException:
 
 @contextmanager
 def listening(
-    on_first: Callable[[str], None], *, to_the_end: bool = False, ctrl_c: bool = False
+    on_first: Callable[[str], None],
+    *,
+    to_the_end: bool = False,
+    ctrl_c: bool = False,
+    same_seconds: float = 0.0,
 ) -> Iterator[None]:
-    """Call `on_first` with the signal's name at the first one; ends the process at the second.
+    """Call `on_first` with the signal's name at the first one; ends the process at the second. One that
+    comes within `same_seconds` of the first is the same request.
 
     With `to_the_end` the process has nothing to do afterwards but to hand over its result, and signals that
     come then are ignored, instead of killing it. With `ctrl_c` the first Ctrl-C asks too, and the next is a
@@ -123,15 +129,17 @@ def listening(
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    asked = False
+    asked, asked_at = False, 0.0
 
     def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
+        nonlocal asked, asked_at
+        if asked and time.monotonic() - asked_at < same_seconds:
+            return
         if asked:
             # Not sys.exit: whatever this process is doing right now may never return to Python code that
             # lets an exception through.
             os._exit(128 + number)
-        asked = True
+        asked, asked_at = True, time.monotonic()
         on_first(signal.Signals(number).name)
 
     def interrupt(number: int, frame: FrameType | None) -> None:

@@ -200,6 +200,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         try:
             if self.headers.get("Authorization") != f"Bearer {api.token}":
                 raise RefusalError(401, "Unauthorized", "Unauthorized")
+            if body and "json" not in self.headers.get("Content-Type", ""):
+                told = "the body of the request was in an unknown format - accepted media types include: "
+                raise RefusalError(415, "UnsupportedMediaType", f"{told}application/json")
             if query.get("watch") in ("true", "1"):
                 return self._watch(url.path, query)
             found = api.answer(method, url.path, query, json.loads(body) if body else None)

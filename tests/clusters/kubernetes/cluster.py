@@ -78,14 +78,16 @@ class Cluster:
         self.folder.chmod(0o755)
         self.hosts.__enter__()
         try:
-            authority, tls = _certificates(["127.0.0.1", self.hosts.addresses[0]], self.folder)
+            authority, tls = certificates(["127.0.0.1", self.hosts.addresses[0]], self.folder)
+            self.authority = authority
             outer = socket.create_server(("127.0.0.1", 0))
+            outer_port = outer.getsockname()[1]
             with self.inside(0):
                 inner = socket.create_server((self.hosts.addresses[0], _PORT))
             for listening in (outer, inner):
                 self.api.listen(listening, tls)
-            here = f"https://127.0.0.1:{self.api._servers[0].server_address[1]}"
-            self.write_kubeconfig(self.kubeconfig, here, authority)
+            self.server = f"https://127.0.0.1:{outer_port}"
+            self.write_kubeconfig(self.kubeconfig, self.server, authority)
             self.write_kubeconfig(
                 self.inner_kubeconfig, f"https://{self.hosts.addresses[0]}:{_PORT}", authority
             )
@@ -214,7 +216,7 @@ class Cluster:
                 raise
 
 
-def _certificates(addresses: list[str], folder: Path) -> tuple[bytes, ssl.SSLContext]:
+def certificates(addresses: list[str], folder: Path) -> tuple[bytes, ssl.SSLContext]:
     """Return an authority's certificate, and the server's side with one that it signed."""
     keys = [ec.generate_private_key(ec.SECP256R1()) for _ in range(2)]
     names = [x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]) for name in ("authority", "server")]

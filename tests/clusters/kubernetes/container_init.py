@@ -4,7 +4,7 @@
 
 SPEC is a JSON file: `folder` (where the root is assembled), `binds` [[source, target, read-only]], `overlays`
 [[lower, upper, target]], `memory` [[target, size, mode]], `links`, `hostname`, `user`, `command`,
-`environment`, `folder_of_work`, `read_only`. Needs nothing but Python's own library: the root is this machine's, in parts.
+`environment`, `folder_of_work`, `read_only`. Needs nothing but Python's own library.
 """
 
 from __future__ import annotations

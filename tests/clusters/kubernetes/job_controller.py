@@ -1,8 +1,8 @@
 """The controllers of Jobs and StatefulSets, as Kubernetes documents them.
 
 Indexed Jobs: one pod per index that is not done; a failed pod is counted and comes again under its index
-after a back-off; `podFailurePolicy`, `successPolicy`, `backoffLimit`, and `completions` that change together with
-`parallelism`. What is left out: suspension, TTL, deadlines, per-index limits.
+after a back-off; `podFailurePolicy`, `successPolicy`, `backoffLimit`, and `completions` that change together
+with `parallelism`. What is left out: suspension, TTL, deadlines, per-index limits.
 """
 
 from __future__ import annotations

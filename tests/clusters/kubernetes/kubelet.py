@@ -110,6 +110,9 @@ class Kubelets:
         uid, node = pod["metadata"]["uid"], self._node(pod)
         if node is None or not node.ready or uid in self.running or pod["status"]["phase"] != "Pending":
             return
+        if "deletionTimestamp" in pod["metadata"]:
+            self._store.remove(pod)  # nothing of it runs
+            return
         image = pod["spec"]["containers"][0]["image"]
         if image not in self.images:
             told = f'Back-off pulling image "{image}": ErrImagePull: not found'

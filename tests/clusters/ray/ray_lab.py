@@ -8,6 +8,7 @@ import os
 import signal
 import string
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, final
@@ -16,6 +17,7 @@ from tests.waiting import wait_for
 
 from paceline.engines.engine import Engine
 from paceline.engines.ray.ray_engine import Ray
+from paceline.testing.engine_contract import EngineLab
 from paceline.testing.ray_cluster import RayCluster, process_file
 
 ROOT = Path(__file__).parents[3]
@@ -27,7 +29,7 @@ def why_not() -> str:
 
 
 @final
-class RayLab:
+class RayLab(EngineLab):
     """Nodes are called a, b, c, ...; a name is not used twice."""
 
     def __init__(self, cluster: RayCluster) -> None:
@@ -62,6 +64,19 @@ class RayLab:
         return self._running()
 
     # more
+
+    def run(self, module: str, *arguments: str, seconds: float = 120.0, **environment: str) -> str:
+        """Run a program of the tests to its end; return what it printed."""
+        command = [sys.executable, "-m", f"tests.clusters.ray.{module}", *arguments]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        with self.start(command, env=environment, text=True, **pipes) as process:
+            try:
+                printed, errors = process.communicate(timeout=seconds)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise
+        assert process.returncode == 0, printed[-3000:] + errors[-6000:]
+        return printed
 
     def actors(self, node: str) -> list[int]:
         """Return the processes of a node that are Ray's, and have an agent as child."""

@@ -15,6 +15,7 @@ from paceline.testing.engine_contract import EngineLab
 from paceline.testing.slurm_cluster import SlurmCluster
 
 ROOT = Path(__file__).parents[3]
+ENVIRONMENT = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
 _DAEMONS = ("slurmd", "slurmctld", "munged")
 
 
@@ -30,12 +31,8 @@ class SlurmLab(EngineLab):
             nodes=nodes, workers_per_node=workers_per_node, folder=str(self.folder), poll_seconds=0.25
         )
 
-    @property
-    def environment(self) -> dict[str, str]:
-        return {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
-
     def start(self, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
-        return self.cluster.start(command, env=self.environment, cwd=self.folder, **options)
+        return self.cluster.start(command, env=ENVIRONMENT, cwd=self.folder, **options)
 
     def kill_process(self, node: str, pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
@@ -60,12 +57,11 @@ class SlurmLab(EngineLab):
         queue = self.cluster.run(["squeue", "--noheader"]).splitlines()
         nodes = range(1, self.cluster.nodes + 1)
         processes = [_command(pid) for node in nodes for pid in self.cluster.pids(node)]
-        files = [str(path) for path in self.folder.rglob(".paceline-slurm/*")]
-        return [
-            *queue,
-            *files,
-            *(text for text in processes if text and not any(name in text for name in _DAEMONS)),
-        ]
+        return [*queue, *(text for text in processes if text and not any(name in text for name in _DAEMONS))]
+
+    def left_files(self) -> list[Path]:
+        """The folders with tokens and logs that runs left behind."""
+        return list(self.folder.rglob(".paceline-slurm"))
 
 
 def _is_agent(pid: int) -> bool:

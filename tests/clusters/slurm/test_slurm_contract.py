@@ -16,8 +16,15 @@ def test_worker_agent_and_node_are_lost_and_a_node_is_added(cluster, tmp_path):
 
 @pytest.mark.timeout(200)
 def test_stop_and_resume_on_another_number_of_nodes(cluster, tmp_path):
-    run = engine_contract.check_stop_and_resume(SlurmLab(cluster, tmp_path), tmp_path)
+    lab = SlurmLab(cluster, tmp_path)
+    run = engine_contract.check_stop_and_resume(lab, tmp_path)
     assert "] joined the job at 10.77.0.1:" in run.output
+    assert not lab.left_files()
+
+
+@pytest.mark.timeout(200)
+def test_the_caller_is_killed(cluster, tmp_path):
+    engine_contract.check_caller_killed(SlurmLab(cluster, tmp_path), tmp_path)
 
 
 @pytest.mark.timeout(200)

@@ -7,7 +7,7 @@ import signal
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import pytest
 from tests.clusters.ssh import ssh_hosts as lab
@@ -25,47 +25,46 @@ pytestmark = [
 ]
 
 
-@final
-class _SshLab(EngineLab):
+class SshLab(EngineLab):
     """See EngineLab. Hosts 1, 2, 3 are called b, c, d."""
 
     def __init__(self, hosts: SshHosts) -> None:
-        self._hosts = hosts
+        self.hosts = hosts
         self._lost: list[int] = []
 
     def engine(self, nodes: int, workers_per_node: int) -> Ssh:
         # A host beyond those that are used would be a spare that replaces a lost one before one is added.
         numbers = range(1, nodes + 1)
-        return self._hosts.engine(*numbers, nodes=nodes, workers_per_node=workers_per_node)
+        return self.hosts.engine(*numbers, nodes=nodes, workers_per_node=workers_per_node)
 
     def start(self, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
         environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "PACELINE_HOST": "a"}
-        return self._hosts.hosts.start(0, command, env=environment, cwd=ROOT, **options)
+        return self.hosts.hosts.start(0, command, env=environment, cwd=ROOT, **options)
 
     def kill_process(self, node: str, pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
     def kill_agent(self, node: str) -> None:
-        (agent,) = self._hosts.agents(_number(node))
+        (agent,) = self.hosts.agents(_number(node))
         os.kill(agent, signal.SIGKILL)
 
     def lose_node(self, node: str) -> None:
         """Cut it off and kill all of it: nobody is told."""
         number = _number(node)
-        self._hosts.hosts.cut(number)
-        for pid in self._hosts.hosts.pids(number):
+        self.hosts.hosts.cut(number)
+        for pid in self.hosts.hosts.pids(number):
             os.kill(pid, signal.SIGKILL)
         self._lost.append(number)
 
     def add_node(self) -> None:
         number = self._lost.pop()
-        self._hosts.hosts.heal(number)
-        self._hosts.start(number)
+        self.hosts.hosts.heal(number)
+        self.hosts.start(number)
 
     def left_running(self) -> list[str]:
         found = []
-        for number in range(1, len(self._hosts.hosts.names)):
-            for pid in self._hosts.hosts.pids(number):
+        for number in range(1, len(self.hosts.hosts.names)):
+            for pid in self.hosts.hosts.pids(number):
                 line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
                 if "sshd" not in line:
                     found.append(f"{pid}: {line}")
@@ -77,17 +76,17 @@ def _number(node: str) -> int:
 
 
 @pytest.fixture
-def ssh_lab(tmp_path: Path) -> Iterator[_SshLab]:
+def ssh_lab(tmp_path: Path) -> Iterator[SshLab]:
     with lab.ssh_hosts(3, tmp_path) as hosts:
-        yield _SshLab(hosts)
+        yield SshLab(hosts)
 
 
-def test_faults(ssh_lab: _SshLab, tmp_path: Path) -> None:
+def test_faults(ssh_lab: SshLab, tmp_path: Path) -> None:
     run = check_faults(ssh_lab, tmp_path)
     # What agents write is shown with the name of their host, and the secret is nowhere.
     assert "[b] joined the job" in run.output
     assert "is lost: " in run.output
 
 
-def test_stop_and_resume_on_another_number_of_hosts(ssh_lab: _SshLab, tmp_path: Path) -> None:
+def test_stop_and_resume_on_another_number_of_hosts(ssh_lab: SshLab, tmp_path: Path) -> None:
     check_stop_and_resume(ssh_lab, tmp_path)

@@ -267,3 +267,40 @@ def test_derived_ports_are_ordinary_and_differ() -> None:
 )
 def test_loopback(host: str, loopback: bool) -> None:
     assert Address(host, 1).is_loopback is loopback
+
+
+KUBERNETES = {"WORLD_SIZE": "4", "MASTER_ADDR": "train-0.train", "MASTER_PORT": "29500"}
+
+
+def test_a_pod_of_an_indexed_job_knows_its_rank():
+    place = find_launch_info({**KUBERNETES, "JOB_COMPLETION_INDEX": "3", "HOSTNAME": "train-3"})
+    assert (place.world_size, place.rank, place.source) == (4, 3, "Kubernetes")
+    assert place.address == Address("train-0.train", 29500)
+
+
+def test_a_pod_of_a_stateful_set_has_its_rank_at_the_end_of_its_name():
+    inside = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "HOSTNAME": "llm-gpu-2"}
+    assert find_launch_info({**KUBERNETES, **inside}).rank == 2
+    # Outside of a cluster a host's name says nothing.
+    with pytest.raises(UsageError, match="RANK is not set"):
+        find_launch_info({**KUBERNETES, "HOSTNAME": "llm-gpu-2"})
+
+
+def test_a_rank_that_the_manifest_gives_counts():
+    given = {**KUBERNETES, "JOB_COMPLETION_INDEX": "1", "RANK": "2"}
+    assert find_launch_info(given).rank == 2
+
+
+def test_a_pod_without_world_size_is_alone():
+    """`paceline train` in a pod of an Indexed Job has workers of its own."""
+    assert find_launch_info({"JOB_COMPLETION_INDEX": "3"}).world_size == 1
+
+
+def test_a_pod_that_does_not_know_pod_0_is_told_how_it_would():
+    with pytest.raises(UsageError, match="JOB-0.SERVICE"):
+        find_launch_info({"WORLD_SIZE": "4", "JOB_COMPLETION_INDEX": "3"})
+
+
+def test_an_index_beyond_the_world_is_refused():
+    with pytest.raises(UsageError, match="JOB_COMPLETION_INDEX=4 with WORLD_SIZE=4"):
+        find_launch_info({**KUBERNETES, "JOB_COMPLETION_INDEX": "4"})

@@ -46,6 +46,16 @@ def test_counters_count_for_all_clients(server: tuple[StoreServer, int], client:
     other.close()
 
 
+def test_a_key_that_the_end_of_a_connection_sets(
+    server: tuple[StoreServer, int], client: StoreClient
+) -> None:
+    other = StoreClient("127.0.0.1", server[1], 5.0)
+    other.set_at_end("gone")
+    assert client.get("gone") is None
+    other.close()
+    assert client.await_keys(["gone"], 5.0)
+
+
 def test_a_large_value(client: StoreClient) -> None:
     client.set("big", b"x" * 900_000)
     assert client.get("big") == b"x" * 900_000

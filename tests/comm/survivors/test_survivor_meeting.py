@@ -214,6 +214,8 @@ def test_a_silent_process_is_waited_for_a_while(monkeypatch: pytest.MonkeyPatch)
         ({"RANK": "0", "WORLD_SIZE": "2"}, ""),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "mpirun --enable-recovery"),
         ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_MCA_orte_enable_recovery": "1"}, ""),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "PRTE_LAUNCHED": "1"}, "mpirun --with-ft ulfm"),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "PRTE_LAUNCHED": "1", "OMPI_MCA_mpi_ft_enable": "1"}, ""),
         ({"TORCHELASTIC_RUN_ID": "none"}, "paceline run"),
         ({"SLURM_PROCID": "0"}, ""),
         ({"SLURM_PROCID": "0", "SLURM_KILL_BAD_EXIT": "1"}, "kill-on-bad-exit=0"),

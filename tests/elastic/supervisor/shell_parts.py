@@ -63,9 +63,11 @@ def written(path: Path, kind: type) -> list[Any]:
     return [event for event in journal.read(path).events if isinstance(event, kind)]
 
 
-def new_writer(path: Path, clock: Clock | None = None, flushed: list[int] | None = None) -> JournalWriter:
-    """A journal writer at 1e9 seconds since 1970; `flushed` gets the pids that can be acknowledged."""
-    on_flush = list[int]().append if flushed is None else flushed.append
+def new_writer(
+    path: Path, clock: Clock | None = None, flushed: list[tuple[int, int]] | None = None
+) -> JournalWriter:
+    """A journal writer at 1e9 seconds since 1970; `flushed` gets the processes that can be acknowledged."""
+    on_flush = list[tuple[int, int]]().append if flushed is None else flushed.append
     return JournalWriter(path, clock or VirtualClock(), VirtualClock(1e9), on_flush)
 
 

@@ -19,6 +19,7 @@ from paceline.core.events import (
     StepsReceived,
     SupervisorStarted,
     WorkerFailed,
+    WorkerStarted,
 )
 from paceline.elastic.supervisor.journal_writer import RECEIPT_SECONDS
 
@@ -34,7 +35,7 @@ def clock() -> VirtualClock:
 
 
 @pytest.fixture
-def flushed() -> list[int]:
+def flushed() -> list[tuple[int, int]]:
     return []
 
 
@@ -98,7 +99,7 @@ def test_receipts_are_merged_and_written_at_a_stated_rate(writer, path, clock, f
     writer.tick(writer.due)
     (line,) = written(path, StepsReceived)
     assert (line.rank, line.pid, line.first, line.last, line.shards) == (3, 11, 1, 1000, [0, 1])
-    assert flushed == [11]
+    assert flushed == [(3, 11)]
 
 
 def test_receipts_of_another_view_or_other_shards_are_another_line(writer, path):
@@ -161,6 +162,29 @@ def test_a_process_fails_once_also_for_the_next_supervisor(tmp_path):
     assert told == [7, 8, 7]
 
 
+def test_processes_of_two_containers_with_one_number_are_two(path, writer, flushed):
+    """Process numbers begin anew in every container."""
+    writer.add_receipt(0, 5, receipt(1, 2))
+    writer.add_receipt(2, 5, receipt(1, 2, shards=(4, 5)))
+    writer.flush((2, 5))
+    assert flushed == [(2, 5)]
+    assert not writer.has_written_all_of((0, 5))
+    writer.flush()
+    assert [(event.rank, event.first, event.last) for event in written(path, StepsReceived)] == [
+        (2, 1, 2),
+        (0, 1, 2),
+    ]
+
+
+def test_the_next_process_of_a_rank_may_have_the_number_of_the_last(path, writer):
+    gone = WorkerFailed(time=1.0, rank=1, pid=5, phase="data", reason="gone", cause="crash")
+    writer.write(gone)
+    writer.write(gone)  # noticed twice
+    writer.write(WorkerStarted(time=2.0, rank=1, pid=5, host="pod-1"))
+    writer.write(gone)
+    assert len(written(path, WorkerFailed)) == 2
+
+
 def ended(number: int, reason: str = "finished") -> str:
     return events.to_json(RunEnded(time=2.0, step=number, epoch=0, reason=reason, hash="abc"))
 
@@ -168,17 +192,17 @@ def ended(number: int, reason: str = "finished") -> str:
 def test_the_end_of_the_run_comes_after_the_last_receipts(writer, path, flushed):
     """A supervisor that is killed in between must not leave a run that has ended, and receipts that never
     come."""
-    writer.add_lines([step(1), ended(1)], 11)
-    assert not writer.has_written_all_of(11)  # so that the member keeps it, for the next supervisor
+    writer.add_lines([step(1), ended(1)], (0, 11))
+    assert not writer.has_written_all_of((0, 11))  # so that the member keeps it, for the next supervisor
     writer.add_receipt(0, 11, receipt(1, 1))
-    writer.flush(11)
+    writer.flush((0, 11))
     assert not written(path, RunEnded)
     writer.add_receipt(1, 12, receipt(1, 1))
-    writer.flush(12)
-    assert flushed == [12]  # who did not tell it does not wait for it
+    writer.flush((1, 12))
+    assert flushed == [(1, 12)]  # who did not tell it does not wait for it
     writer.flush(over=True)
-    assert writer.has_written_all_of(11)
-    assert flushed == [12, 11]
+    assert writer.has_written_all_of((0, 11))
+    assert flushed == [(1, 12), (0, 11)]
     kinds = [type(event) for event in journal.read(path).events]
     assert kinds == [StepCommitted, StepsReceived, StepsReceived, RunEnded]
 

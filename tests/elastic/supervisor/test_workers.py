@@ -276,8 +276,8 @@ def test_a_message_is_acknowledged_once(shell: Shell):
     peer = shell.join(7, 2)
     peer.received()
     record.received = 5
-    shell.records.ack_process(os.getpid())
-    shell.records.ack_process(os.getpid())
+    shell.records.ack_process((2, os.getpid()))
+    shell.records.ack_process((2, os.getpid()))
     assert peer.received() == [Ack(number=5)]
 
 

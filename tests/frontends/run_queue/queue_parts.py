@@ -68,10 +68,11 @@ class Served:
         self.folder.change(lambda content: replace(content, capacity=self.capacity))
         return add_run(self.folder, made).id
 
-    def look_all(self) -> None:
+    def has_no_children(self) -> bool:
         """Have the servers of before see the ends of their children, too."""
         for server in self._servers:
             server.look()
+        return not Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
 
     def run(self, number: int) -> QueuedRun:
         return next(run for run in self.folder.read().runs if run.id == number)
@@ -101,8 +102,4 @@ def served(place: Path, capacity: int = 2) -> Iterator[Served]:
     finally:
         (place / "go").touch()
         queue.until(lambda: not queue.folder.read().has_work)
-        wait_for(lambda: queue.look_all() or not _children())
-
-
-def _children() -> list[str]:
-    return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        wait_for(queue.has_no_children)

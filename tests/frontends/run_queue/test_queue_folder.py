@@ -172,10 +172,14 @@ def test_a_call_wakes_the_server(folder):
     with folder.serving():
         folder.wake()
         wakes = WakeUps(folder)
-        called = threading.Event()
-        thread = threading.Thread(target=lambda: (wakes.wait(60.0), called.set()))
+        thread = threading.Thread(target=wakes.wait, args=(60.0,))
         thread.start()
-        wait_for(lambda: folder.wake() or called.is_set())
+
+        def is_awake() -> bool:
+            folder.wake()
+            return not thread.is_alive()
+
+        wait_for(is_awake)
         thread.join()
         wakes.wait(0.0)
         wakes.close()

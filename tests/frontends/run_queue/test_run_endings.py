@@ -15,7 +15,7 @@ def a_run(**changes: object) -> QueuedRun:
     made = QueuedRun(
         id=7, request=request(Path("/place")), added=1.0, since=2.0, state="running", workers=2, attempt=1
     )
-    return made if not changes else QueuedRun(**{**vars(made), **changes})  # type: ignore[arg-type]
+    return made if not changes else QueuedRun(**{**vars(made), **changes})
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,13 @@ def test_fewer_workers_than_before_are_shared_anew():
     assert kinds(decide(queue, 2)) == [("Resize", 1, 2), ("Stop", 2, 0)]
 
 
+def test_workers_of_a_node_come_and_go_together():
+    on_nodes = replace(waiting(1, 2, 8), unit=2)
+    assert kinds(decide([on_nodes], 7)) == [("Start", 1, 6)]
+    assert kinds(decide([on_nodes, waiting(2, 1, 8)], 7)) == [("Start", 1, 4), ("Start", 2, 3)]
+    assert decide([replace(on_nodes, workers=2, reserved=2)], 3) == []  # one is free, and two are a node
+
+
 def test_growth_says_why():
     (grows,) = decide([running(1, 1, 1, 4)], 3)
     assert grows == Resize(1, 3, "2 workers are free")
@@ -127,12 +134,14 @@ class SimulatedQueue:
 
     def add(self) -> None:
         self.added += 1
-        least = self.rng.randint(1, self.capacity)
+        unit = self.rng.choice([1, 1, min(2, self.capacity)])
+        least = self.rng.randint(1, self.capacity // unit)
         one = Candidate(
             id=self.added,
             priority=self.rng.choice([0, 0, 0, 1, 5]),
-            least=least,
-            most=self.rng.randint(least, self.capacity),
+            least=least * unit,
+            most=self.rng.randint(least, self.capacity // unit) * unit,
+            unit=unit,
         )
         self.lives[one.id] = Life(one, self.rng.randint(1, 5))
 
@@ -203,7 +212,8 @@ class SimulatedQueue:
             assert ordered[0].workers, "the first of the order does not run"
         for one in ordered:
             if one.workers:
-                assert one.workers == one.most or not free, "a run could have grown"
+                assert one.workers == one.most or free < one.unit, "a run could have grown"
+                assert one.workers % one.unit == 0
             else:
                 assert one.least > free, "a run could have been started"
         self._check_order(ordered)
@@ -215,9 +225,11 @@ class SimulatedQueue:
                 assert before + one.least > self.capacity, "it waits for a run that stands behind it"
             for other in ordered[place + 1 :]:
                 if one.workers and one.workers < one.most and other.priority < one.priority:
-                    assert other.workers in (0, other.least), "a lower priority has more than its least"
+                    more = other.workers - other.least if other.workers else 0
+                    assert more < one.unit, "a lower priority has what a higher one could use"
                 if one.priority == other.priority and one.workers and other.workers:
-                    assert other.workers <= max(one.workers, other.least) or one.workers == one.most
+                    fair = other.workers <= max(one.workers + other.unit - 1, other.least)
+                    assert fair or one.workers == one.most or one.unit > 1, "the shares are not even"
 
 
 @settings(max_examples=300, deadline=None)

@@ -142,9 +142,7 @@ def reduce_scatter(
     _count(transport, (flat.numel() - count) * item, count * item * (size - 1))
 
 
-def _along_tree(
-    transport: Transport, call: CollectiveCall, data: Tensor, root: int, deadline: float
-) -> None:
+def _along_tree(transport: Transport, call: CollectiveCall, data: Tensor, root: int, deadline: float) -> None:
     """Bring the root's data to all ranks along a binomial tree."""
     rank, size = transport.rank, transport.world_size
     position = (rank - root) % size

@@ -1,9 +1,9 @@
 """Launch settings of this process: its rank, the number of ranks, the address where they meet and the secret,
 from arguments first, then from what launchers set.
 
-torchrun, OpenMPI and SLURM are known, in this order: the innermost launcher is the one that counts, and a
-torchrun or an mpirun may itself run under SLURM. A RANK that a batch script exported for all of its tasks is
-no launcher's: SLURM's own number of the task counts then.
+torchrun, OpenMPI, SLURM and Kubernetes are known, in this order: the innermost launcher is the one that
+counts, and a torchrun or an mpirun may itself run under SLURM. A RANK that a batch script exported for all of
+its tasks is no launcher's: SLURM's own number of the task counts then.
 
 Where no supervisor gives the ranks a secret, all of them or none have a file that PACELINE_SECRET_FILE names:
 the store in which they meet asks for it, and the key of their connections is made from it and from what
@@ -102,6 +102,15 @@ _SLURM = _Launcher(
 )
 
 
+_KUBERNETES = _Launcher(
+    "Kubernetes",
+    ("WORLD_SIZE",),
+    "JOB_COMPLETION_INDEX",
+    "LOCAL_RANK",
+    "give every pod WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its env; use an Indexed Job or a StatefulSet",
+)
+
+
 def find_launch_info(
     environment: Mapping[str, str],
     world_size: int | None = None,
@@ -111,6 +120,7 @@ def find_launch_info(
     """Find which rank this process is. Arguments win over the environment; without either, a group of one."""
     if world_size is not None and rank is not None:
         return _explicit(environment, world_size, rank, address)
+    environment = with_pod_index(environment)
     launcher = _launcher(environment)
     if launcher is None:
         return _alone(environment, world_size, rank, address)
@@ -123,6 +133,15 @@ def find_launch_info(
             remedy=launcher.remedy,
         )
     return _placed(environment, launcher, size, number, address)
+
+
+def with_pod_index(environment: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the environment with the number of this pod in JOB_COMPLETION_INDEX: an Indexed Job sets it, and
+    a StatefulSet ends the pod's name with it."""
+    if environment.get("JOB_COMPLETION_INDEX") or not environment.get("KUBERNETES_SERVICE_HOST"):
+        return environment
+    number = re.search(r"-(\d{1,9})$", environment.get("HOSTNAME", ""))
+    return {**environment, "JOB_COMPLETION_INDEX": number[1]} if number else environment
 
 
 def chosen_backend(environment: Mapping[str, str], backend: str) -> str:
@@ -238,6 +257,12 @@ def _placed(
             return LaunchInfo(size, rank, local_rank, _openmpi_address(environment, size), launcher.name)
         if launcher is _SLURM:
             return LaunchInfo(size, rank, local_rank, _slurm_address(environment), launcher.name)
+        if launcher is _KUBERNETES:
+            raise UsageError(
+                f"pod {rank} of {size} does not know where pod 0 is: MASTER_ADDR is not set",
+                remedy="set MASTER_ADDR to JOB-0.SERVICE, the name that a headless Service gives to pod 0, "
+                "and MASTER_PORT to a port, e.g. 29500",
+            )
     return _at(environment, size, rank, local_rank, address, launcher.name)
 
 
@@ -297,6 +322,9 @@ def _launcher(environment: Mapping[str, str]) -> _Launcher | None:
     known = (_TORCHRUN, _OPENMPI, _SLURM)
     present = (each for each in known if any(environment.get(name) for name in (*each.size, each.rank)))
     found = next(present, None)
+    if found is _TORCHRUN and not environment.get("RANK") and environment.get(_KUBERNETES.rank):
+        # WORLD_SIZE is what manifests of Kubernetes set by hand; the pod's number is the rank.
+        return _KUBERNETES
     return _SLURM if found is _TORCHRUN and _slurm_contradicts(environment) else found
 
 

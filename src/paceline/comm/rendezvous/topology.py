@@ -28,8 +28,8 @@ from paceline.comm.transport.shm.transport import ShmTransport
 from paceline.comm.transport.tcp.bulk_transfer import BulkConnections
 from paceline.comm.transport.tcp.mesh import Mesh
 from paceline.comm.transport.tcp.mesh_handshake import connect_all
-from paceline.comm.transport.tcp.network_transport import NetworkTransport
 from paceline.comm.transport.tcp.native_backend import BACKENDS, BackendGroup, nccl_group, own_group
+from paceline.comm.transport.tcp.network_transport import NetworkTransport
 from paceline.core.errors import GroupInterruptedError, PacelineError, RendezvousError, UnavailableError
 from paceline.core.listen_address import ANY_PORT, INTERFACE_VARIABLE, ListenAddress
 from paceline.core.mac_algorithms import Mac, offered

@@ -117,9 +117,7 @@ def meet_in_store(
     try:
         return connect_ranks(rendezvous, _host_of(rendezvous.store), me)
     except StoreGoneError as error:
-        raise RendezvousError(
-            f"{rendezvous.where} went away before the ranks had met: {error}"
-        ) from error
+        raise RendezvousError(f"{rendezvous.where} went away before the ranks had met: {error}") from error
 
 
 def single_rank(labels: Sequence[int] | None = None) -> ShmTransport:
@@ -188,9 +186,7 @@ class RankIntroduction:
     arena_bytes: int | None = None
 
 
-def _hello(
-    backend: str = "auto", native: Any = None, arena_bytes: int | None = None
-) -> RankIntroduction:
+def _hello(backend: str = "auto", native: Any = None, arena_bytes: int | None = None) -> RankIntroduction:
     """Introduce a rank whose starter sets environment variables and nothing else."""
     return RankIntroduction(
         backend,

@@ -68,7 +68,9 @@ class OtherDevices:
             return gloo, kinds.GLOO
         plugin = dist.Backend._plugins.get(name.upper())
         if plugin is None:
-            raise UsageError(f"the backend {name!r} is not known to torch.distributed", remedy="use nccl or gloo")
+            raise UsageError(
+                f"the backend {name!r} is not known to torch.distributed", remedy="use nccl or gloo"
+            )
         if not plugin.extended_api:
             return plugin.creator_fn(store, self._rank, self._world_size, self.timeout), kinds.CUSTOM
         options = c10d._DistributedBackendOptions()

@@ -187,7 +187,8 @@ class PacelineProcessGroup(ProcessGroup):  # type: ignore[misc]
     @_by_device
     def reduce(self, tensors: Sequence[Tensor], opts: Any) -> PacelineWork:
         plans = [
-            self._plan(tensor_calls.plan_reduce_to, tensor, opts.rootRank, opts.reduceOp) for tensor in tensors
+            self._plan(tensor_calls.plan_reduce_to, tensor, opts.rootRank, opts.reduceOp)
+            for tensor in tensors
         ]
         return self._run(tensor_calls.plan_all("reduce", plans), tensors, opts)
 
@@ -251,9 +252,7 @@ class PacelineProcessGroup(ProcessGroup):  # type: ignore[misc]
         return self._run(tensor_calls.plan_all("reduce_scatter", plans), outputs, opts)
 
     @_by_device
-    def alltoall(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
-    ) -> PacelineWork:
+    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> PacelineWork:
         return self._run(self._plan(tensor_calls.plan_all_to_all, outputs, inputs), outputs, opts)
 
     @_by_device
@@ -293,7 +292,9 @@ class PacelineProcessGroup(ProcessGroup):  # type: ignore[misc]
     def barrier(self, opts: Any = None) -> PacelineWork:
         return self._run(tensor_calls.plan_barrier(self._transport), (), opts)
 
-    def monitored_barrier(self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
+    def monitored_barrier(
+        self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
+    ) -> None:
         """Return when all ranks have called it; within the timeout, or rank 0 names those that are late."""
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         seconds = self._queue.timeout if seconds is None else seconds
@@ -334,7 +335,11 @@ class PacelineProcessGroup(ProcessGroup):  # type: ignore[misc]
         return planner(self._transport, *args)
 
     def _run(
-        self, planned: PlannedCall[Any], result: Sequence[Tensor], opts: Any, inputs: Sequence[Tensor] | None = None
+        self,
+        planned: PlannedCall[Any],
+        result: Sequence[Tensor],
+        opts: Any,
+        inputs: Sequence[Tensor] | None = None,
     ) -> PacelineWork:
         """Run a call here if its caller waits for it and nothing is ahead of it, else in the background. `inputs`
         are for the profiler, where they are not the result."""

@@ -36,7 +36,11 @@ def plan_sparse_sum(transport: Transport, tensors: Sequence[Tensor], kind: Any) 
         )
         shape = mine.shape[dims:]
         values = _gathered(
-            transport, call, mine.values().contiguous(), [shape.numel() * count for count in entries], deadline
+            transport,
+            call,
+            mine.values().contiguous(),
+            [shape.numel() * count for count in entries],
+            deadline,
         )
         total = torch.sparse_coo_tensor(
             torch.cat([part.view(-1, dims) for part in indices]).t(),

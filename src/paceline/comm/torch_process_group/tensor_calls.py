@@ -145,7 +145,11 @@ def plan_all_gather_single(transport: Transport, output: Tensor, mine: Tensor) -
     target = FlatMemory.of(output, "all_gather_into_tensor", values=False)
 
     def run(call: CollectiveCall, deadline: float) -> None:
-        outs = target.bytes.chunk(transport.world_size) if mine.numel() else [target.bytes] * transport.world_size
+        outs = (
+            target.bytes.chunk(transport.world_size)
+            if mine.numel()
+            else [target.bytes] * transport.world_size
+        )
         tensor_movement.all_gather(transport, call, given.bytes, outs, deadline)
 
     return _planned("all_gather", f"all_gather_into_tensor({describe(mine)})", run, (target,))
@@ -232,9 +236,7 @@ def plan_all_to_all_single(
     return _planned("all_to_all", f"all_to_all_single({what})", run, (target,))
 
 
-def plan_gather(
-    transport: Transport, outputs: Sequence[Tensor], mine: Tensor, root: int
-) -> PlannedCall[Any]:
+def plan_gather(transport: Transport, outputs: Sequence[Tensor], mine: Tensor, root: int) -> PlannedCall[Any]:
     given = FlatMemory.of(mine, "gather").bytes
     opened: list[FlatMemory] = []
     if transport.rank == root:

@@ -18,7 +18,14 @@ from paceline.comm.collectives.arguments import check_rank
 from paceline.comm.torch_process_group.background_threads import BackgroundThreads
 from paceline.comm.torch_process_group.tensor_calls import FlatMemory, describe
 from paceline.comm.torch_process_group.work import GroupError, PacelineWork, profiled
-from paceline.comm.transport.base import ANY_SOURCE, ReceivedMessage, Transport, labels_of, memory_of, tensor_of
+from paceline.comm.transport.base import (
+    ANY_SOURCE,
+    ReceivedMessage,
+    Transport,
+    labels_of,
+    memory_of,
+    tensor_of,
+)
 from paceline.core.errors import CommTimeoutError, PacelineError, PeerError, UsageError
 from paceline.core.wording import ranks
 
@@ -30,7 +37,9 @@ _ARRIVED_TAG, _RELEASED_TAG = -2, -3
 class TensorMessages:
     """Messages of one group over its transport."""
 
-    def __init__(self, transport: Transport, threads: BackgroundThreads, timeout: Callable[[], float]) -> None:
+    def __init__(
+        self, transport: Transport, threads: BackgroundThreads, timeout: Callable[[], float]
+    ) -> None:
         self._transport = transport
         self._labels = labels_of(transport)
         self._threads = threads
@@ -74,7 +83,9 @@ class TensorMessages:
             self._follow(seconds)
             return
         if seconds <= 0:
-            raise GroupError(f"Rank {self._labels[0]} timed out in monitoredBarrier after {seconds * 1000:.0f} ms.")
+            raise GroupError(
+                f"Rank {self._labels[0]} timed out in monitoredBarrier after {seconds * 1000:.0f} ms."
+            )
         late: list[int] = []
         for peer in range(1, transport.world_size):
             # Who came in time is not late, even if the wait for another rank took all of it.
@@ -147,7 +158,8 @@ class TensorMessages:
 def _late(late: list[int], seconds: float) -> GroupError:
     named = f"Rank {late[0]}" if len(late) == 1 else f"Ranks {', '.join(map(str, late))}"
     error = CommTimeoutError(
-        f"{ranks(late, all_named=True)} did not reach the monitored barrier in {seconds} s", waiting_for=tuple(late)
+        f"{ranks(late, all_named=True)} did not reach the monitored barrier in {seconds} s",
+        waiting_for=tuple(late),
     )
     raised = GroupError(
         f"{named} failed to pass monitoredBarrier in {round(seconds * 1000)} ms",

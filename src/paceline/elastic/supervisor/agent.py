@@ -352,9 +352,13 @@ class Agent:
         self._unsent[:] = held
 
     def _wait_for_workers(self) -> None:
-        """Wait for workers that the supervisor dismissed; those that do not end are killed by `_close`."""
+        """Wait for workers that the supervisor dismissed. Those that do not end are killed by `_close`, and so
+        are those whose code has not begun: their imports may take minutes, and they hold nothing."""
         deadline = self.clock.now() + _END_SECONDS
-        while (self._workers or self._unsent) and self.clock.now() < deadline:
+        while self.clock.now() < deadline:
+            can_send = self._channel is not None and not self._channel.closed
+            if not (self._unsent and can_send) and not any(one.is_ready for one in self._workers.values()):
+                return
             self._turn(0.2)
 
     def _close(self) -> None:

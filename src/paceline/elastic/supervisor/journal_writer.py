@@ -36,6 +36,7 @@ from paceline.core.events import (
     StepsReceived,
     SupervisorStarted,
     WorkerFailed,
+    WorkerStarted,
 )
 from paceline.core.journal import Journal, PatientJournal, last_lines
 
@@ -55,18 +56,24 @@ _JournalLine: TypeAlias = tuple[str, dict[str, Any]]
 """A line of a member, and its fields."""
 
 
+ProcessKey: TypeAlias = tuple[int, int]
+"""A worker's process: its rank and its pid. Hosts and containers number their processes alike, so that a pid
+by itself is that of many, and in a container also that of the next process of the rank."""
+
+_NO_PROCESS: Final[ProcessKey] = (-1, 0)
+
+
 @final
 class JournalWriter:
     """Writes each line and receipt once. `journaled` is the last step that is written, or waits to be.
-    `on_flush` gets the pid of each process whose messages are all in the file: then they can be
-    acknowledged."""
+    `on_flush` gets each process whose messages are all in the file: then they can be acknowledged."""
 
     def __init__(
         self,
         path: Path,
         clock: Clock,
         wall_clock: Clock,
-        on_flush: Callable[[int], None] = lambda pid: None,
+        on_flush: Callable[[ProcessKey], None] = lambda process: None,
     ) -> None:
         self.journaled = 0
         # The last evaluation and the last end of an epoch that are written: each member has its own line.
@@ -75,15 +82,15 @@ class JournalWriter:
         self._wall_clock = wall_clock
         self._on_flush = on_flush
         self._retry_at = float("inf")
-        self._receipts: dict[int, StepsReceived] = {}  # by pid; merged until they are due
+        self._receipts: dict[ProcessKey, StepsReceived] = {}  # merged until they are due
         self._flush_at = float("inf")
-        self._received: dict[tuple[int, int], int] = {}
+        self._received: dict[tuple[ProcessKey, int], int] = {}
         self._early: dict[int, _JournalLine] = {}  # steps that came before the steps before them
-        self._end: tuple[int, str] | None = None  # the run's end and the pid that sent it
+        self._end: tuple[ProcessKey, str] | None = None  # the run's end and the process that sent it
         self._seen: set[int] = set()
         self._seen_order: deque[int] = deque()
         self._hashed: set[tuple[int, int, int, str]] = set()
-        self._failed: set[int] = set()  # pids of this run
+        self._failed: set[ProcessKey] = set()  # and not started since
         self._remember_tail(path)
         self._journal = PatientJournal(Journal(path), alone=True)
 
@@ -112,14 +119,18 @@ class JournalWriter:
     def write(self, event: Event) -> None:
         """Append one event, now or as soon as there is room for it. A process fails once: a supervisor that
         takes over may notice again a failure that the one before it wrote."""
-        if isinstance(event, WorkerFailed) and event.pid:
-            if event.pid in self._failed:
+        if isinstance(event, WorkerStarted):
+            self._failed.discard((event.rank, event.pid))
+        elif isinstance(event, WorkerFailed) and event.pid:
+            if (event.rank, event.pid) in self._failed:
                 return
-            self._failed.add(event.pid)
+            self._failed.add((event.rank, event.pid))
         self._journal.append(event)
         self._schedule_retry()
 
-    def add_lines(self, lines: Iterable[str], pid: int = 0, known: int = MOST_STEPS) -> None:
+    def add_lines(
+        self, lines: Iterable[str], process: ProcessKey = _NO_PROCESS, known: int = MOST_STEPS
+    ) -> None:
         """Write the new ones of a member's lines; `known` is the step at which the member was last seen.
 
         The first member in the view sends the lines of all steps. After a view change another member may be
@@ -149,7 +160,7 @@ class JournalWriter:
                 continue
             if data["type"] == RunEnded.type:
                 # Held back until all receipts are written, see `flush`. Of several ends the last counts.
-                self._end = pid, line
+                self._end = process, line
                 continue
             if data["type"] == RunResumed.type:
                 # The run goes back to a checkpoint: no step before it can come.
@@ -165,7 +176,8 @@ class JournalWriter:
             raise WireError(f"a receipt up to step {receipt.last}, which the run cannot have reached")
         # By generation: after a restore the same steps are committed again, in a later view, and count again.
         # Cut to what is new: after a reconnect, and from the spool, a receipt comes again.
-        key = pid, receipt.generation
+        process = rank, pid
+        key = process, receipt.generation
         first = max(receipt.first, self._received.get(key, 0) + 1)
         for step, shard, digest in receipt.shard_hashes:
             mark = step, shard, rank, digest
@@ -180,14 +192,14 @@ class JournalWriter:
         self._received[key] = receipt.last
         if len(self._received) > _MAX_REMEMBERED:
             del self._received[next(iter(self._received))]
-        shards, pending = list(receipt.shards), self._receipts.get(pid)
+        shards, pending = list(receipt.shards), self._receipts.get(process)
         if pending is not None:
             follows = pending.generation, pending.shards, pending.last + 1
             if follows == (receipt.generation, shards, first):
-                self._receipts[pid] = replace(pending, last=receipt.last)
+                self._receipts[process] = replace(pending, last=receipt.last)
                 return
-            self._write_receipts(pid)
-        self._receipts[pid] = StepsReceived(
+            self._write_receipts(process)
+        self._receipts[process] = StepsReceived(
             time=0.0,
             rank=rank,
             pid=pid,
@@ -198,21 +210,21 @@ class JournalWriter:
         )
         self._flush_at = min(self._flush_at, self._clock.now() + RECEIPT_SECONDS)
 
-    def has_written_all_of(self, pid: int) -> bool:
+    def has_written_all_of(self, process: ProcessKey) -> bool:
         """Return whether all messages of this process are in the file, so that they can be acknowledged."""
         # A worker deletes what is acknowledged. What waits here in memory dies with this supervisor, so that
         # the worker has to keep its copy until the line is in the file.
-        held_back = pid in self._receipts or (self._end is not None and self._end[0] == pid)
+        held_back = process in self._receipts or (self._end is not None and self._end[0] == process)
         return self.complete and not held_back
 
-    def flush(self, pid: int | None = None, *, over: bool = False) -> None:
+    def flush(self, process: ProcessKey | None = None, *, over: bool = False) -> None:
         """Write receipts that are held back: of one process, or of all. `over`: no member sends more, so the
         end of the run is written too."""
         if over:
             news: list[str] = []
             self._add_early(news)
             self._write_lines(news)
-        wanted = [pid] if pid is not None else list(self._receipts)
+        wanted = [process] if process is not None else list(self._receipts)
         flushed = [each for each in wanted if each in self._receipts]
         for each in flushed:
             self._write_receipts(each)
@@ -272,8 +284,8 @@ class JournalWriter:
         self._journal.append_lines(line.encode() + b"\n" for line in lines)
         self._schedule_retry()
 
-    def _write_receipts(self, pid: int) -> None:
-        self.write(replace(self._receipts.pop(pid), time=self.time()))
+    def _write_receipts(self, process: ProcessKey) -> None:
+        self.write(replace(self._receipts.pop(process), time=self.time()))
 
     def _is_news(self, data: dict[str, Any]) -> bool:
         match data:
@@ -323,11 +335,19 @@ class JournalWriter:
     def _recall(self, data: dict[str, Any]) -> None:
         match data:
             case {"type": SupervisorStarted.type, "attempt": 1}:
-                self._failed.clear()  # pids before it belong to an earlier run in this folder
-            case {"type": WorkerFailed.type, "pid": int(pid)}:
-                self._failed.add(pid)
-            case {"type": StepsReceived.type, "pid": int(pid), "generation": int(view), "last": int(last)}:
-                self._received[pid, view] = last
+                self._failed.clear()  # processes before it belong to an earlier run in this folder
+            case {"type": WorkerStarted.type, "rank": int(rank), "pid": int(pid)}:
+                self._failed.discard((rank, pid))
+            case {"type": WorkerFailed.type, "rank": int(rank), "pid": int(pid)}:
+                self._failed.add((rank, pid))
+            case {
+                "type": StepsReceived.type,
+                "rank": int(rank),
+                "pid": int(pid),
+                "generation": int(view),
+                "last": int(last),
+            }:
+                self._received[(rank, pid), view] = last
             case {
                 "type": ShardHashed.type,
                 "step": int(step),

@@ -59,8 +59,8 @@ class InjectedFaults:
             self.save()
             self.journal.add_lines((request.line,))
         # An acknowledgement covers all messages before it, receipts too.
-        self.journal.flush(record.pid)
-        if self.journal.has_written_all_of(record.pid):
+        self.journal.flush((record.slot, record.pid))
+        if self.journal.has_written_all_of((record.slot, record.pid)):
             self.records.ack(record)
 
 
@@ -190,7 +190,7 @@ class MemberHandler:
         record.progress = heartbeat.progress
         # With a heartbeat, not with each message; and only what is in the file: a supervisor that takes over
         # learns the rest from the worker, which keeps what was not acknowledged.
-        if record.received > record.acked and self.journal.has_written_all_of(record.pid):
+        if record.received > record.acked and self.journal.has_written_all_of((record.slot, record.pid)):
             self.records.ack(record)
         self.loop.emit(FromMember(record.member, heartbeat))
 
@@ -199,7 +199,7 @@ class MemberHandler:
         known = record.progress[0] if record.progress is not None else 0
         match message:
             case messages.JournalLines():
-                self.journal.add_lines(message.lines, record.pid, known)
+                self.journal.add_lines(message.lines, (record.slot, record.pid), known)
                 return
             case messages.InjectionRequest():
                 self.faults.announced(record, message)

@@ -111,8 +111,8 @@ class WorkerRecords:
             record.acked = record.received
             record.connection.send(messages.Ack(number=record.received))
 
-    def ack_process(self, pid: int) -> None:
-        """Acknowledge all messages of the worker with this pid."""
+    def ack_process(self, process: tuple[int, int]) -> None:
+        """Acknowledge all messages of the worker with this rank and pid."""
         for record in self.live.values():
-            if record.pid == pid:
+            if (record.slot, record.pid) == process:
                 self.ack(record)

@@ -76,7 +76,7 @@ class Workers:
     records: WorkerRecords
     agents: Agents
     parent: Parent
-    flush_journal: Callable[[int], None]  # of a process
+    flush_journal: Callable[[tuple[int, int]], None]  # of a process: rank and pid
     report_verdict: Callable[[int], None]  # of a member
     import_spool: Callable[[], None]
     exits: WorkerExits = dataclasses.field(default_factory=WorkerExits)
@@ -181,7 +181,7 @@ class Workers:
         """Let a worker end by itself within `seconds`."""
         if record.pid:
             # While the worker can still send its receipts again, should this supervisor die before.
-            self.flush_journal(record.pid)
+            self.flush_journal((record.slot, record.pid))
         record.dismissal = dismissal
         if record.member in self.records.live:
             if record.connection is not None:
@@ -301,7 +301,7 @@ class Workers:
         self._pressing.discard(record.member)
         self.parent.drop(record.member)
         if record.pid:
-            self.flush_journal(record.pid)
+            self.flush_journal((record.slot, record.pid))
         self._release(record)
         if event is not None:
             self.loop.emit(event)

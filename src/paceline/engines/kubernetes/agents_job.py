@@ -14,11 +14,12 @@ import logging
 import secrets
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final, TypeVar, final
 
 from paceline.core.clock import Clock, MonotonicClock
 from paceline.core.errors import UnavailableError
-from paceline.engines.engine import LogLine, NodeStatus, Request
+from paceline.engines.engine import EngineRequest, LogLine, NodeStatus
 from paceline.engines.kubernetes import pod_status
 from paceline.engines.kubernetes.api_client import ApiClient, ApiError, Plain, is_quota
 from paceline.engines.kubernetes.job_progress import completions_for, is_over
@@ -39,7 +40,12 @@ class AgentsJob:
     """Pods of one run; see `EngineJob`."""
 
     def __init__(
-        self, client: ApiClient, namespace: str, request: Request, secret: bytes, clock: Clock | None = None
+        self,
+        client: ApiClient,
+        namespace: str,
+        request: EngineRequest,
+        secret: bytes,
+        clock: Clock | None = None,
     ) -> None:
         self._client, self._namespace = client, namespace
         self._request, self._secret = request, secret
@@ -58,7 +64,12 @@ class AgentsJob:
 
     @classmethod
     def submit(
-        cls, client: ApiClient, namespace: str, request: Request, secret: bytes, clock: Clock | None = None
+        cls,
+        client: ApiClient,
+        namespace: str,
+        request: EngineRequest,
+        secret: bytes,
+        clock: Clock | None = None,
     ) -> AgentsJob:
         """Create the Secret and the pods' owner."""
         job = cls(client, namespace or client.access.namespace, request, secret, clock)
@@ -75,7 +86,7 @@ class AgentsJob:
     def poll(self) -> Sequence[NodeStatus]:
         """Return the state of every agent; raise where none can ever run."""
         if self._clock.now() - self._looked_at >= _LOOK_SECONDS and not self._stopped:
-            self._guarded(self._look)
+            self._guarded(lambda: self._check_hopeless(self._look()))
             self._looked_at = self._clock.now()
         known = [
             NodeStatus(number, state.state, state.host, state.code, state.reason)
@@ -99,7 +110,8 @@ class AgentsJob:
         """Delete everything; what the pods wrote until now can be read afterwards."""
         if self._stopped:
             return
-        self._kept += self._guarded(self._new_lines) or []
+        with suppress(ApiError):  # what cannot be read must not keep anything from being deleted
+            self._kept += self._guarded(self._new_lines) or []
         self._remove()
         self._stopped = True
 
@@ -140,7 +152,7 @@ class AgentsJob:
         pods: list[Mapping[str, Any]] = listed["items"]
         return sorted(pods, key=lambda pod: (pod["metadata"]["creationTimestamp"], pod["metadata"]["name"]))
 
-    def _look(self) -> None:
+    def _look(self) -> list[Mapping[str, Any]]:
         pods = self._pods()
         present = set()
         for pod in pods:
@@ -152,7 +164,7 @@ class AgentsJob:
         for number, state in self._states.items():
             if number not in present and state.state in ("pending", "running"):
                 self._states[number] = self._vanished(state)
-        self._check_hopeless(pods)
+        return pods
 
     def _vanished(self, state: pod_status.PodState) -> pod_status.PodState:
         """Return the end of an agent whose pod is gone: dismissed by `scale`, or deleted by someone."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, final
 
 from paceline.core.errors import UsageError
 from paceline.engines.batch import BatchSpec, BatchStatus
-from paceline.engines.engine import AgentSpec, Request
+from paceline.engines.engine import AgentSpec, EngineRequest
 from paceline.engines.kubernetes.pod_settings import PodSettings
 
 if TYPE_CHECKING:
@@ -63,14 +63,14 @@ class Kubernetes(PodSettings):
             )
         return found
 
-    def request(self, agents: AgentSpec) -> Request:
+    def request(self, agents: AgentSpec) -> EngineRequest:
         """Return the manifests of the agents. The secret is an object of its own, which `submit` makes."""
         from paceline.engines.kubernetes import manifests
 
         self._check_image(self.image)
         return manifests.agents_request(self, agents)
 
-    def submit(self, request: Request, secret: bytes) -> AgentsJob:
+    def submit(self, request: EngineRequest, secret: bytes) -> AgentsJob:
         """Create the secret and the agents' Job or StatefulSet."""
         from paceline.engines.kubernetes.agents_job import AgentsJob
 

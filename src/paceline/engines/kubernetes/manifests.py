@@ -13,7 +13,7 @@ from copy import deepcopy
 from typing import Any, Final
 
 from paceline.core.errors import UsageError
-from paceline.engines.engine import AgentSpec, Request
+from paceline.engines.engine import AgentSpec, EngineRequest
 from paceline.engines.kubernetes.pod_settings import PodSettings
 
 Manifest = dict[str, Any]
@@ -41,7 +41,7 @@ def object_name(text: str) -> str:
     return name
 
 
-def agents_request(settings: PodSettings, agents: AgentSpec) -> Request:
+def agents_request(settings: PodSettings, agents: AgentSpec) -> EngineRequest:
     """Return the agents' object, and the name of the Secret that it expects."""
     if settings.kind == "jobset":
         raise UsageError(

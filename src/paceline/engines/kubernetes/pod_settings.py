@@ -16,7 +16,7 @@ _LABEL: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 @dataclass(frozen=True, kw_only=True)
 class PodSettings:
-    """Fields of `Kubernetes` (settings.py), whose docstring explains them."""
+    """Fields of `Kubernetes` (kubernetes_engine.py), whose docstring explains them."""
 
     name: Literal["kubernetes"] = "kubernetes"
     image: str = ""

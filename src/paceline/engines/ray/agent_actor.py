@@ -55,9 +55,8 @@ class AgentActor:
         folder = _folder_here(agent["folder"])
         environment = dict(os.environ)
         if not agent["keeps_threads"]:
-            environment.pop(
-                "OMP_NUM_THREADS", None
-            )  # Ray sets it to the actor's CPUs; workers have their own
+            # Ray sets it to the actor's CPUs; workers have a number of their own.
+            environment.pop("OMP_NUM_THREADS", None)
         environment |= agent["environment"]
         # A file without a name: its owner alone can read it, and a killed actor leaves none behind.
         with tempfile.TemporaryFile() as token:
@@ -122,18 +121,21 @@ class AgentActor:
             process.wait()
 
     def _read(self, output: IO[bytes]) -> None:
-        for line in iter(lambda: output.readline(_LONGEST_LINE), b""):
-            with self._changed:
-                self._lines.append(line.decode(errors="replace").rstrip("\n"))
-                if len(self._lines) > _KEPT_LINES:
-                    self._lines.pop(0)
-                    self._first += 1
-                self._changed.notify_all()
+        with output:
+            for line in iter(lambda: output.readline(_LONGEST_LINE), b""):
+                with self._changed:
+                    self._lines.append(line.decode(errors="replace").rstrip("\n"))
+                    if len(self._lines) > _KEPT_LINES:
+                        self._lines.pop(0)
+                        self._first += 1
+                    self._changed.notify_all()
 
     def _wait(self, process: subprocess.Popen[bytes], reader: threading.Thread) -> None:
         process.wait()
         # A process that the agent left behind may hold the pipe open.
         reader.join(_LAST_LINES_SECONDS)
+        if self._claim is not None:
+            self._claim.close()
         with self._changed:
             self._is_over = True
             self._changed.notify_all()

@@ -164,8 +164,11 @@ def _explained(address: str, error: Exception) -> Exception:
             remedy='start one (ray start --head), name its head (address="ray://HEAD:10001"), or leave '
             "address out for a local cluster",
         )
+    first, *more = [line.strip() for line in text.splitlines() if line.strip()]
+    # Of an error on the server's side, its traceback's last line.
+    reason = f"{first} {more[-1]}" if more else first
     return UnavailableError(
-        f"Ray at {address} could not be connected: {text.splitlines()[0]}",
+        f"Ray at {address} could not be connected: {reason}",
         remedy="check that the head runs (ray status) and that the address and port are its own",
     )
 

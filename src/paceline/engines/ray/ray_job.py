@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 _REPORT_SECONDS: Final = 5.0  # of one call that waits for news on the node
 _UNREACHABLE_SECONDS: Final = 3.0  # after which an actor that does not answer counts as lost
-_LOST_NODE_SECONDS: Final = 60.0  # in which Ray may still offer a node that is gone
+_CLOSED: Final = ("Socket closed", "Connection refused")  # Ray's words where the actor's process is gone
+_LOST_NODE_SECONDS: Final = 30.0  # in which Ray may still offer a node that is gone
 _LEAVE_SECONDS: Final = 2.0
 _LONGEST_REASON: Final = 300
 _NODE_LABEL: Final = "ray.io/node-id"
@@ -240,13 +241,15 @@ class RayJob:
     def _note_unreachable(self, agent: _Agent, reason: str) -> None:
         now = time.monotonic()
         agent.unreachable_since = agent.unreachable_since or now
-        if now - agent.unreachable_since < _UNREACHABLE_SECONDS:
+        is_gone = any(word in reason for word in _CLOSED)
+        if not is_gone and now - agent.unreachable_since < _UNREACHABLE_SECONDS:
             agent.news = agent.actor.report.remote(agent.next_line, _REPORT_SECONDS)
             return
         # Ray itself gives a node up after some 15 s, and offers it until then.
         self._lost_nodes[agent.node_id] = now + _LOST_NODE_SECONDS
-        since = counted(round(now - agent.unreachable_since), "second")
-        self._end(agent, "lost", None, f"its node has not answered for {since}: {_first_sentence(reason)}")
+        since = f"has not answered for {counted(round(now - agent.unreachable_since), 'second')}"
+        what = "closed the connection to its actor" if is_gone else since
+        self._end(agent, "lost", None, f"its node {what}: {_first_sentence(reason)}")
 
     def _end(self, agent: _Agent, state: NodeState, code: int | None, reason: str) -> None:
         agent.state, agent.code, agent.reason = state, code, reason

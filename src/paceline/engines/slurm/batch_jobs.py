@@ -88,4 +88,4 @@ def stop(identifier: str) -> None:
         if record.state in PENDING_STATES:
             commands.cancel(name)
         elif record.state in RUNNING_STATES:
-            commands.cancel(name, signal="TERM")
+            commands.cancel(name, signal="TERM", batch=True)

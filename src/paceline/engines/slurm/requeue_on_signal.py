@@ -1,10 +1,12 @@
-"""Run a command; have SLURM queue this job again where a signal made it save and leave.
+"""The main process of a batch job: run a command, have it save and leave when SLURM wants the nodes back, and
+have SLURM queue the job again.
 
     python -m paceline.engines.slurm.requeue_on_signal COMMAND ...
 
-SLURM sends SIGTERM before the time limit (`--signal=TERM@60`) and before a preemption, to every process of a
-step: so the command has got it too, saves, and ends with code 75. A command that ends with 75 and without a
-signal was stopped by a person (`paceline stop`) and is not started again.
+SLURM announces the time limit to the batch shell (`--signal=B:TERM@60`), in whose place this process runs,
+and a preemption to the job's steps: so a step that does nothing waits for it. Both become one SIGTERM to the
+command. A command that ends with code 75 (it has saved) after that is queued again; one that ends so without
+a signal was stopped by a person (`paceline stop`), and is not.
 """
 
 from __future__ import annotations
@@ -15,36 +17,70 @@ import subprocess
 import sys
 import time
 from types import FrameType
-from typing import Final
+from typing import Final, final
 
 from paceline.core.errors import PacelineError
 from paceline.engines.slurm import slurm_commands as commands
 
 _STOPPED_EXIT_CODE: Final = 75  # train.stop_signals.STOPPED_EXIT_CODE, which is not for engines to import
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1)
-_KILLED_SECONDS: Final = 120.0  # within which SLURM ends a step that it has queued again
+_LOOK_SECONDS: Final = 0.1
+_SIGNALLED: Final = 99  # of the step that waits
+_WAIT_FOR_SIGNAL: Final = f"trap 'exit {_SIGNALLED}' TERM USR1; while :; do sleep 3600 & wait $!; done"
+_KILLED_SECONDS: Final = 120.0  # within which SLURM ends a job that it has queued again
+
+
+@final
+class _Command:
+    """A command, and the first signal that it was sent."""
+
+    def __init__(self, command: list[str]) -> None:
+        self.got: int | None = None
+        self._pending: int | None = None
+        for number in _SIGNALS:
+            signal.signal(number, self._note)
+        self._process = subprocess.Popen(command)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._pending = number
+
+    def wait(self, waiting_step: subprocess.Popen[bytes]) -> int:
+        """Wait for the command's end; pass on the first signal that comes meanwhile, here or to the step."""
+        while self._process.poll() is None:
+            if waiting_step.poll() == _SIGNALLED:
+                self._pending = self._pending or signal.SIGTERM
+            if self._pending is not None and self.got is None:
+                self.got = self._pending
+                # Once: a second signal would end the command before it has saved.
+                self._process.send_signal(signal.SIGTERM)
+            time.sleep(_LOOK_SECONDS)
+        return self._process.returncode
 
 
 def run(command: list[str]) -> int:
     """Run the command to its end; return its exit code."""
-    got: list[int] = []
+    running = _Command(command)
+    with _waiting_step() as waiting_step:
+        try:
+            code = running.wait(waiting_step)
+        finally:
+            waiting_step.terminate()
+    if code == _STOPPED_EXIT_CODE and running.got is not None:
+        return _requeue(signal.Signals(running.got).name)
+    return 128 - code if code < 0 else code
 
-    def note(number: int, frame: FrameType | None) -> None:
-        got.append(number)
 
-    for number in _SIGNALS:
-        signal.signal(number, note)
-    code = subprocess.Popen(command).wait()
-    if code != _STOPPED_EXIT_CODE or not got:
-        return 128 - code if code < 0 else code
-    return _requeue(signal.Signals(got[0]).name)
+def _waiting_step() -> subprocess.Popen[bytes]:
+    """Start a step on this node that ends with _SIGNALLED when SLURM signals the job's steps."""
+    where = [f"--nodelist={name}"] if (name := os.environ.get("SLURMD_NODENAME", "")) else []
+    command = ["srun", "--quiet", "--overlap", "--nodes=1", "--ntasks=1", *where, "--input=none"]
+    command += ["--job-name=paceline-signals", "sh", "-c", _WAIT_FOR_SIGNAL]
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def _requeue(why: str) -> int:
-    job = os.environ.get("SLURM_ARRAY_JOB_ID", "") and (
-        f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
-    )
-    job = job or os.environ["SLURM_JOB_ID"]
+    array, task = os.environ.get("SLURM_ARRAY_JOB_ID", ""), os.environ.get("SLURM_ARRAY_TASK_ID", "")
+    job = f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID", "")
     try:
         commands.call(["scontrol", "requeue", job])
     except PacelineError as error:
@@ -53,7 +89,9 @@ def _requeue(why: str) -> int:
         )
         return _STOPPED_EXIT_CODE
     print(f"the run has saved after {why}; job {job} is queued again and goes on from there", flush=True)
-    time.sleep(_KILLED_SECONDS)  # SLURM ends this step now
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    time.sleep(_KILLED_SECONDS)  # SLURM ends this job now
     return _STOPPED_EXIT_CODE
 
 

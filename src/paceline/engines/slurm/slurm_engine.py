@@ -99,6 +99,7 @@ class Slurm:
         commands.call(command, stdin=_NOTHING, options=table)
 
     def address_for_nodes(self) -> str:
+        self.check()  # before anything is started: this is what a run asks first
         allocation = Allocation.from_environment()
         command = ["sinfo", "--noheader", "--Node", "--format=%o"]
         if allocation is not None:
@@ -107,9 +108,7 @@ class Slurm:
             command.append(f"--partition={partition}")
         addresses = sorted(set(commands.call(command).split()))
         if not addresses:
-            raise UsageError(
-                f"partition {self.partition!r} has no nodes", remedy="choose one that has: `sinfo`"
-            )
+            raise UsageError("the partition has no nodes", remedy="choose one that has: `sinfo`")
         return address_for_hosts(addresses, interface=self.interface)
 
     def request(self, agents: AgentSpec) -> EngineRequest:
@@ -126,13 +125,12 @@ class Slurm:
         folder = folder_for(self.folder or agents.folder or os.getcwd(), agents.run, agents.address)
         table = agent_options(agents, self._settings, self.options)
         script = agent_script(agents, folder, table)
-        return {**plain, "folder": folder, "script": script, "options": table}
+        return {**plain, "folder": folder, "script": script}
 
     def submit(self, request: EngineRequest, secret: bytes) -> EngineJob:
+        self.check()
         if "commands" in request:
             return AgentCommands(request, secret, explain_step)
-        # Before a folder is made: a refusal leaves nothing.
-        self._test(dict(request["options"]))
         folder = SharedFolder(request["folder"], secret)
         return JobAgents(request["script"], folder, request["nodes"], self.poll_seconds)
 

@@ -1,8 +1,8 @@
-"""`srun -N 4 paceline train script.py`: one srun starts the same command on every node. Its first task trains,
-and starts agents as steps beside it; the others wait for its end, so that srun has one exit code.
+"""`srun -N 4 paceline train script.py`: one srun starts the same command on every node. Its first task
+trains, and starts agents as steps beside it; the others wait for its end, so that srun has one exit code.
 
-They know of each other by a file in the working directory, which nodes share: the first task writes to it every
-few seconds and removes it at its end. A first task that was killed stops writing.
+They know of each other by a file in the working directory, which nodes share: the first task writes to it
+every few seconds and removes it at its end. A first task that was killed stops writing.
 """
 
 from __future__ import annotations

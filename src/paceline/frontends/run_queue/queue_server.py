@@ -192,6 +192,7 @@ class QueueServer:
                     priority=request.priority,
                     least=least,
                     most=most,
+                    unit=request.per_node or 1,
                     workers=run.workers,
                     reserved=held,
                     is_fixed=watch is not None and self._is_fixed(run, watch, limits, now),

@@ -27,7 +27,7 @@ class RunRequest:
     folder       in which the script is started, by `python`
     environment  variables that are added to those of the server
     run_dir      the run's folder, the same at every start
-    least, most  workers
+    least, most  workers; with an engine multiples of `per_node`, the workers of one of its nodes
     """
 
     script: str
@@ -41,6 +41,7 @@ class RunRequest:
     priority: int = 0
     least: int = 1
     most: int = 1
+    per_node: int = 0
 
     @property
     def size(self) -> str:

@@ -11,8 +11,14 @@ def train_command(request: RunRequest, workers: int, shards: int | None = None) 
     most = request.most if shards is None else max(request.least, min(request.most, shards))
     return [
         *(request.python, "-m", "paceline", "train", *request.options),
-        *("--workers", str(workers), "--min-workers", str(request.least)),
+        *_size(request, workers),
+        *("--min-workers", str(request.least)),
         *("--set", f"fault_tolerance.max_workers={most}"),
         *("--run-dir", request.run_dir, "--resume", "auto"),
         *(("--", *request.arguments) if request.arguments else ()),
     ]
+
+
+def _size(request: RunRequest, workers: int) -> tuple[str, str]:
+    # An engine's nodes have a number of workers each, which `--workers-per-node` among the options says.
+    return ("--nodes", str(workers // request.per_node)) if request.per_node else ("--workers", str(workers))

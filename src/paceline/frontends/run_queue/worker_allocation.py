@@ -29,6 +29,8 @@ from paceline.core.wording import counted
 class Candidate:
     """A run as the decision sees it.
 
+    unit        workers that come and go together, those of a node: `least`, `most` and every size are
+                multiples of it
     workers     granted to it; 0: it does not run
     reserved    that it may have right now: more than `workers` until a shrink is done
     is_fixed    it runs, and its size cannot change
@@ -39,6 +41,7 @@ class Candidate:
     priority: int = 0
     least: int = 1
     most: int = 1
+    unit: int = 1
     workers: int = 0
     reserved: int = 0
     is_fixed: bool = False
@@ -72,16 +75,16 @@ class Stop:
     reason: str
 
 
-Action: TypeAlias = Start | Resize | Stop
+QueueAction: TypeAlias = Start | Resize | Stop
 
 
-def decide(candidates: Iterable[Candidate], capacity: int) -> list[Action]:
+def decide(candidates: Iterable[Candidate], capacity: int) -> list[QueueAction]:
     """Return what is to be done now: stops and shrinks first, then starts and growth, each in the order
     of runs. Call it again whenever something has changed; nothing to do is an empty list."""
     ordered = sorted(candidates, key=lambda one: (-one.priority, one.id))
     sizes = target_sizes(ordered, capacity)
     why = _cause(ordered, sizes, capacity)
-    actions: list[Action] = []
+    actions: list[QueueAction] = []
     for one in ordered:
         if not one.workers or one.is_leaving:
             continue
@@ -96,7 +99,7 @@ def decide(candidates: Iterable[Candidate], capacity: int) -> list[Action]:
         if one.is_leaving or size <= one.workers:
             continue
         held = max(one.workers, one.reserved)
-        possible = min(size, held + max(0, free))
+        possible = min(size, held + max(0, free)) // one.unit * one.unit
         if not one.workers and possible >= one.least:
             actions.append(Start(one.id, possible))
         elif one.workers and possible > one.workers:
@@ -116,12 +119,11 @@ def target_sizes(ordered: Sequence[Candidate], capacity: int) -> dict[int, int]:
             sizes[one.id] = one.floor
             left -= one.floor
     for _, equals in groupby(ordered, key=lambda one: one.priority):
-        growing = [one for one in equals if one.id in sizes and sizes[one.id] < _most(one)]
-        while left and growing:
+        members = [one for one in equals if one.id in sizes]
+        while growing := [one for one in members if one.unit <= min(left, _most(one) - sizes[one.id])]:
             smallest = min(growing, key=lambda one: sizes[one.id])  # the first of them in the order
-            sizes[smallest.id] += 1
-            left -= 1
-            growing = [one for one in growing if sizes[one.id] < _most(one)]
+            sizes[smallest.id] += smallest.unit
+            left -= smallest.unit
     return sizes
 
 

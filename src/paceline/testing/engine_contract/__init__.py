@@ -9,6 +9,7 @@ nothing is left running. Workers of all nodes must see the folder of the test.
 """
 
 from paceline.testing.engine_contract.cases import (
+    check_caller_killed as check_caller_killed,
     check_faults as check_faults,
     check_stop_and_resume as check_stop_and_resume,
 )

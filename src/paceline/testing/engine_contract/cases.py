@@ -72,6 +72,22 @@ def check_stop_and_resume(lab: EngineLab, folder: Path, nodes: int = 2, other_no
     return run
 
 
+def check_caller_killed(lab: EngineLab, folder: Path, nodes: int = 2) -> ContractRun:
+    """SIGKILL the caller: the supervisor has the run saved, all agents end, and another start goes on."""
+    expected = undisturbed_hash(folder)
+    with ContractRun.started(lab, folder / "run", lab.engine(nodes, 1)) as run:
+        run.until_size(nodes)
+        run.until(lambda: run.last_step >= 3, "a few steps")
+        run.process.kill()
+        run.process.wait()
+        wait_until(lambda: not lab.left_running(), "agents end when the caller is gone")
+    with ContractRun.started(lab, folder / "run", lab.engine(nodes, 1), resume="auto") as run:
+        assert run.finish() == expected
+        run.check_once()
+    assert not lab.left_running(), lab.left_running()
+    return run
+
+
 def undisturbed_hash(folder: Path) -> str:
     """Train in one process without a supervisor; return the hash."""
     gate = folder / "open"
@@ -79,6 +95,16 @@ def undisturbed_hash(folder: Path) -> str:
     program = [*_PROGRAM, str(folder / "undisturbed"), str(gate), "-"]
     done = subprocess.run(program, capture_output=True, text=True, check=True)
     return done.stdout.split()[-1]
+
+
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = PATIENCE_SECONDS) -> float:
+    """Wait for a condition; return the seconds, TimeoutError where it is not met."""
+    begun = time.monotonic()
+    while not condition():
+        if time.monotonic() - begun > seconds:
+            raise TimeoutError(what)
+        time.sleep(0.01)
+    return time.monotonic() - begun
 
 
 @final
@@ -140,14 +166,17 @@ class ContractRun:
 
     def until(self, condition: Callable[[], bool], what: str) -> float:
         """Wait for a condition; return the seconds."""
-        begun = time.monotonic()
-        while not condition():
-            if self.process.poll() is not None:
+
+        def is_met() -> bool:
+            if not condition() and self.process.poll() is not None:
                 raise AssertionError(f"{what}: the run ended with code {self.process.returncode}")
-            if time.monotonic() - begun > PATIENCE_SECONDS:
-                raise TimeoutError(f"{what}; the last views are {self.of(events.ViewChanged)[-3:]}")
-            time.sleep(0.01)
-        return time.monotonic() - begun
+            return condition()
+
+        try:
+            return wait_until(is_met, what)
+        except TimeoutError as error:
+            error.add_note(f"the last views: {self.of(events.ViewChanged)[-3:]}")
+            raise
 
     def until_size(self, workers: int, after: int = 0) -> float:
         """Wait for a view of that many workers, of a later generation, that has taken a step."""

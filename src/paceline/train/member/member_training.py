@@ -66,6 +66,7 @@ _log = logging.getLogger(__name__)
 _ANNOUNCE_TIMEOUT = 2.0  # a supervisor answers within a few milliseconds; longer would look like a hang
 _RECONNECT_SECONDS = 3.0  # less than what looks like a hang
 _RESULT_SENDERS = 2  # per host; two senders: the first may be killed before its result is read
+_SAME_SIGNAL_SECONDS = 1.0  # within which a second signal is no second request
 
 
 def train_member(job: TrainJob, options: WorkerOptions) -> TrainResult:
@@ -109,7 +110,8 @@ def train_member(job: TrainJob, options: WorkerOptions) -> TrainResult:
         shell = MachineShell(options, client, team, phases, stop, folder)
         outbox = Outbox(client, team)
         reports = StepReports(shell, client, outbox, team, injector)
-        stack.enter_context(listening(leave.ask, to_the_end=True))
+        # A scheduler signals every process of its job, and this worker's agent passes the signal on.
+        stack.enter_context(listening(leave.ask, to_the_end=True, same_seconds=_SAME_SIGNAL_SECONDS))
         stack.enter_context(process_setup.prepared(config))
         started = time.perf_counter()
         built = build(job, stack, options.slot)

@@ -41,9 +41,7 @@ def can_read(window: Window, call: CollectiveCall, deadline: float) -> bool:
 
 
 @contextmanager
-def published(
-    window: Window, call: CollectiveCall, mine: Tensor, deadline: float
-) -> Iterator[list[int]]:
+def published(window: Window, call: CollectiveCall, mine: Tensor, deadline: float) -> Iterator[list[int]]:
     """Let the peers read `mine` inside the block; yield the addresses of all ranks' data. The block ends when
     all ranks have read."""
     window.wait(window.signal(call, mine.data_ptr()), call, deadline)

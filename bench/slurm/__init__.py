@@ -1,0 +1,1 @@
+"""Scripts of bench.slurm_start."""

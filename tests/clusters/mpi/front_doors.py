@@ -1,0 +1,63 @@
+"""A script for mpirun that goes through the front doors; prints one line of JSON per rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from tests.train import small_run
+from torch import nn
+
+import paceline
+
+RANK, SIZE = int(os.environ["OMPI_COMM_WORLD_RANK"]), int(os.environ["OMPI_COMM_WORLD_SIZE"])
+
+
+def group() -> float:
+    """The process group and its plain functions."""
+    context = paceline.init_process_group()
+    try:
+        return float(paceline.all_reduce(torch.tensor([float(context.rank + 1)])).item())
+    finally:
+        paceline.destroy_process_group()
+
+
+def context() -> float:
+    """A context of one's own."""
+    with paceline.DistributedContext() as own:
+        return float(own.all_reduce(torch.tensor([float(own.rank + 1)])).item())
+
+
+def fit(folder: Path) -> str:
+    trainer = small_run.trainer(small_run.settings(folder / "fit", 1))
+    history = trainer.fit(small_run.data())
+    assert trainer.evaluate(small_run.data())["loss"] > 0
+    return str(history.state_hash)
+
+
+def ddp(folder: Path) -> str:
+    """The trainer for users of DistributedDataParallel, with one worker per rank."""
+    torch.manual_seed(0)
+    trainer = paceline.PyTorchDDPTrainer(nn.Linear(6, 3), batch_size=6, checkpoint_dir=folder / "ddp")
+    data = torch.utils.data.TensorDataset(*small_run.data())
+    return str(trainer.fit(torch.utils.data.DataLoader(data, batch_size=6)).state_hash)
+
+
+def session(folder: Path) -> str:
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3)
+    config = small_run.settings(folder / "session", 1)
+    with paceline.session(model, torch.optim.SGD(model.parameters(), 0.1), config) as run:
+        for micro in run.microbatches(torch.utils.data.TensorDataset(*small_run.data())):
+            run.backward(nn.functional.cross_entropy(model(micro.x), micro.y))
+    return "" if run.history is None else str(run.history.state_hash)  # it is the first rank's
+
+
+if __name__ == "__main__":
+    where = Path(sys.argv[1])
+    found = {"group": group(), "context": context(), "fit": fit(where), "ddp": ddp(where)}
+    found["session"] = session(where)  # last: its group stays
+    print("FOUND " + json.dumps({"rank": RANK, **found}), flush=True)

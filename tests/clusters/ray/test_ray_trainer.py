@@ -1,0 +1,68 @@
+"""RayTrainer on a real cluster: as a trial of Ray Tune, and its export in Ray Serve."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.clusters.ray import small_training
+from tests.clusters.ray.ray_lab import RayLab
+from torch import nn
+
+import paceline
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.leaky("Ray starts and ends processes when it likes; the tests look for those of runs"),
+]
+
+
+def program(lab: RayLab, name: str, folder: Path, *more: str) -> dict[str, Any]:
+    printed = lab.run("trainer_programs", name, lab.cluster.address, str(folder), *more, seconds=240.0)
+    found: dict[str, Any] = json.loads(printed.splitlines()[-1])
+    return found
+
+
+def one_process(lr: float) -> paceline.History:
+    """The same training without Ray."""
+    trainer = paceline.Trainer(
+        lambda: small_training.build(small_training.SETTINGS),
+        nn.CrossEntropyLoss(),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr),
+        config=paceline.TrainConfig(
+            global_batch=24, epochs=3, seed=5, threads=1, device="cpu", run_dir=False, progress=False
+        ),
+    )
+    return trainer.fit(small_training.data(0, 96), small_training.data(1, 48))
+
+
+def test_trials_with_agents_of_their_own_report_every_epoch(lab: RayLab, tmp_path: Path) -> None:
+    found = program(lab, "tuner", tmp_path)
+    expected = one_process(0.05)
+    assert found["iterations"] == [3, 3]
+    assert found["best"]["lr"] == 0.05
+    assert found["best"]["epoch"] == 2
+    assert found["best"]["loss"] == expected.epochs[-1].loss
+    assert found["best"]["val_loss"] == expected.epochs[-1].validation["loss"]
+    assert found["hash"] == expected.state_hash
+    assert found["agents"] == ["agents", "agents"]
+    assert not lab.left_running(), lab.left_running()
+
+
+def test_a_trial_that_tune_stops_leaves_nothing_running(lab: RayLab, tmp_path: Path) -> None:
+    assert program(lab, "run", tmp_path) == {"status": "TERMINATED", "iterations": 2}
+    assert not lab.left_running(), lab.left_running()
+
+
+def test_an_export_is_served(lab: RayLab, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    found = program(lab, "served", tmp_path, str(port))
+    expected = one_process(0.05)
+    assert found["same"] == [True, True]
+    assert found["hash"] == expected.state_hash
+    assert found["accuracy"] == expected.best_accuracy

@@ -1,0 +1,62 @@
+"""A queue over the workers of two hosts: runs on the ssh engine give nodes away and get them back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.clusters.ssh import ssh_hosts as lab
+from tests.frontends.run_queue.training_queue import check_undisturbed, members, training, undisturbed_hash
+
+from paceline.frontends.run_queue import run_observation
+
+_WHY_NOT = lab.why_not()
+
+pytestmark = [
+    pytest.mark.netns,
+    pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT or "sshd is here"),
+    pytest.mark.timeout(600),
+]
+
+
+def test_runs_on_hosts_shrink_and_grow(tmp_path):
+    (tmp_path / "alone").mkdir()
+    expected = undisturbed_hash(tmp_path / "alone", 5, 12)
+    (tmp_path / "ssh").mkdir()
+    with (
+        lab.ssh_hosts(2, tmp_path / "ssh") as hosts,
+        hosts.on_first(),
+        training(tmp_path, capacity=2, options=_options(hosts, tmp_path)) as queue,
+    ):
+        first = queue.add("first", "1-2", 5, 12)
+        queue.at_gate(first, 5)
+        assert members(queue.run_dir(first))[-1] == 2
+        second = queue.add("second", "1", 5, 12, priority=5)
+        queue.until(lambda: queue.run(first).workers == 1, "it was not told to shrink")
+        queue.open_gate(first, 5)
+        queue.until_state(second, "running")
+        queue.at_gate(first, 12)
+        assert members(queue.run_dir(first))[-1] == 1
+        for step in (5, 12):
+            queue.open_gate(second, step)
+        queue.until_state(second, "finished")
+        queue.until(lambda: run_observation.workers_now(queue.run_dir(first)) == 2, "no node came back")
+        queue.open_gate(first, 12)
+        queue.until_state(first, "finished")
+        assert queue.run(first).attempt == queue.run(second).attempt == 1
+        for name in (first, second):
+            check_undisturbed(queue.run_dir(name), expected)
+
+
+def _options(hosts: lab.SshHosts, folder: Path) -> list[str]:
+    engine = hosts.engine(1, 2)
+    settings = {
+        "hosts": json.dumps(engine.hosts),
+        "options": json.dumps(engine.options),
+        "identity": engine.identity,
+        "python": engine.python,
+        "folder": str(folder),
+    }
+    words = [f"--engine-set={name}={value}" for name, value in settings.items()]
+    return ["--engine", "ssh", *words]

@@ -1,0 +1,141 @@
+"""Manifests as plain data and as YAML. The files beside this one are what `paceline submit --dry-run` prints;
+`python -m tests.engines.kubernetes.test_manifests` writes them again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import paceline
+from paceline.core.errors import ConfigError, UsageError
+from paceline.engines.batch import BatchSpec
+from paceline.engines.engine import AgentSpec
+from paceline.engines.kubernetes import manifests
+from paceline.engines.kubernetes.batch_manifests import seconds_of
+
+FOLDER = Path(__file__).parent
+KINDS = ("job", "statefulset", "jobset")
+
+
+def settings(**changes: Any) -> paceline.Kubernetes:
+    return paceline.Kubernetes(
+        **{"image": "registry.example/team/train:1", "volumes": {"/runs": "training"}, **changes}
+    )
+
+
+def printed(kind: Any) -> str:
+    job = BatchSpec(
+        script="train.py",
+        arguments=("--lr", "0.1 and more"),
+        options=("--epochs", "3"),
+        name="My run",
+        nodes=3,
+        workers_per_node=2,
+        gpus_per_node=2,
+        time="" if kind == "statefulset" else "2:00:00",
+        environment={"OMP_NUM_THREADS": "1"},
+    )
+    return settings(kind=kind, cpus="8", memory="32Gi", namespace="ml").batch_text(job)
+
+
+def agents(**changes: Any) -> AgentSpec:
+    return AgentSpec(
+        **{"run": "run 7", "address": ("10.0.0.9", 41000), "nodes": 4, "workers_per_node": 2, **changes}
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_submitted_is_what_it_was(kind: str) -> None:
+    assert printed(kind) == (FOLDER / f"{kind}.yaml").read_text()
+
+
+def test_agents_of_a_run_that_is_supervised_elsewhere() -> None:
+    request = settings(gpus_per_node=2).request(agents(gpus_per_node=2))
+    (job,) = request["objects"]
+    spec = job["spec"]
+    assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 4, 4)
+    container = spec["template"]["spec"]["containers"][0]
+    assert container["command"] == [
+        *("python3", "-m", "paceline", "join", "10.0.0.9:41000"),
+        *("--token-file", "/var/run/paceline/token", "--workers", "2"),
+    ]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 2}
+    # Plain data: what is printed is what is sent.
+    assert yaml.safe_load(yaml.safe_dump(request)) == request
+
+
+def test_the_token_is_in_no_manifest_and_no_command() -> None:
+    for kind in KINDS:
+        for one in yaml.safe_load_all(printed(kind)):
+            assert one["kind"] != "Secret"
+    assert "--token-file" in printed("job")
+
+
+def test_the_pod_has_no_rights() -> None:
+    (job,) = settings().request(agents())["objects"]
+    pod = job["spec"]["template"]["spec"]
+    container = pod["containers"][0]
+    assert pod["securityContext"]["runAsNonRoot"]
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    writable = {volume["name"] for volume in pod["volumes"] if "emptyDir" in volume}
+    assert writable == {"tmp", "shared-memory"}
+    token = next(volume for volume in pod["volumes"] if volume["name"] == "token")
+    assert token["secret"] == {"secretName": "run-7-token", "defaultMode": 0o400}
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [("My run", "my-run"), ("7 nodes", "run-7-nodes"), ("___", "run"), ("x" * 99, "x" * 45), ("a--b", "a-b")],
+)
+def test_names_are_those_of_kubernetes(text: str, name: str) -> None:
+    assert manifests.object_name(text) == name
+
+
+def test_another_name_is_everywhere_but_in_the_container() -> None:
+    request = settings(image="run-7").request(agents())
+    again = manifests.renamed(request["objects"][0], "run-7", "run-7-abc")
+    assert again["spec"]["template"]["spec"]["volumes"][0]["secret"]["secretName"] == "run-7-abc-token"
+    assert again["spec"]["template"]["metadata"]["labels"] == {manifests.RUN_LABEL: "run-7-abc"}
+    assert again["spec"]["template"]["spec"]["containers"][0]["image"] == "run-7"
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90", 5400), ("5:30", 330), ("2:00:00", 7200), ("1-12", 129600), ("1-0:30", 88200)]
+)
+def test_time_limits_are_read_as_slurm_reads_them(text: str, seconds: int) -> None:
+    assert seconds_of(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"kind": "deployment"}, "kind is"),
+        ({"nodes": 0}, "nodes=0"),
+        ({"user": 0}, "user=0"),
+        ({"memory": "much"}, "no quantity"),
+        ({"namespace": "My_Space"}, "no name of Kubernetes"),
+        ({"volumes": {"runs": "claim"}}, "no folder of a pod"),
+    ],
+)
+def test_settings_that_cannot_be(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        settings(**changes)
+
+
+def test_no_image_no_pod() -> None:
+    with pytest.raises(UsageError, match="no container image"):
+        settings(image="").batch_text(BatchSpec(script="train.py"))
+    with pytest.raises(UsageError, match="paceline submit"):
+        settings(kind="jobset").request(agents())
+
+
+if __name__ == "__main__":
+    for each in KINDS:
+        (FOLDER / f"{each}.yaml").write_text(printed(each))

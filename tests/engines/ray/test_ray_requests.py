@@ -1,0 +1,190 @@
+"""What is asked of Ray: requests as plain data, and which clusters could grant them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from paceline.core import engine_registry
+from paceline.core.errors import ConfigError, UsageError
+from paceline.engines.batch import BatchSpec
+from paceline.engines.engine import AgentSpec
+from paceline.engines.ray import requests
+from paceline.engines.ray.job_submission import dashboard_of
+from paceline.engines.ray.ray_engine import Ray
+
+SPEC = AgentSpec(
+    run="train",
+    address=("10.0.0.5", 41000),
+    nodes=3,
+    workers_per_node=2,
+    gpus_per_node=2,
+    folder="/home/me/work",
+    environment={"DATA": "/data"},
+)
+
+
+def test_request_of_agents() -> None:
+    engine = Ray(
+        address="ray://head:10001",
+        nodes=3,
+        max_nodes=5,
+        workers_per_node=2,
+        gpus_per_node=2,
+        cpus_per_worker=3,
+        resources={"memory": 2**30, "fast_disk": 1},
+    )
+    assert engine.request(SPEC) == {
+        "engine": "ray",
+        "run": "train",
+        "address": "ray://head:10001",
+        "nodes": 3,
+        "max_nodes": 5,
+        "one_per_node": True,
+        "autoscales": False,
+        "placement_group": {
+            "bundles": [{"CPU": 6.0, "GPU": 2.0, "memory": 2.0**30, "fast_disk": 1.0}],
+            "strategy": "SPREAD",
+        },
+        "actor": {
+            "num_cpus": 6.0,
+            "num_gpus": 2.0,
+            "memory": 2.0**30,
+            "resources": {"fast_disk": 1.0},
+            "max_restarts": 0,
+            "runtime_env": {},
+        },
+        "agent": {
+            "command": [
+                "$PYTHON",
+                "-m",
+                "paceline",
+                "join",
+                "10.0.0.5:41000",
+                "--token-file",
+                "$TOKEN",
+                "--workers",
+                "2",
+            ],
+            "folder": "/home/me/work",
+            "environment": {"DATA": "/data"},
+            "keeps_threads": False,
+        },
+    }
+    json.dumps(engine.request(SPEC))  # plain data
+
+
+def test_a_folder_that_ray_sends_along_is_the_agents_folder() -> None:
+    sent = {"working_dir": ".", "env_vars": {"OMP_NUM_THREADS": "4"}}
+    agent = Ray(runtime_env=sent).request(SPEC)["agent"]
+    assert (agent["folder"], agent["keeps_threads"]) == ("", True)
+
+
+def test_request_of_a_run_that_is_handed_over() -> None:
+    engine = Ray(
+        address="ray://head:10001", nodes=4, max_nodes=6, cpus_per_worker=2, runtime_env={"pip": ["x"]}
+    )
+    job = BatchSpec(
+        script="/home/me/work/train me.py",
+        arguments=("--lr", "0.1"),
+        options=("--epochs", "3"),
+        name="resnet",
+        nodes=4,
+        workers_per_node=2,
+        gpus_per_node=1,
+        time="2:00:00",
+        folder="/home/me/work",
+        python="/opt/venv/bin/python",
+        environment={"DATA": "/data"},
+    )
+    assert json.loads(engine.batch_text(job)) == {
+        "entrypoint": "cd /home/me/work 2>/dev/null; timeout --signal=TERM --kill-after=60 7200 "
+        "/opt/venv/bin/python -m paceline train 'train me.py' --engine ray --address auto --nodes 4 "
+        "--workers-per-node 2 --gpus-per-node 1 --engine-set max_nodes=6 --engine-set cpus_per_worker=2.0 "
+        "--epochs 3 -- --lr 0.1",
+        "runtime_env": {
+            "pip": ["x"],
+            "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "60", "DATA": "/data"},
+            "working_dir": "/home/me/work",
+        },
+        "metadata": {"name": "resnet", "framework": "paceline"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90", 5400), ("30:00", 1800), ("2:00:00", 7200), ("1-00:00:00", 86400), ("1-12", 129600)],
+)
+def test_times(text: str, seconds: int) -> None:
+    assert requests.seconds_of(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "soon", "1:2:3:4", "-5", "1h"])
+def test_times_that_are_none(text: str) -> None:
+    with pytest.raises(UsageError, match="is not a time"):
+        requests.seconds_of(text)
+
+
+def test_capacity() -> None:
+    nodes = [{"CPU": 8.0, "memory": 1e9}, {"CPU": 2.0, "GPU": 1.0}]
+    requests.check_capacity({"CPU": 8.0}, nodes, "head:6379")
+    with pytest.raises(UsageError, match=r"head:6379 .* needs CPU 64: the most that a node has is CPU 8 \(2"):
+        requests.check_capacity({"CPU": 64.0}, nodes, "head:6379")
+    # Each alone is somewhere, both together are not.
+    with pytest.raises(UsageError, match="no node has all of these at once"):
+        requests.check_capacity({"CPU": 4.0, "GPU": 1.0}, nodes, "head:6379")
+    with pytest.raises(UsageError, match=r"CPU 0 \(0 nodes\)"):
+        requests.check_capacity({"CPU": 1.0}, [], "head:6379")
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"nodes": 0}, "nodes"),
+        ({"nodes": True}, "nodes"),
+        ({"nodes": 4, "max_nodes": 3}, "max_nodes"),
+        ({"workers_per_node": 1.5}, "workers_per_node"),
+        ({"gpus_per_node": -1}, "gpus_per_node"),
+        ({"cpus_per_worker": 0}, "cpus_per_worker"),
+        ({"cpus_per_worker": float("inf")}, "cpus_per_worker"),
+        ({"resources": {"CPU": 4}}, "resources"),
+        ({"resources": {"fast": -1}}, "resources['fast']"),
+        ({"address": "ray://head"}, "address"),
+        ({"address": "head:99999"}, "address"),
+        ({"address": "http://head:8265"}, "address"),
+    ],
+)
+def test_settings_that_cannot_be(settings: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Ray(**settings)
+    assert caught.value.facts["key"] == key
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    "address", [None, "auto", "local", "ray://head:10001", "10.0.0.1:6379", "[::1]:6379"]
+)
+def test_addresses(address: str | None) -> None:
+    assert Ray(address=address).address == address
+
+
+def test_settings_come_back_from_a_file() -> None:
+    table = {"name": "ray", "nodes": 2, "resources": {"fast": 1}, "runtime_env": {"pip": ["x"]}}
+    expected = Ray(nodes=2, resources={"fast": 1.0}, runtime_env={"pip": ["x"]})
+    assert engine_registry.from_plain(table) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "where"),
+    [
+        ({"address": "ray://head:10001"}, "http://head:8265"),
+        ({"address": "[fd00::1]:6379"}, "http://[fd00::1]:8265"),
+        ({"address": "auto"}, "http://127.0.0.1:8265"),
+        ({"dashboard": "https://ray.example"}, "https://ray.example"),
+    ],
+)
+def test_dashboard(settings: dict[str, Any], where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert dashboard_of(Ray(**settings)) == where
