@@ -36,7 +36,6 @@ PRIVATE_ACCESSES = 40
 # What may be over a limit, with the reason.
 MANY_ARGUMENTS = {
     "paceline.frontends.framework_trainers.horovod_trainer:__init__": "as PyTorchDDPTrainer's",
-    "paceline.frontends.framework_trainers.tensorflow_trainer:__init__": "as PyTorchDDPTrainer's",
     "paceline.frontends.ddp_trainer.ddp_trainer:__init__": "one argument for each that "
     "users of such trainers know; all but the model have a default",
     "paceline.frontends.launcher.distributed_launcher:launch_distributed_training": "a front door: the "
