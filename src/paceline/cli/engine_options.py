@@ -24,6 +24,9 @@ Nodes = Annotated[int | None, typer.Option(help="Machines of the engine.")]
 WorkersPerNode = Annotated[int | None, typer.Option(help="Workers of each machine of the engine.")]
 RayAddress = Annotated[str | None, typer.Option(help="Of Ray: ray://HOST:10001, or auto.")]
 Image = Annotated[str | None, typer.Option(help="Of Kubernetes: the container image.")]
+Kind = Annotated[
+    str | None, typer.Option(help="Of Kubernetes: what holds the pods: job, statefulset or jobset.")
+]
 SlurmOptions = Annotated[
     list[str] | None, typer.Option("--slurm", metavar="KEY=VALUE", help="An #SBATCH option; repeatable.")
 ]
@@ -48,6 +51,7 @@ class EngineOptions:
     image: str | None = None
     settings: list[str] = field(default_factory=list)
     slurm: list[str] = field(default_factory=list)
+    kind: str | None = None
 
     def chosen(self) -> Engine | None:
         """Return the engine that the options ask for; None: the run stays on this machine."""
@@ -62,6 +66,7 @@ class EngineOptions:
             "gpus_per_node": self.gpus_per_node,
             "address": self.address,
             "image": self.image,
+            "kind": self.kind,
         }
         table: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         if self.slurm:
@@ -87,6 +92,7 @@ class EngineOptions:
             ("--nodes", self.nodes),
             ("--workers-per-node", self.workers_per_node),
             ("--image", self.image),
+            ("--kind", self.kind),
             ("--engine-set", self.settings),
             ("--slurm", self.slurm),
         ):

@@ -16,6 +16,7 @@ from paceline.cli.engine_options import (
     EngineName,
     EngineOptions,
     Image,
+    Kind,
     Nodes,
     RayAddress,
     SlurmOptions,
@@ -41,6 +42,7 @@ def submit(
     gpus_per_node: Annotated[int | None, typer.Option(help="GPUs of each machine.")] = None,
     address: RayAddress = None,
     image: Image = None,
+    kind: Kind = None,
     time_limit: Annotated[
         str, typer.Option("--time", metavar="H:MM:SS", help="How long the run may take.")
     ] = "",
@@ -68,7 +70,15 @@ def submit(
     from paceline.engines.batch import BatchSpec
 
     options = EngineOptions(
-        engine, nodes, workers_per_node, gpus_per_node, address, image, engine_settings or [], slurm or []
+        engine,
+        nodes,
+        workers_per_node,
+        gpus_per_node,
+        address,
+        image,
+        engine_settings or [],
+        slurm or [],
+        kind,
     )
     chosen = options.chosen()
     if chosen is None:

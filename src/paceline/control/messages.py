@@ -433,12 +433,14 @@ class AgentNotice(ControlMessage):
 
 
 class AgentEnd(ControlMessage):
-    """Kill worker `member`; -1: all of them, and leave, with this exit code."""
+    """Kill worker `member`; -1: all of them, and leave, with this exit code. `unfinished`: the run stopped or
+    failed before its end, and may be started again."""
 
     kind: ClassVar[str] = "End"
     member: Whole
     reason: str
     code: Whole = 0
+    unfinished: bool = False
 
 
 class ToolReply(ControlMessage):

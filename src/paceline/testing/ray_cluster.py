@@ -144,6 +144,8 @@ def main(client_port: str, dashboard_port: str, cpus: str) -> None:
             "include_dashboard": dashboard_port != "0",
             "dashboard_port": int(dashboard_port) or None,
             "ray_client_server_port": int(client_port) or None,
+            # The default is one port, which nodes of one machine would dispute; jobs go through the head's.
+            "dashboard_agent_listen_port": _free_port(),
         },
     )
     print(f"head {cluster.address}", flush=True)
@@ -152,7 +154,11 @@ def main(client_port: str, dashboard_port: str, cpus: str) -> None:
         for line in sys.stdin:
             command, name = line.split()
             if command == "add":
-                nodes[name] = cluster.add_node(num_cpus=int(cpus), env_vars={"PACELINE_HOST": name})
+                nodes[name] = cluster.add_node(
+                    num_cpus=int(cpus),
+                    dashboard_agent_listen_port=_free_port(),
+                    env_vars={"PACELINE_HOST": name},
+                )
             else:
                 cluster.remove_node(nodes.pop(name), allow_graceful=False)
             print(f"done {name}", flush=True)

@@ -41,10 +41,12 @@ class Controllers:
 
     def _job(self, job: Plain) -> None:
         status = job["status"]
-        if any(condition["type"] in ("Complete", "Failed") for condition in status["conditions"]):
+        if status["conditions"]:
             return None
         pods = self._store.pods_of(job)
         self._count_ends(job, pods)
+        if status["conditions"]:
+            return None  # the failure policy ended it
         done = _indexes(status.get("completedIndexes", ""))
         if _succeeded(job["spec"], done):
             return self._end(job, pods, "Complete", "", "")

@@ -130,11 +130,11 @@ class Agents:
         self.loop.emit(AgentLost(number, reason))
         return True
 
-    def close(self, reason: str) -> None:
+    def close(self, reason: str, *, unfinished: bool = False) -> None:
         """End all agents: the job is over."""
         for record in self._records.values():
             if record.connection is not None:
-                record.connection.send(AgentEnd(member=-1, reason=reason))
+                record.connection.send(AgentEnd(member=-1, reason=reason, unfinished=unfinished))
                 record.connection.close()
         self._records.clear()
 

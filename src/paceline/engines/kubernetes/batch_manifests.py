@@ -100,7 +100,7 @@ def join_command(settings: PodSettings, job: BatchSpec, supervisor: str) -> list
     """Return the command of the other pods."""
     command = [settings.python, "-m", "paceline", "join", f"{supervisor}:{settings.port}"]
     command += ["--token-file", TOKEN_FILE, "--workers", str(job.workers_per_node)]
-    return [*command, "--wait", str(_WAIT_SECONDS)]
+    return [*command, "--wait", str(_WAIT_SECONDS), "--until-finished"]
 
 
 def _by_index(settings: PodSettings, job: BatchSpec, name: str) -> str:

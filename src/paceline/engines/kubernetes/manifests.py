@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any, Final
 
+from paceline.control.spool import SUPERVISOR_LOST_EXIT_CODE, UNFINISHED_EXIT_CODE
 from paceline.core.errors import UsageError
 from paceline.engines.engine import AgentSpec, EngineRequest
 from paceline.engines.kubernetes.pod_settings import PodSettings
@@ -189,7 +190,8 @@ def readiness(port: int) -> Manifest:
 
 def indexed_job(name: str, template: Manifest, nodes: int, retries: int) -> Manifest:
     """Return a Job with a pod per index. A failed pod comes again under its index; a command that was written
-    wrongly (exit code 2) fails at once; pods that the cluster takes away are not counted."""
+    wrongly (exit code 2) fails at once; pods that the cluster takes away, and those that saved and left
+    because another one was, are not counted."""
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
@@ -208,6 +210,14 @@ def indexed_job(name: str, template: Manifest, nodes: int, retries: int) -> Mani
                             "containerName": CONTAINER,
                             "operator": "In",
                             "values": [MISTAKE_EXIT_CODE],
+                        },
+                    },
+                    {
+                        "action": "Ignore",
+                        "onExitCodes": {
+                            "containerName": CONTAINER,
+                            "operator": "In",
+                            "values": [UNFINISHED_EXIT_CODE, SUPERVISOR_LOST_EXIT_CODE],
                         },
                     },
                     {
