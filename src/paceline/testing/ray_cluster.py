@@ -42,6 +42,7 @@ class RayCluster:
         with_services: bool = True,
         cpus: int = 4,
     ) -> None:
+        self._folder = str(folder)
         self.environment = {**os.environ, **(environment or {}), **_QUIET, "RAY_TMPDIR": str(folder)}
         # Of the Ray client's server and of the dashboard, which takes jobs; 0: there is none.
         self.client_port, self.dashboard_port = (_free_port() if with_services else 0 for _ in range(2))
@@ -84,10 +85,10 @@ class RayCluster:
         self._ask("remove", node)
 
     def pids(self, node: str) -> list[int]:
-        """Return the processes of a node."""
-        mark = f"PACELINE_HOST={node}".encode()
+        """Return the processes of a node of this cluster; other clusters have nodes of that name too."""
+        marks = {f"PACELINE_HOST={node}".encode(), f"RAY_TMPDIR={self._folder}".encode()}
         found = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
-        return [pid for pid in found if mark in process_file(pid, "environ").split(b"\0")]
+        return [pid for pid in found if marks <= {*process_file(pid, "environ").split(b"\0")}]
 
     def agents(self, node: str) -> list[int]:
         """Return the processes of a node that are agents (`paceline join`)."""
