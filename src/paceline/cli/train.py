@@ -120,16 +120,14 @@ def train(
         texts, config = (*per_gpu, *texts), None if per_gpu else config
     texts = (*texts, *backend_settings(backend))
     given: dict[str, Any] = {
-        "workers": number,
+        "engine": chosen,
+        "workers": number if chosen is None else None,
         "epochs": epochs,
         "run_dir": run_dir,
         "resume": int(resume) if resume is not None and resume.isdigit() else resume,
         "fault_tolerance.chaos": None if chaos is None else str(Chaos(chaos)),
         "fault_tolerance.min_workers": min_workers,
     }
-    if chosen is not None:
-        given["engine"] = chosen
-        given["workers"] = None
     options = {**of_file, **{name: value for name, value in given.items() if value is not None}}
     with contextlib.nullcontext() if step is None else step:
         _train(file, rest, options, texts, config)
