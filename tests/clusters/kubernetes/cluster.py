@@ -37,7 +37,7 @@ from tests.clusters.kubernetes.admission import Quota
 from tests.clusters.kubernetes.api_server import ApiServer
 from tests.clusters.kubernetes.job_controller import Controllers
 from tests.clusters.kubernetes.kubelet import Kubelets, Node
-from tests.clusters.kubernetes.object_store import ObjectStore, Plain, now
+from tests.clusters.kubernetes.object_store import JsonObject, ObjectStore, now
 from tests.clusters.kubernetes.sandbox import ROOT, Container
 
 from paceline.testing import netns
@@ -180,7 +180,7 @@ class Cluster:
         self.hosts.cut(node.host)
         one.process.kill()
 
-        def change(pod: Plain) -> None:
+        def change(pod: JsonObject) -> None:
             pod["metadata"].update(deletionTimestamp=now(), deletionGracePeriodSeconds=30)
             pod["status"]["conditions"].append(
                 {"type": "DisruptionTarget", "status": "True", "reason": "DeletionByTaintManager"}

@@ -43,7 +43,8 @@ class MpiRun:
 
     def __init__(self, folder: Path, mpirun: str, *options: str, ranks: int, resume: str = "") -> None:
         self._mark, self._log = uuid.uuid4().hex, folder / "log"
-        gate, settings = folder / "gate", folder / "engine"
+        self._gate = gate = folder / "gate"
+        settings = folder / "engine"
         gate.unlink(missing_ok=True)
         settings.write_bytes(pickle.dumps(Mpi()))
         arguments = [str(folder / "run"), str(gate), str(settings), *([resume] if resume else [])]
@@ -85,7 +86,7 @@ class MpiRun:
 
     def finish(self) -> list[str]:
         """Let the run go to its end; return the hash that every rank printed."""
-        self.events._gate.touch()
+        self._gate.touch()
         self.process.wait(timeout=120)
         assert self.process.returncode == 0, (self.process.returncode, self.log)
         return [

@@ -46,7 +46,7 @@ def test_client_takes_up_added_nodes_and_replaces_a_lost_actor(lab: RayLab, tmp_
         assert sorted(run.nodes) == sorted(lab.cluster.nodes)
         before = run.view
         lab.add_node()
-        assert run.until_size(4, after=before.generation) < 30.0
+        run.until_size(4, after=before.generation)
         before = run.view
         (actor,) = lab.actors(run.nodes[-1])
         os.kill(actor, signal.SIGKILL)
