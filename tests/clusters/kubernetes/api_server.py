@@ -212,8 +212,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             found = api.answer(method, url.path, query, json.loads(body) if body else None)
         except RefusalError as refusal:
             status = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure"}
-            told = {**status, "message": refusal.message, "reason": refusal.reason, "code": refusal.code}
-            return self._send(refusal.code, json.dumps(told), "application/json")
+            facts = {**status, "message": refusal.message, "reason": refusal.reason, "code": refusal.code}
+            return self._send(refusal.code, json.dumps(facts), "application/json")
         if isinstance(found, str):
             return self._send(200, found, "text/plain")
         return self._send(201 if method == "POST" else 200, json.dumps(found), "application/json")
@@ -287,8 +287,8 @@ def discovery(path: str) -> JsonObject | None:
                 for (its_group, _, name), kind in KINDS.items()
                 if its_group == group
             ]
-            version = f"{group}/v1" if group else "v1"
-            return {"kind": "APIResourceList", "groupVersion": version, "resources": resources}
+            name = f"{group}/v1" if group else "v1"
+            return {"kind": "APIResourceList", "groupVersion": name, "resources": resources}
     return None
 
 

@@ -51,8 +51,8 @@ def assemble(spec: dict[str, Any]) -> Path:
     for lower, upper, target in spec["overlays"]:
         place = _place(root, target, Path(lower))
         work = Path(upper).with_name("work")
-        for folder in (Path(upper), work):
-            folder.mkdir(parents=True, exist_ok=True)
+        for layer in (Path(upper), work):
+            layer.mkdir(parents=True, exist_ok=True)
         mount("overlay", place, "overlay", 0, f"lowerdir={lower},upperdir={upper},workdir={work}")
     # Sorted as container runtimes do: a volume may lie in another one.
     memory = [(target, None, size, mode) for target, size, mode in spec["memory"]]

@@ -159,4 +159,4 @@ def test_agents_are_told_that_a_job_ends_before_its_training(shell: Shell):
     agent = shell.agent()
     agent.received()
     shell.agents.close("SIGTERM", unfinished=True)
-    assert agent.received() == [AgentEnd(member=-1, reason="SIGTERM", unfinished=True)]
+    assert agent.received() == [AgentEnd(member=-1, reason="SIGTERM", code=75)]

@@ -99,12 +99,11 @@ class Agent:
                     self.say("the supervisor is gone and the workers have ended")
                     return SUPERVISOR_LOST_EXIT_CODE
                 self._turn(1.0)
-            what = "this host is refused" if self._end.code else "the job has ended"
+            is_refused = self._end.code not in (0, UNFINISHED_EXIT_CODE)
+            what = "this host is refused" if is_refused else "the job has ended"
             self.say(f"{what}: {self._end.reason}")
             self._wait_for_workers()
-            if self.until_finished and self._end.unfinished and not self._end.code:
-                return UNFINISHED_EXIT_CODE
-            return self._end.code
+            return self._end.code if is_refused or self.until_finished else 0
         finally:
             self._close()
 

@@ -71,20 +71,7 @@ def pod_template(
     environment: Mapping[str, str],
 ) -> Manifest:
     """Return the template of a pod that runs one container; `port` is the supervisor's."""
-    mounts = [
-        {"name": "token", "mountPath": TOKEN_FOLDER, "readOnly": True},
-        {"name": "tmp", "mountPath": "/tmp"},
-        {"name": "shared-memory", "mountPath": "/dev/shm"},
-    ]
-    volumes: list[Manifest] = [
-        # An octal number in YAML, 256 in JSON; fsGroup makes it 0440 for the container's user.
-        {"name": "token", "secret": {"secretName": secret_name(name), "defaultMode": 0o400}},
-        {"name": "tmp", "emptyDir": {}},
-        {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": settings.shared_memory}},
-    ]
-    for number, (path, claim) in enumerate(settings.volumes.items()):
-        mounts.append({"name": f"volume-{number}", "mountPath": path})
-        volumes.append({"name": f"volume-{number}", "persistentVolumeClaim": {"claimName": claim}})
+    mounts, volumes = _volumes(settings, name)
     variables: list[Manifest] = [
         {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         # The root file system is read-only: what libraries keep in a home folder goes to /tmp.
@@ -150,6 +137,25 @@ def pod_template(
     if settings.node_selector:
         spec["nodeSelector"] = dict(settings.node_selector)
     return {"metadata": {"labels": {RUN_LABEL: name, **settings.labels}}, "spec": spec}
+
+
+def _volumes(settings: PodSettings, name: str) -> tuple[list[Manifest], list[Manifest]]:
+    """Return where the container mounts volumes, and the volumes."""
+    mounts: list[Manifest] = [
+        {"name": "token", "mountPath": TOKEN_FOLDER, "readOnly": True},
+        {"name": "tmp", "mountPath": "/tmp"},
+        {"name": "shared-memory", "mountPath": "/dev/shm"},
+    ]
+    volumes: list[Manifest] = [
+        # 256 in YAML and JSON, which have no octal numbers; fsGroup makes it 0440 for the container's user.
+        {"name": "token", "secret": {"secretName": secret_name(name), "defaultMode": 0o400}},
+        {"name": "tmp", "emptyDir": {}},
+        {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": settings.shared_memory}},
+    ]
+    for number, (path, claim) in enumerate(settings.volumes.items()):
+        mounts.append({"name": f"volume-{number}", "mountPath": path})
+        volumes.append({"name": f"volume-{number}", "persistentVolumeClaim": {"claimName": claim}})
+    return mounts, volumes
 
 
 def container(template: Manifest) -> Manifest:
