@@ -6,8 +6,9 @@ Three cases, contenders in turns:
 
 - a worker is killed, as in bench.recovery.against_peers: one of four, on a local cluster
 - a node is lost: one of four raylets, with all that runs on it, on a cluster; Ray Train is elastic
-- a node is added to the three that are left: until a step is committed by all four workers. The clock starts
-  when Ray lists the node
+- a node is added to the three that are left: until a step is committed by all four workers (the clock starts
+  when Ray lists the node), and for how long training stood still for it: from the last step without it to the
+  first one that had not been reached
 
 Run it with an environment that has Ray and Paceline: .venv-engines/bin/python (`make test-engines` makes it).
 """
@@ -41,6 +42,7 @@ _SETTLE_STEPS = 60
 _START_SECONDS = 120.0
 _RECOVER_SECONDS = 240.0
 _ENDLESS_STEPS = 10_000_000
+_FORGET_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,20 @@ def _settled(lines: list[Line]) -> float:
     return float(lines[-1].step) if full and own[-1].step - own[0].step >= _SETTLE_STEPS else 0.0
 
 
-def lose_and_add(contender: Elastic, folder: Path, lost: Times, added: Times) -> None:
+def _later(moment: float) -> Callable[[list[Line]], float]:
+    return lambda lines: next((line.time for line in reversed(lines) if line.time > moment), 0.0)
+
+
+def _pause(lines: list[Line]) -> float:
+    """Return for how long no step was committed that had not been before, when the newest group took over."""
+    newest = lines[-1].group
+    old = [line for line in lines if line.group != newest]
+    reached = max(line.step for line in old)
+    times = [line.time for line in lines if line.group == newest and line.step > reached]
+    return min(times) - max(line.time for line in old if line.step == reached) if times else 0.0
+
+
+def lose_and_add(contender: Elastic, folder: Path, lost: Times, added: Times, paused: Times) -> None:
     """One run on a cluster of four nodes: a node is lost, and another one is added."""
     environment = {**contenders.RAY_ENVIRONMENT, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
     with (
@@ -160,6 +175,8 @@ def lose_and_add(contender: Elastic, folder: Path, lost: Times, added: Times) ->
 
         lost.add(contender.name, _wait(family, reader, _RECOVER_SECONDS, "a lost node", past) - killed)
 
+        # Until everyone has seen that the node is gone, which takes Ray a quarter of a minute.
+        _wait(family, reader, _RECOVER_SECONDS, "the steps after it", _later(killed + _FORGET_SECONDS))
         cluster.add("e")
         there = time.time()
 
@@ -172,6 +189,7 @@ def lose_and_add(contender: Elastic, folder: Path, lost: Times, added: Times) ->
         added.add(
             contender.name, _wait(family, reader, _RECOVER_SECONDS, "an added node", all_workers) - there
         )
+        paused.add(contender.name, _wait(family, reader, _RECOVER_SECONDS, "steps with it", _pause))
 
 
 @contextlib.contextmanager
@@ -188,10 +206,11 @@ def _variables(**values: str):  # type: ignore[no-untyped-def]
 def run(quick: bool = False, rounds: int = 3, cases: str = "kill,nodes") -> Report:
     """Seconds until training is past the step it had reached, for Paceline on Ray and for Ray Train."""
     rounds, steps = (1, 200) if quick else (rounds, 400)
-    killed, lost, added = (
+    all_times = killed, lost, added, paused = (
         Times("worker killed", WANTED_KILL),
         Times("node lost", WANTED_NODES),
-        Times("node added", WANTED_NODES),
+        Times("node added, until it computes", WANTED_NODES),
+        Times("node added, training stands still", WANTED_NODES),
     )
     wrong = 0
     with tempfile.TemporaryDirectory(prefix="paceline-ray-") as place:
@@ -204,15 +223,15 @@ def run(quick: bool = False, rounds: int = 3, cases: str = "kill,nodes") -> Repo
             for contender in (PACELINE_NODES, RAY_NODES):
                 folder = Path(place, f"nodes-{number}-{contender.name.split()[0]}")
                 folder.mkdir()
-                lose_and_add(contender, folder, lost, added)
+                lose_and_add(contender, folder, lost, added, paused)
     report = Report(
         "ray_recovery",
         f"Paceline on Ray and Ray Train, {workload.WORKERS} workers, MLP of 1 M parameters, "
         f"{len(os.sched_getaffinity(0))} cores: seconds until training is past the step it had reached",
         ("case", "contender", "median", "range", "rounds"),
-        data={"seconds": {times.case: times.seconds for times in (killed, lost, added)}},
+        data={"seconds": {times.case: times.seconds for times in all_times}},
     )
-    for times in (killed, lost, added):
+    for times in all_times:
         report.rows += [times.row(name) for name in (PACELINE_ON_RAY.name, RAY.name) if times.seconds]
         report.targets += times.target()
     report.notes.append("node added: until a step of all four workers, from the moment Ray lists the node")

@@ -36,7 +36,6 @@ PRIVATE_ACCESSES = 40
 # What may be over a limit, with the reason.
 MANY_ARGUMENTS = {
     "paceline.frontends.framework_trainers.horovod_trainer:__init__": "as PyTorchDDPTrainer's",
-    "paceline.frontends.framework_trainers.tensorflow_trainer:__init__": "as PyTorchDDPTrainer's",
     "paceline.frontends.ddp_trainer.ddp_trainer:__init__": "one argument for each that "
     "users of such trainers know; all but the model have a default",
     "paceline.frontends.launcher.distributed_launcher:launch_distributed_training": "a front door: the "
@@ -45,6 +44,7 @@ MANY_ARGUMENTS = {
     "paceline.cli.submit:submit": "one argument for each option of `paceline submit`, as typer wants them",
     "paceline.cli.join:join": "one argument for each option of `paceline join`, as typer wants them",
     "paceline.cli.queue:add": "one argument for each option of `paceline queue add`, as typer wants them",
+    "paceline.cli.tune:tune": "one argument for each option of `paceline tune`, as typer wants them",
     "paceline.cli.doctor:doctor": "one argument for each option of `paceline doctor`, as typer wants them",
 }
 MANY_METHODS = {
@@ -97,6 +97,7 @@ COMPUTED_IMPORTS = {
     "paceline": "the root maps public names to modules, and is no part of the graph",
     "paceline.cli.main": "the table of commands; a command does not import `main`",
     "paceline.core.engine_registry": "the table of engines; settings name one, and import none",
+    "paceline.engines.ray.connection": "Ray, or a module of it, with one message where it is not installed",
     "paceline.engines.local.fork_server": "what the caller of `spawn` wants loaded before ranks are forked",
     "paceline.engines.local.forked_rank": "the user's function, which travels by its name",
 }

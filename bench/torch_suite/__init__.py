@@ -1,0 +1,2 @@
+"""PyTorch's own distributed test suite, from the torch wheel, against Gloo and against the backend
+"paceline"."""

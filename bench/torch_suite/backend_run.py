@@ -1,13 +1,13 @@
 """Run PyTorch's own distributed test suite against one backend, and write the outcome of each test.
 
-    python -m bench.torch_suite.backend_run --backend paceline --out result.jsonl [--world-size 3] [--match TEXT]
+python -m bench.torch_suite.backend_run --backend paceline --out result.jsonl [--world-size 3] [--match TEXT]
 
-The suite is `torch.testing._internal.distributed.distributed_test` from the torch wheel. Its tests are skipped by
-the backend's name in many places; `WIDENED` and `_register` are everything that lets another name than "gloo" run
-them, and no test itself is changed. The suite's list of backends whose profiler events it compares
-(PROFILING_SUPPORTED_BACKENDS) stays as it is: a process group in Python cannot record the shapes of its inputs. The processes of a test are forked from this one, which has torch imported,
-in place of being spawned: a test then takes a second and not ten.
-"""
+The suite is `torch.testing._internal.distributed.distributed_test` from the torch wheel. Its tests are
+skipped by the backend's name in many places; `WIDENED` and `_register` are everything that lets another name
+than "gloo" run them, and no test itself is changed. The suite's list of backends whose profiler events it
+compares (PROFILING_SUPPORTED_BACKENDS) stays as it is: a process group in Python cannot record the shapes of
+its inputs. The processes of a test are forked from this one, which has torch imported, in place of being
+spawned: a test then takes a second and not ten."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ WIDENED = (
 def load_suite(backend: str) -> ModuleType:
     """Load the suite's module under its own name, with its skip conditions widened for Paceline."""
     spec = importlib.util.find_spec(MODULE)
-    assert spec is not None and spec.origin is not None
+    assert spec is not None
+    assert spec.origin is not None
     source = Path(spec.origin).read_text()
     if backend == PACELINE:
         for condition, widened in WIDENED:
@@ -52,7 +53,8 @@ def load_suite(backend: str) -> ModuleType:
 
 
 def _register() -> None:
-    """Register the backend, and enter it in the suite's tables of what a backend can do: all that Gloo can."""
+    """Register the backend, and enter it in the suite's tables of what a backend can do: all that Gloo
+    can."""
     from torch.testing._internal.common_distributed import DistTestCases
 
     from paceline.comm.torch_process_group import group_creation  # noqa: F401, once for all that are forked
@@ -67,7 +69,7 @@ def test_class(module: ModuleType) -> type[unittest.TestCase]:
     base: Any = module.TestDistBackend
 
     class TestForked(base, module.DistributedTest._DistTestBase):  # type: ignore[misc, name-defined]
-        def setUp(self) -> None:
+        def setUp(self) -> None:  # noqa: N802
             super().setUp()
             self._start_processes(torch.multiprocessing.get_context("fork").Process)
 

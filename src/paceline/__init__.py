@@ -56,8 +56,6 @@ if TYPE_CHECKING:
     from paceline.engines.ray.ray_engine import Ray as Ray
     from paceline.engines.slurm.slurm_engine import Slurm as Slurm
     from paceline.engines.ssh.ssh_engine import Ssh as Ssh
-    from paceline.engines.kubernetes.kubernetes_engine import Kubernetes as Kubernetes
-    from paceline.frontends.framework_trainers.backend_choice import make_trainer as make_trainer
     from paceline.frontends.collective_functions import (
         all_gather as all_gather,
         all_reduce as all_reduce,
@@ -86,6 +84,7 @@ if TYPE_CHECKING:
     )
     from paceline.frontends.ddp_trainer.ddp_trainer import PyTorchDDPTrainer as PyTorchDDPTrainer
     from paceline.frontends.ddp_trainer.distributed_config import DistributedConfig as DistributedConfig
+    from paceline.frontends.framework_trainers.backend_choice import make_trainer as make_trainer
     from paceline.frontends.framework_trainers.horovod_trainer import HorovodTrainer as HorovodTrainer
     from paceline.frontends.framework_trainers.tensorflow_trainer import (
         TensorFlowDistributedTrainer as TensorFlowDistributedTrainer,

@@ -1,4 +1,5 @@
-"""`paceline.torch_backend`: the backend "paceline" of torch.distributed, registered when this module is imported.
+"""`paceline.torch_backend`: the backend "paceline" of torch.distributed, registered when this module is
+imported.
 
 import paceline.torch_backend
 torch.distributed.init_process_group("paceline")

@@ -238,3 +238,13 @@ def test_wrong_files_are_named(name, given, said, tmp_path):
     assert done.returncode != 0
     assert said in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_tune_digits(tmp_path):
+    pytest.importorskip("optuna", reason="pip install 'paceline[tune]'")
+    first = example("tune_digits.py", "--trials", 6, "--parallel", 2, folder=tmp_path)
+    assert figure(first, "accuracy") > 0.85
+    more = example("tune_digits.py", "--trials", 8, "--parallel", 2, "--resume", folder=tmp_path)
+    assert "8 trials" in more
+    population = example("tune_digits.py", "--trials", 12, "--parallel", 2, "--population", folder=tmp_path)
+    assert figure(population, "accuracy") > 0.85

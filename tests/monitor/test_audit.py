@@ -199,7 +199,7 @@ def test_views_that_are_missing_or_deal_otherwise_are_found(seed):
             doubled = with_changed(journal, index, shards=[first, first, *rest[1:]])
             assert any("in the view" in line for line in audit(doubled).wrong)
             swapped = with_changed(journal, index, shards=[rest[0], first, *rest[1:]])
-            pair = [(view, (event.members[n], event.pids[n])) for n in (0, 1)]
+            pair = [(view, (event.members[n], event.pids[n], 0)) for n in (0, 1)]
             if first != rest[0] and all(one in told for one in pair):
                 assert any("is doubled at step" in line for line in audit(swapped).wrong)
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from dataclasses import dataclass, field
-from typing import Annotated, Any, cast, final
+from typing import Annotated, Any, TypeVar, cast, final
 
 import typer
 
 from paceline.core import config as core_config, engine_registry
-from paceline.core.errors import UsageError
-from paceline.core.wording import listed
+from paceline.core.engine_registry import EngineSettings
+from paceline.core.errors import ConfigError, UsageError
+from paceline.core.wording import counted, listed
 from paceline.engines.engine import AgentSpec, Engine, EngineRequest
+
+T = TypeVar("T")
 
 EngineName = Annotated[
     str | None, typer.Option(metavar="NAME", help="Where workers run: ray, slurm, kubernetes, mpi or ssh.")
@@ -20,6 +24,9 @@ Nodes = Annotated[int | None, typer.Option(help="Machines of the engine.")]
 WorkersPerNode = Annotated[int | None, typer.Option(help="Workers of each machine of the engine.")]
 RayAddress = Annotated[str | None, typer.Option(help="Of Ray: ray://HOST:10001, or auto.")]
 Image = Annotated[str | None, typer.Option(help="Of Kubernetes: the container image.")]
+Kind = Annotated[
+    str | None, typer.Option(help="Of Kubernetes: what holds the pods: job, statefulset or jobset.")
+]
 SlurmOptions = Annotated[
     list[str] | None, typer.Option("--slurm", metavar="KEY=VALUE", help="An #SBATCH option; repeatable.")
 ]
@@ -44,6 +51,7 @@ class EngineOptions:
     image: str | None = None
     settings: list[str] = field(default_factory=list)
     slurm: list[str] = field(default_factory=list)
+    kind: str | None = None
 
     def chosen(self) -> Engine | None:
         """Return the engine that the options ask for; None: the run stays on this machine."""
@@ -58,34 +66,88 @@ class EngineOptions:
             "gpus_per_node": self.gpus_per_node,
             "address": self.address,
             "image": self.image,
+            "kind": self.kind,
         }
         table: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         if self.slurm:
             table["options"] = dict(_pair(text, "--slurm") for text in self.slurm)
+            if self.nodes is not None and "nodes" in table["options"]:
+                one_of(str(self.nodes), table["options"]["nodes"], "--nodes", "--slurm nodes")
         for name in table:
             if name not in known:
                 raise UsageError(
                     f"{_option(name)} means nothing to the engine {self.engine}",
                     remedy=f"leave it out; it has {listed(sorted(known - {'name'}))}",
                 )
-        if self.nodes is not None and self.nodes < 1:
-            raise UsageError(f"--nodes {self.nodes}: a run needs a node", remedy="give --nodes 1 or more")
-        texts = tuple("=".join(_pair(text, "--engine-set")) for text in self.settings)
-        return cast(Engine, core_config.load(cls, {"name": self.engine, **table}, overrides=texts))
+        for option, value, why in (
+            ("--nodes", self.nodes, "a run needs a node"),
+            ("--workers-per-node", self.workers_per_node, "a node needs a worker"),
+        ):
+            if value is not None and value < 1:
+                raise UsageError(f"{option} {value}: {why}", remedy=f"give {option} 1 or more")
+        return cast(Engine, _loaded(cls, {"name": self.engine, **table}, self.settings))
 
     def _refuse_without_engine(self) -> None:
         for option, value in (
             ("--nodes", self.nodes),
             ("--workers-per-node", self.workers_per_node),
             ("--image", self.image),
+            ("--kind", self.kind),
             ("--engine-set", self.settings),
             ("--slurm", self.slurm),
         ):
-            if value:
+            if value is not None and value != []:
                 raise UsageError(
                     f"{option} is about an engine, and none is chosen",
                     remedy=f"add --engine with one of {listed(engine_registry.NAMES)}",
                 )
+
+
+def one_of(first: T | None, second: T | None, first_option: str, second_option: str) -> T | None:
+    """Return the value that one of two options gives; UsageError where both do, and differ."""
+    if first is not None and second is not None and first != second:
+        raise UsageError(
+            f"{first_option} {first} and {second_option} {second} contradict each other",
+            remedy="give one of them",
+        )
+    return second if first is None else first
+
+
+def check_size_and_backend(
+    engine: Engine, workers: int | None, num_gpus: int | None, backend: str | None
+) -> None:
+    """Refuse options that say something else than the engine about how many workers there are, or that name
+    another trainer."""
+    most = engine.nodes * engine.workers_per_node
+    for option, value in (("--workers", workers), ("--num-gpus", num_gpus)):
+        if value is not None and value != most:
+            raise UsageError(
+                f"{option} {value} with --engine {engine.name}: {counted(engine.nodes, 'node')} of "
+                f"{counted(engine.workers_per_node, 'worker')} have {most}",
+                remedy=f"leave {option} out, and give --nodes and --workers-per-node",
+            )
+    if backend not in (None, "pytorch-ddp"):
+        raise UsageError(
+            f"--backend {backend} and --engine {engine.name}: an engine runs Paceline's own workers",
+            remedy="give one of them",
+        )
+
+
+def _loaded(cls: type[EngineSettings], table: dict[str, Any], texts: list[str]) -> EngineSettings:
+    """Return the settings of the options and of --engine-set, whose lists may be written a,b."""
+    lists = {each.name for each in dataclasses.fields(cls) if "tuple[" in str(each.type)}  # type: ignore[arg-type]
+    assigned = []
+    for name, value in (_pair(text, "--engine-set") for text in texts):
+        is_plain = name in lists and not value.startswith("[")
+        words = [word.strip() for word in value.split(",") if word.strip()]
+        assigned.append(f"{name}={json.dumps(words) if is_plain else value}")
+    try:
+        return core_config.load(cls, table, overrides=tuple(assigned))
+    except ConfigError as error:
+        message = error.message.removeprefix("the settings: ")
+        raise ConfigError(
+            f"--engine {table['name']}: {message.replace('--set ', '--engine-set ', 1)}", remedy=error.remedy
+        ) from None
 
 
 def as_text(value: object, indent: str = "") -> str:

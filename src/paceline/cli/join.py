@@ -28,6 +28,10 @@ def join(
         str, typer.Option(help="Interface (name or address) at which workers listen here.")
     ] = "",
     wait: Annotated[float, typer.Option(help="Seconds to wait for a job that does not listen yet.")] = 0.0,
+    until_finished: Annotated[
+        bool,
+        typer.Option(help="Exit with 75 where the job stops before its end: an engine starts both again."),
+    ] = False,
 ) -> None:
     """Add this machine to a job: its workers take part from the next step on, until the job ends. Ctrl-C
     lets them leave at a step boundary.
@@ -57,6 +61,7 @@ def join(
         say=lambda text: typer.echo(printable(text)),
         listening=ListenAddress(ports, interface),
         first_wait=wait,
+        until_finished=until_finished,
     )
 
     def leave(number: int, _: object) -> None:

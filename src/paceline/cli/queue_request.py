@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import typer
 
+from paceline.cli.setting_checks import check_script, check_settings
 from paceline.core.errors import UsageError
 from paceline.core.wording import counted
 from paceline.frontends.run_queue.queue_client import kept_environment
@@ -44,13 +45,7 @@ def new_request(
         raise UsageError(
             "no script is given", remedy="name the file that trains: paceline queue add train.py"
         )
-    try:
-        with open(script, "rb"):
-            pass
-    except OSError as error:
-        raise UsageError(
-            f"the script {script} cannot be read: {error.strerror}", remedy="check the path"
-        ) from error
+    check_script(script)
     _check(given)
     per_node = _workers_per_node(given)
     unit = per_node or 1
@@ -125,13 +120,10 @@ def _workers_per_node(given: dict[str, Any]) -> int:
 
 
 def _check(given: dict[str, Any]) -> None:
-    from paceline.cli.train import checked_assignments
     from paceline.cli.train_layout import number_of_workers
     from paceline.core.chaos_spec import Chaos
-    from paceline.frontends.ddp_trainer.config_file import PerGpuFile
-    from paceline.frontends.overrides import Overrides
 
-    texts = checked_assignments(given["assignments"] or [])
+    texts = check_settings(given["assignments"] or [], given["config"])
     assigned = {text.partition("=")[0].strip() for text in texts}
     for name, instead in _OURS.items():
         is_option = given.get(name) not in (None, False)
@@ -142,6 +134,3 @@ def _check(given: dict[str, Any]) -> None:
         number_of_workers(None, None, None, given["gpus_per_node"], given["address"], given["backend"])
     if given["chaos"] is not None:
         Chaos(given["chaos"])
-    config = given["config"]
-    per_gpu = None if config is None else PerGpuFile.read(config)
-    Overrides({}, texts, file=None if per_gpu is not None else config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -15,15 +16,19 @@ from paceline.cli.engine_options import (
     EngineName,
     EngineOptions,
     Image,
+    Kind,
     Nodes,
     RayAddress,
     SlurmOptions,
     WorkersPerNode,
+    one_of,
 )
 from paceline.core.errors import PeerLostError, UsageError
 from paceline.core.untrusted import printable
 
 _POLL_SECONDS: Final = 1.0
+# As SLURM writes limits: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]].
+_TIME: Final = re.compile(r"(\d+-\d+|\d+)(:\d{1,2}){0,2}")
 
 
 def submit(
@@ -37,6 +42,7 @@ def submit(
     gpus_per_node: Annotated[int | None, typer.Option(help="GPUs of each machine.")] = None,
     address: RayAddress = None,
     image: Image = None,
+    kind: Kind = None,
     time_limit: Annotated[
         str, typer.Option("--time", metavar="H:MM:SS", help="How long the run may take.")
     ] = "",
@@ -60,16 +66,28 @@ def submit(
 
     Example: paceline submit train.py --engine slurm --nodes 4 --time 2:00:00 --slurm partition=gpu
     """
+    from paceline.cli.setting_checks import check_script, check_settings
     from paceline.engines.batch import BatchSpec
 
     options = EngineOptions(
-        engine, nodes, workers_per_node, gpus_per_node, address, image, engine_settings or [], slurm or []
+        engine,
+        nodes,
+        workers_per_node,
+        gpus_per_node,
+        address,
+        image,
+        engine_settings or [],
+        slurm or [],
+        kind,
     )
     chosen = options.chosen()
     if chosen is None:
         raise UsageError("a run is handed over to an engine", remedy="add --engine slurm, or another one")
-    if not Path(script).is_file():
-        raise UsageError(f"there is no file {script}", remedy="give the path of the script that trains")
+    if dry_run and wait:
+        raise UsageError("--dry-run submits nothing that --wait could wait for", remedy="give one of them")
+    check_script(script)
+    check_settings(assignments or [], config)
+    _check_time(time_limit, slurm or [])
     train = [*_option("--config", config), *_option("--run-dir", run_dir)]
     train += [part for text in assignments or [] for part in ("--set", text)]
     job = BatchSpec(
@@ -86,6 +104,16 @@ def submit(
         python=sys.executable,
     )
     _hand_over(chosen, job, dry_run=dry_run, wait=wait)
+
+
+def _check_time(text: str, slurm: list[str]) -> None:
+    """Refuse a limit that is no time, or that stands twice and differs."""
+    if text and not _TIME.fullmatch(text):
+        raise UsageError(
+            f"--time {text} is not a time", remedy="write it like 2:00:00, or 1-12:00:00 for 36 hours"
+        )
+    given = dict(text.split("=", 1) for text in slurm if "=" in text).get("time")
+    one_of(text or None, given, "--time", "--slurm time")
 
 
 def _hand_over(chosen: object, job: object, *, dry_run: bool, wait: bool) -> None:

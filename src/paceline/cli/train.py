@@ -24,6 +24,8 @@ from paceline.cli.engine_options import (
     RayAddress,
     SlurmOptions,
     WorkersPerNode,
+    check_size_and_backend,
+    one_of,
 )
 from paceline.cli.train_options import (
     Assignments,
@@ -83,17 +85,18 @@ def train(
 
     Example: paceline train script.py --workers 4 --chaos "kill rank=2 step=20" --set checkpoint.keep_last=5
     """
+    from paceline.cli.setting_checks import check_script, checked_assignments
     from paceline.cli.train_layout import backend_settings, number_of_workers, settings_of_file
     from paceline.core.chaos_spec import Chaos
 
     file, rest = _chosen_script(script, script_file, arguments or [])
     if backend == "ray":
-        engine, backend = engine or "ray", None
+        engine, backend = one_of(engine, "ray", "--engine", "--backend"), None
     if (step := _slurm_step()) is not None:
         engine = engine or "slurm"
     chosen = EngineOptions(
         engine,
-        nodes or num_nodes if engine else nodes,
+        one_of(nodes, num_nodes, "--nodes", "--num-nodes") if engine else nodes,
         workers_per_node,
         gpus_per_node if engine else None,
         address if engine else None,
@@ -103,7 +106,9 @@ def train(
     ).chosen()
     if chosen is not None:
         address = num_nodes = gpus_per_node = None
+        check_size_and_backend(chosen, workers, num_gpus, backend)
     if dry_run:
+        check_script(file)
         _print_request(chosen)
         return
     texts, layout = checked_assignments(assignments or []), (workers, num_gpus, num_nodes, gpus_per_node)
@@ -115,16 +120,14 @@ def train(
         texts, config = (*per_gpu, *texts), None if per_gpu else config
     texts = (*texts, *backend_settings(backend))
     given: dict[str, Any] = {
-        "workers": number,
+        "engine": chosen,
+        "workers": number if chosen is None else None,
         "epochs": epochs,
         "run_dir": run_dir,
         "resume": int(resume) if resume is not None and resume.isdigit() else resume,
         "fault_tolerance.chaos": None if chaos is None else str(Chaos(chaos)),
         "fault_tolerance.min_workers": min_workers,
     }
-    if chosen is not None:
-        given["engine"] = chosen
-        given["workers"] = None
     options = {**of_file, **{name: value for name, value in given.items() if value is not None}}
     with contextlib.nullcontext() if step is None else step:
         _train(file, rest, options, texts, config)
@@ -219,15 +222,3 @@ def _run(script: str, arguments: tuple[str, ...]) -> int:
         print(traceback_of_script(error, script), end="", file=sys.stderr)
         return 1
     return 0
-
-
-def checked_assignments(assignments: list[str]) -> tuple[str, ...]:
-    """Return the texts of --set; UsageError for one that assigns nothing."""
-    for text in assignments:
-        name, equals, _ = text.partition("=")
-        if not equals or not name.strip():
-            raise UsageError(
-                f"--set {text}: not of the form key=value",
-                remedy="write it like --set checkpoint.keep_last=5",
-            )
-    return tuple(assignments)

@@ -44,7 +44,7 @@ def number_of_workers(
         what = f"--address {address}" if asked.num_nodes == 1 else f"--num-nodes {asked.num_nodes}"
         raise UsageError(
             f"{what}: `paceline train` starts the script once, on this machine",
-            remedy=_ELSEWHERE.format(nodes=max(2, asked.num_nodes)),
+            remedy=_engine_for(address, asked.num_nodes) + _ELSEWHERE.format(nodes=max(2, asked.num_nodes)),
         )
     gpus = num_gpus if num_gpus is not None else gpus_per_node
     if workers is not None and gpus is not None and workers != gpus:
@@ -55,6 +55,13 @@ def number_of_workers(
     if gpus is not None and (sentence := devices(gpus, visible_gpus())):
         announce(sentence)
     return gpus if workers is None else workers
+
+
+def _engine_for(address: str | None, nodes: int) -> str:
+    """Return how an engine would start the workers on other machines."""
+    if address is not None and address.startswith("ray://"):
+        return "add --engine ray; or "
+    return f"add --engine with --nodes {max(2, nodes)} where a cluster has them; or "
 
 
 def settings_of_file(

@@ -56,9 +56,13 @@ def engine_class(name: str) -> type[EngineSettings]:
         found = importlib.metadata.entry_points(group=ENTRY_POINTS, name=name)
         target = next((point.value for point in found), None)
     if target is None:
+        import difflib
+
+        near = difflib.get_close_matches(name.lower(), NAMES, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
         raise ConfigError(
             f"there is no engine {name!r}",
-            remedy=f"the engines are {listed(NAMES)}; without one a run stays on this machine",
+            remedy=f"{hint}the engines are {listed(NAMES)}; without one a run stays on this machine",
             key="engine",
         )
     module, _, attribute = target.partition(":")

@@ -42,6 +42,7 @@ class RayCluster:
         with_services: bool = True,
         cpus: int = 4,
     ) -> None:
+        self._folder = str(folder)
         self.environment = {**os.environ, **(environment or {}), **_QUIET, "RAY_TMPDIR": str(folder)}
         # Of the Ray client's server and of the dashboard, which takes jobs; 0: there is none.
         self.client_port, self.dashboard_port = (_free_port() if with_services else 0 for _ in range(2))
@@ -84,10 +85,10 @@ class RayCluster:
         self._ask("remove", node)
 
     def pids(self, node: str) -> list[int]:
-        """Return the processes of a node."""
-        mark = f"PACELINE_HOST={node}".encode()
+        """Return the processes of a node of this cluster; other clusters have nodes of that name too."""
+        marks = {f"PACELINE_HOST={node}".encode(), f"RAY_TMPDIR={self._folder}".encode()}
         found = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
-        return [pid for pid in found if mark in process_file(pid, "environ").split(b"\0")]
+        return [pid for pid in found if marks <= {*process_file(pid, "environ").split(b"\0")}]
 
     def agents(self, node: str) -> list[int]:
         """Return the processes of a node that are agents (`paceline join`)."""
@@ -144,6 +145,8 @@ def main(client_port: str, dashboard_port: str, cpus: str) -> None:
             "include_dashboard": dashboard_port != "0",
             "dashboard_port": int(dashboard_port) or None,
             "ray_client_server_port": int(client_port) or None,
+            # The default is one port, which nodes of one machine would dispute; jobs go through the head's.
+            "dashboard_agent_listen_port": _free_port(),
         },
     )
     print(f"head {cluster.address}", flush=True)
@@ -152,7 +155,11 @@ def main(client_port: str, dashboard_port: str, cpus: str) -> None:
         for line in sys.stdin:
             command, name = line.split()
             if command == "add":
-                nodes[name] = cluster.add_node(num_cpus=int(cpus), env_vars={"PACELINE_HOST": name})
+                nodes[name] = cluster.add_node(
+                    num_cpus=int(cpus),
+                    dashboard_agent_listen_port=_free_port(),
+                    env_vars={"PACELINE_HOST": name},
+                )
             else:
                 cluster.remove_node(nodes.pop(name), allow_graceful=False)
             print(f"done {name}", flush=True)

@@ -7,7 +7,7 @@ import re
 from typing import Any, NamedTuple
 
 import kubernetes_validate
-from tests.clusters.kubernetes.object_store import ObjectStore, Plain
+from tests.clusters.kubernetes.object_store import JsonObject, ObjectStore
 
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 SCHEMA = "1.33"
@@ -29,7 +29,7 @@ class Quota(NamedTuple):
     jobs: int = 1000
 
 
-def check_new(store: ObjectStore, one: Plain, namespace: str, quota: Quota | None) -> None:
+def check_new(store: ObjectStore, one: JsonObject, namespace: str, quota: Quota | None) -> None:
     """Refuse an object that cannot be created."""
     kind, name = one["kind"], str(one.get("metadata", {}).get("name", ""))
     if len(name) > 253 or not _NAME.fullmatch(name):
@@ -57,7 +57,7 @@ def check_pod_quota(store: ObjectStore, namespace: str, name: str, quota: Quota 
         raise _exceeded(quota, "pods", name, "pods=1", f"pods={quota.pods}", len(live))
 
 
-def check_change(before: Plain, after: Plain) -> None:
+def check_change(before: JsonObject, after: JsonObject) -> None:
     """Refuse changes of what cannot be changed."""
     if before["kind"] == "Job":
         old, new = before["spec"], after["spec"]
@@ -69,7 +69,7 @@ def check_change(before: Plain, after: Plain) -> None:
         raise RefusalError(422, "Invalid", "data: Forbidden: field is immutable when `immutable` is set")
 
 
-def _check_job(job: Plain) -> None:
+def _check_job(job: JsonObject) -> None:
     spec = job["spec"]
     pod = spec["template"]["spec"]
     wrong = ""
@@ -89,7 +89,7 @@ def _check_job(job: Plain) -> None:
         raise RefusalError(422, "Invalid", f'Job.batch "{job["metadata"]["name"]}" is invalid: {wrong}')
 
 
-def _check_restricted(one: Plain, pod: Plain) -> None:
+def _check_restricted(one: JsonObject, pod: JsonObject) -> None:
     """Enforce the standard "restricted"."""
     general, wrong = pod.get("securityContext", {}), []
     for container in pod["containers"]:

@@ -21,7 +21,7 @@ from typing import Any
 
 from tests.clusters.kubernetes.admission import RefusalError, check_change, check_new
 from tests.clusters.kubernetes.job_controller import new_status
-from tests.clusters.kubernetes.object_store import ObjectStore, Plain
+from tests.clusters.kubernetes.object_store import JsonObject, ObjectStore
 
 KINDS = {
     ("", "v1", "pods"): "Pod",
@@ -42,7 +42,7 @@ class ApiServer:
     """Answers at every listening socket that it is given. `refuse` may be set by a test: a function that gets
     verb and resource and returns whether the user may do that."""
 
-    def __init__(self, store: ObjectStore, token: str, logs: Callable[[Plain], list[str]]) -> None:
+    def __init__(self, store: ObjectStore, token: str, logs: Callable[[JsonObject], list[str]]) -> None:
         self.store, self.token, self.logs = store, token, logs
         self.namespaces = {"default", "ml"}
         self.quota: Any = None
@@ -75,7 +75,9 @@ class ApiServer:
             thread.join()
             server.server_close()
 
-    def answer(self, method: str, path: str, query: dict[str, str], body: Plain | None) -> Plain | str:
+    def answer(
+        self, method: str, path: str, query: dict[str, str], body: JsonObject | None
+    ) -> JsonObject | str:
         """Carry out a request that was authenticated."""
         if path == "/version":
             return dict(self.version)
@@ -112,8 +114,8 @@ class ApiServer:
             raise RefusalError(403, "Forbidden", f'{told}API group "" in the namespace "{namespace}"')
 
     def _of_all(
-        self, method: str, kind: str, namespace: str, query: dict[str, str], body: Plain | None
-    ) -> Plain:
+        self, method: str, kind: str, namespace: str, query: dict[str, str], body: JsonObject | None
+    ) -> JsonObject:
         if method == "POST":
             assert body is not None
             if namespace not in self.namespaces:
@@ -138,7 +140,9 @@ class ApiServer:
                 "items": copy.deepcopy(found),
             }
 
-    def _of_one(self, method: str, one: Plain, query: dict[str, str], body: Plain | None) -> Plain:
+    def _of_one(
+        self, method: str, one: JsonObject, query: dict[str, str], body: JsonObject | None
+    ) -> JsonObject:
         with self.store.lock:
             if method == "PATCH":
                 after = copy.deepcopy(one)
@@ -153,7 +157,7 @@ class ApiServer:
                     self.store.remove(one)
             return copy.deepcopy(one)
 
-    def _log(self, pod: Plain, query: dict[str, str]) -> str:
+    def _log(self, pod: JsonObject, query: dict[str, str]) -> str:
         states = pod["status"].get("containerStatuses") or [{"state": {"waiting": {}}}]
         if "waiting" in states[0]["state"]:
             name = pod["metadata"]["name"]
@@ -208,8 +212,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             found = api.answer(method, url.path, query, json.loads(body) if body else None)
         except RefusalError as refusal:
             status = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure"}
-            told = {**status, "message": refusal.message, "reason": refusal.reason, "code": refusal.code}
-            return self._send(refusal.code, json.dumps(told), "application/json")
+            facts = {**status, "message": refusal.message, "reason": refusal.reason, "code": refusal.code}
+            return self._send(refusal.code, json.dumps(facts), "application/json")
         if isinstance(found, str):
             return self._send(200, found, "text/plain")
         return self._send(201 if method == "POST" else 200, json.dumps(found), "application/json")
@@ -238,7 +242,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.close_connection = True
 
 
-def merge(into: Plain, patch: Plain) -> None:
+def merge(into: JsonObject, patch: JsonObject) -> None:
     """RFC 7386."""
     for name, value in patch.items():
         if value is None:
@@ -249,7 +253,7 @@ def merge(into: Plain, patch: Plain) -> None:
             into[name] = copy.deepcopy(value)
 
 
-def selects(query: dict[str, str], one: Plain) -> bool:
+def selects(query: dict[str, str], one: JsonObject) -> bool:
     """Apply label and field selectors of the form a=b,c=d."""
     labels = one["metadata"].get("labels", {})
     for name, value in _pairs(query.get("labelSelector", "")):
@@ -264,7 +268,7 @@ def selects(query: dict[str, str], one: Plain) -> bool:
     return True
 
 
-def discovery(path: str) -> Plain | None:
+def discovery(path: str) -> JsonObject | None:
     """Return what tells a client which resources there are."""
     groups = sorted({group for group, _, _ in KINDS if group})
     if path == "/api":
@@ -283,8 +287,8 @@ def discovery(path: str) -> Plain | None:
                 for (its_group, _, name), kind in KINDS.items()
                 if its_group == group
             ]
-            version = f"{group}/v1" if group else "v1"
-            return {"kind": "APIResourceList", "groupVersion": version, "resources": resources}
+            name = f"{group}/v1" if group else "v1"
+            return {"kind": "APIResourceList", "groupVersion": name, "resources": resources}
     return None
 
 

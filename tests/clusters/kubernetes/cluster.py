@@ -15,6 +15,7 @@ import base64
 import ctypes
 import datetime
 import ipaddress
+import itertools
 import os
 import signal
 import socket
@@ -36,7 +37,7 @@ from tests.clusters.kubernetes.admission import Quota
 from tests.clusters.kubernetes.api_server import ApiServer
 from tests.clusters.kubernetes.job_controller import Controllers
 from tests.clusters.kubernetes.kubelet import Kubelets, Node
-from tests.clusters.kubernetes.object_store import ObjectStore, Plain, now
+from tests.clusters.kubernetes.object_store import JsonObject, ObjectStore, now
 from tests.clusters.kubernetes.sandbox import ROOT, Container
 
 from paceline.testing import netns
@@ -71,6 +72,7 @@ class Cluster:
         self.inner_kubeconfig = folder / "kubeconfig-inside"
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._turns, daemon=True)
+        self._logins = itertools.count()
         self.failure: BaseException | None = None
 
     def __enter__(self) -> Self:
@@ -141,7 +143,7 @@ class Cluster:
             binds=[*((path, path, True) for path in shown), (str(folder), str(folder), False)],
             memory=[("/tmp", "512m", "1777"), ("/dev/shm", "16m", "1777")],
         )
-        place = folder / f"login{len(self.hosts._processes)}"
+        place = folder / f"login{next(self._logins)}"
         return self.hosts.start(0, container.command_line(place), **options)
 
     def write_kubeconfig(self, path: Path, server: str, authority: bytes, token: str = "") -> None:
@@ -178,7 +180,7 @@ class Cluster:
         self.hosts.cut(node.host)
         one.process.kill()
 
-        def change(pod: Plain) -> None:
+        def change(pod: JsonObject) -> None:
             pod["metadata"].update(deletionTimestamp=now(), deletionGracePeriodSeconds=30)
             pod["status"]["conditions"].append(
                 {"type": "DisruptionTarget", "status": "True", "reason": "DeletionByTaintManager"}

@@ -48,11 +48,11 @@ def assemble(spec: dict[str, Any]) -> Path:
         mount(f"/dev/{device}", root / "dev" / device, "", _BIND)
     for name, target in (("fd", "/proc/self/fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
         (root / "dev" / name).symlink_to(target)
-    for number, (lower, upper, target) in enumerate(spec["overlays"]):
+    for lower, upper, target in spec["overlays"]:
         place = _place(root, target, Path(lower))
-        work = Path(upper).with_name(f"work{number}")
-        for folder in (Path(upper), work):
-            folder.mkdir(parents=True, exist_ok=True)
+        work = Path(upper).with_name("work")
+        for layer in (Path(upper), work):
+            layer.mkdir(parents=True, exist_ok=True)
         mount("overlay", place, "overlay", 0, f"lowerdir={lower},upperdir={upper},workdir={work}")
     # Sorted as container runtimes do: a volume may lie in another one.
     memory = [(target, None, size, mode) for target, size, mode in spec["memory"]]

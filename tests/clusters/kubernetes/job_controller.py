@@ -13,7 +13,7 @@ import uuid
 from typing import Any
 
 from tests.clusters.kubernetes.admission import Quota, RefusalError, check_pod_quota
-from tests.clusters.kubernetes.object_store import ObjectStore, Plain, event, now
+from tests.clusters.kubernetes.object_store import JsonObject, ObjectStore, event, now
 
 _INDEX = "batch.kubernetes.io/job-completion-index"
 
@@ -39,12 +39,14 @@ class Controllers:
 
     # Jobs
 
-    def _job(self, job: Plain) -> None:
+    def _job(self, job: JsonObject) -> None:
         status = job["status"]
-        if any(condition["type"] in ("Complete", "Failed") for condition in status["conditions"]):
+        if status["conditions"]:
             return None
         pods = self._store.pods_of(job)
         self._count_ends(job, pods)
+        if status["conditions"]:
+            return None  # the failure policy ended it
         done = _indexes(status.get("completedIndexes", ""))
         if _succeeded(job["spec"], done):
             return self._end(job, pods, "Complete", "", "")
@@ -68,7 +70,7 @@ class Controllers:
                         break
         return None
 
-    def _count_ends(self, job: Plain, pods: list[Plain]) -> None:
+    def _count_ends(self, job: JsonObject, pods: list[JsonObject]) -> None:
         uid, done = job["metadata"]["uid"], _indexes(job["status"].get("completedIndexes", ""))
         for pod in pods:
             phase = pod["status"]["phase"]
@@ -92,15 +94,15 @@ class Controllers:
                 self._retry_at[uid] = time.monotonic() + min(self._backoff * 2 ** (count - 1), 360.0)
         text = ",".join(map(str, sorted(index for index in done if index < job["spec"]["completions"])))
 
-        def change(one: Plain) -> None:
+        def change(one: JsonObject) -> None:
             one["status"].update(completedIndexes=text, succeeded=len(done))
 
         self._store.update(job, change)
 
-    def _end(self, job: Plain, pods: list[Plain], kind: str, reason: str, message: str) -> None:
+    def _end(self, job: JsonObject, pods: list[JsonObject], kind: str, reason: str, message: str) -> None:
         condition = {"type": kind, "status": "True", "reason": reason, "message": message}
 
-        def change(one: Plain) -> None:
+        def change(one: JsonObject) -> None:
             one["status"]["conditions"].append(condition)
 
         self._store.update(job, change)
@@ -110,7 +112,7 @@ class Controllers:
 
     # StatefulSets
 
-    def _stateful_set(self, owner: Plain) -> None:
+    def _stateful_set(self, owner: JsonObject) -> None:
         spec = owner["spec"]
         pods = {pod["metadata"]["name"]: pod for pod in self._store.pods_of(owner)}
         for number in range(spec["replicas"]):
@@ -124,7 +126,7 @@ class Controllers:
             ):
                 self._store.begin_deletion(pod)
 
-    def _make(self, owner: Plain, pod: Plain) -> bool:
+    def _make(self, owner: JsonObject, pod: JsonObject) -> bool:
         namespace, name = owner["metadata"]["namespace"], pod["metadata"]["name"]
         try:
             check_pod_quota(self._store, namespace, name, self.quota)
@@ -135,11 +137,11 @@ class Controllers:
         return True
 
 
-def new_status(kind: str) -> Plain:
+def new_status(kind: str) -> JsonObject:
     return {"conditions": []} if kind == "Job" else {"phase": "Active"} if kind == "Namespace" else {}
 
 
-def _job_pod(job: Plain, index: int) -> Plain:
+def _job_pod(job: JsonObject, index: int) -> JsonObject:
     name = job["metadata"]["name"]
     subdomain = job["spec"]["template"]["spec"].get("subdomain", "")
     pod = _pod(
@@ -150,7 +152,9 @@ def _job_pod(job: Plain, index: int) -> Plain:
     return pod
 
 
-def _pod(owner: Plain, name: str, hostname: str, subdomain: str, annotations: dict[str, str]) -> Plain:
+def _pod(
+    owner: JsonObject, name: str, hostname: str, subdomain: str, annotations: dict[str, str]
+) -> JsonObject:
     template = owner["spec"]["template"]
     spec: dict[str, Any] = copy.deepcopy(template["spec"])
     spec.update(hostname=hostname, subdomain=subdomain)
@@ -169,7 +173,7 @@ def _pod(owner: Plain, name: str, hostname: str, subdomain: str, annotations: di
     }
 
 
-def _policy(spec: Plain, pod: Plain) -> str:
+def _policy(spec: JsonObject, pod: JsonObject) -> str:
     """Return what the Job's podFailurePolicy says about a failed pod."""
     for rule in spec.get("podFailurePolicy", {}).get("rules", ()):
         codes = rule.get("onExitCodes")
@@ -185,7 +189,7 @@ def _policy(spec: Plain, pod: Plain) -> str:
     return "Count"
 
 
-def _succeeded(spec: Plain, done: set[int]) -> bool:
+def _succeeded(spec: JsonObject, done: set[int]) -> bool:
     for rule in spec.get("successPolicy", {}).get("rules", ()):
         if _indexes(rule["succeededIndexes"]) <= done:
             return True

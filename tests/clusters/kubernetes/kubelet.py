@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.clusters.kubernetes import sandbox
-from tests.clusters.kubernetes.object_store import ObjectStore, Plain, now
+from tests.clusters.kubernetes.object_store import JsonObject, ObjectStore, now
 from tests.clusters.kubernetes.sandbox import ROOT, Container
 
 from paceline.testing.netns import Hosts
@@ -37,7 +37,7 @@ class Node:
 
 @dataclass
 class RunningPod:
-    pod: Plain
+    pod: JsonObject
     node: Node
     process: subprocess.Popen[bytes]
     reader: threading.Thread
@@ -55,7 +55,7 @@ class Kubelets:
         self.images: set[str] = set()
         self.claims: dict[str, Path] = {}
         self.running: dict[str, RunningPod] = {}
-        self._restarts: dict[str, tuple[int, Plain]] = {}
+        self._restarts: dict[str, tuple[int, JsonObject]] = {}
 
     def turn(self) -> None:
         with self._store.lock:
@@ -80,11 +80,11 @@ class Kubelets:
                 return pid, one
         raise LookupError(f"no pod {hostname} runs")
 
-    def log_lines(self, pod: Plain) -> list[str]:
+    def log_lines(self, pod: JsonObject) -> list[str]:
         path = self._log_path(pod)
         return path.read_text(errors="replace").splitlines() if path.exists() else []
 
-    def _schedule(self, pod: Plain) -> None:
+    def _schedule(self, pod: JsonObject) -> None:
         if pod["spec"].get("nodeName") or pod["status"]["phase"] != "Pending":
             return
         busy = {
@@ -94,7 +94,7 @@ class Kubelets:
         }
         free = next((n for n in self.nodes if n.ready and n.schedulable and n.name not in busy), None)
 
-        def change(one: Plain) -> None:
+        def change(one: JsonObject) -> None:
             if free is not None:
                 one["spec"]["nodeName"] = free.name
                 one["status"]["conditions"] = [{"type": "PodScheduled", "status": "True"}]
@@ -106,7 +106,7 @@ class Kubelets:
 
         self._store.update(pod, change)
 
-    def _start(self, pod: Plain) -> None:
+    def _start(self, pod: JsonObject) -> None:
         uid, node = pod["metadata"]["uid"], self._node(pod)
         if node is None or not node.ready or uid in self.running or pod["status"]["phase"] != "Pending":
             return
@@ -125,7 +125,7 @@ class Kubelets:
             return
         self._run(pod, node)
 
-    def _missing_parts(self, pod: Plain) -> str:
+    def _missing_parts(self, pod: JsonObject) -> str:
         namespace = pod["metadata"]["namespace"]
         for volume in pod["spec"]["volumes"]:
             name = volume.get("secret", {}).get("secretName")
@@ -136,7 +136,7 @@ class Kubelets:
                 return f'persistentvolumeclaim "{claim}" not found'
         return ""
 
-    def _run(self, pod: Plain, node: Node) -> None:
+    def _run(self, pod: JsonObject, node: Node) -> None:
         folder = self._folder / pod["metadata"]["uid"]
         folder.mkdir(parents=True, exist_ok=True)
         command = self._container(pod, node, folder).command_line(folder / "container")
@@ -148,13 +148,13 @@ class Kubelets:
         reader.start()
         self.running[pod["metadata"]["uid"]] = RunningPod(pod, node, process, reader, log)
 
-        def change(one: Plain) -> None:
+        def change(one: JsonObject) -> None:
             one["status"].update(phase="Running", podIP=self._hosts.addresses[node.host])
 
         self._store.update(pod, change)
         self._set_container(pod, {"running": {"startedAt": now()}}, "Running")
 
-    def _container(self, pod: Plain, node: Node, folder: Path) -> Container:
+    def _container(self, pod: JsonObject, node: Node, folder: Path) -> Container:
         spec = pod["spec"]
         one, security = spec["containers"][0], spec["securityContext"]
         address = self._hosts.addresses[node.host]
@@ -184,7 +184,9 @@ class Kubelets:
             self._add_volume(made, pod, volume, mounts[volume["name"]], folder)
         return made
 
-    def _add_volume(self, made: Container, pod: Plain, volume: Plain, path: str, folder: Path) -> None:
+    def _add_volume(
+        self, made: Container, pod: JsonObject, volume: JsonObject, path: str, folder: Path
+    ) -> None:
         group = pod["spec"]["securityContext"]["fsGroup"]
         if "secret" in volume:
             secret = self._store.find("Secret", pod["metadata"]["namespace"], volume["secret"]["secretName"])
@@ -260,20 +262,20 @@ class Kubelets:
         inside = ["nsenter", "-t", str(pid), "--mount", "--pid", "--net", "--root", "--wd"]
         ready = subprocess.run([*inside, *command], capture_output=True, check=False).returncode == 0
 
-        def change(pod: Plain) -> None:
+        def change(pod: JsonObject) -> None:
             for status in pod["status"].get("containerStatuses", ()):
                 status["ready"] = ready
 
         self._store.update(one.pod, change)
 
-    def _set_container(self, pod: Plain, state: Plain, phase: str) -> None:
+    def _set_container(self, pod: JsonObject, state: JsonObject, phase: str) -> None:
         restarts, last = self._restarts.get(pod["metadata"]["uid"], (0, {}))
         name = pod["spec"]["containers"][0]["name"]
         status: dict[str, Any] = {"name": name, "state": state, "restartCount": restarts, "ready": False}
         if last:
             status["lastState"] = last
 
-        def change(one: Plain) -> None:
+        def change(one: JsonObject) -> None:
             one["status"].update(phase=phase, containerStatuses=[status])
 
         self._store.update(pod, change)
@@ -293,10 +295,10 @@ class Kubelets:
             if path.read_text() != text:
                 path.write_text(text)  # in place: the pod has this very file mounted
 
-    def _node(self, pod: Plain) -> Node | None:
+    def _node(self, pod: JsonObject) -> Node | None:
         return next((node for node in self.nodes if node.name == pod["spec"].get("nodeName")), None)
 
-    def _log_path(self, pod: Plain) -> Path:
+    def _log_path(self, pod: JsonObject) -> Path:
         restarts = self._restarts.get(pod["metadata"]["uid"], (0, {}))[0]
         return self._folder / f"{pod['metadata']['uid']}.{restarts}.log"
 

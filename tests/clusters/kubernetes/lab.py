@@ -12,12 +12,13 @@ from tests.clusters.kubernetes.cluster import IMAGE, USER, Cluster
 
 import paceline
 from paceline.engines.engine import Engine
+from paceline.testing.engine_contract import EngineLab
 
 CLAIM = "training"
 
 
 @final
-class KubernetesLab:
+class KubernetesLab(EngineLab):
     """Nodes of the contract are pods by their host names. `folder` is a volume that all pods mount."""
 
     def __init__(self, cluster: Cluster, folder: Path, kind: Literal["job", "statefulset"] = "job") -> None:

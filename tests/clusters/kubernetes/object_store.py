@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
-Plain = dict[str, Any]
+JsonObject = dict[str, Any]
 Key = tuple[str, str, str]
 
 
@@ -20,11 +20,11 @@ class ObjectStore:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
-        self._objects: dict[Key, Plain] = {}
+        self._objects: dict[Key, JsonObject] = {}
         self._versions = itertools.count(1)
-        self.history: list[tuple[int, str, Plain]] = []
+        self.history: list[tuple[int, str, JsonObject]] = []
 
-    def add(self, one: Plain, namespace: str) -> Plain:
+    def add(self, one: JsonObject, namespace: str) -> JsonObject:
         with self.lock:
             one = copy.deepcopy(one)
             metadata = one["metadata"]
@@ -33,11 +33,11 @@ class ObjectStore:
             self._note("ADDED", one)
             return one
 
-    def find(self, kind: str, namespace: str, name: str) -> Plain | None:
+    def find(self, kind: str, namespace: str, name: str) -> JsonObject | None:
         with self.lock:
             return self._objects.get((kind, namespace, name))
 
-    def every(self, kind: str, namespace: str = "") -> list[Plain]:
+    def every(self, kind: str, namespace: str = "") -> list[JsonObject]:
         with self.lock:
             return [
                 one
@@ -45,7 +45,7 @@ class ObjectStore:
                 if its_kind == kind and namespace in ("", its_namespace)
             ]
 
-    def update(self, one: Plain, change: Callable[[Plain], None]) -> Plain:
+    def update(self, one: JsonObject, change: Callable[[JsonObject], None]) -> JsonObject:
         """Change an object; nobody is told of a change that changes nothing."""
         with self.lock:
             before = copy.deepcopy(one)
@@ -54,7 +54,7 @@ class ObjectStore:
                 self._note("MODIFIED", one)
             return one
 
-    def remove(self, one: Plain) -> None:
+    def remove(self, one: JsonObject) -> None:
         """Remove an object, and those that it owns: pods get their grace, others go at once."""
         with self.lock:
             metadata = one["metadata"]
@@ -66,7 +66,7 @@ class ObjectStore:
                 else:
                     self.remove(owned)
 
-    def owned_by(self, uid: str) -> list[Plain]:
+    def owned_by(self, uid: str) -> list[JsonObject]:
         with self.lock:
             return [
                 one
@@ -74,23 +74,23 @@ class ObjectStore:
                 if any(owner["uid"] == uid for owner in one["metadata"].get("ownerReferences", ()))
             ]
 
-    def pods_of(self, owner: Plain) -> list[Plain]:
+    def pods_of(self, owner: JsonObject) -> list[JsonObject]:
         return [one for one in self.owned_by(owner["metadata"]["uid"]) if one["kind"] == "Pod"]
 
-    def begin_deletion(self, pod: Plain, grace: int | None = None) -> None:
+    def begin_deletion(self, pod: JsonObject, grace: int | None = None) -> None:
         """Ask the kubelet to end a pod; the object is there until its container has ended."""
         seconds = pod["spec"].get("terminationGracePeriodSeconds", 30) if grace is None else grace
         if seconds == 0 or not pod["spec"].get("nodeName"):
             self.remove(pod)
             return
 
-        def change(one: Plain) -> None:
+        def change(one: JsonObject) -> None:
             one["metadata"].setdefault("deletionTimestamp", now())
             one["metadata"].setdefault("deletionGracePeriodSeconds", seconds)
 
         self.update(pod, change)
 
-    def watch(self, kind: str, namespace: str, after: int, ends: Callable[[], bool]) -> Iterator[Plain]:
+    def watch(self, kind: str, namespace: str, after: int, ends: Callable[[], bool]) -> Iterator[JsonObject]:
         """Yield changes of objects of a kind, until `ends`."""
         position = 0
         while not ends():
@@ -102,7 +102,7 @@ class ObjectStore:
                 if version > after and one["kind"] == kind and one["metadata"]["namespace"] == namespace:
                     yield {"type": what, "object": one}
 
-    def _note(self, what: str, one: Plain) -> None:
+    def _note(self, what: str, one: JsonObject) -> None:
         version = next(self._versions)
         one["metadata"]["resourceVersion"] = str(version)
         self.history.append((version, what, copy.deepcopy(one)))
@@ -113,7 +113,7 @@ def now() -> str:
     return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def event(store: ObjectStore, about: Plain, reason: str, message: str) -> None:
+def event(store: ObjectStore, about: JsonObject, reason: str, message: str) -> None:
     """Write an Event about an object, once for equal ones."""
     namespace = about["metadata"]["namespace"]
     for known in store.every("Event", namespace):

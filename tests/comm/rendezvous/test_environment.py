@@ -297,7 +297,7 @@ def test_a_pod_without_world_size_is_alone():
 
 
 def test_a_pod_that_does_not_know_pod_0_is_told_how_it_would():
-    with pytest.raises(UsageError, match="JOB-0.SERVICE"):
+    with pytest.raises(UsageError, match=r"JOB-0\.SERVICE"):
         find_launch_info({"WORLD_SIZE": "4", "JOB_COMPLETION_INDEX": "3"})
 
 

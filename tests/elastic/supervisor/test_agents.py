@@ -153,3 +153,10 @@ def test_at_the_end_of_the_job_agents_end(shell: Shell):
     agent.received()
     shell.agents.close("finished")
     assert agent.received() == [AgentEnd(member=-1, reason="finished")]
+
+
+def test_agents_are_told_that_a_job_ends_before_its_training(shell: Shell):
+    agent = shell.agent()
+    agent.received()
+    shell.agents.close("SIGTERM", unfinished=True)
+    assert agent.received() == [AgentEnd(member=-1, reason="SIGTERM", code=75)]

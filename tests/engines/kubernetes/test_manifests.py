@@ -63,7 +63,7 @@ def test_agents_of_a_run_that_is_supervised_elsewhere() -> None:
         *("--token-file", "/var/run/paceline/token", "--workers", "2"),
     ]
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 2}
-    # Plain data: what is printed is what is sent.
+    # JsonObject data: what is printed is what is sent.
     assert yaml.safe_load(yaml.safe_dump(request)) == request
 
 

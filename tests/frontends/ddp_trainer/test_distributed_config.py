@@ -16,8 +16,8 @@ import paceline
 from paceline.cli.main import app
 from paceline.core.errors import ConfigError, PlatformError, UnavailableError, UsageError
 from paceline.frontends import overrides
-from paceline.frontends.framework_trainers.backend_choice import settings_for_ray
 from paceline.frontends.ddp_trainer import distributed_config
+from paceline.frontends.framework_trainers.backend_choice import settings_for_ray
 from paceline.frontends.overrides import Overrides
 
 

@@ -14,11 +14,11 @@ from paceline.checkpoint.store import CheckpointStore
 from paceline.core import events, journal
 from paceline.core.errors import UsageError
 from paceline.data.batch_plan import DataPosition
-from paceline.frontends.framework_trainers.framework_run import FrameworkRun, Loss, WorkerProcess
+from paceline.frontends.framework_trainers.framework_run import FrameworkRun, FrameworkWorker, WorkerLoss
 from paceline.train.state.weight_averages import EMA
 
-TWO = (WorkerProcess(0, 100, "here"), WorkerProcess(1, 101, "there"))
-LOSS = Loss(phase="a step", reason="was lost", waiting="the others waited", action="they go on")
+TWO = (FrameworkWorker(0, 100, "here"), FrameworkWorker(1, 101, "there"))
+LOSS = WorkerLoss(phase="a step", reason="was lost", waiting="the others waited", action="they go on")
 
 
 def config(folder: Path, **more: Any) -> paceline.TrainConfig:
@@ -42,7 +42,7 @@ class Loop:
             self.weight.copy_(run.resumed.tensors()["model/weight"])
             assert run.resumed.state["own"] == "kept"
 
-    def start(self, workers: Sequence[WorkerProcess] = TWO, **more: Any) -> None:
+    def start(self, workers: Sequence[FrameworkWorker] = TWO, **more: Any) -> None:
         self.run.start(workers, lambda: ({"model/weight": self.weight}, {"own": "kept"}), samples=8, **more)
 
     def step(self) -> None:

@@ -12,7 +12,7 @@ from paceline.frontends.run_queue.worker_allocation import (
     Candidate,
     Resize,
     Start,
-    Stop,
+    StopRun,
     decide,
     target_sizes,
 )
@@ -67,7 +67,7 @@ def test_a_higher_priority_preempts_what_does_not_fit_beside_it():
     before = [running(1, 2, 2, 2), running(2, 2, 1, 2), waiting(3, 3, 3, priority=5)]
     actions = decide(before, 4)
     assert kinds(actions) == [("Stop", 1, 0), ("Resize", 2, 1)]
-    assert isinstance(actions[0], Stop)
+    assert isinstance(actions[0], StopRun)
     assert actions[0].reason == "run 3 of priority 5 gets workers"
 
 
@@ -170,7 +170,7 @@ class SimulatedQueue:
                     assert one.least <= workers <= one.most
                     assert workers != one.workers
                     self.change(number, workers=workers, reserved=max(one.reserved, workers))
-                case Stop(number, _):
+                case StopRun(number, _):
                     assert one.workers
                     self.change(number, is_leaving=True)
         used = sum(max(one.workers, one.reserved) for one in self.candidates)

@@ -7,6 +7,8 @@ import math
 import os
 import sys
 import threading
+from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.frontends.tuner import trial_functions
@@ -30,7 +32,7 @@ def test_the_best_is_found_and_all_is_recorded(tmp_path, capfd):
     best = search.tune(num_samples=14)
     assert [trial.number for trial in search.trials] == list(range(14))
     assert all(trial.value == trial_functions.quadratic(trial.params) for trial in search.trials)
-    assert search.best_value == max(trial.value for trial in search.trials)
+    assert search.best_value == max(trial.value or -math.inf for trial in search.trials)
     assert best == search.best_params == search.best_trial.params
     table = search.table()
     assert len([line for line in table.splitlines() if " complete " in line]) == 14
@@ -109,7 +111,8 @@ def test_all_failed_is_one_error(tmp_path):
     assert [trial.state for trial in search.trials] == ["failed"] * 3
 
 
-def test_reports_prune_and_the_last_is_the_value(tmp_path):
+@pytest.mark.parametrize("pruner", ["asha", "median"])
+def test_reports_prune_and_the_last_is_the_value(tmp_path, pruner):
     def train(params):
         for step in range(1, 20):
             try:
@@ -118,7 +121,7 @@ def test_reports_prune_and_the_last_is_the_value(tmp_path):
                 return 1e9
         return None
 
-    search = tuner(train, tmp_path, pruner="asha", sampler="random")
+    search = tuner(train, tmp_path, pruner=pruner, sampler="random")
     search.tune(24)
     pruned = [trial for trial in search.trials if trial.state == "pruned"]
     assert pruned
@@ -153,7 +156,7 @@ def test_a_trial_may_train_on_several_workers(tmp_path):
         torch.manual_seed(0)
         data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
         config = paceline.TrainConfig(
-            workers=2, epochs=1, global_batch=16, run_dir=paceline.tune.folder() / "run"
+            workers=2, epochs=1, global_batch=16, run_dir=str(paceline.tune.folder() / "run")
         )
         optimizer = functools.partial(torch.optim.SGD, lr=params["lr"])
         model, loss = torch.nn.Linear(4, 1), torch.nn.MSELoss()
@@ -232,7 +235,8 @@ def test_what_no_search_can_judge_ends_it(tmp_path, result, metric, said):
 
 
 def test_wrong_reports():
-    for given in [(-1, 1.0), (0.5, 1.0), (True, 1.0), (0, "0.9"), (0, [1.0])]:
+    wrong: list[tuple[Any, Any]] = [(-1, 1.0), (0.5, 1.0), (True, 1.0), (0, "0.9"), (0, [1.0])]
+    for given in wrong:
         with pytest.raises(paceline.UsageError, match="report was given"):
             paceline.tune.report(*given)
 
@@ -240,7 +244,8 @@ def test_wrong_reports():
 def test_outside_of_a_trial():
     paceline.tune.report(0, 1.0)
     assert paceline.tune.params({"lr": 0.1}) == {"lr": 0.1}
-    assert paceline.tune.folder() is paceline.tune.parent_folder() is None
+    assert paceline.tune.folder() == Path()
+    assert paceline.tune.parent_folder() is None
 
 
 def test_a_study_that_is_there_is_not_continued_by_accident(tmp_path):

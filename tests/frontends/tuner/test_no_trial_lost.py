@@ -12,7 +12,6 @@ from hypothesis import given, settings, strategies as st
 from tests.frontends.tuner.inline_trials import InlineTrials, outcome, search
 
 import paceline.tune
-from paceline.frontends.tuner import study_log
 from paceline.frontends.tuner.population_settings import PopulationTraining
 from paceline.frontends.tuner.trial_schedule import TrialSchedule
 
@@ -49,7 +48,8 @@ def test_schedule_starts_each_trial_until_it_is_over(history, total, slots, wind
     def plan(asked: int, unfinished: list[int]) -> TrialSchedule:
         return TrialSchedule(total, slots, asked, unfinished, needs, max_attempts=10**6)
 
-    schedule, asked, over = plan(0, []), 0, set()
+    schedule, asked = plan(0, []), 0
+    over: set[int] = set()
     turns = iter(history)
     while not schedule.is_done:
         while (start := schedule.start_next()) is not None:
@@ -114,7 +114,7 @@ def killed_at(write: int, share: float, patch: pytest.MonkeyPatch) -> None:
         real(descriptor, bytes(data)[: int(len(data) * share)])
         raise Killed
 
-    patch.setattr(study_log.os, "write", write_or_die)
+    patch.setattr(os, "write", write_or_die)
 
 
 @pytest.mark.parametrize("first_share", [0, 1])

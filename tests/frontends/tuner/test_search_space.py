@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
@@ -9,7 +11,7 @@ import paceline
 from paceline.frontends.tuner.search_space import SearchSpace
 from paceline.frontends.tuner.space_file import read_space
 
-tune = paceline.tune
+tune: Any = paceline.tune
 
 
 def test_each_kind_becomes_a_distribution():

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +15,21 @@ from tests.waiting import wait_for
 import paceline
 
 
-def quadratic(params: dict[str, Any]) -> float:
-    return -((params["x"] - 1.0) ** 2)
+def quadratic(params: Mapping[str, Any]) -> float:
+    return -float((params["x"] - 1.0) ** 2)
 
 
 def killed_once(params: dict[str, Any], folder: Path, target: str = "self") -> float:
     """Have the first attempt of trial 2 end with its process, or with its fork server."""
     mark = folder / "killed"
-    if paceline.tune.folder().name == "0002" and not mark.exists():  # type: ignore[union-attr]
+    if paceline.tune.folder().name == "0002" and not mark.exists():
         paceline.tune.report(0, 1000.0)
         mark.touch()
         os.kill(os.getpid() if target == "self" else os.getppid(), signal.SIGKILL)
         signal.pause()
     paceline.tune.report(0, params["x"])
     with open(folder / "calls", "a") as calls:
-        calls.write(f"{paceline.tune.folder().name}\n")  # type: ignore[union-attr]
+        calls.write(f"{paceline.tune.folder().name}\n")
     return quadratic(params)
 
 
@@ -41,7 +42,7 @@ def meeting(params: dict[str, Any], folder: Path, slots: int) -> float:
 
 def gated(params: dict[str, Any], folder: Path) -> float:
     """Trials from number 3 on leave their process id, start a process, and wait for a file `go`."""
-    number = int(paceline.tune.folder().name)  # type: ignore[union-attr]
+    number = int(paceline.tune.folder().name)
     if number >= 3:
         child = subprocess.Popen(["sleep", "1000"])
         (folder / f"pid-{number}-{os.getpid()}-{child.pid}").touch()

@@ -2,9 +2,8 @@
 written where its caller wants it. `data_movement` moves anything of any size instead.
 
 All tensors here are flat and contiguous CPU memory, uint8 where nothing is added up. Each function runs one
-collective, in the way that all ranks find alike from its size and from what their memory allows: slots, reads out
-of peers' memory, or messages.
-"""
+collective, in the way that all ranks find alike from its size and from what their memory allows: slots, reads
+out of peers' memory, or messages."""
 
 from __future__ import annotations
 

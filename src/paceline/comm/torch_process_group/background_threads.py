@@ -1,5 +1,5 @@
-"""Threads that run what a group has in the background: actions of one key in order, those of different keys side
-by side.
+"""Threads that run what a group has in the background: actions of one key in order, those of different keys
+side by side.
 
 A key's thread begins with its first action and ends some time after its last one. The threads are daemons: a
 process whose peers never answer can still end.
@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Hashable
 from typing import final
 
-Action = Callable[[], None]
+BackgroundAction = Callable[[], None]
 
 _LINGER_SECONDS = 5.0
 
@@ -22,11 +22,11 @@ class BackgroundThreads:
     def __init__(self, name: str) -> None:
         self._name = name
         self._lock = threading.Lock()
-        self._queues: dict[Hashable, queue.SimpleQueue[Action]] = {}
+        self._queues: dict[Hashable, queue.SimpleQueue[BackgroundAction]] = {}
         self._unfinished: dict[Hashable, int] = {}
         self._idle = threading.Condition(self._lock)
 
-    def submit(self, key: Hashable, action: Action) -> None:
+    def submit(self, key: Hashable, action: BackgroundAction) -> None:
         """Run an action behind those of its key. It handles its own errors."""
         with self._lock:
             actions = self._queues.get(key)
@@ -46,7 +46,7 @@ class BackgroundThreads:
         with self._idle:
             return self._idle.wait_for(lambda: not self._unfinished, seconds)
 
-    def _run(self, key: Hashable, actions: queue.SimpleQueue[Action]) -> None:
+    def _run(self, key: Hashable, actions: queue.SimpleQueue[BackgroundAction]) -> None:
         while True:
             try:
                 action = actions.get(timeout=_LINGER_SECONDS)

@@ -1,9 +1,8 @@
 """Groups of other devices beside the CPU's: `init_process_group("cpu:paceline,cuda:nccl")`.
 
-torch takes a process group written in Python for all devices and makes no other backend beside it. So the group
-makes them itself: a process group of torch's own, with the backend that the user named for the device, when the
-first tensor of that device comes.
-"""
+torch takes a process group written in Python for all devices and makes no other backend beside it. So the
+group makes them itself: a process group of torch's own, with the backend that the user named for the device,
+when the first tensor of that device comes."""
 
 from __future__ import annotations
 
@@ -46,8 +45,8 @@ class OtherDevices:
         if not name or name == "paceline":
             raise UsageError(
                 f"a tensor on {device} in a group of the backend 'paceline', which moves CPU tensors",
-                remedy=f"name a backend for the device: init_process_group('cpu:paceline,{device.type}:nccl'), "
-                "or move the tensor to the CPU",
+                remedy=f"name a backend for the device, as in 'cpu:paceline,{device.type}:nccl', or move the "
+                "tensor to the CPU",
             )
         store = PrefixStore(f"paceline/{device.type}/", self._store)
         group = ProcessGroup(store, self._rank, self._world_size)

@@ -1,9 +1,8 @@
 """Creation of a group: its ranks meet in the store that torch hands over, and connect.
 
-Each group has a prefix of its own in the store. What the ranks exchange there is JSON; the key of their connections
-is made from what rank 0 draws and, where PACELINE_SECRET_FILE is set, from the secret in that file, so that reading
-the store does not reveal it.
-"""
+Each group has a prefix of its own in the store. What the ranks exchange there is JSON; the key of their
+connections is made from what rank 0 draws and, where PACELINE_SECRET_FILE is set, from the secret in that
+file, so that reading the store does not reveal it."""
 
 from __future__ import annotations
 
@@ -47,8 +46,8 @@ def create(options: Any) -> PacelineProcessGroup:
 
 @atexit.register
 def _leave_all() -> None:
-    """Leave the groups that the script has not destroyed: a rank that ends in good order is not a lost one, and
-    one that ends with an exception publishes it to the ranks that wait for it."""
+    """Leave the groups that the script has not destroyed: a rank that ends in good order is not a lost one,
+    and one that ends with an exception publishes it to the ranks that wait for it."""
     error = getattr(sys, "last_value", None)
     for group in list(_groups):
         group.leave(error)

@@ -1,10 +1,9 @@
 """PacelineProcessGroup: the process group that torch calls.
 
-Methods have torch's names and signatures; torch calls them from Python, and from C++ for DDP's reducer and the
-functional collectives. A call that its caller waits for runs in the caller's thread; any other in the group's
-background thread, in the order of the calls. Tensors on other devices than the CPU go to the backend that the
-user named for them.
-"""
+Methods have torch's names and signatures; torch calls them from Python, and from C++ for DDP's reducer and
+the functional collectives. A call that its caller waits for runs in the caller's thread; any other in the
+group's background thread, in the order of the calls. Tensors on other devices than the CPU go to the backend
+that the user named for them."""
 
 from __future__ import annotations
 
@@ -22,12 +21,11 @@ from paceline.comm.call_status import PlannedCall, call_site, on_behalf_of
 from paceline.comm.collectives.call_queue import CallQueue
 from paceline.comm.collectives.reduction import Reducer
 from paceline.comm.cost import LinkCosts
-from paceline.comm.torch_process_group import tensor_calls
+from paceline.comm.torch_process_group import NAME, tensor_calls
 from paceline.comm.torch_process_group.background_threads import BackgroundThreads
 from paceline.comm.torch_process_group.device_map import OtherDevices
-from paceline.comm.torch_process_group.registration import NAME
 from paceline.comm.torch_process_group.tensor_messages import TensorMessages
-from paceline.comm.torch_process_group.work import PacelineWork, profiled, torch_error
+from paceline.comm.torch_process_group.work import PacelineWork, profiled, profiler_runs, torch_error
 from paceline.comm.transport.base import ANY_SOURCE, Transport
 from paceline.core.errors import GroupInterruptedError, PacelineError
 
@@ -62,7 +60,11 @@ def _by_device(method: Method) -> Method:
     return chosen  # type: ignore[return-value]
 
 
-class PacelineProcessGroup(ProcessGroup):  # type: ignore[misc]
+# torch declares overloads for its C++ bindings; what it calls on a group in Python is one form of each.
+_TorchGroup: Any = ProcessGroup
+
+
+class PacelineProcessGroup(_TorchGroup):  # type: ignore[misc]
     """One group of ranks on Paceline's transports."""
 
     def __init__(
@@ -159,7 +161,8 @@ class PacelineProcessGroup(ProcessGroup):  # type: ignore[misc]
         self._reducer.forget()
 
     def leave(self, error: BaseException | None = None) -> None:
-        """Leave the group without waiting, at the end of the process: in good order, or because of an error."""
+        """Leave the group without waiting, at the end of the process: in good order, or because of an
+        error."""
         self._queue.close(error)
 
     def abort(self) -> None:
@@ -341,12 +344,12 @@ class PacelineProcessGroup(ProcessGroup):  # type: ignore[misc]
         opts: Any,
         inputs: Sequence[Tensor] | None = None,
     ) -> PacelineWork:
-        """Run a call here if its caller waits for it and nothing is ahead of it, else in the background. `inputs`
-        are for the profiler, where they are not the result."""
+        """Run a call here if its caller waits for it and nothing is ahead of it, else in the background.
+        `inputs` are for the profiler, where they are not the result."""
         seconds = opts.timeout.total_seconds() if opts is not None else -1.0
         timeout = seconds if seconds > 0 else None
         # The profiler knows a collective by its end in another thread.
-        here = opts is not None and not opts.asyncOp and not torch.autograd._profiler_enabled()
+        here = opts is not None and not opts.asyncOp and not profiler_runs()
         if here and not self._threads.is_busy(_COLLECTIVES):
             try:
                 self._queue.run(planned, timeout)

@@ -1,15 +1,14 @@
 """Registration of the backend with torch.distributed.
 
-torch loads this module through the entry point `torch.backends` whenever it is imported in an environment with
-Paceline: nothing of `comm` is imported before a group is made.
-"""
+torch loads this module through the entry point `torch.backends` whenever it is imported in an environment
+with Paceline: nothing of `comm` is imported before a group is made."""
 
 from __future__ import annotations
 
 from functools import wraps
 from typing import Any
 
-NAME = "paceline"
+from paceline.comm.torch_process_group import NAME
 
 
 def register() -> None:
@@ -32,7 +31,8 @@ def _create(options: Any, _: Any = None) -> Any:
 
 
 def _accepting_paceline(original: Any, c10d: Any) -> Any:
-    """Make torch's `monitored_barrier`, which accepts groups by the backend's name "gloo", take this one too."""
+    """Make torch's `monitored_barrier`, which accepts groups by the backend's name "gloo", take this one
+    too."""
 
     @wraps(original)
     def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:

@@ -1,5 +1,5 @@
-"""The sum of sparse tensors: ranks gather each other's indices and values, which differ in number, and each rank
-adds them up in rank order."""
+"""The sum of sparse tensors: ranks gather each other's indices and values, which differ in number, and each
+rank adds them up in rank order."""
 
 from __future__ import annotations
 

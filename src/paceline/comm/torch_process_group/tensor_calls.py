@@ -1,9 +1,8 @@
-"""Collectives of torch.distributed as planned calls: check the tensors, describe the call, run it on flat memory,
-and write what is not flat back.
+"""Collectives of torch.distributed as planned calls: check the tensors, describe the call, run it on flat
+memory, and write what is not flat back.
 
-`text` describes a call for the comparison with the other ranks' calls, so it holds what must be equal on all of
-them: operation, dtype, number of elements, root. Shapes may differ, as in Gloo.
-"""
+`text` describes a call for the comparison with the other ranks' calls, so it holds what must be equal on all
+of them: operation, dtype, number of elements, root. Shapes may differ, as in Gloo."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ _BITWISE: dict[Any, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
     TorchOp.BXOR: ("BXOR", torch.bitwise_xor),
 }
 
-Run = Callable[[CollectiveCall, float], None]
+CallBody = Callable[[CollectiveCall, float], None]
 
 
 @dataclass(slots=True)
@@ -137,8 +136,8 @@ def plan_all_gather_single(transport: Transport, output: Tensor, mine: Tensor) -
     """Plan an all-gather into one tensor with a part for each rank."""
     if output.numel() != mine.numel() * transport.world_size or output.dtype != mine.dtype:
         raise UsageError(
-            f"all_gather_into_tensor: {describe(mine)} of {counted(transport.world_size, 'rank')} do not fill "
-            f"{describe(output)}",
+            f"all_gather_into_tensor: {describe(mine)} of {counted(transport.world_size, 'rank')} do not "
+            f"fill {describe(output)}",
             remedy="pass an output with world_size times the elements of the input, and of its dtype",
         )
     given = FlatMemory.of(mine, "all_gather_into_tensor")
@@ -168,7 +167,8 @@ def plan_reduce_scatter(
     if isinstance(inputs, Tensor):
         if inputs.numel() != output.numel() * transport.world_size or inputs.dtype != output.dtype:
             raise UsageError(
-                f"reduce_scatter: {describe(inputs)} has not {transport.world_size} parts like {describe(output)}",
+                f"reduce_scatter: {describe(inputs)} has not {transport.world_size} parts like "
+                f"{describe(output)}",
                 remedy="pass an input with world_size times the elements of the output, and of its dtype",
             )
         flat = FlatMemory.of(inputs, "reduce_scatter").flat
@@ -219,8 +219,8 @@ def plan_all_to_all_single(
     rank = transport.rank
     if ins[rank].numel() != outs[rank].numel():
         raise UsageError(
-            f"all_to_all_single: rank {labels_of(transport)[rank]} keeps {ins[rank].numel()} bytes for itself "
-            f"and expects {outs[rank].numel()}",
+            f"all_to_all_single: rank {labels_of(transport)[rank]} keeps {ins[rank].numel()} bytes for "
+            f"itself and expects {outs[rank].numel()}",
             remedy="the split sizes of input and output have to agree for this rank's own part",
         )
     even = not in_rows and not out_rows
@@ -303,7 +303,7 @@ def torch_op(op: Any) -> Any:
 
 
 def _planned(
-    operation: str, text: str, run: Run, written: Sequence[FlatMemory] = (), algorithm: str = ""
+    operation: str, text: str, run: CallBody, written: Sequence[FlatMemory] = (), algorithm: str = ""
 ) -> PlannedCall[Any]:
     return _written_back(PlannedCall(operation, text, run, algorithm), written)
 
@@ -353,13 +353,15 @@ def _cut_rows(transport: Transport, memory: FlatMemory, rows: Sequence[int], wha
     if not rows:
         if length % size:
             raise UsageError(
-                f"all_to_all_single: {length} rows of the {what} cannot be cut equally for {counted(size, 'rank')}",
+                f"all_to_all_single: {length} rows of the {what} cannot be cut equally for "
+                f"{counted(size, 'rank')}",
                 remedy="pass split sizes, or a number of rows that the number of ranks divides",
             )
         rows = [length // size] * size
     if len(rows) != size or sum(rows) != length:
         raise UsageError(
-            f"all_to_all_single: split sizes {list(rows)} for {length} rows of the {what} and {counted(size, 'rank')}",
+            f"all_to_all_single: split sizes {list(rows)} for {length} rows of the {what} and "
+            f"{counted(size, 'rank')}",
             remedy="pass one size per rank, which add up to the number of rows",
         )
     row = memory.bytes.numel() // length if length else 0

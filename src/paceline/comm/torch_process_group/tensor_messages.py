@@ -1,9 +1,10 @@
-"""Point-to-point messages of torch.distributed: a tensor's memory, to one rank or from one or any rank, with a tag.
+"""Point-to-point messages of torch.distributed: a tensor's memory, to one rank or from one or any rank, with
+a tag.
 
-Each message is under way in the background from the moment it is asked for: a receive that was posted lets the
-sender end, whatever its own rank does meanwhile. Messages to one rank leave in order, and so do receives of one
-source and tag. The monitored barrier is made of such messages as well: a rank that is late in it breaks nothing.
-"""
+Each message is under way in the background from the moment it is asked for: a receive that was posted lets
+the sender end, whatever its own rank does meanwhile. Messages to one rank leave in order, and so do receives
+of one source and tag. The monitored barrier is made of such messages as well: a rank that is late in it
+breaks nothing."""
 
 from __future__ import annotations
 
@@ -109,7 +110,8 @@ class TensorMessages:
         except PacelineError as error:
             raise GroupError(
                 f"Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for "
-                f"send/recv from rank {self._labels[0]}. Please check rank {self._labels[0]} logs for faulty rank."
+                f"send/recv from rank {self._labels[0]}. Please check rank {self._labels[0]} logs for faulty "
+                "rank."
             ) from error
 
     def _start(
@@ -139,8 +141,8 @@ class TensorMessages:
         target = memory.bytes
         if len(message.body) != target.numel():
             raise PeerError(
-                f"{text} at {call_site()}: rank {self._labels[message.source]} sent {len(message.body)} bytes, "
-                f"the tensor has {target.numel()}",
+                f"{text} at {call_site()}: rank {self._labels[message.source]} sent "
+                f"{len(message.body)} bytes, the tensor has {target.numel()}",
                 remedy="send and receive tensors of one dtype and one number of elements",
             )
         if target.numel():

@@ -1,9 +1,8 @@
 """Work: an operation of the process group as torch waits for it, and the errors in which it ends.
 
-An operation that was run in the caller's thread is complete from the start; one in the background completes in
-the order of its queue. A failure is a GroupError: torch's DistBackendError (a RuntimeError), for code that was
-written for torch, and a PacelineError, whose cause says which rank and line it was.
-"""
+An operation that was run in the caller's thread is complete from the start; one in the background completes
+in the order of its queue. A failure is a GroupError: torch's DistBackendError (a RuntimeError), for code that
+was written for torch, and a PacelineError, whose cause says which rank and line it was."""
 
 from __future__ import annotations
 
@@ -29,8 +28,8 @@ def torch_error(error: BaseException) -> BaseException:
     """Return an error in the form in which code written for torch.distributed expects it."""
     if not isinstance(error, PacelineError) or isinstance(error, GroupError | UsageError):
         return error
-    # The body of a DisagreementError lists the calls of all ranks, which `message` does not. Scripts recognise a
-    # timeout by Gloo's words.
+    # The body of a DisagreementError lists the calls of all ranks, which `message` does not. Scripts
+    # recognise a timeout by Gloo's words.
     late = "Timed out waiting: " if isinstance(error, CommTimeoutError) else ""
     wrapped = GroupError(f"{type(error).__name__}: {late}{error}")
     for note in getattr(error, "__notes__", ()):
@@ -39,10 +38,14 @@ def torch_error(error: BaseException) -> BaseException:
     return wrapped
 
 
+def profiler_runs() -> bool:
+    return bool(torch._C._autograd._profiler_enabled())
+
+
 def profiled(operation: str, inputs: Sequence[Tensor]) -> Callable[[], None]:
-    """Begin the profiler's record of an operation, `paceline:all_reduce` and so on, and return what ends it, in
-    whichever thread; nothing while no profiler runs."""
-    if not torch.autograd._profiler_enabled():
+    """Begin the profiler's record of an operation, `paceline:all_reduce` and so on, and return what ends it,
+    in whichever thread; nothing while no profiler runs."""
+    if not profiler_runs():
         return _nothing
     shapes = ", ".join(str(list(tensor.shape)) for tensor in inputs)
     record = torch.ops.profiler._record_function_enter_new(f"paceline:{operation}", shapes)
@@ -56,7 +59,7 @@ def _nothing() -> None:
     """Do nothing."""
 
 
-class PacelineWork(Work):  # type: ignore[misc]
+class PacelineWork(Work):
     """One operation. `finish` or `fail` ends it, once; `result` are the tensors that it fills."""
 
     def __init__(self, text: str, result: Sequence[Tensor], *, done: bool = False) -> None:
@@ -90,12 +93,7 @@ class PacelineWork(Work):  # type: ignore[misc]
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return True when the operation is complete; raise its error. A timeout of 0 is none."""
         if not self._done:
-            with self._lock:
-                if self._ended is None:
-                    self._ended = threading.Event()
-                    if self._done:
-                        self._ended.set()
-                ended = self._ended
+            ended = self._event()
             seconds = timeout.total_seconds() if timeout is not None else 0.0
             if not ended.wait(seconds if seconds > 0 else None):
                 late = CommTimeoutError(
@@ -107,6 +105,14 @@ class PacelineWork(Work):  # type: ignore[misc]
         if self._error is not None:
             raise self._error
         return True
+
+    def _event(self) -> threading.Event:
+        with self._lock:
+            if self._ended is None:
+                self._ended = threading.Event()
+                if self._done:
+                    self._ended.set()
+            return self._ended
 
     def synchronize(self) -> None:
         self.wait()

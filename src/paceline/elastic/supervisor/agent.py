@@ -18,7 +18,7 @@ from typing import Final, final
 
 from paceline.control import messages
 from paceline.control.channel import Channel, pause_after_drops
-from paceline.control.spool import SUPERVISOR_LOST_EXIT_CODE
+from paceline.control.spool import SUPERVISOR_LOST_EXIT_CODE, UNFINISHED_EXIT_CODE
 from paceline.control.worker_options import AgentLaunch
 from paceline.core import fd_messages
 from paceline.core.clock import Clock, MonotonicClock
@@ -52,7 +52,7 @@ _EXIT_SECONDS: Final = 0.5  # within which the fork server reports the exit stat
 class Agent:
     """One host's part in a job. `run` returns an exit code: 0 the job is over or this host left, 1 this
     host is refused, 76 the supervisor is gone. `first_wait`: seconds to wait for a job that does not listen
-    yet."""
+    yet; `until_finished`: 75 in place of 0 where the job ends before its training does."""
 
     address: tuple[str, int]
     secret: bytes
@@ -61,6 +61,7 @@ class Agent:
     say: Callable[[str], object] = lambda text: None
     listening: ListenAddress = ANY_PORT
     first_wait: float = 0.0
+    until_finished: bool = False
     clock: Clock = dataclasses.field(default_factory=MonotonicClock)
     selector: selectors.BaseSelector = dataclasses.field(default_factory=selectors.DefaultSelector)
 
@@ -98,10 +99,11 @@ class Agent:
                     self.say("the supervisor is gone and the workers have ended")
                     return SUPERVISOR_LOST_EXIT_CODE
                 self._turn(1.0)
-            what = "this host is refused" if self._end.code else "the job has ended"
+            is_refused = self._end.code not in (0, UNFINISHED_EXIT_CODE)
+            what = "this host is refused" if is_refused else "the job has ended"
             self.say(f"{what}: {self._end.reason}")
             self._wait_for_workers()
-            return self._end.code
+            return self._end.code if is_refused or self.until_finished else 0
         finally:
             self._close()
 
@@ -352,8 +354,8 @@ class Agent:
         self._unsent[:] = held
 
     def _wait_for_workers(self) -> None:
-        """Wait for workers that the supervisor dismissed. Those that do not end are killed by `_close`, and so
-        are those whose code has not begun: their imports may take minutes, and they hold nothing."""
+        """Wait for workers that the supervisor dismissed. Those that do not end are killed by `_close`, and
+        so are those whose code has not begun: their imports may take minutes, and they hold nothing."""
         deadline = self.clock.now() + _END_SECONDS
         while self.clock.now() < deadline:
             can_send = self._channel is not None and not self._channel.closed

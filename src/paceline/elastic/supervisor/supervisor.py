@@ -328,7 +328,7 @@ class Supervisor:
         self._shutdown = Shutdown(end, self._records, self._workers, self._loop.clock, at_once=at_once)
 
     def _finish(self, end: EndJob) -> None:
-        self._agents.close(end.reason)
+        self._agents.close(end.reason, unfinished=end.stopped is not None or not end.ok)
         if not end.ok:
             self._journal.write(
                 RunFailed(time=self._journal.time(), step=self._journal.journaled, reason=end.reason)

@@ -21,7 +21,7 @@ from paceline.core.clock import Clock, MonotonicClock
 from paceline.core.errors import UnavailableError
 from paceline.engines.engine import EngineRequest, LogLine, NodeStatus
 from paceline.engines.kubernetes import pod_status
-from paceline.engines.kubernetes.api_client import ApiClient, ApiError, Plain, is_quota
+from paceline.engines.kubernetes.api_client import ApiClient, ApiError, JsonObject, is_quota
 from paceline.engines.kubernetes.job_progress import completions_for, is_over
 from paceline.engines.kubernetes.manifests import RUN_LABEL, renamed, secret_name
 from paceline.engines.kubernetes.object_creation import PATHS, create_all
@@ -51,7 +51,7 @@ class AgentsJob:
         self._request, self._secret = request, secret
         self._clock = clock or MonotonicClock()
         self._logs = PodLogs(client, namespace)
-        self._owner: Plain = {}
+        self._owner: JsonObject = {}
         self._numbers: dict[tuple[str, int], int] = {}
         self._states: dict[int, pod_status.PodState] = {}
         self._expected: deque[int] = deque()

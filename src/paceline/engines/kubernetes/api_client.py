@@ -23,7 +23,7 @@ _REMEDY_OF_ACCESS: Final = (
     "another context or namespace"
 )
 
-Plain = dict[str, Any]
+JsonObject = dict[str, Any]
 
 
 @final
@@ -44,19 +44,19 @@ class ApiClient:
         self._tls: ssl.SSLContext | None = None
         self._has_tls = False
 
-    def get(self, path: str, **query: str) -> Plain:
+    def get(self, path: str, **query: str) -> JsonObject:
         return self._json("GET", path, query)
 
-    def create(self, path: str, body: Mapping[str, Any]) -> Plain:
+    def create(self, path: str, body: Mapping[str, Any]) -> JsonObject:
         return self._json("POST", path, {}, body)
 
-    def patch(self, path: str, body: Mapping[str, Any]) -> Plain:
+    def patch(self, path: str, body: Mapping[str, Any]) -> JsonObject:
         """Change the fields that are named and no others."""
         return self._json("PATCH", path, {}, body, _MERGE_PATCH)
 
     def delete(self, path: str, *, grace_seconds: int | None = None) -> bool:
         """Delete an object and what it owns; False where it is gone already."""
-        options: Plain = {"kind": "DeleteOptions", "apiVersion": "v1", "propagationPolicy": "Background"}
+        options: JsonObject = {"kind": "DeleteOptions", "apiVersion": "v1", "propagationPolicy": "Background"}
         if grace_seconds is not None:
             options["gracePeriodSeconds"] = grace_seconds
         try:
@@ -67,7 +67,7 @@ class ApiClient:
             return False
         return True
 
-    def find(self, path: str) -> Plain | None:
+    def find(self, path: str) -> JsonObject | None:
         """Return an object, or None where there is none."""
         try:
             return self.get(path)
@@ -86,7 +86,7 @@ class ApiClient:
         query: Mapping[str, str],
         body: Mapping[str, Any] | None = None,
         content: str = "application/json",
-    ) -> Plain:
+    ) -> JsonObject:
         data = None if body is None else json.dumps(body).encode()
         answer = self._request(method, path, query, data, content)
         try:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any, Final
 
+from paceline.control.spool import SUPERVISOR_LOST_EXIT_CODE, UNFINISHED_EXIT_CODE
 from paceline.core.errors import UsageError
 from paceline.engines.engine import AgentSpec, EngineRequest
 from paceline.engines.kubernetes.pod_settings import PodSettings
@@ -70,20 +71,7 @@ def pod_template(
     environment: Mapping[str, str],
 ) -> Manifest:
     """Return the template of a pod that runs one container; `port` is the supervisor's."""
-    mounts = [
-        {"name": "token", "mountPath": TOKEN_FOLDER, "readOnly": True},
-        {"name": "tmp", "mountPath": "/tmp"},
-        {"name": "shared-memory", "mountPath": "/dev/shm"},
-    ]
-    volumes: list[Manifest] = [
-        # An octal number in YAML, 256 in JSON; fsGroup makes it 0440 for the container's user.
-        {"name": "token", "secret": {"secretName": secret_name(name), "defaultMode": 0o400}},
-        {"name": "tmp", "emptyDir": {}},
-        {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": settings.shared_memory}},
-    ]
-    for number, (path, claim) in enumerate(settings.volumes.items()):
-        mounts.append({"name": f"volume-{number}", "mountPath": path})
-        volumes.append({"name": f"volume-{number}", "persistentVolumeClaim": {"claimName": claim}})
+    mounts, volumes = _volumes(settings, name)
     variables: list[Manifest] = [
         {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         # The root file system is read-only: what libraries keep in a home folder goes to /tmp.
@@ -151,6 +139,25 @@ def pod_template(
     return {"metadata": {"labels": {RUN_LABEL: name, **settings.labels}}, "spec": spec}
 
 
+def _volumes(settings: PodSettings, name: str) -> tuple[list[Manifest], list[Manifest]]:
+    """Return where the container mounts volumes, and the volumes."""
+    mounts: list[Manifest] = [
+        {"name": "token", "mountPath": TOKEN_FOLDER, "readOnly": True},
+        {"name": "tmp", "mountPath": "/tmp"},
+        {"name": "shared-memory", "mountPath": "/dev/shm"},
+    ]
+    volumes: list[Manifest] = [
+        # 256 in YAML and JSON, which have no octal numbers; fsGroup makes it 0440 for the container's user.
+        {"name": "token", "secret": {"secretName": secret_name(name), "defaultMode": 0o400}},
+        {"name": "tmp", "emptyDir": {}},
+        {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": settings.shared_memory}},
+    ]
+    for number, (path, claim) in enumerate(settings.volumes.items()):
+        mounts.append({"name": f"volume-{number}", "mountPath": path})
+        volumes.append({"name": f"volume-{number}", "persistentVolumeClaim": {"claimName": claim}})
+    return mounts, volumes
+
+
 def container(template: Manifest) -> Manifest:
     """Return the only container of a template."""
     found: Manifest = template["spec"]["containers"][0]
@@ -189,7 +196,8 @@ def readiness(port: int) -> Manifest:
 
 def indexed_job(name: str, template: Manifest, nodes: int, retries: int) -> Manifest:
     """Return a Job with a pod per index. A failed pod comes again under its index; a command that was written
-    wrongly (exit code 2) fails at once; pods that the cluster takes away are not counted."""
+    wrongly (exit code 2) fails at once; pods that the cluster takes away, and those that saved and left
+    because another one was, are not counted."""
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
@@ -208,6 +216,14 @@ def indexed_job(name: str, template: Manifest, nodes: int, retries: int) -> Mani
                             "containerName": CONTAINER,
                             "operator": "In",
                             "values": [MISTAKE_EXIT_CODE],
+                        },
+                    },
+                    {
+                        "action": "Ignore",
+                        "onExitCodes": {
+                            "containerName": CONTAINER,
+                            "operator": "In",
+                            "values": [UNFINISHED_EXIT_CODE, SUPERVISOR_LOST_EXIT_CODE],
                         },
                     },
                     {

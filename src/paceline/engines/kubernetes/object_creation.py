@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from paceline.core.errors import PacelineError
-from paceline.engines.kubernetes.api_client import ApiClient, Plain
+from paceline.engines.kubernetes.api_client import ApiClient, JsonObject
 from paceline.engines.kubernetes.manifests import RUN_LABEL, TOKEN_KEY, secret_name
 
 PATHS: Final = {
@@ -28,7 +28,7 @@ def create_all(
     owner: Mapping[str, Any],
     others: Sequence[Mapping[str, Any]],
     secret: bytes,
-) -> Plain:
+) -> JsonObject:
     """Create the Secret, the other objects and the owner of the pods; return the owner. Whoever deletes the
     owner deletes all of them. What was created is deleted again where this raises."""
     first = [_secret_object(owner, secret), *others]
@@ -61,7 +61,7 @@ def object_path(namespace: str, one: Mapping[str, Any]) -> str:
     return f"{PATHS[one['kind']].format(namespace)}/{one['metadata']['name']}"
 
 
-def _secret_object(owner: Mapping[str, Any], secret: bytes) -> Plain:
+def _secret_object(owner: Mapping[str, Any], secret: bytes) -> JsonObject:
     """Return the Secret: the token as `paceline join --token-file` reads it, in base64."""
     metadata = owner["metadata"]
     return {

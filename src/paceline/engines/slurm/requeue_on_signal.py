@@ -31,7 +31,7 @@ _KILLED_SECONDS: Final = 120.0  # within which SLURM ends a job that it has queu
 
 
 @final
-class _Command:
+class _RequeuedCommand:
     """A command, and the first signal that it was sent."""
 
     def __init__(self, command: list[str]) -> None:
@@ -59,7 +59,7 @@ class _Command:
 
 def run(command: list[str]) -> int:
     """Run the command to its end; return its exit code."""
-    running = _Command(command)
+    running = _RequeuedCommand(command)
     with _waiting_step() as waiting_step:
         try:
             code = running.wait(waiting_step)

@@ -1,7 +1,7 @@
 """The ssh engine: one agent per host, over a connection that lives as long as the agent.
 
     TrainConfig(engine=paceline.Ssh(hosts=("node1", "node2"), workers_per_node=2))
-    paceline train script.py --engine ssh --host-file hosts --nodes 2 --workers-per-node 2
+    paceline train script.py --engine ssh --engine-set host_file=hosts --nodes 2 --workers-per-node 2
 
 Hosts beyond `nodes` are spare: they take the place of hosts that are lost. Paceline of the same version has
 to be installed on every host, and ssh has to get in without asking (a key, an agent). Nothing is copied.
@@ -63,7 +63,8 @@ class Ssh:
         if bool(self.hosts) == bool(self.host_file):
             raise ConfigError(
                 "the ssh engine needs hosts= or host_file=, and not both",
-                remedy='write Ssh(hosts=("node1", "node2")) or Ssh(host_file="hosts")',
+                remedy='write Ssh(hosts=("node1", "node2")) or Ssh(host_file="hosts"); on the command line '
+                "--engine-set hosts=node1,node2 or --engine-set host_file=hosts",
                 key="hosts",
             )
         if self.nodes < 0 or self.workers_per_node < 1 or not 0 <= self.port < 65536:

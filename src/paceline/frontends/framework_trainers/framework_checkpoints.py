@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 FORMAT = 1
 
-Contents = Callable[[], tuple[Mapping[str, Tensor], dict[str, Any]]]
+StateContents = Callable[[], tuple[Mapping[str, Tensor], dict[str, Any]]]
 """Tensors by name ("model/...", "optimizer/...") and plain data of the state as it is now."""
 OnSaved = Callable[[SavedCheckpoint], None]
 
@@ -50,7 +50,7 @@ class FrameworkCheckpoints:
         self._config, self._folder, self._framework = config, folder, framework
         self._store = CheckpointStore(folder.checkpoint_url(config))
         self._run = secrets.token_hex(8)
-        self.contents: Contents = lambda: ({}, {})
+        self.contents: StateContents = lambda: ({}, {})
         self.resumed: Checkpoint | None = None
         self.position = DataPosition()  # of `resumed`
         with ExitStack() as stack:

@@ -29,7 +29,7 @@ from paceline.core import events, journal
 from paceline.core.errors import UsageError
 from paceline.core.wording import counted, ranks as rank_names
 from paceline.data.batch_plan import DataPosition
-from paceline.frontends.framework_trainers.framework_checkpoints import Contents, FrameworkCheckpoints
+from paceline.frontends.framework_trainers.framework_checkpoints import FrameworkCheckpoints, StateContents
 from paceline.frontends.run_preparation import prepare
 from paceline.monitor.journal_history import history_of
 from paceline.train.callbacks import Callbacks, Modifier, Observer, RunInfo
@@ -46,7 +46,7 @@ _CPU = torch.device("cpu")
 
 @final
 @dataclass(frozen=True)
-class WorkerProcess:
+class FrameworkWorker:
     """A process of the framework's job."""
 
     rank: int
@@ -56,7 +56,7 @@ class WorkerProcess:
 
 @final
 @dataclass(frozen=True)
-class Loss:
+class WorkerLoss:
     """What is known of a lost worker: what it was doing, what became of it, what the others waited for and
     what is done about it."""
 
@@ -65,7 +65,7 @@ class Loss:
     waiting: str
     action: str
 
-    def events(self, worker: WorkerProcess, step: int) -> list[events.Event]:
+    def events(self, worker: FrameworkWorker, step: int) -> list[events.Event]:
         """Return the lines of the journal, the last with all of it as a sentence."""
         where: dict[str, Any] = {
             "rank": worker.rank,
@@ -93,7 +93,7 @@ class FrameworkRun:
         self.config, self.folder, self.framework = config, folder, framework
         self.position = DataPosition()
         self.stopped: str | None = None
-        self.workers: tuple[WorkerProcess, ...] = ()  # that train now
+        self.workers: tuple[FrameworkWorker, ...] = ()  # that train now
         self._callbacks, self._closing = callbacks, ExitStack()
         self._started, self._is_started, self._is_over = time.perf_counter(), False, False
         self._lost_at: float | None = None
@@ -146,8 +146,8 @@ class FrameworkRun:
 
     def start(
         self,
-        workers: Sequence[WorkerProcess],
-        contents: Contents,
+        workers: Sequence[FrameworkWorker],
+        contents: StateContents,
         *,
         replicas: int | None = None,
         samples: int | None = None,
@@ -265,7 +265,9 @@ class FrameworkRun:
 
     # -- losses of workers
 
-    def lost(self, workers: Iterable[WorkerProcess], loss: Loss, noticed: float | None = None) -> None:
+    def lost(
+        self, workers: Iterable[FrameworkWorker], loss: WorkerLoss, noticed: float | None = None
+    ) -> None:
         """Record workers that are gone. `noticed`: when that was seen, on time.perf_counter; None: now."""
         self._lost_at = self._lost_at or noticed or time.perf_counter()
         for one in workers:
@@ -273,7 +275,7 @@ class FrameworkRun:
             for event in loss.events(one, self.position.step + 1):
                 self._tell(event)
 
-    def regroup(self, position: DataPosition, workers: Sequence[WorkerProcess]) -> None:
+    def regroup(self, position: DataPosition, workers: Sequence[FrameworkWorker]) -> None:
         """Go on from a position that the workers hold in memory, with these workers."""
         known = {(one.host, one.pid) for one in self.workers}
         self.position, self.workers = position, tuple(workers)

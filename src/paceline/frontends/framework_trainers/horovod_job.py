@@ -14,7 +14,7 @@ from typing import Any, TypeVar, final
 from paceline.comm.rendezvous.environment import find_launch_info
 from paceline.core.errors import PlatformError, UsageError
 from paceline.frontends.framework_trainers.chief_decisions import decided_by_chief
-from paceline.frontends.framework_trainers.framework_run import WorkerProcess
+from paceline.frontends.framework_trainers.framework_run import FrameworkWorker
 from paceline.frontends.framework_trainers.framework_settings import require_package
 
 T = TypeVar("T")
@@ -66,10 +66,10 @@ class HorovodJob:
         """Whether this process writes the run's record; after a loss another one may."""
         return self.rank == 0
 
-    def workers(self) -> list[WorkerProcess]:
+    def workers(self) -> list[FrameworkWorker]:
         """Return all ranks' processes; every rank calls it."""
         mine = [self.rank, os.getpid(), socket.gethostname()]
-        return [WorkerProcess(*one) for one in self.hvd.allgather_object(mine, name="paceline.workers")]
+        return [FrameworkWorker(*one) for one in self.hvd.allgather_object(mine, name="paceline.workers")]
 
     def agree(self, what: Mapping[str, Any]) -> None:
         """Refuse ranks whose settings differ, on all of them, by name: their collectives would not match, and

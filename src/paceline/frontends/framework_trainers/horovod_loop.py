@@ -20,17 +20,22 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from paceline.frontends.framework_trainers.framework_run import FrameworkRun, Loss, WorkerProcess
+from paceline.frontends.framework_trainers.framework_run import FrameworkRun, FrameworkWorker, WorkerLoss
 from paceline.frontends.framework_trainers.horovod_data import RankBatches, size_of
 from paceline.frontends.framework_trainers.horovod_job import HorovodJob
-from paceline.frontends.framework_trainers.horovod_state import HorovodState, Progress, from_plain, plain
+from paceline.frontends.framework_trainers.horovod_state import (
+    HorovodProgress,
+    HorovodState,
+    from_plain,
+    plain,
+)
 from paceline.train.callbacks import Modifier, Observer
 from paceline.train.history import History
 from paceline.train.objective import Objective
 from paceline.train.settings.train_config import TrainConfig
 from paceline.train.step_info import StepInfo
 
-_LOST = Loss(
+_LOST = WorkerLoss(
     phase="the all-reduce",
     reason="was lost",
     waiting="the other ranks waited for its gradients",
@@ -66,9 +71,9 @@ class HorovodLoop:
     ) -> None:
         self._job, self._state, self._objective = job, state, objective
         self._batches, self._validation, self._settings = batches, validation, settings
-        self._progress = Progress()
+        self._progress = HorovodProgress()
         self._run: FrameworkRun | None = None
-        self._workers: list[WorkerProcess] = []
+        self._workers: list[FrameworkWorker] = []
         self._noticed: float | None = None  # when a collective failed, on time.perf_counter
 
     def run(self) -> History:
@@ -133,7 +138,7 @@ class HorovodLoop:
         if self._run is not None:
             self._run.start_clock()
 
-    def _open(self, before: Sequence[WorkerProcess]) -> None:
+    def _open(self, before: Sequence[FrameworkWorker]) -> None:
         """Open the run on the chief, or continue it after ranks came or were lost."""
         settings, progress, framework = self._settings, self._progress, self._job.framework
         here = {(one.host, one.pid) for one in self._workers}

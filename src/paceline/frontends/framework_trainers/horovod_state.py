@@ -19,12 +19,12 @@ from paceline.data.batch_plan import DataPosition
 from paceline.train.settings.learning_rate_scaling import scaling_factor
 from paceline.train.state import model_state, optimizers
 
-ScalingRule = Literal["none", "linear", "sqrt"]
+RateRule = Literal["none", "linear", "sqrt"]
 
 
 @final
 @dataclass
-class Progress:
+class HorovodProgress:
     """How far the ranks have come together: equal on all of them after every commit.
 
     folder      of the run; empty before the chief has made it
@@ -40,7 +40,7 @@ class Progress:
 class HorovodState:
     """Model and optimizer of this rank. `distributed`: the optimizer whose step sums over the ranks."""
 
-    def __init__(self, module: nn.Module, optimizer: Optimizer, rule: ScalingRule) -> None:
+    def __init__(self, module: nn.Module, optimizer: Optimizer, rule: RateRule) -> None:
         self.module, self._plain, self._rule = module, optimizer, rule
         self.distributed: Any = optimizer
 
@@ -53,7 +53,7 @@ class HorovodState:
             backward_passes_per_step=passes,
         )
 
-    def scale(self, progress: Progress, size: int) -> None:
+    def scale(self, progress: HorovodProgress, size: int) -> None:
         """Scale the learning rate from the ranks that it was scaled for to `size` ranks."""
         factor = scaling_factor(self._rule, size) / scaling_factor(self._rule, progress.scaled_for)
         if factor != 1.0:
@@ -61,15 +61,15 @@ class HorovodState:
                 group["lr"] *= factor
         progress.scaled_for = size
 
-    def share(self, hvd: Any, progress: Progress) -> Progress:
+    def share(self, hvd: Any, progress: HorovodProgress) -> HorovodProgress:
         """Give every rank the chief's weights, optimizer state and progress; all ranks call it."""
         hvd.broadcast_parameters(self.module.state_dict(), root_rank=0)
         state = hvd.broadcast_object(self.distributed.state_dict(), root_rank=0, name="paceline.optimizer")
         self.distributed.load_state_dict(state)
-        shared: Progress = hvd.broadcast_object(progress, root_rank=0, name="paceline.progress")
+        shared: HorovodProgress = hvd.broadcast_object(progress, root_rank=0, name="paceline.progress")
         return shared
 
-    def contents(self, progress: Progress) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
+    def contents(self, progress: HorovodProgress) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
         """Return what a version holds."""
         owner = self._owner()
         weights = {
@@ -101,10 +101,10 @@ class HorovodState:
         return self._plain
 
 
-def plain(progress: Progress) -> dict[str, Any]:
+def plain(progress: HorovodProgress) -> dict[str, Any]:
     """Return the progress as data that Horovod's elastic state keeps."""
     return dataclasses.asdict(progress)
 
 
-def from_plain(data: Mapping[str, Any]) -> Progress:
-    return Progress(DataPosition(**data["position"]), str(data["folder"]), int(data["scaled_for"]))
+def from_plain(data: Mapping[str, Any]) -> HorovodProgress:
+    return HorovodProgress(DataPosition(**data["position"]), str(data["folder"]), int(data["scaled_for"]))

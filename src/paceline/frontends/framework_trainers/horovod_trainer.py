@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from paceline.frontends.framework_trainers.horovod_state import ScalingRule
+    from paceline.frontends.framework_trainers.horovod_state import RateRule
     from paceline.train.history import History
 
 _HINTS = {
@@ -78,7 +78,7 @@ class HorovodTrainer:
         verbose: bool | int = True,
         compression: Any = None,
         *,
-        lr_rule: ScalingRule = "linear",
+        lr_rule: RateRule = "linear",
         commit_steps: int = 10,
         timeline: str | os.PathLike[str] | None = None,
         checkpoint_dir: str | os.PathLike[str] | None = None,

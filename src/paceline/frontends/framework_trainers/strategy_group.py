@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.errors import UsageError
-from paceline.frontends.framework_trainers.framework_run import WorkerProcess
+from paceline.frontends.framework_trainers.framework_run import FrameworkWorker
 
 _NAME_BYTES = 256
 
@@ -54,7 +54,7 @@ class StrategyGroup:
         row[self.rank] = number
         return [int(one) for one in self._sum(row)]
 
-    def processes(self) -> tuple[WorkerProcess, ...]:
+    def processes(self) -> tuple[FrameworkWorker, ...]:
         """Return every worker's process, on all of them."""
         name = socket.gethostname().encode()[: _NAME_BYTES - 4]
         rows = np.zeros((self.size, _NAME_BYTES // 4), np.int32)
@@ -62,7 +62,7 @@ class StrategyGroup:
         rows[self.rank] = np.frombuffer(row.ljust(_NAME_BYTES, b"\0"), np.int32)
         every = self._sum(rows)
         return tuple(
-            WorkerProcess(rank, int(one[0]), one[1:].tobytes().rstrip(b"\0").decode())
+            FrameworkWorker(rank, int(one[0]), one[1:].tobytes().rstrip(b"\0").decode())
             for rank, one in enumerate(every)
         )
 

@@ -22,10 +22,10 @@ from paceline.comm.rendezvous.environment import LOCAL_HOST, LaunchInfo, find_la
 from paceline.comm.transport.tcp.mesh_handshake import source_address
 from paceline.core.errors import UsageError
 from paceline.core.wording import counted
-from paceline.frontends.framework_trainers.framework_run import WorkerProcess
+from paceline.frontends.framework_trainers.framework_run import FrameworkWorker
 from paceline.frontends.launcher.master_port import free_port
 
-Role = Literal["chief", "worker", "ps"]
+TaskRole = Literal["chief", "worker", "ps"]
 _VARIABLE: Final = "TF_CONFIG"
 _LAUNCH: Final = "start it on several ranks: paceline run SCRIPT --nproc-per-node {ranks}; or set TF_CONFIG"
 
@@ -36,10 +36,10 @@ class TensorFlowCluster:
     """The job. `processes`: of all ranks, where a launcher started them; `meeting`: where the chief of
     parameter servers listens for the others, and the word that they prove themselves with."""
 
-    role: Role
+    role: TaskRole
     index: int
     jobs: Mapping[str, tuple[str, ...]]
-    processes: tuple[WorkerProcess, ...] = ()
+    processes: tuple[FrameworkWorker, ...] = ()
     meeting: tuple[str, int, str] | None = field(default=None, repr=False)
     listener: socket.socket | None = field(default=None, repr=False, compare=False)
 
@@ -113,7 +113,7 @@ def _meet(info: LaunchInfo, servers: int, environment: MutableMapping[str, str])
         every: list[Any] = context.all_gather(mine)
     places = [f"{one[0]}:{one[1]}" for one in every]
     jobs: dict[str, tuple[str, ...]] = {"worker": tuple(places)}
-    role: Role = "worker"
+    role: TaskRole = "worker"
     index = info.rank
     if servers:
         jobs = {
@@ -124,7 +124,7 @@ def _meet(info: LaunchInfo, servers: int, environment: MutableMapping[str, str])
         role = "chief" if not info.rank else "ps" if info.rank <= servers else "worker"
         index = {"chief": 0, "ps": info.rank - 1, "worker": info.rank - 1 - servers}[role]
     environment[_VARIABLE] = json.dumps({"cluster": jobs, "task": {"type": role, "index": index}})
-    processes = tuple(WorkerProcess(rank, one[2], one[3]) for rank, one in enumerate(every))
+    processes = tuple(FrameworkWorker(rank, one[2], one[3]) for rank, one in enumerate(every))
     found = every[0][4]
     return TensorFlowCluster(
         role, index, jobs, processes, None if found is None else (found[0], found[1], found[2]), listener

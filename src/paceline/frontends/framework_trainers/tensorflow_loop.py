@@ -20,7 +20,7 @@ import numpy as np
 from paceline.data.batch_plan import DataPosition
 from paceline.frontends import launcher_link
 from paceline.frontends.framework_trainers.chief_decisions import decided_by_chief
-from paceline.frontends.framework_trainers.framework_run import FrameworkRun, Loss, WorkerProcess
+from paceline.frontends.framework_trainers.framework_run import FrameworkRun, FrameworkWorker, WorkerLoss
 from paceline.frontends.framework_trainers.tensorflow_data import EpochDataset
 from paceline.frontends.framework_trainers.tensorflow_state import KerasState
 from paceline.frontends.framework_trainers.tensorflow_steps import KerasSteps
@@ -29,7 +29,7 @@ from paceline.train.callbacks import Modifier, Observer
 from paceline.train.history import History
 from paceline.train.settings.train_config import TrainConfig
 
-_HANDED_ON: Final = Loss(
+_HANDED_ON: Final = WorkerLoss(
     phase="a step",
     reason="was lost",
     waiting="nobody waited for it",
@@ -96,7 +96,7 @@ class TensorFlowLoop:
         if self._run is not None:
             self._run.start_clock()
 
-    def _open(self, processes: tuple[WorkerProcess, ...]) -> dict[str, int] | None:
+    def _open(self, processes: tuple[FrameworkWorker, ...]) -> dict[str, int] | None:
         """Open the run on the chief; return the position of the version that it goes on from."""
         losses = launcher_link.losses_before_restart()
         self._run = run = FrameworkRun.open(self._config, self._job.framework, self._callbacks)
@@ -111,17 +111,17 @@ class TensorFlowLoop:
         )
         version = None if run.resumed is None else run.resumed.version
         for loss in losses:
-            gone = Loss(
+            gone = WorkerLoss(
                 phase="a step",
                 reason=loss.how,
                 waiting="the other workers waited in the all-reduce",
                 action="all workers were started again, "
                 + ("from the beginning" if version is None else f"from version {version}, which verified"),
             )
-            run.lost([WorkerProcess(loss.rank, loss.pid, loss.host)], gone, loss.when)
+            run.lost([FrameworkWorker(loss.rank, loss.pid, loss.host)], gone, loss.when)
         return None if run.resumed is None else dict(vars(run.position))
 
-    def _served_processes(self) -> tuple[WorkerProcess, ...]:
+    def _served_processes(self) -> tuple[FrameworkWorker, ...]:
         cluster = self._job.cluster
         if cluster is None or not cluster.processes:
             return self._job.group.processes()

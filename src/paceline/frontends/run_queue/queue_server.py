@@ -29,7 +29,7 @@ from paceline.frontends.run_queue.queued_run import ACTIVE, QueueContent, Queued
 from paceline.frontends.run_queue.run_endings import after_end
 from paceline.frontends.run_queue.run_observation import SizeLimits
 from paceline.frontends.run_queue.train_command import train_command
-from paceline.frontends.run_queue.worker_allocation import Candidate, Resize, Start, Stop, decide
+from paceline.frontends.run_queue.worker_allocation import Candidate, Resize, Start, StopRun, decide
 
 QUICK_SECONDS: Final = 0.1  # between two looks while a run starts, shrinks or stops
 IDLE_SECONDS: Final = 1.0
@@ -41,7 +41,7 @@ _ANSWER_SECONDS: Final = 10.0  # for a supervisor to agree to a stop; then the r
 
 
 @dataclass
-class _Watch:
+class _RunWatch:
     """What the server remembers of one start of a run; a new server begins without."""
 
     attempt: int
@@ -68,7 +68,7 @@ class QueueServer:
         self._capacity = capacity
         self._tell = tell
         self._clock = clock or WallClock()
-        self._watched: dict[int, _Watch] = {}
+        self._watched: dict[int, _RunWatch] = {}
         self._children: list[subprocess.Popen[bytes]] = []
         self._problem = ""
 
@@ -103,7 +103,7 @@ class QueueServer:
             watch = self._watched.get(run.id)
             run_dir = Path(run.request.run_dir)
             if watch is None or watch.attempt != run.attempt:
-                watch = self._watched[run.id] = _Watch(run.attempt, now, run.workers)
+                watch = self._watched[run.id] = _RunWatch(run.attempt, now, run.workers)
                 if run_observation.has_supervisor(run_dir):
                     # Of an earlier server, which may have been killed before the run had shrunk.
                     watch.reserved = max(run.workers, run.request.most)
@@ -111,7 +111,7 @@ class QueueServer:
             if watch.reserved > run.workers or now - watch.checked > _CHECK_SECONDS:
                 self._count_workers(run, watch, run_dir)
 
-    def _count_workers(self, run: QueuedRun, watch: _Watch, run_dir: Path) -> None:
+    def _count_workers(self, run: QueuedRun, watch: _RunWatch, run_dir: Path) -> None:
         late = self._clock.now() - watch.checked > _CHECK_SECONDS
         watch.checked = self._clock.now()
         found = run_observation.workers_now(run_dir)
@@ -160,7 +160,7 @@ class QueueServer:
                         verb = "grows" if action.workers > run.workers else "shrinks"
                         text = f"{verb} to {counted(action.workers, 'worker')}: {action.reason}"
                         after = replace(run, workers=action.workers).noted(now, text)
-                    case Stop():
+                    case StopRun():
                         after = run.moved(now, "stopping", action.reason)
                 content = content.with_run(after)
                 self._say(after)
@@ -201,7 +201,7 @@ class QueueServer:
             )
         return found
 
-    def _limits(self, run: QueuedRun, watch: _Watch | None) -> SizeLimits:
+    def _limits(self, run: QueuedRun, watch: _RunWatch | None) -> SizeLimits:
         """Return the sizes that a run accepts. Before its process has read them again, only those that stay
         the same from start to start count: the shards."""
         if watch is not None and watch.limits is not None:
@@ -209,7 +209,7 @@ class QueueServer:
         known = run_observation.limits(Path(run.request.run_dir)) if run.attempt else None
         return SizeLimits() if known is None else SizeLimits(most=known.most)
 
-    def _is_fixed(self, run: QueuedRun, watch: _Watch, limits: SizeLimits, now: float) -> bool:
+    def _is_fixed(self, run: QueuedRun, watch: _RunWatch, limits: SizeLimits, now: float) -> bool:
         if watch.limits is not None and not limits.is_elastic:
             return True
         late = now - watch.begun > _SUPERVISOR_SECONDS
@@ -293,7 +293,7 @@ class QueueServer:
     def _scale(self, run: QueuedRun, run_dir: Path) -> bool:
         return run_observation.has_supervisor(run_dir) and run_observation.ask_to_scale(run_dir, run.workers)
 
-    def _stop(self, run: QueuedRun, watch: _Watch, run_dir: Path) -> None:
+    def _stop(self, run: QueuedRun, watch: _RunWatch, run_dir: Path) -> None:
         now = self._clock.now()
         watch.stop_since = watch.stop_since or now
         if run.intent == "kill":

@@ -8,7 +8,7 @@ from typing import Final, Literal, final
 
 from paceline.core.wording import counted
 
-RunState = Literal["waiting", "running", "stopping", "held", "finished", "failed", "cancelled"]
+QueueState = Literal["waiting", "running", "stopping", "held", "finished", "failed", "cancelled"]
 Intent = Literal["run", "hold", "cancel", "kill"]
 """What the user wants: that it runs, that it is stopped and kept, that it is stopped for good, that it is
 killed."""
@@ -51,7 +51,7 @@ class RunRequest:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Note:
+class RunNote:
     """Something that happened to the run, with the wall-clock time."""
 
     time: float
@@ -78,7 +78,7 @@ class QueuedRun:
     request: RunRequest
     added: float
     since: float
-    state: RunState = "waiting"
+    state: QueueState = "waiting"
     intent: Intent = "run"
     workers: int = 0
     attempt: int = 0
@@ -91,7 +91,7 @@ class QueuedRun:
     code: int | None = None
     reason: str = ""
     tail: tuple[str, ...] = ()
-    notes: tuple[Note, ...] = ()
+    notes: tuple[RunNote, ...] = ()
 
     @property
     def label(self) -> str:
@@ -99,9 +99,9 @@ class QueuedRun:
 
     def noted(self, now: float, text: str) -> QueuedRun:
         """Return it with one more note, and without the oldest where there are many."""
-        return replace(self, notes=(*self.notes, Note(time=now, text=text))[-_KEPT_NOTES:])
+        return replace(self, notes=(*self.notes, RunNote(time=now, text=text))[-_KEPT_NOTES:])
 
-    def moved(self, now: float, state: RunState, reason: str = "") -> QueuedRun:
+    def moved(self, now: float, state: QueueState, reason: str = "") -> QueuedRun:
         """Return it in another state, with a note."""
         text = f"{state}: {reason}" if reason else state
         workers = self.workers if state in ACTIVE else 0

@@ -70,12 +70,12 @@ class Resize:
 
 @final
 @dataclass(frozen=True)
-class Stop:
+class StopRun:
     id: int
     reason: str
 
 
-QueueAction: TypeAlias = Start | Resize | Stop
+QueueAction: TypeAlias = Start | Resize | StopRun
 
 
 def decide(candidates: Iterable[Candidate], capacity: int) -> list[QueueAction]:
@@ -90,7 +90,7 @@ def decide(candidates: Iterable[Candidate], capacity: int) -> list[QueueAction]:
             continue
         size = sizes.get(one.id, 0)
         if not size:
-            actions.append(Stop(one.id, why))
+            actions.append(StopRun(one.id, why))
         elif size < one.workers:
             actions.append(Resize(one.id, size, why))
     free = capacity - sum(max(one.workers, one.reserved) for one in ordered)

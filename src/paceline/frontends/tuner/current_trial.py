@@ -80,10 +80,10 @@ def params(defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
     return given | dict(_here[-1].params)
 
 
-def folder() -> Path | None:
+def folder() -> Path:
     """Return this trial's own folder, for checkpoints; a repeated trial finds there what the lost attempt
-    saved. None outside of a trial."""
-    return _here[-1].folder if _here else None
+    saved. Outside of a trial that is the working directory."""
+    return _here[-1].folder if _here else Path()
 
 
 def parent_folder() -> Path | None:

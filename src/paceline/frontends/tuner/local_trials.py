@@ -42,6 +42,9 @@ _PRELOAD: Final = (
     # The first optimizer of a process imports torch's compiler, a second's worth of modules.
     "torch._inductor.config",
     "paceline.frontends.tuner.trial_process",
+    # Named by what trials unpickle and call.
+    "paceline.frontends.tuner.search_space",
+    "paceline.tune",
 )
 _CLOSE_SECONDS: Final = 10.0
 

@@ -33,7 +33,7 @@ from paceline.frontends.tuner.tuning_study import PARENT
 
 @final
 @dataclass(frozen=True)
-class _Member:
+class _DrawnMember:
     parent: int | None
     params: Mapping[str, Any]
 
@@ -83,20 +83,20 @@ class PopulationSampler(BaseSampler):
     def _generator(self, number: int) -> np.random.Generator:
         return np.random.default_rng([self._seed, number])
 
-    def _member(self, number: int, before: Sequence[FrozenTrial]) -> _Member:
+    def _member(self, number: int, before: Sequence[FrozenTrial]) -> _DrawnMember:
         generator = self._generator(number)
         ranked = sorted((one for one in before if one.state is TrialState.COMPLETE), key=self._rank)
         if not ranked:
-            return _Member(None, {name: _draw(one, generator) for name, one in self._space.items()})
+            return _DrawnMember(None, {name: _draw(one, generator) for name, one in self._space.items()})
         count = max(1, math.floor(len(before) * self._settings.quantile))
         best = ranked[:count]
         own = next(one for one in before if one.number == number - self._settings.size)
         # Fewer than two complete ones: nothing is both good and bad.
         worst = {one.number for one in ranked[max(count, len(ranked) - count) :]}
         if own.state is TrialState.COMPLETE and own.number not in worst:
-            return _Member(own.number, own.params)
+            return _DrawnMember(own.number, own.params)
         parent = best[int(generator.integers(len(best)))]
-        return _Member(
+        return _DrawnMember(
             parent.number,
             {name: self._changed(one, parent.params[name], generator) for name, one in self._space.items()},
         )

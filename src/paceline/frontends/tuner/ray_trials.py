@@ -83,35 +83,46 @@ def _share(number: int, trials_per_gpu: float, gpus: int, cpus: int) -> dict[str
 
 
 @final
+@dataclass(frozen=True)
+class MailedReport:
+    """A report in the mailbox. `ticket` counts reports; `attempt` counts the trials that were started."""
+
+    ticket: int
+    attempt: int
+    step: int
+    value: float
+
+
+@final
 class Mailbox:
-    """Reports on their way to the search, and answers on their way back; an actor with one thread."""
+    """Reports on their way to the search, and answers on their way back; an asynchronous actor."""
 
     def __init__(self) -> None:
-        self._reports: asyncio.Queue[tuple[int, int, int, float]] = asyncio.Queue()
+        self._reports: list[MailedReport] = []
         self._answers: dict[int, asyncio.Future[bool]] = {}
         self._count = 0
+        self._arrived = asyncio.Event()
 
-    async def report(self, number: int, step: int, value: float, waits: bool) -> bool:
+    async def report(self, attempt: int, step: int, value: float, waits: bool) -> bool:
         """Leave a report of a trial; wait for its answer where it needs one."""
         self._count += 1
         ticket = self._count
-        answer = self._answers[ticket] = asyncio.get_running_loop().create_future()
-        self._reports.put_nowait((ticket, number, step, value))
-        return await answer if waits else False
+        self._reports.append(MailedReport(ticket, attempt, step, value))
+        self._arrived.set()
+        if not waits:
+            return False
+        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._answers[ticket] = answer
+        return await answer
 
-    async def next_reports(self) -> list[tuple[int, int, int, float]]:
-        """Wait for a report; return all that are there."""
-        found = [await self._reports.get()]
-        while not self._reports.empty():
-            found.append(self._reports.get_nowait())
-        return found
-
-    async def waiting_reports(self) -> list[tuple[int, int, int, float]]:
-        """Return the reports that are there, without waiting."""
-        found = []
-        while not self._reports.empty():
-            found.append(self._reports.get_nowait())
-        return found
+    async def reports_after(self, ticket: int, wait: bool) -> list[MailedReport]:
+        """Return the reports after this one, which is known; `wait` until there is one."""
+        self._reports = [one for one in self._reports if one.ticket > ticket]
+        while wait and not self._reports:
+            self._arrived.clear()
+            await self._arrived.wait()
+            self._reports = [one for one in self._reports if one.ticket > ticket]
+        return list(self._reports)
 
     async def answer(self, ticket: int, prune: bool) -> None:
         """Answer a report."""
@@ -120,12 +131,12 @@ class Mailbox:
             waiting.set_result(prune)
 
 
-def run_on_ray(call: TrialCall, start: TrialStart, mailbox: Any) -> dict[str, Any]:
+def run_on_ray(call: TrialCall, start: TrialStart, attempt: int, mailbox: Any) -> dict[str, Any]:
     """Run one trial in this Ray worker; return its value, or how it failed, as plain data."""
     import ray
 
     def send(step: int, value: float) -> bool:
-        return bool(ray.get(mailbox.report.remote(start.number, step, value, call.waits_for_answers)))
+        return bool(ray.get(mailbox.report.remote(attempt, step, value, call.waits_for_answers)))
 
     # On a cluster without a shared file system the folder is the node's own.
     folder = Path(start.folder)
@@ -171,14 +182,18 @@ class RayTrials:
                 f"train_fn cannot be sent to Ray: {first_line(error)}",
                 remedy="create in the function what cannot be pickled, or pass what it is made from",
             ) from error
-        self._running: dict[Any, int] = {}
-        self._next = self._mailbox.next_reports.remote()
+        self._running: dict[Any, tuple[int, int]] = {}  # attempt and number, by task
+        self._attempts = 0
+        self._known = 0  # the last report that was read
+        self._next = self._mailbox.reports_after.remote(0, True)
 
     def start(self, trial: TrialStart) -> None:
         placed = replace(trial, folder=os.path.abspath(trial.folder))
         if trial.parent_folder:
             placed = replace(placed, parent_folder=os.path.abspath(trial.parent_folder))
-        self._running[self._task.remote(self._call, placed, self._mailbox)] = trial.number
+        self._attempts += 1
+        task = self._task.remote(self._call, placed, self._attempts, self._mailbox)
+        self._running[task] = self._attempts, trial.number
 
     def wait(self, seconds: float | None = None) -> Sequence[TrialEvent]:
         ready, _ = self._ray.wait([self._next, *self._running], timeout=seconds)
@@ -186,10 +201,10 @@ class RayTrials:
         events: list[TrialEvent] = []
         if self._next in ready:
             events += self._reports(self._ray.get(self._next))
-            self._next = self._mailbox.next_reports.remote()
+            self._next = self._mailbox.reports_after.remote(self._known, True)
         if ended:
             # A trial's reports are in the mailbox before its end is known here.
-            events += self._reports(self._ray.get(self._mailbox.waiting_reports.remote()))
+            events += self._reports(self._ray.get(self._mailbox.reports_after.remote(self._known, False)))
         return [*events, *(self._end_of(task) for task in ended)]
 
     def close(self) -> None:
@@ -202,17 +217,19 @@ class RayTrials:
         self._running.clear()
         self._ray.kill(self._mailbox)
 
-    def _reports(self, found: list[tuple[int, int, int, float]]) -> list[TrialEvent]:
-        running = set(self._running.values())
+    def _reports(self, found: list[MailedReport]) -> list[TrialEvent]:
         # Others are of an attempt that is lost.
+        running = dict(self._running.values())
+        new = [one for one in found if one.ticket > self._known]
+        self._known = max([self._known, *(one.ticket for one in new)])
         return [
-            Reported(number, step, value, _RayAnswer(self._mailbox, ticket))
-            for ticket, number, step, value in found
-            if number in running
+            Reported(running[one.attempt], one.step, one.value, _RayAnswer(self._mailbox, one.ticket))
+            for one in new
+            if one.attempt in running
         ]
 
     def _end_of(self, task: Any) -> TrialEvent:
-        number = self._running.pop(task)
+        _, number = self._running.pop(task)
         try:
             result = self._ray.get(task)
         except self._ray.exceptions.RayError as error:

@@ -27,7 +27,7 @@ _KNOWN = (
 
 @final
 @dataclass(frozen=True)
-class Choice:
+class ValueChoice:
     """One of several values, each as likely as the others."""
 
     values: tuple[Any, ...]
@@ -52,14 +52,14 @@ class IntRange:
     high: int
 
 
-def choice(values: Sequence[Any]) -> Choice:
+def choice(values: Sequence[Any]) -> ValueChoice:
     """Search among these values."""
     if isinstance(values, str) or not isinstance(values, Sequence) or not values:
         raise ConfigError(
             f"choice was given {values!r}",
             remedy='give a list with at least one value: choice(["sgd", "adam"])',
         )
-    return Choice(tuple(values))
+    return ValueChoice(tuple(values))
 
 
 def uniform(low: float, high: float) -> FloatRange:
@@ -173,7 +173,7 @@ def _translate(name: str, one: object) -> tuple[BaseDistribution, dict[str, Any]
 
     if isinstance(one, BaseDistribution):
         return one, {}
-    if isinstance(one, Choice):
+    if isinstance(one, ValueChoice):
         return _categories(name, one.values)
     if isinstance(one, FloatRange):
         return FloatDistribution(one.low, one.high, log=one.log), {}

@@ -156,7 +156,8 @@ class TuningStudy:
         """Take a report; return whether the trial is to be pruned."""
         trial = self._trials[number]
         self._storage.set_trial_intermediate_value(trial._trial_id, step, value)
-        return self._pruner.prune(self._study, self._storage.get_trial(trial._trial_id))
+        # Some pruners answer with a boolean of NumPy's, which JSON does not have.
+        return bool(self._pruner.prune(self._study, self._storage.get_trial(trial._trial_id)))
 
     def finish(self, number: int, value: float) -> None:
         """Record that a trial came to its end."""

@@ -88,8 +88,8 @@ def _workers_and_shards(config: TrainConfig) -> None:
     grown = config.fault_tolerance.max_workers
     if grown is not None and grown < config.workers:
         _refuse(
-            f"fault_tolerance.max_workers={grown} for workers={config.workers}: the run would begin with more "
-            "workers than it may have",
+            f"fault_tolerance.max_workers={grown} for workers={config.workers}: the run would begin with "
+            "more workers than it may have",
             f"set max_workers to {config.workers} or more, or workers to {grown} or fewer",
         )
     if grown is not None and config.mode == "exact" and grown > shards:

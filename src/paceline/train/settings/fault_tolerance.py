@@ -85,8 +85,8 @@ class FaultTolerance:
             refuse(
                 self,
                 "max_workers",
-                f"max_workers={self.max_workers} with min_workers={self.min_workers}: no number of workers is "
-                "allowed",
+                f"max_workers={self.max_workers} with min_workers={self.min_workers}: no number of workers "
+                "is allowed",
                 f"set max_workers to {self.min_workers} or more, or leave it out",
             )
         at_least(self, "max_worker_failures", 0, "it counts the replacements of one rank")

@@ -1,8 +1,9 @@
-"""Movement of data in shared memory without a reduction: every rank reads what it needs out of its peers' memory.
+"""Movement of data in shared memory without a reduction: every rank reads what it needs out of its peers'
+memory.
 
 * small (up to one slot): each rank puts its data into its slot and copies from the others'. One barrier.
-* large: each rank publishes the address of its data, and the peers read there, through the kernel, straight into
-  their results. Each byte is copied once. Two barriers: the data is ready, and all ranks have read it.
+* large: each rank publishes the address of its data, and the peers read there, through the kernel, straight
+  into their results. Each byte is copied once. Two barriers: the data is ready, and all ranks have read it.
 
 Where the kernel does not let ranks reach each other (`can_read`), the caller sends messages instead.
 """

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from paceline.comm.call_status import CollectiveCall, RankState
+from paceline.comm.call_status import CollectiveCall, RankState, in_background
 from paceline.comm.transport.shm import futex
 from paceline.comm.transport.shm.cross_memory import CrossMemory
 from paceline.comm.transport.shm.status_board import PID, REACHES, SIGNATURES, STATE, TICK, WORD, StatusBoard
@@ -27,6 +27,7 @@ _MASK, _HALF = 0xFFFFFFFF, 0x80000000
 _ENTRY = 4  # 64-bit words of a signature entry: sequence, signature, location of the input, of the result
 _YES, _NO, _SLOW = 1, 2, 3
 _TRIAL = 1 << 20
+_BACKGROUND_SPINS = 2
 _WAKE_SECONDS, _LAST_SECONDS = 0.0005, 1.0
 _WORTH = 1.8
 """Going through slots copies nearly twice as many bytes as reaching does."""
@@ -99,7 +100,9 @@ class ShmWindow:
         for index, rank in self._others:
             if (words[index] - tick) & _MASK < _HALF:
                 continue
-            for turn in range(self._spins):
+            # A spinning thread holds the interpreter lock: in the background it would stop the thread for
+            # which it works.
+            for turn in range(_BACKGROUND_SPINS if in_background() else self._spins):
                 if (words[index] - tick) & _MASK < _HALF:
                     break
                 if turn & self._yield_mask == 0:

@@ -1,0 +1,138 @@
+"""A run that is handed over: `paceline submit`, the supervisor in pod 0, an agent in the other pod."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.clusters.kubernetes import cluster as fake
+from tests.clusters.kubernetes.cluster import IMAGE, USER, Cluster
+from tests.waiting import wait_for
+
+import paceline
+from paceline.core import events, journal
+
+_WHY_NOT = fake.why_not()
+
+pytestmark = [
+    pytest.mark.netns,
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT or "containers work"),
+]
+
+# Steps are slow until the gate is open: a test has time to take a pod away.
+_SCRIPT = """
+import os, sys, time, torch, paceline
+from torch import nn
+from paceline.train.callbacks import Modifier
+
+class Gate(Modifier):
+    def change_gradients(self, parameters):
+        limit = time.monotonic() + 0.3
+        while not os.path.exists("/runs/gate") and time.monotonic() < limit:
+            time.sleep(0.01)
+
+torch.manual_seed(1)
+x = torch.randn(96, 8, generator=torch.Generator().manual_seed(0))
+config = paceline.TrainConfig(
+    global_batch=16, max_steps=60, shards=4, threads=1, progress=False, seed=3,
+    checkpoint=paceline.CheckpointConfig(every_steps=5),
+)
+model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1), nn.Linear(16, 8))
+trainer = paceline.Trainer(
+    model, nn.MSELoss(), optimizer=lambda p: torch.optim.Adam(p, 0.01), config=config, callbacks=[Gate()]
+)
+print("hash", trainer.fit((x, x)).state_hash, sys.argv[1:], flush=True)
+"""
+
+
+def command(script: Path, *options: str) -> list[str]:
+    return [sys.executable, "-m", "paceline", "submit", str(script), "--engine", "kubernetes", *options]
+
+
+def test_a_run_is_handed_over_loses_its_supervisor_and_ends_as_if_nothing_was(
+    idle_cluster: Cluster, tmp_path: Path
+) -> None:
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    os.chown(folder, USER, USER)
+    (folder / "train.py").write_text(_SCRIPT)
+    idle_cluster.kubelets.claims["training"] = folder
+    chosen: dict[str, Any] = {"kubeconfig": str(idle_cluster.kubeconfig), "image": IMAGE}
+    options = ["--nodes", "2", "--name", "handed over", "--image", IMAGE, "--run-dir", "/runs/run"]
+    for setting in (
+        f"kubeconfig={idle_cluster.kubeconfig}",
+        'volumes={"/runs" = "training"}',
+        "shared_memory=8Mi",
+    ):
+        options += ["--engine-set", setting]
+    # The script lies on the volume: here it has another path than in the pods.
+    (tmp_path / "train.py").symlink_to(folder / "train.py")
+    options += ["--engine-set", "folder=/runs"]
+    done = subprocess.run(
+        [*command(Path("train.py"), *options), "--", "--lr", "0.1"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (0, "job/handed-over\n"), done.stderr
+    engine = paceline.Kubernetes(**chosen)
+    try:
+        wait_for(lambda: len(_views(folder / "run")) > 0, "both pods train", 100)
+        wait_for(lambda: _last_step(folder / "run") >= 10, "a few steps")
+        assert engine.batch_status("job/handed-over").state == "running"
+        # The node is drained: SIGTERM to pod 0. It saves, leaves with 75, and comes again.
+        first = next(
+            pod for pod in idle_cluster.store.every("Pod") if pod["spec"]["hostname"] == "handed-over-0"
+        )
+        idle_cluster.store.begin_deletion(first)
+        wait_for(lambda: len(_starts(folder / "run")) > 1, "the run is resumed", 100)
+        (folder / "gate").touch()
+        wait_for(lambda: engine.batch_status("job/handed-over").is_over, "the run ends", 100)
+        assert engine.batch_status("job/handed-over").state == "succeeded"
+        lines = list(engine.batch_logs("job/handed-over"))
+        (said,) = [line for line in lines if line.startswith("hash ")]
+        assert "['--lr', '0.1']" in said
+        secret = idle_cluster.store.find("Secret", "ml", "handed-over-token")
+        assert secret is not None
+        ready = [json.dumps(pod["status"]) for pod in idle_cluster.store.every("Pod")]
+        assert not any(secret["data"]["token"] in text for text in [*lines, *ready])
+    finally:
+        engine.stop_batch("job/handed-over")
+    wait_for(lambda: not idle_cluster.left(), "nothing is left")
+    alone = subprocess.run(
+        [sys.executable, "-m", "paceline", "train", "train.py", "--run-dir", str(tmp_path / "alone")],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert re.findall(r"hash (\w{64})", alone.stdout) == re.findall(r"hash (\w{64})", said), alone.stderr
+
+
+def _events(folder: Path) -> list[events.Event]:
+    file = folder / "journal.jsonl"
+    return list(journal.read(file).events) if file.exists() else []
+
+
+def _views(folder: Path) -> list[events.ViewChanged]:
+    """Views with workers of both pods."""
+    found = [event for event in _events(folder) if isinstance(event, events.ViewChanged)]
+    return [view for view in found if set(view.hosts) == {"handed-over-0", "handed-over-1"}]
+
+
+def _starts(folder: Path) -> list[events.Event]:
+    return [event for event in _events(folder) if isinstance(event, events.RunStarted | events.RunResumed)]
+
+
+def _last_step(folder: Path) -> int:
+    return max((e.step for e in _events(folder) if isinstance(e, events.StepCommitted)), default=0)

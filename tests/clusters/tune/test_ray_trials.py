@@ -1,0 +1,130 @@
+"""Trials on a real local Ray cluster: the trials of this machine, kills, pruning, spaces of ray.tune."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+import paceline
+from paceline.frontends.tuner.search_space import SearchSpace
+
+ray = pytest.importorskip("ray", reason="make test-engines installs Ray")
+pytest.importorskip("optuna", reason="pip install 'paceline[tune]'")
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.leaky("Ray's processes and connections belong to the module's cluster"),
+    # Ray's own: it leaves sockets and files of its processes to the interpreter's end.
+    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
+]
+
+X = {"x": paceline.tune.uniform(-3, 3)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    """A cluster of one node with two CPUs."""
+    path = os.pathsep.join([os.path.abspath("src"), os.path.abspath(".")])
+    ray.init(
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        runtime_env={"env_vars": {"PYTHONPATH": path}},
+    )
+    yield
+    ray.shutdown()
+
+
+def tuner(function, folder, engine="ray", **more) -> paceline.DistributedTuner:
+    settings = {"num_gpus": 2, "seed": 4, "study": folder / engine, "verbose": False, **more}
+    return paceline.DistributedTuner(function, X, engine=engine, **settings)
+
+
+def outcome(search):
+    return [(one.number, one.params, one.state, one.value, one.reports) for one in search.trials]
+
+
+def test_the_same_trials_as_on_this_machine(tmp_path):
+    def train(params):
+        paceline.tune.report(0, params["x"])
+        if params["x"] > 2:
+            raise ValueError("too much")
+        return {"score": -((params["x"] - 1) ** 2)}
+
+    searches = [tuner(train, tmp_path, engine, metric="score") for engine in ("ray", "local")]
+    for search in searches:
+        search.tune(14)
+    assert outcome(searches[0]) == outcome(searches[1])
+    failed = [trial for trial in searches[0].trials if trial.state == "failed"]
+    assert failed
+    assert all(trial.error.strip().endswith("ValueError: too much") for trial in failed)
+
+
+def test_a_killed_worker_repeats_its_trial(tmp_path):
+    def train(params):
+        mark = tmp_path / "killed"
+        paceline.tune.report(0, 5.0 if mark.exists() else 1000.0)
+        if paceline.tune.folder().name == "0001" and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return params["x"]
+
+    search = tuner(train, tmp_path)
+    search.tune(6)
+    assert (tmp_path / "killed").exists()
+    assert [trial.state for trial in search.trials] == ["complete"] * 6
+    assert all(trial.value == trial.params["x"] for trial in search.trials)
+    assert search.trials[1].reports == {0: 5.0}
+
+
+def test_pruning_and_the_end_of_the_search(tmp_path):
+    def train(params):
+        for step in range(1, 30):
+            paceline.tune.report(step, params["x"] * step)
+
+    search = tuner(train, tmp_path, pruner="asha", sampler="random")
+    search.tune(12)
+    pruned = [trial for trial in search.trials if trial.state == "pruned"]
+    assert pruned
+    assert all(len(trial.reports) < 29 for trial in pruned)
+
+
+def test_what_no_search_can_judge_ends_it(tmp_path):
+    with pytest.raises(paceline.UsageError, match="returned no 'accuracy', only loss"):
+        tuner(lambda params: {"loss": 1.0}, tmp_path, metric="accuracy").tune(2)
+
+
+def test_spaces_of_ray_tune():
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+    from ray import tune
+
+    space = SearchSpace.of(
+        {
+            "a": tune.uniform(0, 1),
+            "b": tune.loguniform(1e-4, 1e-1),
+            "c": tune.randint(1, 5),
+            "d": tune.choice(["sgd", "adam"]),
+            "e": tune.quniform(0, 1, 0.25),
+            "f": tune.lograndint(1, 100),
+            "g": tune.grid_search([1, 2]),
+            "h": tune.qrandint(0, 10, 5),
+        }
+    )
+    assert space.distributions == {
+        "a": FloatDistribution(0, 1),
+        "b": FloatDistribution(1e-4, 1e-1, log=True),
+        "c": IntDistribution(1, 4),
+        "d": CategoricalDistribution(["sgd", "adam"]),
+        "e": FloatDistribution(0, 1, step=0.25),
+        "f": IntDistribution(1, 99, log=True),
+        "g": CategoricalDistribution([1, 2]),
+        "h": IntDistribution(0, 10, step=5),
+    }
+    with pytest.raises(paceline.ConfigError, match="which has no counterpart here"):
+        SearchSpace.of({"a": tune.randn(0, 1)})
+    with pytest.raises(paceline.ConfigError, match="which has no counterpart here"):
+        SearchSpace.of({"a": tune.sample_from(lambda spec: 1)})

@@ -1,0 +1,159 @@
+"""Sub-groups, device meshes, other devices, groups made again, and the registration itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tests.comm.torch_process_group.torch_ranks import failure_of, torch_ranks
+from torch import nn
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+SOURCE = Path(__file__).parents[3] / "src"
+
+
+def sub_groups(rank: int) -> Any:
+    pair = dist.new_group([1, 2])
+    told = None
+    if rank > 0:
+        summed = torch.tensor([float(rank)])
+        dist.all_reduce(summed, group=pair)
+        assert summed.item() == 3
+        told = failure_of(lambda: dist.all_reduce(torch.ones(rank), group=pair))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+    row, column = torch.tensor([float(rank)]), torch.tensor([float(rank)])
+    dist.all_reduce(row, group=mesh.get_group("columns"))
+    dist.all_reduce(column, group=mesh.get_group("rows"))
+    return told, row.item(), column.item()
+
+
+def test_sub_groups_name_ranks_by_their_number_in_the_job():
+    outcomes = torch_ranks(sub_groups, workers=4)
+    assert [outcome[1:] for outcome in outcomes] == [(1, 2), (1, 4), (5, 2), (5, 4)]
+    told = outcomes[1][0]
+    assert told[0] == "GroupError from DisagreementError"
+    assert "rank 1: all_reduce(SUM, float32[1]" in told[1]
+    assert "rank 2: all_reduce(SUM, float32[2]" in told[1]
+
+
+def made_again(rank: int, store: str) -> list[Any]:
+    results = []
+    dist.destroy_process_group()
+    shared = FileStore(store, 2)
+    for _ in range(2):
+        dist.init_process_group("paceline", store=shared, rank=rank, world_size=2)
+        tensor = torch.ones(2)
+        dist.all_reduce(tensor)
+        results.append((tensor.tolist(), dist.get_backend(), dist.get_world_size()))
+        dist.destroy_process_group()
+    return results
+
+
+def test_a_group_can_be_made_again_in_the_same_store(tmp_path):
+    outcomes = torch_ranks(made_again, str(tmp_path / "again"))
+    assert outcomes == [[([2.0, 2.0], "paceline", 2)] * 2] * 2
+
+
+def device_map(rank: int, store: str) -> Any:
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401
+
+    dist.destroy_process_group()
+    dist.init_process_group("cpu:paceline,meta:fake", init_method=f"file://{store}", rank=rank, world_size=2)
+    here, elsewhere = torch.ones(2), torch.ones(2, device="meta")
+    dist.all_reduce(here)
+    dist.all_reduce(elsewhere)
+    return here.tolist(), str(dist.get_backend_config())
+
+
+def test_tensors_of_another_device_go_to_the_backend_that_was_named_for_it(tmp_path):
+    assert torch_ranks(device_map, str(tmp_path / "map")) == [([2.0, 2.0], "cpu:paceline,meta:fake")] * 2
+
+
+def gradients(rank: int) -> bool:
+    gloo = dist.new_group(backend="gloo")
+    inputs = torch.randn(8, 32, generator=torch.Generator().manual_seed(rank))
+
+    def trained(group: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 2000), nn.ReLU(), nn.BatchNorm1d(2000), nn.Linear(2000, 500))
+        parallel = DistributedDataParallel(model, process_group=group, bucket_cap_mb=1)
+        optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            parallel(inputs).square().mean().backward()
+            optimizer.step()
+        return [value.clone() for value in model.state_dict().values()]
+
+    return all(torch.equal(ours, theirs) for ours, theirs in zip(trained(None), trained(gloo), strict=True))
+
+
+def test_ddp_has_the_bits_of_gloo():
+    assert torch_ranks(gradients) == [True, True]
+
+
+def sharded(rank: int) -> bool:
+    inputs = torch.randn(8, 32, generator=torch.Generator().manual_seed(rank))
+
+    def trained(shard: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 500), nn.ReLU(), nn.Linear(500, 100))
+        if shard:
+            for layer in (model[0], model[2], model):
+                fully_shard(layer)
+        else:
+            model = DistributedDataParallel(model).module
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            if not shard:
+                for parameter in model.parameters():
+                    dist.all_reduce(parameter.grad, dist.ReduceOp.AVG)
+            optimizer.step()
+        return [
+            getattr(value, "full_tensor", lambda value=value: value)()
+            for value in model.state_dict().values()
+        ]
+
+    return all(
+        torch.allclose(ours, theirs, atol=1e-6)
+        for ours, theirs in zip(trained(True), trained(False), strict=True)
+    )
+
+
+def test_fsdp2_trains_like_averaged_gradients():
+    assert torch_ranks(sharded) == [True, True]
+
+
+def test_the_entry_point_registers_the_backend_without_an_import(tmp_path):
+    """torch loads the entry points of an installed package; here of one that is on the path in its place."""
+    package = tmp_path / "paceline_entry-0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: paceline_entry\nVersion: 0\n")
+    (package / "entry_points.txt").write_text(
+        "[torch.backends]\npaceline = paceline.torch_backend:register\n"
+    )
+    script = (
+        "import sys, torch.distributed as dist\n"
+        "loaded = [name for name in sys.modules if name.startswith('paceline.comm.trans')]\n"
+        f"dist.init_process_group('paceline', init_method='file://{tmp_path}/store', rank=0, world_size=1)\n"
+        "print(dist.get_backend(), loaded)\n"
+        "dist.destroy_process_group()\n"
+    )
+    path = f"{tmp_path}:{SOURCE}"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={"PYTHONPATH": path, "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout.split() == ["paceline", "[]"], done.stderr

@@ -1,0 +1,193 @@
+"""Asynchronous work, timeouts, futures, and the errors that a group raises."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.comm.torch_process_group.torch_ranks import failure_of, torch_ranks
+from tests.waiting import wait_for
+from torch.distributed import ReduceOp
+
+from paceline.core.errors import RankFailedError
+
+LARGE = 2_000_000
+
+
+def several_under_way(rank: int) -> list[Any]:
+    tensors = [torch.full((LARGE,), float(rank + number)) for number in range(4)]
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    # The chain of a DDP hook: a future of the last one, with a callback in the background.
+    halved = works[-1].get_future().then(lambda future: future.value()[0] / 2)
+    last = torch.ones(3)
+    dist.all_reduce(last)  # waits for its turn
+    ended = [work.is_completed() for work in works]
+    for work in works:
+        assert work.wait()
+    assert works[0].is_success()
+    assert works[0].exception() is None
+    assert works[0].result()[0] is tensors[0]
+    with torch.inference_mode():
+        inner = torch.ones(3)
+        dist.all_reduce(inner, async_op=True).wait()
+    return [
+        ended,
+        [tensor[0].item() for tensor in tensors],
+        halved.wait()[0].item(),
+        last[0].item(),
+        inner[0].item(),
+    ]
+
+
+def test_operations_under_way_complete_in_order():
+    for outcome in torch_ranks(several_under_way):
+        assert outcome == [[True] * 4, [1.0, 3.0, 5.0, 7.0], 3.5, 2.0, 2.0]
+
+
+def different_calls(rank: int) -> Any:
+    tensor = torch.ones(3 + rank)
+    first = failure_of(lambda: dist.all_reduce(tensor))
+    again = failure_of(lambda: dist.barrier())
+    return first, again
+
+
+def test_different_calls_name_the_rank_and_the_line():
+    for (kinds, text, for_torch), again in torch_ranks(different_calls):
+        assert kinds == "GroupError from DisagreementError"
+        assert for_torch
+        for rank, count in ((0, 3), (1, 4)):
+            assert re.search(
+                rf"rank {rank}: all_reduce\(SUM, float32\[{count}\], direct\) at \S+test_work.py:\d+", text
+            )
+        assert again[0].startswith("GroupError from")
+
+
+def killed_peer(rank: int) -> Any:
+    tensor = torch.ones(LARGE)
+    dist.all_reduce(tensor)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    work = dist.all_reduce(tensor, async_op=True)
+    future = work.get_future()
+    raise RuntimeError(f"{failure_of(work.wait)} / {failure_of(future.wait)}")
+
+
+def test_a_lost_rank_is_named_by_the_work_and_by_its_future():
+    with pytest.raises(RankFailedError) as caught:
+        torch_ranks(killed_peer)
+    text = str(caught.value)
+    assert "GroupError from PeerLostError" in text
+    assert "rank 1 was lost" in text
+    assert re.search(r"all_reduce\(SUM, float32\[2000000\], direct\) at \S+test_work.py:\d+", text)
+    assert text.count("rank 1 was lost") >= 2
+
+
+def late_rank(rank: int) -> Any:
+    together = dist.new_group(timeout=timedelta(seconds=0.5))
+    told = failure_of(lambda: dist.barrier(group=together)) if rank == 0 else None
+    dist.barrier()
+    return told
+
+
+def test_a_timeout_says_who_was_late():
+    kinds, text, for_torch = torch_ranks(late_rank)[0]
+    assert kinds == "GroupError from CommTimeoutError"
+    assert for_torch
+    assert "Timed out" in text
+    assert "rank 0 waited 0.5 s in barrier() at" in text
+    assert "test_work.py" in text
+
+
+def late_in_monitored_barrier(rank: int) -> Any:
+    dist.monitored_barrier()
+    told = None
+    if rank != 1:
+        told = failure_of(lambda: dist.monitored_barrier(timeout=timedelta(seconds=0.5), wait_all_ranks=True))
+    dist.barrier()  # the group is still whole
+    return told
+
+
+def test_the_monitored_barrier_names_late_ranks_and_breaks_nothing():
+    first, _, third = torch_ranks(late_in_monitored_barrier, workers=3)
+    assert first[0] == "GroupError from CommTimeoutError"
+    assert first[1].startswith("Rank 1 failed to pass monitoredBarrier")
+    assert third[1].startswith("Rank 2 successfully reached monitoredBarrier")
+
+
+def bad_arguments(rank: int) -> list[Any]:
+    told = [
+        failure_of(lambda: dist.all_reduce(torch.ones(2, dtype=torch.int64), ReduceOp.AVG)),
+        failure_of(lambda: dist.all_reduce(torch.ones(2), ReduceOp.BAND)),
+        failure_of(lambda: dist.all_gather([torch.ones(2)], torch.ones(2))),
+        failure_of(lambda: dist.all_to_all_single(torch.ones(3), torch.ones(3))),
+        failure_of(lambda: dist.all_reduce(torch.ones(2, device="meta"))),
+    ]
+    summed = torch.ones(1)
+    dist.all_reduce(summed)  # nothing had travelled
+    return [*(text for _, text, _ in told), summed.item()]
+
+
+def test_bad_arguments_are_refused_before_anything_travels():
+    average, bitwise, too_few, uncut, elsewhere, summed = torch_ranks(bad_arguments)[0]
+    assert "AVERAGE of int64 would truncate" in average
+    assert "BAND of float32" in bitwise
+    assert "1 tensor for 2 ranks" in too_few
+    assert "3 rows of the input cannot be cut equally" in uncut
+    assert "cpu:paceline,meta:nccl" in elsewhere
+    assert summed == 2
+
+
+def wrong_size(rank: int) -> Any:
+    if rank == 0:
+        dist.send(torch.ones(3), 1)
+        return None
+    return failure_of(lambda: dist.recv(torch.ones(4), 0))
+
+
+def test_a_message_that_does_not_fit_names_its_sender():
+    kinds, text, _ = torch_ranks(wrong_size)[1]
+    assert kinds == "GroupError from PeerError"
+    assert "rank 0 sent 12 bytes, the tensor has 16" in text
+    assert "test_work.py" in text
+
+
+def aborted(rank: int) -> Any:
+    group = dist.new_group()
+    if rank == 0:
+        work = dist.all_reduce(torch.ones(2), group=group, async_op=True)
+        group.abort()
+        return failure_of(work.wait)
+    return None
+
+
+def test_abort_ends_what_is_under_way():
+    kinds, _, for_torch = torch_ranks(aborted)[0]
+    assert kinds == "GroupError from GroupInterruptedError"
+    assert for_torch
+
+
+def profiled(rank: int) -> list[Any]:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        dist.all_reduce(torch.ones(LARGE))
+    events = [event for event in profile.events() if event.name == "paceline:all_reduce"]
+    return [(event.is_async, event.cpu_time > 0) for event in events]
+
+
+def test_the_profiler_sees_collectives():
+    assert torch_ranks(profiled) == [[(True, True)]] * 2
+
+
+def polled(rank: int) -> bool:
+    work = dist.all_reduce(torch.ones(LARGE), async_op=True)
+    wait_for(work.is_completed, "the work completes by itself")
+    return bool(work.wait())
+
+
+def test_work_completes_without_a_wait():
+    assert torch_ranks(polled) == [True, True]
