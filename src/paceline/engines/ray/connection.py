@@ -5,33 +5,31 @@ with the last of them where it was made here. Each way to fail is one error, wit
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
 import os
 import signal
 import socket
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import Any, Final, final
 
 from paceline.core.errors import UnavailableError, UsageError
 from paceline.core.reachable_address import address_for_hosts
 from paceline.engines.ray import requests
-
-if TYPE_CHECKING:
-    from paceline.engines.ray.ray_engine import Ray
+from paceline.engines.ray.ray_settings import RaySettings
 
 _REACH_SECONDS: Final = 5.0
 _LOCAL: Final = "local"
 
 _lock = threading.Lock()
-_current: Connection | None = None
+_current: RayConnection | None = None
 
 
-def import_ray(module: str = "ray") -> Any:
-    """Return Ray, or a module of it."""
+@contextlib.contextmanager
+def needing_ray() -> Iterator[None]:
+    """Explain an import of Ray, or of what it needs, that fails."""
     try:
-        return importlib.import_module(module)
+        yield
     except ImportError as error:
         raise UnavailableError(
             f"the engine Ray needs the package ray, which cannot be imported here ({error})",
@@ -39,8 +37,15 @@ def import_ray(module: str = "ray") -> Any:
         ) from error
 
 
+def import_ray() -> Any:
+    """Return Ray."""
+    with needing_ray():
+        import ray
+    return ray
+
+
 @final
-class Connection:
+class RayConnection:
     """A cluster that this process is connected to; `is_ours`: this module connected it."""
 
     def __init__(self, ray: Any, address: str, *, is_ours: bool) -> None:
@@ -76,13 +81,13 @@ class Connection:
             self.ray.shutdown()
 
 
-def starts_cluster(settings: Ray) -> bool:
+def starts_cluster(settings: RaySettings) -> bool:
     """Return whether `connect` would start a local cluster."""
     ray = import_ray()
     return not ray.is_initialized() and _wanted_address(settings) == _LOCAL
 
 
-def connect(settings: Ray) -> Connection:
+def connect(settings: RaySettings) -> RayConnection:
     """Return the connection that these settings mean; made now where there is none."""
     global _current
     ray = import_ray()
@@ -91,7 +96,7 @@ def connect(settings: Ray) -> Connection:
             _current = None  # the user shut Ray down
         if _current is None:
             if ray.is_initialized():
-                _current = Connection(ray, _address_in_use(ray), is_ours=False)
+                _current = RayConnection(ray, _address_in_use(ray), is_ours=False)
             else:
                 _current = _made(ray, settings)
         found = _current
@@ -103,7 +108,7 @@ def connect(settings: Ray) -> Connection:
         )
     if not settings.autoscales:
         try:
-            found.check_capacity(settings.bundle)
+            found.check_capacity(requests.bundle_of(settings))
         except UsageError:
             if found.is_ours and not found.users:
                 found.close()
@@ -117,14 +122,14 @@ def _address_in_use(ray: Any) -> str:
     return str(ray.get_runtime_context().gcs_address)
 
 
-def _wanted_address(settings: Ray) -> str:
+def _wanted_address(settings: RaySettings) -> str:
     given = settings.address
     if given in (None, "auto"):
         return os.environ.get("RAY_ADDRESS") or given or _LOCAL
     return given
 
 
-def _made(ray: Any, settings: Ray) -> Connection:
+def _made(ray: Any, settings: RaySettings) -> RayConnection:
     address = _wanted_address(settings)
     options: dict[str, Any] = {
         "log_to_driver": False,
@@ -133,7 +138,7 @@ def _made(ray: Any, settings: Ray) -> Connection:
     }
     if address == _LOCAL:
         # Ray counts cores; here more workers than cores are the user's own wish.
-        needed = settings.bundle["CPU"] * max(settings.nodes, settings.max_nodes or 0)
+        needed = requests.bundle_of(settings)["CPU"] * max(settings.nodes, settings.max_nodes or 0)
         options |= {"num_cpus": max(os.cpu_count() or 1, int(needed + 0.999)), "include_dashboard": False}
         if settings.resources:
             many = max(settings.nodes, settings.max_nodes or 0)
@@ -148,7 +153,7 @@ def _made(ray: Any, settings: Ray) -> Connection:
         with contextlib.suppress(Exception):
             ray.shutdown()
         raise _explained(address, error) from error
-    return Connection(ray, address, is_ours=True)
+    return RayConnection(ray, address, is_ours=True)
 
 
 def _explained(address: str, error: Exception) -> Exception:
@@ -179,7 +184,8 @@ def _check_reachable(address: str) -> None:
     kind = "a Ray client server" if address.startswith("ray://") else "a Ray head"
     if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
         return  # its own certificates are needed to ask
-    grpc = import_ray("grpc")
+    with needing_ray():
+        import grpc
     with grpc.insecure_channel(target) as channel:
         try:
             grpc.channel_ready_future(channel).result(timeout=_REACH_SECONDS)

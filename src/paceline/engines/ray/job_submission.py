@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 import urllib.parse
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from paceline.core.errors import PacelineError, UnavailableError, UsageError
+from paceline.core.errors import UnavailableError, UsageError
 from paceline.engines.batch import BatchState, BatchStatus
 from paceline.engines.engine import EngineRequest
 from paceline.engines.ray import connection
-
-if TYPE_CHECKING:
-    from paceline.engines.ray.ray_engine import Ray
+from paceline.engines.ray.ray_settings import RaySettings
 
 _DASHBOARD_PORT: Final = 8265
 _STATES: Final[dict[str, BatchState]] = {
@@ -25,7 +23,7 @@ _STATES: Final[dict[str, BatchState]] = {
 }
 
 
-def dashboard_of(settings: Ray) -> str:
+def dashboard_of(settings: RaySettings) -> str:
     """Return where the head's dashboard is, which takes jobs."""
     if settings.dashboard:
         return settings.dashboard
@@ -38,7 +36,7 @@ def dashboard_of(settings: Ray) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{_DASHBOARD_PORT}"
 
 
-def submit(settings: Ray, request: EngineRequest) -> str:
+def submit(settings: RaySettings, request: EngineRequest) -> str:
     """Hand the run over; return Ray's submission id."""
     client = _client(settings)
     try:
@@ -50,21 +48,21 @@ def submit(settings: Ray, request: EngineRequest) -> str:
         ) from error
 
 
-def status(settings: Ray, identifier: str) -> BatchStatus:
+def status(settings: RaySettings, identifier: str) -> BatchStatus:
     info = _asked(settings, identifier, "get_job_info")
     state = _STATES[str(info.status.value)]
     return BatchStatus(state, info.driver_exit_code, info.message or "")
 
 
-def logs(settings: Ray, identifier: str) -> Iterable[str]:
+def logs(settings: RaySettings, identifier: str) -> Iterable[str]:
     return str(_asked(settings, identifier, "get_job_logs")).splitlines()
 
 
-def stop(settings: Ray, identifier: str) -> None:
+def stop(settings: RaySettings, identifier: str) -> None:
     _asked(settings, identifier, "stop_job")
 
 
-def _asked(settings: Ray, identifier: str, question: str) -> Any:
+def _asked(settings: RaySettings, identifier: str, question: str) -> Any:
     client = _client(settings)
     try:
         return getattr(client, question)(identifier)
@@ -75,13 +73,12 @@ def _asked(settings: Ray, identifier: str, question: str) -> Any:
         ) from error
 
 
-def _client(settings: Ray) -> Any:
+def _client(settings: RaySettings) -> Any:
     where = dashboard_of(settings)
-    module = connection.import_ray("ray.job_submission")
+    with connection.needing_ray():
+        from ray.job_submission import JobSubmissionClient
     try:
-        return module.JobSubmissionClient(where)
-    except PacelineError:
-        raise
+        return JobSubmissionClient(where)
     except Exception as error:
         raise UnavailableError(
             f"no Ray dashboard answers at {where}, which takes jobs: {_first_line(error)}",

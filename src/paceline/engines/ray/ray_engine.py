@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Final, Literal, final
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Final, final
 
-from paceline.core.errors import ConfigError
+from paceline.core import config as core_config
 from paceline.engines.batch import BatchSpec, BatchStatus
 from paceline.engines.engine import AgentSpec, EngineJob, EngineRequest
 from paceline.engines.ray import requests
+from paceline.engines.ray.ray_settings import RaySettings
 
-LOCAL: Final = "local"
 LOOPBACK: Final = "127.0.0.1"
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Ray:
+class Ray(RaySettings):
     """Agents on the nodes of a Ray cluster.
 
     address           "ray://head:10001" (Ray client), "head:6379" or "auto" (on a node of the cluster);
@@ -36,34 +35,6 @@ class Ray:
     dashboard         "http://head:8265" for `paceline submit`; empty: port 8265 of the head
     python            of the head, for `paceline submit`; empty: the path of the one that submits
     """
-
-    name: Literal["ray"] = "ray"
-    address: str | None = None
-    nodes: int = 1
-    max_nodes: int | None = None
-    workers_per_node: int = 1
-    gpus_per_node: int = 0
-    cpus_per_worker: float = 1.0
-    resources: Mapping[str, float] = field(default_factory=dict)
-    runtime_env: Mapping[str, Any] = field(default_factory=dict)
-    share_nodes: bool = False
-    autoscales: bool = False
-    dashboard: str = ""
-    python: str = ""
-
-    def __post_init__(self) -> None:
-        _check_count("nodes", self.nodes, 1)
-        _check_count("workers_per_node", self.workers_per_node, 1)
-        _check_count("gpus_per_node", self.gpus_per_node, 0)
-        if self.max_nodes is not None:
-            _check_count("max_nodes", self.max_nodes, self.nodes)
-        _check_amount("cpus_per_worker", self.cpus_per_worker)
-        for name, amount in self.resources.items():
-            if name in ("CPU", "GPU"):
-                remedy = "CPUs are cpus_per_worker, GPUs are gpus_per_node"
-                raise ConfigError(f"resources has {name!r}", remedy=remedy, key="resources")
-            _check_amount(f"resources[{name!r}]", amount)
-        _check_address(self.address)
 
     @property
     def bundle(self) -> dict[str, float]:
@@ -97,16 +68,17 @@ class Ray:
         and a bundle for each agent. For `ray.tune.with_resources(function, engine.trial_resources())`."""
         from paceline.engines.ray import connection
 
-        ray_tune = connection.import_ray("ray.tune")
-        return ray_tune.PlacementGroupFactory([{"CPU": cpus}, *[self.bundle] * self.nodes])
+        with connection.needing_ray():
+            from ray.tune import PlacementGroupFactory
+        return PlacementGroupFactory([{"CPU": cpus}, *[self.bundle] * self.nodes])
 
     def batch_text(self, job: BatchSpec) -> str:
-        return requests.as_text(requests.batch_request(self, job))
+        return requests.as_text(self._batch_request(job))
 
     def submit_batch(self, job: BatchSpec) -> str:
         from paceline.engines.ray import job_submission
 
-        return job_submission.submit(self, requests.batch_request(self, job))
+        return job_submission.submit(self, self._batch_request(job))
 
     def batch_status(self, identifier: str) -> BatchStatus:
         from paceline.engines.ray import job_submission
@@ -123,26 +95,12 @@ class Ray:
 
         job_submission.stop(self, identifier)
 
-
-def _check_count(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        remedy = f"give a whole number, {least} or more"
-        raise ConfigError(f"{name}={value!r} of the engine Ray", remedy=remedy, key=name)
-
-
-def _check_amount(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        remedy = "give a number that is more than 0"
-        raise ConfigError(f"{name}={value!r} of the engine Ray", remedy=remedy, key=name)
-
-
-def _check_address(address: str | None) -> None:
-    if address is None or address in ("auto", LOCAL):
-        return
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConfigError(
-            f"address={address!r} is not the address of a Ray cluster",
-            remedy='write "ray://HEAD:10001" (Ray client), "HEAD:6379" or "auto" (on a node of the cluster)',
-            key="address",
-        )
+    def _batch_request(self, job: BatchSpec) -> EngineRequest:
+        usual = Ray()
+        changed = {
+            name: getattr(self, name)
+            for name in ("max_nodes", "cpus_per_worker", "resources", "share_nodes", "autoscales")
+            if getattr(self, name) != getattr(usual, name)
+        }
+        further = core_config.assignments(Ray, changed) if changed else ()
+        return requests.batch_request(self, job, further)

@@ -12,21 +12,19 @@ import dataclasses
 import time
 import uuid
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import Any, Final, final
 
 from paceline.core.errors import PacelineError, UnavailableError
 from paceline.core.wording import counted
 from paceline.engines.engine import EngineRequest, LogLine, NodeState, NodeStatus
 from paceline.engines.ray import connection
 from paceline.engines.ray.agent_actor import AgentActor
-from paceline.engines.ray.connection import Connection
-
-if TYPE_CHECKING:
-    from paceline.engines.ray.ray_engine import Ray
+from paceline.engines.ray.connection import RayConnection
+from paceline.engines.ray.ray_settings import RaySettings
 
 _REPORT_SECONDS: Final = 5.0  # of one call that waits for news on the node
 _UNREACHABLE_SECONDS: Final = 3.0  # after which an actor that does not answer counts as lost
-_CLOSED: Final = ("Socket closed", "Connection refused")  # Ray's words where the actor's process is gone
+_CLOSED: Final = ("Socket closed", "RayConnection refused")  # Ray's words where the actor's process is gone
 _LOST_NODE_SECONDS: Final = 30.0  # in which Ray may still offer a node that is gone
 _LEAVE_SECONDS: Final = 2.0
 _LONGEST_REASON: Final = 300
@@ -34,7 +32,7 @@ _NODE_LABEL: Final = "ray.io/node-id"
 
 
 @dataclasses.dataclass
-class _Agent:
+class _AskedAgent:
     """One agent that was asked for. `group` is None in a trial's own placement group."""
 
     number: int
@@ -60,7 +58,7 @@ class _Agent:
         return NodeStatus(self.number, self.state, self.host, self.code, self.reason)
 
 
-def submit(settings: Ray, request: EngineRequest, secret: bytes) -> RayJob:
+def submit(settings: RaySettings, request: EngineRequest, secret: bytes) -> RayJob:
     """Ask for the agents of a request."""
     connected = connection.connect(settings)
     connected.users += 1
@@ -82,7 +80,7 @@ def submit(settings: Ray, request: EngineRequest, secret: bytes) -> RayJob:
 class RayJob:
     """Agents on a cluster, as `EngineJob` has it."""
 
-    def __init__(self, connected: Connection, request: EngineRequest, secret: bytes) -> None:
+    def __init__(self, connected: RayConnection, request: EngineRequest, secret: bytes) -> None:
         self._connected = connected
         self._ray = connected.ray
         self._request = request
@@ -91,7 +89,7 @@ class RayJob:
         # Of a trial's bundles Ray decides, which packs them.
         one_per_node = request["one_per_node"] and not connected.is_local and self._trial_group is None
         self._claim = uuid.uuid4().hex if one_per_node else ""
-        self._agents: list[_Agent] = []
+        self._agents: list[_AskedAgent] = []
         self._lines: list[LogLine] = []
         self._lost_nodes: dict[str, float] = {}
         self._is_stopped = False
@@ -146,7 +144,7 @@ class RayJob:
 
     # inside
 
-    def _asked(self, number: int) -> _Agent:
+    def _asked(self, number: int) -> _AskedAgent:
         """Ask Ray for an agent: a group, an actor in it, and the call that waits for its news."""
         taken = self._taken_nodes()
         group, index = self._group(taken)
@@ -156,7 +154,7 @@ class RayJob:
         news = actor.report.remote(0, _REPORT_SECONDS)
         bundle = self._request["placement_group"]["bundles"][0]
         wanted = ", ".join(f"{name} {amount:g}" for name, amount in bundle.items())
-        return _Agent(
+        return _AskedAgent(
             number, group, actor, news, avoided, bundle_index=index, reason=f"waits for a node with {wanted}"
         )
 
@@ -193,12 +191,12 @@ class RayJob:
         lost = {node for node, until in self._lost_nodes.items() if until > now}
         return frozenset(lost | {agent.node_id for agent in self._agents if agent.state == "running"})
 
-    def _ask_again(self, agent: _Agent) -> None:
+    def _ask_again(self, agent: _AskedAgent) -> None:
         self._release(agent)
         fresh = self._asked(agent.number)
         self._agents[agent.number] = fresh
 
-    def _take(self, agent: _Agent) -> None:
+    def _take(self, agent: _AskedAgent) -> None:
         """Handle an answer of an agent's actor."""
         errors = self._ray.exceptions
         try:
@@ -231,14 +229,14 @@ class RayJob:
         else:
             self._end(agent, "ended", news["code"], f"`paceline join` ended with code {news['code']}")
 
-    def _remember_claimed(self, agent: _Agent, node_id: str) -> None:
+    def _remember_claimed(self, agent: _AskedAgent, node_id: str) -> None:
         """Ask for the agent elsewhere: another one of this job was faster on that node."""
         self._release(agent)
         # The faster one may not have reported yet.
         self._lost_nodes.setdefault(node_id, time.monotonic() + 1.0)
         self._agents[agent.number] = self._asked(agent.number)
 
-    def _note_unreachable(self, agent: _Agent, reason: str) -> None:
+    def _note_unreachable(self, agent: _AskedAgent, reason: str) -> None:
         now = time.monotonic()
         agent.unreachable_since = agent.unreachable_since or now
         is_gone = any(word in reason for word in _CLOSED)
@@ -251,11 +249,11 @@ class RayJob:
         what = "closed the connection to its actor" if is_gone else since
         self._end(agent, "lost", None, f"its node {what}: {_first_sentence(reason)}")
 
-    def _end(self, agent: _Agent, state: NodeState, code: int | None, reason: str) -> None:
+    def _end(self, agent: _AskedAgent, state: NodeState, code: int | None, reason: str) -> None:
         agent.state, agent.code, agent.reason = state, code, reason
         self._release(agent)
 
-    def _release(self, agent: _Agent) -> None:
+    def _release(self, agent: _AskedAgent) -> None:
         """Give back what Ray holds for an agent."""
         from ray.util.placement_group import remove_placement_group
 
