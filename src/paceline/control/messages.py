@@ -312,8 +312,7 @@ class Ack(ControlMessage):
 
 
 class DialRequest(ControlMessage):
-    """Dial these peers, besides all other work, and answer those that dial: [member, slot, host, port] of
-    each. A DialResult follows for each of them."""
+    """Dial these peers, [member, slot, host, port] of each, and answer those that dial: a DialResult each."""
 
     peers: tuple[tuple[Small, Small, Name, Port], ...]
 
@@ -433,8 +432,7 @@ class AgentNotice(ControlMessage):
 
 
 class AgentEnd(ControlMessage):
-    """Kill worker `member`; -1: all of them, and leave, with this exit code. `unfinished`: the run stopped or
-    failed before its end, and may be started again."""
+    """Kill worker `member`; -1: all, and leave with this exit code. `unfinished`: the run has more to do."""
 
     kind: ClassVar[str] = "End"
     member: Whole

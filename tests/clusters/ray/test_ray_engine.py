@@ -38,25 +38,36 @@ EXPECTED = {
 }
 
 
-def test_client_takes_up_added_nodes_and_replaces_a_lost_actor(lab: RayLab, tmp_path: Path) -> None:
+def test_client_takes_up_added_nodes(lab: RayLab, tmp_path: Path) -> None:
     expected = undisturbed_hash(tmp_path)
-    engine = Ray(address=lab.cluster.client_address, nodes=2, max_nodes=4)
+    engine = Ray(address=lab.cluster.client_address, nodes=3, max_nodes=4)
     with ContractRun.started(lab, tmp_path / "run", engine) as run:
-        run.until_size(3)  # all that the cluster has
+        run.until_size(3)
         assert sorted(run.nodes) == sorted(lab.cluster.nodes)
         before = run.view
         lab.add_node()
         run.until_size(4, after=before.generation)
-        before = run.view
-        (actor,) = lab.actors(run.nodes[-1])
-        os.kill(actor, signal.SIGKILL)
-        run.until_size(3, after=before.generation)
-        run.until_size(4, after=run.view.generation)
+        assert sorted(run.nodes) == sorted(lab.cluster.nodes)
         assert run.finish() == expected
         run.check_once()
     assert not lab.left_running(), lab.left_running()
     assert re.search(r"agent \d runs on \w", run.output)
     assert "the job has ended" in run.output  # what the agents wrote
+
+
+def test_a_killed_actor_is_replaced(lab: RayLab, tmp_path: Path) -> None:
+    expected = undisturbed_hash(tmp_path)
+    with ContractRun.started(lab, tmp_path / "run", lab.engine(2, 1)) as run:
+        run.until_size(2)
+        before = run.view
+        (actor,) = lab.actors(run.nodes[-1])
+        os.kill(actor, signal.SIGKILL)
+        run.until_size(1, after=before.generation)
+        run.until_size(2, after=run.view.generation)
+        assert run.finish() == expected
+        run.check_once()
+    assert "is lost: The actor is dead because its worker process has died" in run.output
+    assert not lab.left_running(), lab.left_running()
 
 
 def test_bad_settings_have_one_clear_message_and_leave_nothing(lab: RayLab) -> None:

@@ -14,7 +14,12 @@ from tests.clusters.ssh import ssh_hosts as lab
 from tests.clusters.ssh.ssh_hosts import ROOT, SshHosts
 
 from paceline.engines.ssh.ssh_engine import Ssh
-from paceline.testing.engine_contract import EngineLab, check_faults, check_stop_and_resume
+from paceline.testing.engine_contract import (
+    EngineLab,
+    check_caller_killed,
+    check_faults,
+    check_stop_and_resume,
+)
 
 _WHY_NOT = lab.why_not()
 
@@ -90,3 +95,7 @@ def test_faults(ssh_lab: SshLab, tmp_path: Path) -> None:
 
 def test_stop_and_resume_on_another_number_of_hosts(ssh_lab: SshLab, tmp_path: Path) -> None:
     check_stop_and_resume(ssh_lab, tmp_path)
+
+
+def test_the_caller_is_killed(ssh_lab: SshLab, tmp_path: Path) -> None:
+    check_caller_killed(ssh_lab, tmp_path)

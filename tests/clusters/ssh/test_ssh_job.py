@@ -67,6 +67,16 @@ def _states(job: EngineJob) -> list[str]:
     return [status.state for status in job.poll()]
 
 
+def _until(run: Run, hosts: str, after: int) -> None:
+    """Wait until workers of these hosts, in whatever order they came, train together."""
+
+    def is_there() -> bool:
+        view = run.view
+        return view.generation > after and sorted(view.hosts) == list(hosts) and run.last_step > view.step
+
+    wait_for(is_there, f"a view of {hosts}")
+
+
 def _only_end(job: EngineJob) -> NodeStatus:
     wait_for(lambda: all(state in ("ended", "lost") for state in _states(job)), "the agent ends")
     (status,) = job.poll()
@@ -80,7 +90,7 @@ def test_agents_join_are_replaced_by_a_spare_host_and_leave(
     secret = bytes.fromhex(run.token.read_text())
     engine = hosts.engine(1, 2, nodes=1)
     with _submitted(hosts, engine, secret, nodes=1, port=run.port) as job:
-        run.until_view("aab")
+        _until(run, "aab", 0)
         assert _states(job) == ["running"]
         assert job.poll()[0].host == "b"
         wait_for(lambda: any("joined the job" in line.text for line in job.logs()), "its log")
@@ -92,17 +102,17 @@ def test_agents_join_are_replaced_by_a_spare_host_and_leave(
         wait_for(lambda: _states(job) == ["ended"], "the end is seen")
         assert job.poll()[0].code == 128 + signal.SIGKILL
         job.scale(1)
-        run.until_view("aac", generation)
+        _until(run, "aac", generation)
         generation = run.view.generation
 
         # Another node, on the host that had been left; then it goes at a step boundary.
         wait_for(lambda: _nodes_after_scale(job, 2) == 3, "the host is used again")
-        run.until_view("aabc", generation)
+        _until(run, "aabc", generation)
         generation, repaired = run.view.generation, len(run.of(events.Repaired))
         job.scale(1)
         wait_for(lambda: _states(job) == ["ended", "running", "ended"], "the newest leaves")
         assert job.poll()[2].code == 0
-        run.until_view("aac", generation)
+        _until(run, "aac", generation)
         assert len(run.of(events.Repaired)) == repaired
 
         # sshd is killed: its agent ends although nobody could tell it to.
@@ -120,10 +130,10 @@ def test_a_cut_link_is_a_lost_node_and_stop_leaves_nothing(
     run = Run(hosts.hosts, tmp_path, "bind=0.0.0.0", "patience=4")
     secret = bytes.fromhex(run.token.read_text())
     with _submitted(hosts, hosts.engine(1, 2), secret, nodes=2, port=run.port) as job:
-        wait_for(lambda: sorted(run.view.hosts) == list("aabc"), "both take part")
+        _until(run, "aabc", 0)
         generation = run.view.generation
         hosts.hosts.cut(1)
-        run.until_view("aac", generation)
+        _until(run, "aac", generation)
         wait_for(lambda: "lost" in _states(job), "ssh notices")
         (lost,) = (status for status in job.poll() if status.state == "lost")
         assert "10.77.0.2:2222: its ssh connection ended" in lost.reason

@@ -208,7 +208,7 @@ def test_only_a_job_that_slurm_signalled_is_queued_again(tmp_path, via):
     step = tmp_path / "step.pid"
     wait_for(lambda: (tmp_path / "begun").exists() and step.exists() and step.read_text().strip())
     if via == "person":
-        (command,) = [one for one in psutil.Process(main.pid).children() if "-c" in one.cmdline()]
+        (command,) = [one for one in psutil.Process(main.pid).children() if SAVES in one.cmdline()]
         command.terminate()
     else:
         os.kill(main.pid if via == "batch shell" else int(step.read_text()), 15)

@@ -75,7 +75,7 @@ def to_yaml(settings: PodSettings, job: BatchSpec) -> str:
     ]
     objects = batch_objects(settings, job)
     # Without anchors: the parts of a manifest that are equal are written twice.
-    text = yaml.dump_all(objects, Dumper=_Plain, sort_keys=False, explicit_start=True, width=110)
+    text = yaml.dump_all(objects, Dumper=_ManifestDumper, sort_keys=False, explicit_start=True, width=110)
     return "\n".join(lines) + "\n" + text
 
 
@@ -177,7 +177,7 @@ def seconds_of(text: str) -> int:
     return (first or 0) * 60 + (second or 0)
 
 
-class _Plain(yaml.SafeDumper):
+class _ManifestDumper(yaml.SafeDumper):
     """Writes texts of several lines as such, numbers of files in octal, and no anchors."""
 
     def ignore_aliases(self, data: object) -> bool:
@@ -189,4 +189,4 @@ def _text(dumper: yaml.SafeDumper, data: str) -> yaml.Node:
     return dumper.represent_scalar("tag:yaml.org,2002:str", data, style=style)
 
 
-_Plain.add_representer(str, _text)
+_ManifestDumper.add_representer(str, _text)
