@@ -178,7 +178,7 @@ def test_a_first_task_that_was_killed_is_noticed(tmp_path):
 
 STAND_IN = """#!/bin/sh
 case "$0" in
-  */srun) trap 'exit 99' TERM; echo $$ > "$HERE/step.pid"; while :; do sleep 0.05; done;;
+  */srun) trap 'exit 143' TERM; echo $$ > "$HERE/step.pid"; while :; do sleep 0.05; done;;
   *) echo "$@" >> "$HERE/asked"; exit 1;;
 esac
 """

@@ -25,8 +25,7 @@ from paceline.engines.slurm import slurm_commands as commands
 _STOPPED_EXIT_CODE: Final = 75  # train.stop_signals.STOPPED_EXIT_CODE, which is not for engines to import
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1)
 _LOOK_SECONDS: Final = 0.1
-_SIGNALLED: Final = 99  # of the step that waits
-_WAIT_FOR_SIGNAL: Final = f"trap 'exit {_SIGNALLED}' TERM USR1; while :; do sleep 3600 & wait $!; done"
+_SIGNALLED: Final = tuple(128 + number for number in _SIGNALS)  # codes of an srun whose task a signal ended
 _KILLED_SECONDS: Final = 120.0  # within which SLURM ends a job that it has queued again
 
 
@@ -47,7 +46,7 @@ class _RequeuedCommand:
     def wait(self, waiting_step: subprocess.Popen[bytes]) -> int:
         """Wait for the command's end; pass on the first signal that comes meanwhile, here or to the step."""
         while self._process.poll() is None:
-            if waiting_step.poll() == _SIGNALLED:
+            if waiting_step.poll() in _SIGNALLED:
                 self._pending = self._pending or signal.SIGTERM
             if self._pending is not None and self.got is None:
                 self.got = self._pending
@@ -71,10 +70,11 @@ def run(command: list[str]) -> int:
 
 
 def _waiting_step() -> subprocess.Popen[bytes]:
-    """Start a step on this node that ends with _SIGNALLED when SLURM signals the job's steps."""
+    """Start a step on this node that does nothing, and that a signal of SLURM to the job's steps ends."""
     where = [f"--nodelist={name}"] if (name := os.environ.get("SLURMD_NODENAME", "")) else []
     command = ["srun", "--quiet", "--overlap", "--nodes=1", "--ntasks=1", *where, "--input=none"]
-    command += ["--job-name=paceline-signals", "sh", "-c", _WAIT_FOR_SIGNAL]
+    # One process, without a shell around it: a child of the task would outlive it and keep srun waiting.
+    command += ["--job-name=paceline-signals", "sleep", "infinity"]
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
