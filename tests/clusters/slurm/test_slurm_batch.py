@@ -11,7 +11,7 @@ import pytest
 from tests.clusters.slurm.slurm_lab import ENVIRONMENT, SlurmLab
 
 from paceline.core import events
-from paceline.testing.engine_contract.cases import ContractRun
+from paceline.testing.engine_contract.cases import ContractRun, wait_until
 from paceline.testing.slurm_cluster import SlurmCluster
 
 PACELINE = (sys.executable, "-m", "paceline")
@@ -62,10 +62,11 @@ def step_on(cluster: SlurmCluster, node: str) -> str:
 
 
 def until_resumed(run: ContractRun, times: int) -> None:
-    run.until(lambda: len(run.of(events.RunResumed)) == times, f"the run is resumed {times} times")
+    """Wait until the job has been queued again, has started again and has loaded its checkpoint."""
+    wait_until(lambda: len(run.of(events.RunResumed)) == times, f"the run is resumed {times} times", 200)
 
 
-@pytest.mark.timeout(280)
+@pytest.mark.timeout(600)
 def test_steps_and_daemons_are_lost_the_job_is_requeued_and_preempted(cluster, tmp_path, undisturbed):
     run = handed_over(cluster, tmp_path, "--nodes", "4", "--time", "2:00:00", "--slurm", "signal=TERM@120")
     run.until_size(4)

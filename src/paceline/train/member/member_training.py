@@ -66,7 +66,7 @@ _log = logging.getLogger(__name__)
 _ANNOUNCE_TIMEOUT = 2.0  # a supervisor answers within a few milliseconds; longer would look like a hang
 _RECONNECT_SECONDS = 3.0  # less than what looks like a hang
 _RESULT_SENDERS = 2  # per host; two senders: the first may be killed before its result is read
-_SAME_SIGNAL_SECONDS = 1.0  # within which a second signal is no second request
+_SAME_SIGNAL_SECONDS = 5.0  # within which a second signal is no second request
 
 
 def train_member(job: TrainJob, options: WorkerOptions) -> TrainResult:
