@@ -7,10 +7,11 @@ Optuna's random sampler draws with one seed, so that the best value must be equa
     optuna       2 processes that share a study in a journal file, as Optuna's documentation has it
     ray tune     a Tuner with OptunaSearch, 2 trials at once, on a local cluster that runs already
 
-Seconds are those from the call to the best value, in a Python that has imported all it needs. Paceline's and
-Ray's worker processes are warm, as in every search but the first of a process; "first" is Paceline's first
-search, in which the fork server is started and imports torch and this module. Optuna's processes are started
-for each search, because that is how Optuna runs in several processes. Sides take turns; medians, and the
+Seconds are those from the call to the best value, in a Python that has imported all it needs. Paceline's fork
+server is warm, as in every search but the first of a process; "first" is Paceline's first search, in which
+the server is started and imports torch and this module. Optuna's processes are started for each search,
+because that is how Optuna runs in several processes. Ray's cluster runs already; with its default
+(reuse_actors=False) it starts a process per trial, which imports torch. Sides take turns; medians, and the
 least and the most.
 
 Needs optuna, and for Ray Tune ray[tune]: run it with the Python of the engines' environment.

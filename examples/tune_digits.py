@@ -10,11 +10,11 @@ Needs `pip install 'paceline[tune]' scikit-learn`.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 from typing import Any
 
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 
 import paceline
@@ -24,14 +24,15 @@ EPOCHS = 8
 
 
 def digits() -> tuple[torch.Tensor, torch.Tensor]:
+    from sklearn.datasets import load_digits  # takes seconds, and trials do not need it
+
     found = load_digits()
     return torch.tensor(found.data, dtype=torch.float32) / 16.0, torch.tensor(found.target)
 
 
-def train(params: dict[str, Any]) -> float:
+def train(params: dict[str, Any], inputs: torch.Tensor, labels: torch.Tensor) -> float:
     """Train a network with these parameters and return its accuracy on the last 400 digits."""
     torch.manual_seed(0)
-    inputs, labels = digits()
     model = nn.Sequential(nn.Linear(64, params["width"]), nn.ReLU(), nn.Linear(params["width"], 10))
     optimizer = OPTIMIZERS[params["optimizer"]](model.parameters(), lr=params["lr"])
     if (before := paceline.tune.parent_folder()) is not None:
@@ -64,8 +65,9 @@ def main() -> None:
         "width": [64] if given.population else [16, 64, 128],
         "optimizer": ["sgd", "adam"],
     }
+    inputs, labels = digits()
     tuner = paceline.DistributedTuner(
-        train,
+        functools.partial(train, inputs=inputs, labels=labels),  # read once, shared by all trials
         space,
         num_gpus=given.parallel,
         sampler=paceline.tune.PopulationTraining(size=6) if given.population else "tpe",

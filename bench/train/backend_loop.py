@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -51,11 +52,14 @@ def prepare(workers: int, *, workload: str, loop: str) -> Block:
 def _step(work: Workload, workers: int, loop: str, group: Any) -> Callable[[], None]:
     model = work.model()
     parallel: nn.Module
+    optimizer: torch.optim.Optimizer
     if loop == "fsdp":
         parallel = _sharded(model, group)
+        # The fused form does not take sharded parameters on the CPU.
+        optimizer = torch.optim.SGD(parallel.parameters(), lr=0.01, momentum=0.9)
     else:
         parallel = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
-    optimizer = work.optimizer(parallel.parameters())
+        optimizer = work.optimizer(parallel.parameters())
     batches = sampled(work.data(workers), work.batch, workers)
 
     def step() -> None:

@@ -240,6 +240,7 @@ def test_wrong_files_are_named(name, given, said, tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.timeout(300)
 def test_tune_digits(tmp_path):
     pytest.importorskip("optuna", reason="pip install 'paceline[tune]'")
     first = example("tune_digits.py", "--trials", 6, "--parallel", 2, folder=tmp_path)

@@ -160,6 +160,8 @@ def _follow(batch: object, identifier: str) -> int:
     if status.code:
         typer.echo(f"{identifier} {status.state}: {printable(status.reason)}", err=True)
         return status.code
+    if status.state == "failed":
+        engine.stop_batch(identifier)  # it never ran, and the engine would try it for ever
     raise PeerLostError(
         f"{identifier} {status.state}: {printable(status.reason) or 'the engine gives no reason'}",
         remedy="see its log above and what the engine says about it",

@@ -28,7 +28,7 @@ _TICK_SECONDS: Final = 0.1
 _END_SECONDS: Final = 12.0  # remote_agent kills what does not leave within 5 s
 _KILL_SECONDS: Final = 2.0
 _READ_BYTES: Final = 64 * 1024
-_KEPT_LINES: Final = 20  # of each agent, to explain its end
+_KEPT_LINES: Final = 60  # of each agent, to explain its end: mpirun says a lot after ssh did
 _UNREAD_LINES: Final = 20_000  # of all agents, for a caller that does not ask for them
 _LONGEST_PAUSE_SECONDS: Final = 30.0
 

@@ -42,7 +42,7 @@ class RunningPod:
     process: subprocess.Popen[bytes]
     reader: threading.Thread
     log: Path
-    kill_at: float | None = None
+    asked_at: float | None = None  # to end
     probed_at: float = 0.0
 
 
@@ -242,11 +242,11 @@ class Kubelets:
             self._set_container(pod, {"terminated": ended}, "Failed" if code else "Succeeded")
 
     def _terminate(self, one: RunningPod) -> None:
-        if one.kill_at is None:
-            one.kill_at = time.monotonic() + one.pod["metadata"]["deletionGracePeriodSeconds"]
+        if one.asked_at is None:
+            one.asked_at = time.monotonic()
             if pid := sandbox.first_process(one.process.pid):
                 os.kill(pid, signal.SIGTERM)
-        elif time.monotonic() > one.kill_at:
+        elif time.monotonic() > one.asked_at + one.pod["metadata"]["deletionGracePeriodSeconds"]:
             one.process.kill()
 
     def _probe(self, one: RunningPod) -> None:

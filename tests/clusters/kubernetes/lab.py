@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, final
 
+from tests.clusters.kubernetes import sandbox
 from tests.clusters.kubernetes.cluster import IMAGE, USER, Cluster
 
 import paceline
@@ -39,7 +40,15 @@ class KubernetesLab(EngineLab):
         )
 
     def start(self, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
-        return self.cluster.start_as_user(list(command), self.folder, **options)
+        process = self.cluster.start_as_user(list(command), self.folder, **options)
+
+        def send_signal(number: int) -> None:
+            """To the program itself, which is process 1 of a container: `unshare` passes nothing on."""
+            if process.poll() is None and (first := sandbox.first_process(process.pid)) is not None:
+                os.kill(first, number)
+
+        process.send_signal = send_signal  # type: ignore[method-assign, assignment]
+        return process
 
     def kill_process(self, node: str, pid: int) -> None:
         self.cluster.kill_in_pod(node, pid)

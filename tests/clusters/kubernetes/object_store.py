@@ -86,7 +86,9 @@ class ObjectStore:
 
         def change(one: JsonObject) -> None:
             one["metadata"].setdefault("deletionTimestamp", now())
-            one["metadata"].setdefault("deletionGracePeriodSeconds", seconds)
+            # A grace can be shortened, and not be made longer.
+            given = one["metadata"].get("deletionGracePeriodSeconds", seconds)
+            one["metadata"]["deletionGracePeriodSeconds"] = min(given, seconds)
 
         self.update(pod, change)
 

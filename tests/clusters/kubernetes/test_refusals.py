@@ -148,5 +148,4 @@ def test_the_command_says_it_in_one_line_and_exits(idle_cluster: Cluster, tmp_pa
     assert done.returncode != 0
     assert "'registry.example/typo:1' cannot be pulled" in done.stderr
     assert "Traceback" not in done.stderr
-    engine(idle_cluster).stop_batch("job/train")
     wait_for(lambda: not idle_cluster.left(), "nothing is left")

@@ -28,11 +28,11 @@ pytestmark = [
 ]
 
 
-def _engine(hosts: SshHosts, numbers: Sequence[int], **settings: Any) -> Mpi:
-    known = f"-o UserKnownHostsFile={hosts.known_hosts} -o BatchMode=yes"
-    ssh = f"ssh -p {PORT} -i {hosts.folder / 'user_key'} {known}"
+def _engine(lab_hosts: SshHosts, numbers: Sequence[int], **settings: Any) -> Mpi:
+    known = f"-o UserKnownHostsFile={lab_hosts.known_hosts} -o BatchMode=yes"
+    ssh = f"ssh -p {PORT} -i {lab_hosts.folder / 'user_key'} {known}"
     given: dict[str, Any] = {
-        "hosts": tuple(hosts.hosts.addresses[number] for number in numbers),
+        "hosts": tuple(lab_hosts.hosts.addresses[number] for number in numbers),
         "mpirun": _MPIRUN,
         "options": ("--mca", "plm_rsh_agent", ssh),
         "folder": str(ROOT),

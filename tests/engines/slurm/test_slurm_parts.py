@@ -182,8 +182,10 @@ case "$0" in
   *) echo "$@" >> "$HERE/asked"; exit 1;;
 esac
 """
+# Not `signal.pause`: a signal that comes just before it would be waited for, for ever.
 SAVES = (
-    "import signal, sys; signal.signal(15, lambda *_: sys.exit(75)); open(sys.argv[1], 'w'); signal.pause()"
+    "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(75)); open(sys.argv[1], 'w')\n"
+    "while True: time.sleep(0.02)"
 )
 
 

@@ -70,6 +70,7 @@ class Reducer:
         self._groups = groups
         self._backend = transport.backend if isinstance(transport, NativeAllReduce) else ""
         self._plans: dict[tuple[Any, ...], ReductionPlan] = {}
+        self._flat_plans: dict[tuple[Any, ...], ReductionPlan] = {}
         self._prepared: dict[tuple[Any, ...], PreparedReduction | None] = {}
 
     def plan(
@@ -135,6 +136,7 @@ class Reducer:
     def forget(self) -> None:
         """Drop what was prepared: it holds the group's memory."""
         self._plans.clear()
+        self._flat_plans.clear()
         self._prepared.clear()
 
     def choose(self, nbytes: int, *, on_gpu: bool = False, compressed: bool = False) -> Choice:
@@ -151,6 +153,22 @@ class Reducer:
             isinstance(transport, HasLocalGroup),
         )
         return algorithms.choose(situation, self._links)
+
+    def all_reduce_in_place(self, flat: Tensor, op: ReduceOp) -> PlannedCall[Any]:
+        """Plan an all-reduce of flat CPU memory in place: `all_reduce` for callers that know what they pass,
+        in a tenth of its steps."""
+        key = (flat.dtype, flat.numel(), op)
+        plan = self._flat_plans.get(key)
+        if plan is None:
+            if len(self._flat_plans) >= 4096:
+                self._flat_plans.clear()
+            plan = self._flat_plans[key] = self.plan(flat, describe(flat), op, "auto", None, False)
+        transport, run, groups = self._transport, plan.run, self._groups
+
+        def work(call: CollectiveCall, deadline: float) -> None:
+            run(ReduceRequest(transport, call, op, flat, flat, deadline, None, "", groups))
+
+        return PlannedCall("all_reduce", plan.text, work, plan.algorithm)
 
     def all_reduce(
         self,

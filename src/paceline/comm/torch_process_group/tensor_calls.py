@@ -74,14 +74,13 @@ def plan_all_reduce(
 ) -> PlannedCall[Any]:
     """Plan an all-reduce in place, of one tensor or of several in one message."""
     kind = torch_op(op)
-    if any(tensor.is_sparse for tensor in tensors):
+    if tensors[0].is_sparse:
         return plan_sparse_sum(transport, tensors, kind)
     opened = [FlatMemory.of(tensor, "all_reduce") for tensor in tensors]
     if kind in _BITWISE:
         return _bitwise_all_reduce(transport, opened, kind)
     if len(opened) == 1:
-        target = opened[0].flat
-        planned = reducer.all_reduce(target, _OPS[kind], "auto", target, None, "")
+        planned = reducer.all_reduce_in_place(opened[0].flat, _OPS[kind])
     else:
         flats = [memory.flat for memory in opened]
         planned = reducer.all_reduce(flats, _OPS[kind], "auto", flats, None, "")

@@ -17,6 +17,7 @@ _NEEDED: Final = (
     ("create", "", "secrets", ""),
     ("delete", "", "secrets", ""),
     ("list", "", "pods", ""),
+    ("delete", "", "pods", ""),
     ("get", "", "pods", "log"),
 )
 _OWNERS: Final = {

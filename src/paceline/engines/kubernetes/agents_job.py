@@ -31,6 +31,9 @@ _log = logging.getLogger("paceline.engines")
 
 _LOOK_SECONDS: Final = 1.0
 _QUOTA_SECONDS: Final = 20.0
+_END_GRACE: Final = 5
+_END_SECONDS: Final = 10.0
+_END_POLL_SECONDS: Final = 0.2
 _DELETED: Final = "its pod was deleted"
 _T = TypeVar("_T")
 
@@ -114,6 +117,8 @@ class AgentsJob:
             self._kept += self._guarded(self._new_lines) or []
         self._remove()
         self._stopped = True
+        with suppress(ApiError, UnavailableError):  # the pods are being deleted in any case
+            self._see_pods_off()
 
     def _remove(self) -> None:
         kind = self._owner["kind"]
@@ -125,6 +130,19 @@ class AgentsJob:
             error.add_note(f"still there: {kind.lower()}/{self.name} in namespace {self._namespace}")
             error.remedy = f"kubectl -n {self._namespace} delete {kind.lower()}/{self.name}"
             raise
+
+    def _see_pods_off(self) -> None:
+        """Wait until the pods are gone, for some seconds. The run is over, so that an agent has nothing to
+        save; one that is just starting, as process 1, does not hear the SIGTERM, and gets a short grace."""
+        deadline = self._clock.now() + _END_SECONDS
+        asked: set[str] = set()
+        while (pods := self._pods()) and self._clock.now() < deadline:
+            for name in {str(pod["metadata"]["name"]) for pod in pods} - asked:
+                self._client.delete(
+                    f"{PATHS['Pod'].format(self._namespace)}/{name}", grace_seconds=_END_GRACE
+                )
+                asked.add(name)
+            self._clock.sleep(_END_POLL_SECONDS)
 
     def _guarded(self, call: Callable[[], _T]) -> _T | None:
         """Make requests; an API server that does not answer is tried again with the next call."""

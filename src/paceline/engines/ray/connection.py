@@ -5,7 +5,6 @@ with the last of them where it was made here. Each way to fail is one error, wit
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
 import os
 import signal
@@ -26,15 +25,23 @@ _lock = threading.Lock()
 _current: RayConnection | None = None
 
 
-def import_ray(module: str = "ray") -> Any:
-    """Return Ray, or a module of it."""
+@contextlib.contextmanager
+def needing_ray() -> Iterator[None]:
+    """Explain an import of Ray, or of what it needs, that fails."""
     try:
-        return importlib.import_module(module)
+        yield
     except ImportError as error:
         raise UnavailableError(
             f"the engine Ray needs the package ray, which cannot be imported here ({error})",
             remedy="pip install 'paceline[ray]'",
         ) from error
+
+
+def import_ray() -> Any:
+    """Return Ray."""
+    with needing_ray():
+        import ray
+    return ray
 
 
 @final
@@ -177,7 +184,8 @@ def _check_reachable(address: str) -> None:
     kind = "a Ray client server" if address.startswith("ray://") else "a Ray head"
     if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
         return  # its own certificates are needed to ask
-    grpc = import_ray("grpc")
+    with needing_ray():
+        import grpc
     with grpc.insecure_channel(target) as channel:
         try:
             grpc.channel_ready_future(channel).result(timeout=_REACH_SECONDS)

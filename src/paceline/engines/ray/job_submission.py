@@ -7,7 +7,7 @@ import urllib.parse
 from collections.abc import Iterable
 from typing import Any, Final
 
-from paceline.core.errors import PacelineError, UnavailableError, UsageError
+from paceline.core.errors import UnavailableError, UsageError
 from paceline.engines.batch import BatchState, BatchStatus
 from paceline.engines.engine import EngineRequest
 from paceline.engines.ray import connection
@@ -75,11 +75,10 @@ def _asked(settings: RaySettings, identifier: str, question: str) -> Any:
 
 def _client(settings: RaySettings) -> Any:
     where = dashboard_of(settings)
-    module = connection.import_ray("ray.job_submission")
+    with connection.needing_ray():
+        from ray.job_submission import JobSubmissionClient
     try:
-        return module.JobSubmissionClient(where)
-    except PacelineError:
-        raise
+        return JobSubmissionClient(where)
     except Exception as error:
         raise UnavailableError(
             f"no Ray dashboard answers at {where}, which takes jobs: {_first_line(error)}",

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final, final
 
+from paceline.core import config as core_config
 from paceline.engines.batch import BatchSpec, BatchStatus
 from paceline.engines.engine import AgentSpec, EngineJob, EngineRequest
 from paceline.engines.ray import requests
@@ -17,7 +18,23 @@ LOOPBACK: Final = "127.0.0.1"
 @final
 @dataclass(frozen=True, kw_only=True)
 class Ray(RaySettings):
-    """The engine; the settings are those of `RaySettings`."""
+    """Agents on the nodes of a Ray cluster.
+
+    address           "ray://head:10001" (Ray client), "head:6379" or "auto" (on a node of the cluster);
+                      None: RAY_ADDRESS where that is set, else a local cluster that ends with the run. A
+                      process that is connected to Ray already, as a Tune trial is, stays connected to that
+    nodes             agents to begin with, one per node
+    max_nodes         agents at most: nodes that are added to the cluster are taken up until then
+    workers_per_node  workers of one agent
+    gpus_per_node     GPUs of one agent
+    cpus_per_worker   what Ray counts for one worker
+    resources         further resources of one agent, as Ray names them: {"memory": 2**30, "fast_disk": 1}
+    runtime_env       Ray's runtime environment of the agents: {"working_dir": ".", "env_vars": {...}}
+    share_nodes       several agents may run on one node; a local cluster, which has one node, always shares
+    autoscales        an autoscaler adds nodes: what no present node could hold is waited for, not refused
+    dashboard         "http://head:8265" for `paceline submit`; empty: port 8265 of the head
+    python            of the head, for `paceline submit`; empty: the path of the one that submits
+    """
 
     @property
     def bundle(self) -> dict[str, float]:
@@ -51,16 +68,17 @@ class Ray(RaySettings):
         and a bundle for each agent. For `ray.tune.with_resources(function, engine.trial_resources())`."""
         from paceline.engines.ray import connection
 
-        ray_tune = connection.import_ray("ray.tune")
-        return ray_tune.PlacementGroupFactory([{"CPU": cpus}, *[self.bundle] * self.nodes])
+        with connection.needing_ray():
+            from ray.tune import PlacementGroupFactory
+        return PlacementGroupFactory([{"CPU": cpus}, *[self.bundle] * self.nodes])
 
     def batch_text(self, job: BatchSpec) -> str:
-        return requests.as_text(requests.batch_request(self, job))
+        return requests.as_text(self._batch_request(job))
 
     def submit_batch(self, job: BatchSpec) -> str:
         from paceline.engines.ray import job_submission
 
-        return job_submission.submit(self, requests.batch_request(self, job))
+        return job_submission.submit(self, self._batch_request(job))
 
     def batch_status(self, identifier: str) -> BatchStatus:
         from paceline.engines.ray import job_submission
@@ -76,3 +94,13 @@ class Ray(RaySettings):
         from paceline.engines.ray import job_submission
 
         job_submission.stop(self, identifier)
+
+    def _batch_request(self, job: BatchSpec) -> EngineRequest:
+        usual = Ray()
+        changed = {
+            name: getattr(self, name)
+            for name in ("max_nodes", "cpus_per_worker", "resources", "share_nodes", "autoscales")
+            if getattr(self, name) != getattr(usual, name)
+        }
+        further = core_config.assignments(Ray, changed) if changed else ()
+        return requests.batch_request(self, job, further)

@@ -32,7 +32,7 @@ _NODE_LABEL: Final = "ray.io/node-id"
 
 
 @dataclasses.dataclass
-class _RayAgent:
+class _AskedAgent:
     """One agent that was asked for. `group` is None in a trial's own placement group."""
 
     number: int
@@ -89,7 +89,7 @@ class RayJob:
         # Of a trial's bundles Ray decides, which packs them.
         one_per_node = request["one_per_node"] and not connected.is_local and self._trial_group is None
         self._claim = uuid.uuid4().hex if one_per_node else ""
-        self._agents: list[_RayAgent] = []
+        self._agents: list[_AskedAgent] = []
         self._lines: list[LogLine] = []
         self._lost_nodes: dict[str, float] = {}
         self._is_stopped = False
@@ -144,7 +144,7 @@ class RayJob:
 
     # inside
 
-    def _asked(self, number: int) -> _RayAgent:
+    def _asked(self, number: int) -> _AskedAgent:
         """Ask Ray for an agent: a group, an actor in it, and the call that waits for its news."""
         taken = self._taken_nodes()
         group, index = self._group(taken)
@@ -154,7 +154,7 @@ class RayJob:
         news = actor.report.remote(0, _REPORT_SECONDS)
         bundle = self._request["placement_group"]["bundles"][0]
         wanted = ", ".join(f"{name} {amount:g}" for name, amount in bundle.items())
-        return _RayAgent(
+        return _AskedAgent(
             number, group, actor, news, avoided, bundle_index=index, reason=f"waits for a node with {wanted}"
         )
 
@@ -191,12 +191,12 @@ class RayJob:
         lost = {node for node, until in self._lost_nodes.items() if until > now}
         return frozenset(lost | {agent.node_id for agent in self._agents if agent.state == "running"})
 
-    def _ask_again(self, agent: _RayAgent) -> None:
+    def _ask_again(self, agent: _AskedAgent) -> None:
         self._release(agent)
         fresh = self._asked(agent.number)
         self._agents[agent.number] = fresh
 
-    def _take(self, agent: _RayAgent) -> None:
+    def _take(self, agent: _AskedAgent) -> None:
         """Handle an answer of an agent's actor."""
         errors = self._ray.exceptions
         try:
@@ -229,14 +229,14 @@ class RayJob:
         else:
             self._end(agent, "ended", news["code"], f"`paceline join` ended with code {news['code']}")
 
-    def _remember_claimed(self, agent: _RayAgent, node_id: str) -> None:
+    def _remember_claimed(self, agent: _AskedAgent, node_id: str) -> None:
         """Ask for the agent elsewhere: another one of this job was faster on that node."""
         self._release(agent)
         # The faster one may not have reported yet.
         self._lost_nodes.setdefault(node_id, time.monotonic() + 1.0)
         self._agents[agent.number] = self._asked(agent.number)
 
-    def _note_unreachable(self, agent: _RayAgent, reason: str) -> None:
+    def _note_unreachable(self, agent: _AskedAgent, reason: str) -> None:
         now = time.monotonic()
         agent.unreachable_since = agent.unreachable_since or now
         is_gone = any(word in reason for word in _CLOSED)
@@ -249,11 +249,11 @@ class RayJob:
         what = "closed the connection to its actor" if is_gone else since
         self._end(agent, "lost", None, f"its node {what}: {_first_sentence(reason)}")
 
-    def _end(self, agent: _RayAgent, state: NodeState, code: int | None, reason: str) -> None:
+    def _end(self, agent: _AskedAgent, state: NodeState, code: int | None, reason: str) -> None:
         agent.state, agent.code, agent.reason = state, code, reason
         self._release(agent)
 
-    def _release(self, agent: _RayAgent) -> None:
+    def _release(self, agent: _AskedAgent) -> None:
         """Give back what Ray holds for an agent."""
         from ray.util.placement_group import remove_placement_group
 

@@ -1,4 +1,4 @@
-"""Settings of the engine Ray, apart from what it does: the parts of the engine read them."""
+"""The settings of a run on Ray, each checked by itself; `ray_engine.Ray` says what they mean."""
 
 from __future__ import annotations
 
@@ -14,23 +14,7 @@ LOCAL: Final = "local"
 
 @dataclass(frozen=True, kw_only=True)
 class RaySettings:
-    """Agents on the nodes of a Ray cluster.
-
-    address           "ray://head:10001" (Ray client), "head:6379" or "auto" (on a node of the cluster);
-                      None: RAY_ADDRESS where that is set, else a local cluster that ends with the run. A
-                      process that is connected to Ray already, as a Tune trial is, stays connected to that
-    nodes             agents to begin with, one per node
-    max_nodes         agents at most: nodes that are added to the cluster are taken up until then
-    workers_per_node  workers of one agent
-    gpus_per_node     GPUs of one agent
-    cpus_per_worker   what Ray counts for one worker
-    resources         further resources of one agent, as Ray names them: {"memory": 2**30, "fast_disk": 1}
-    runtime_env       Ray's runtime environment of the agents: {"working_dir": ".", "env_vars": {...}}
-    share_nodes       several agents may run on one node; a local cluster, which has one node, always shares
-    autoscales        an autoscaler adds nodes: what no present node could hold is waited for, not refused
-    dashboard         "http://head:8265" for `paceline submit`; empty: port 8265 of the head
-    python            of the head, for `paceline submit`; empty: the path of the one that submits
-    """
+    """What the parts of the engine read: below the class that users make, which calls these parts."""
 
     name: Literal["ray"] = "ray"
     address: str | None = None

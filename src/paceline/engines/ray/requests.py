@@ -8,7 +8,6 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from paceline.core import config as core_config
 from paceline.core.errors import UsageError
 from paceline.engines.batch import BatchSpec
 from paceline.engines.engine import AgentSpec, EngineRequest
@@ -61,8 +60,9 @@ def _actor_resources(bundle: Mapping[str, float]) -> dict[str, Any]:
     return {**named, "resources": {name: amount for name, amount in bundle.items() if name not in words}}
 
 
-def batch_request(settings: RaySettings, job: BatchSpec) -> EngineRequest:
-    """Return the arguments of Ray's job submission. The head runs `paceline train`, which asks for agents."""
+def batch_request(settings: RaySettings, job: BatchSpec, further: Sequence[str]) -> EngineRequest:
+    """Return the arguments of Ray's job submission. The head runs `paceline train`, which asks for agents.
+    `further`: settings KEY=VALUE that `paceline train` has no option of its own for."""
     python, script = settings.python or job.python, job.script
     if job.folder and os.path.abspath(script).startswith(job.folder + os.sep):
         script = os.path.relpath(script, job.folder)  # the folder travels, and may lie elsewhere on the head
@@ -70,7 +70,7 @@ def batch_request(settings: RaySettings, job: BatchSpec) -> EngineRequest:
     command += ["--nodes", str(job.nodes), "--workers-per-node", str(job.workers_per_node)]
     if job.gpus_per_node:
         command += ["--gpus-per-node", str(job.gpus_per_node)]
-    for text in _further_settings(settings):
+    for text in further:
         command += ["--engine-set", text]
     command += job.options
     if job.arguments:
@@ -99,15 +99,6 @@ def batch_request(settings: RaySettings, job: BatchSpec) -> EngineRequest:
         "runtime_env": runtime_env,
         "metadata": {"name": job.name, "framework": "paceline"},
     }
-
-
-def _further_settings(settings: RaySettings) -> Sequence[str]:
-    """Return the settings that the head's `paceline train` has no option of its own for."""
-    names = ("max_nodes", "cpus_per_worker", "resources", "share_nodes", "autoscales")
-    usual = type(settings)()
-    given = {name: getattr(settings, name) for name in names}
-    changed = {name: value for name, value in given.items() if value != getattr(usual, name)}
-    return core_config.assignments(type(settings), changed) if changed else ()
 
 
 def as_text(request: EngineRequest) -> str:

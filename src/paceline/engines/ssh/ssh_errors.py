@@ -26,7 +26,7 @@ _UNUSABLE: Final = (
         "connect once by hand ('ssh {name}') and check the key, or add it with ssh-keyscan",
     ),
     (
-        r"Permission denied|Too many authentication failures",
+        r"Permission denied \(|Too many authentication failures",
         "permission denied",
         "let ssh get in without a password: 'ssh-copy-id {name}', identity= or user=",
     ),

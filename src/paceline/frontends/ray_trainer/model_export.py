@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 from paceline.core import atomic_file
 from paceline.core.errors import PlatformError, UsageError
-from paceline.engines.ray.connection import import_ray
+from paceline.engines.ray.connection import needing_ray
 
 if TYPE_CHECKING:
     from torch import nn
@@ -107,5 +107,6 @@ class ServedModel:
 def serve_application(folder: str | Path, **options: Any) -> Any:
     """Return the application of an exported model: `ray.serve.run(paceline.RayTrainer.serve(folder))`.
     `options` are those of the deployment, e.g. num_replicas."""
-    serve = import_ray("ray.serve")
+    with needing_ray():
+        from ray import serve
     return serve.deployment(ServedModel).options(**options).bind(str(Path(folder).absolute()))

@@ -13,8 +13,8 @@ from typing import Any, Protocol, TypeAlias, final
 @final
 @dataclass(frozen=True)
 class TrialCall:
-    """What every trial of a search calls. `decode` turns plain parameters into the user's; `script`: trials
-    run a script, whose value is its last report."""
+    """What every trial of a search calls. `decode` turns plain parameters into the user's;
+    `waits_for_answers`: a report returns when the search has decided about pruning."""
 
     function: Callable[[dict[str, Any]], Any]
     metric: str | None

@@ -27,10 +27,11 @@ _MASK, _HALF = 0xFFFFFFFF, 0x80000000
 _ENTRY = 4  # 64-bit words of a signature entry: sequence, signature, location of the input, of the result
 _YES, _NO, _SLOW = 1, 2, 3
 _TRIAL = 1 << 20
+_TURNS = 5
 _BACKGROUND_SPINS = 2
+_WORTH = 1.5
+"""Going through slots writes the result twice: into a slot and into its place."""
 _WAKE_SECONDS, _LAST_SECONDS = 0.0005, 1.0
-_WORTH = 1.8
-"""Going through slots copies nearly twice as many bytes as reaching does."""
 
 
 class ShmWindow:
@@ -155,12 +156,9 @@ class ShmWindow:
             for rank, at in ((rank, board.long(rank, WORD)) for _, rank in self._others)
         )
         vote = _NO
+        # Every rank takes part in the trial, whatever it found: all of them signal the same ticks.
+        reading, copying = self._time_both_ways(buffer, allowed, call, deadline)
         if allowed and self._others:
-            peer = (self._rank + 1) % self._world
-            slot, into = self.staging[0, peer], torch.zeros(_TRIAL, dtype=torch.uint8, device="cpu")
-            address = longs[board.long(peer, WORD) + 2]
-            reading = _fastest(lambda: self.read(peer, address, into, call, deadline))
-            copying = _fastest(lambda: into[: slot.numel()].copy_(slot)) * _TRIAL / slot.numel()
             # In containers that intercept system calls a read works, and is slower than two copies.
             vote = _YES if reading < copying * _WORTH else _SLOW
         board.words[board.word(self._rank, REACHES)] = vote
@@ -171,6 +169,31 @@ class ShmWindow:
         # One refusal rules it out, since every rank reaches every other. Speed is a matter of noise: the
         # majority decides.
         return _NO not in votes and votes.count(_YES) * 2 >= self._world
+
+    def _time_both_ways(
+        self, buffer: Tensor, allowed: bool, call: CollectiveCall, deadline: float
+    ) -> tuple[float, float]:
+        """Return the seconds for a megabyte of the next rank's memory: read directly, and through slots.
+
+        In every turn the data is written anew and, after a tick, read by the peer. That is what makes a
+        transfer dear: a slot that a peer has read costs several times as much to fill as memory of one's own.
+        """
+        peer = (self._rank + 1) % self._world
+        mine, slot = self.staging[0, self._rank], self.staging[0, peer]
+        into = torch.zeros(_TRIAL, dtype=torch.uint8, device="cpu")
+        address = self._longs[self._board.long(peer, WORD) + 2]
+        reading: list[float] = []
+        copying: list[float] = []
+        for turn in range(_TURNS):
+            buffer.fill_(turn)
+            filling = _seconds(lambda: mine.copy_(buffer[: mine.numel()]))
+            self.wait(self.signal(), call, deadline)
+            if allowed and self._others:
+                reading.append(_seconds(lambda: self.read(peer, address, into, call, deadline)))
+            copying.append(filling + _seconds(lambda: into[: slot.numel()].copy_(slot)))
+            self.wait(self.signal(), call, deadline)
+        # Noise only ever adds to a time.
+        return min(reading, default=0.0), min(copying) * _TRIAL / slot.numel()
 
     def read(self, rank: int, address: int, into: Tensor, call: CollectiveCall, deadline: float) -> None:
         self._copy(self._reach.read, rank, address, into, call, deadline)
@@ -258,12 +281,8 @@ def _area(segment: Tensor, start: int, depth: int, rows: int, width: int) -> Ten
     return torch.as_strided(segment, (depth, rows, width), (rows * width, width, 1), start)
 
 
-def _fastest(action: Callable[[], object]) -> float:
-    """Return the fastest of five: noise only ever adds to a time. (timeit's frame would hide the user's line
-    in an error of `action`.)"""
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        action()
-        times.append(time.perf_counter() - start)
-    return min(times)
+def _seconds(action: Callable[[], object]) -> float:
+    """Time an action. (timeit's frame would hide the user's line in an error of it.)"""
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
