@@ -60,6 +60,7 @@ MANY_METHODS = {
 SHARED_FILE_NAMES = {
     "__main__.py": "Python's own name for what `python -m` runs",
     "run.py": "the command, and the run that a worker's loop goes through",
+    "tune.py": "the command, and the public module of the functions that trials call",
     "audit.py": "the command and the audit that it prints, as for every command of that name",
 }
 
@@ -97,7 +98,6 @@ COMPUTED_IMPORTS = {
     "paceline": "the root maps public names to modules, and is no part of the graph",
     "paceline.cli.main": "the table of commands; a command does not import `main`",
     "paceline.core.engine_registry": "the table of engines; settings name one, and import none",
-    "paceline.engines.ray.connection": "Ray, or a module of it, with one message where it is not installed",
     "paceline.engines.local.fork_server": "what the caller of `spawn` wants loaded before ranks are forked",
     "paceline.engines.local.forked_rank": "the user's function, which travels by its name",
 }

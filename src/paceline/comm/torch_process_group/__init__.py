@@ -1,7 +1,7 @@
 """Paceline as a backend of torch.distributed: a process group of torch's on Paceline's queue, collectives and
 transports.
 
-`process_group` is what torch calls, `tensor_calls` plans its collectives, `tensor_messages` moves
+`paceline_group` is what torch calls, `tensor_calls` plans its collectives, `tensor_messages` moves
 point-to-point messages, `work` is what torch waits for. Must not know of training: scripts with DDP or FSDP
 see torch only."""
 

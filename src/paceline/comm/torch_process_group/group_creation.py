@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from paceline.comm.rendezvous.round import RendezvousRound
 from paceline.comm.rendezvous.transport_setup import meet_in_store
-from paceline.comm.torch_process_group.process_group import PacelineProcessGroup
+from paceline.comm.torch_process_group.paceline_group import PacelineProcessGroup
 from paceline.comm.torch_process_group.work import torch_error
 from paceline.core.errors import PacelineError
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 from paceline.core.errors import UnavailableError, UsageError
 from paceline.engines.batch import BatchState, BatchStatus
 from paceline.engines.engine import EngineRequest
-from paceline.engines.ray import connection
+from paceline.engines.ray import ray_connection as connection
 from paceline.engines.ray.ray_settings import RaySettings
 
 _DASHBOARD_PORT: Final = 8265

@@ -42,14 +42,14 @@ class Ray(RaySettings):
         return requests.bundle_of(self)
 
     def check(self) -> None:
-        from paceline.engines.ray import connection
+        from paceline.engines.ray import ray_connection as connection
 
         # A local cluster is started with the run, not before.
         if not connection.starts_cluster(self):
             connection.connect(self)
 
     def address_for_nodes(self) -> str:
-        from paceline.engines.ray import connection
+        from paceline.engines.ray import ray_connection as connection
 
         if connection.starts_cluster(self):
             return LOOPBACK
@@ -66,7 +66,7 @@ class Ray(RaySettings):
     def trial_resources(self, cpus: float = 1.0) -> Any:
         """Return what a Ray Tune trial needs that trains with this engine: `cpus` for the trial's own process
         and a bundle for each agent. For `ray.tune.with_resources(function, engine.trial_resources())`."""
-        from paceline.engines.ray import connection
+        from paceline.engines.ray import ray_connection as connection
 
         with connection.needing_ray():
             from ray.tune import PlacementGroupFactory

@@ -17,9 +17,9 @@ from typing import Any, Final, final
 from paceline.core.errors import PacelineError, UnavailableError
 from paceline.core.wording import counted
 from paceline.engines.engine import EngineRequest, LogLine, NodeState, NodeStatus
-from paceline.engines.ray import connection
+from paceline.engines.ray import ray_connection as connection
 from paceline.engines.ray.agent_actor import AgentActor
-from paceline.engines.ray.connection import RayConnection
+from paceline.engines.ray.ray_connection import RayConnection
 from paceline.engines.ray.ray_settings import RaySettings
 
 _REPORT_SECONDS: Final = 5.0  # of one call that waits for news on the node

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 from paceline.core import atomic_file
 from paceline.core.errors import PlatformError, UsageError
-from paceline.engines.ray.connection import needing_ray
+from paceline.engines.ray.ray_connection import needing_ray
 
 if TYPE_CHECKING:
     from torch import nn
