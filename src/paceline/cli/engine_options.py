@@ -13,7 +13,7 @@ from paceline.core import config as core_config, engine_registry
 from paceline.core.engine_registry import EngineSettings
 from paceline.core.errors import ConfigError, UsageError
 from paceline.core.wording import counted, listed
-from paceline.engines.engine import AgentSpec, Engine, EngineRequest
+from paceline.engines.engine import Engine
 
 T = TypeVar("T")
 
@@ -150,28 +150,17 @@ def _loaded(cls: type[EngineSettings], table: dict[str, Any], texts: list[str]) 
         ) from None
 
 
-def as_text(value: object, indent: str = "") -> str:
-    """Return plain data as YAML, as `--dry-run` prints it."""
+def request_text(engine: Engine) -> str:
+    """Return what a run in the foreground would ask the engine for, as YAML. The port is not known before."""
     import yaml
 
-    return str(yaml.safe_dump(value, sort_keys=False, width=110, default_flow_style=False))
+    from paceline.frontends.engine_nodes import agent_spec
+    from paceline.train.settings.train_config import TrainConfig
 
-
-def request_text(engine: Engine, python: str, folder: str) -> str:
-    """Return what a run in the foreground would ask the engine for. The port is not known before the run."""
     engine.check()
-    request: EngineRequest = engine.request(
-        AgentSpec(
-            run="train",
-            address=(engine.address_for_nodes(), _SUPERVISOR_PORT),
-            nodes=engine.nodes,
-            workers_per_node=engine.workers_per_node,
-            gpus_per_node=getattr(engine, "gpus_per_node", 0),
-            folder=folder,
-            python=python,
-        )
-    )
-    return as_text(dict(request))
+    agents = agent_spec(TrainConfig(engine=engine), (engine.address_for_nodes(), _SUPERVISOR_PORT))
+    request = dict(engine.request(agents))
+    return str(yaml.safe_dump(request, sort_keys=False, width=110, default_flow_style=False))
 
 
 def _option(name: str) -> str:

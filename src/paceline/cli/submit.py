@@ -7,7 +7,7 @@ import re
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Final, cast
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -25,6 +25,10 @@ from paceline.cli.engine_options import (
 )
 from paceline.core.errors import PeerLostError, UsageError
 from paceline.core.untrusted import printable
+
+if TYPE_CHECKING:
+    from paceline.engines.batch import BatchEngine, BatchSpec
+    from paceline.engines.engine import Engine
 
 _POLL_SECONDS: Final = 1.0
 # As SLURM writes limits: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]].
@@ -68,6 +72,7 @@ def submit(
     """
     from paceline.cli.setting_checks import check_script, check_settings
     from paceline.engines.batch import BatchSpec
+    from paceline.engines.engine import gpus_per_node as gpus_of
 
     options = EngineOptions(
         engine,
@@ -97,7 +102,7 @@ def submit(
         name=name or Path(script).stem,
         nodes=chosen.nodes,
         workers_per_node=chosen.workers_per_node,
-        gpus_per_node=getattr(chosen, "gpus_per_node", 0),
+        gpus_per_node=gpus_of(chosen),
         time=time_limit,
         image=image or "",
         folder=os.getcwd(),
@@ -116,32 +121,27 @@ def _check_time(text: str, slurm: list[str]) -> None:
     one_of(text or None, given, "--time", "--slurm time")
 
 
-def _hand_over(chosen: object, job: object, *, dry_run: bool, wait: bool) -> None:
-    from paceline.engines.batch import BatchEngine, BatchSpec
-    from paceline.engines.engine import Engine
-
-    spec = cast(BatchSpec, job)
-    if not hasattr(chosen, "submit_batch"):
-        raise UsageError(
-            f"the engine {cast(Engine, chosen).name} runs while its caller does, and takes no run over",
-            remedy="use `paceline train` with --engine, in tmux or with nohup",
-        )
-    batch = cast(BatchEngine, chosen)
-    if dry_run:
-        typer.echo(batch.batch_text(spec), nl=False)
-        return
-    cast(Engine, chosen).check()
-    identifier = batch.submit_batch(spec)
-    typer.echo(identifier)
-    if wait:
-        raise typer.Exit(_follow(batch, identifier))
-
-
-def _follow(batch: object, identifier: str) -> int:
-    """Show the log of a run until it is over; return its exit code."""
+def _hand_over(chosen: Engine, job: BatchSpec, *, dry_run: bool, wait: bool) -> None:
     from paceline.engines.batch import BatchEngine
 
-    engine, shown = cast(BatchEngine, batch), 0
+    if not isinstance(chosen, BatchEngine):
+        raise UsageError(
+            f"the engine {chosen.name} runs while its caller does, and takes no run over",
+            remedy="use `paceline train` with --engine, in tmux or with nohup",
+        )
+    if dry_run:
+        typer.echo(chosen.batch_text(job), nl=False)
+        return
+    chosen.check()
+    identifier = chosen.submit_batch(job)
+    typer.echo(identifier)
+    if wait:
+        raise typer.Exit(_follow(chosen, identifier))
+
+
+def _follow(engine: BatchEngine, identifier: str) -> int:
+    """Show the log of a run until it is over; return its exit code."""
+    shown = 0
     try:
         while True:
             status = engine.batch_status(identifier)

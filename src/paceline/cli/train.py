@@ -183,7 +183,7 @@ def _print_request(engine: Engine | None) -> None:
             "--dry-run prints what an engine would be asked for, and none is chosen",
             remedy="add --engine; --set dry_run=true tries a few steps on this machine",
         )
-    typer.echo(request_text(engine, sys.executable, os.getcwd()), nl=False)
+    typer.echo(request_text(engine), nl=False)
 
 
 def _without_effect(texts: tuple[str, ...], was_read: bool) -> str:

@@ -27,7 +27,7 @@ from paceline.core.errors import PacelineError, WireError
 _log = logging.getLogger(__name__)
 
 SUPERVISOR_LOST_EXIT_CODE: Final = 76
-UNFINISHED_EXIT_CODE: Final = 75
+STOPPED_EXIT_CODE: Final = 75  # saved before the end of the run: start it again
 START_OVER_EXIT_CODE: Final = 77  # there is no checkpoint to go back to, so the process is replaced
 FOLDER: Final = "unheard"
 

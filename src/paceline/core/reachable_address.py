@@ -19,7 +19,7 @@ from paceline.core.errors import UsageError
 from paceline.core.listen_address import address_of, is_loopback
 
 _ANY_PORT: Final = 9  # discard: connecting a datagram socket sends nothing, and the port only has to be one
-_OUTSIDE: Final = ("192.0.2.1", "2001:db8::1")  # addresses for documentation: nobody has them
+_OUTSIDE: Final = ("192.0.2.1", "2001:db8::1")  # addresses for documentation: no host has them
 _INTERFACE_REMEDY: Final = "choose the interface or the address that it can reach: interface="
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeAlias, final
+from typing import Literal, Protocol, TypeAlias, final, runtime_checkable
 
 BatchState: TypeAlias = Literal["pending", "running", "succeeded", "failed", "stopped", "lost"]
 
@@ -45,6 +45,7 @@ class BatchStatus:
         return self.state in ("succeeded", "failed", "stopped", "lost")
 
 
+@runtime_checkable
 class BatchEngine(Protocol):
     """An engine to which a run can be handed over."""
 

@@ -65,6 +65,11 @@ class AgentSpec:
         return shlex.join(self.command(token, python))
 
 
+def gpus_per_node(engine: EngineSettings) -> int:
+    """Return the GPUs of each node; 0 for an engine that has no such setting."""
+    return int(getattr(engine, "gpus_per_node", 0))
+
+
 @final
 @dataclass(frozen=True)
 class NodeStatus:

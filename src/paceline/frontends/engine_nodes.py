@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, final
 from paceline.control import supervisor_address
 from paceline.core.listen_address import is_loopback
 from paceline.engines.agent_fleet import AgentFleet
-from paceline.engines.engine import AgentSpec, Engine
+from paceline.engines.engine import AgentSpec, Engine, gpus_per_node
 from paceline.train.settings.fault_tolerance import FaultTolerance
 from paceline.train.settings.train_config import TrainConfig
 
@@ -47,7 +47,7 @@ def agent_spec(config: TrainConfig, address: tuple[str, int]) -> AgentSpec:
         address=(host, address[1]),
         nodes=engine.nodes,
         workers_per_node=engine.workers_per_node,
-        gpus_per_node=getattr(engine, "gpus_per_node", 0),
+        gpus_per_node=gpus_per_node(engine),
         ports=care.ports or "",
         certificate=care.certificate or "",
         key=care.key or "",

@@ -20,11 +20,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, final
 
-from paceline.control.spool import SUPERVISOR_LOST_EXIT_CODE as SUPERVISOR_LOST_EXIT_CODE
+from paceline.control.spool import (
+    STOPPED_EXIT_CODE as STOPPED_EXIT_CODE,
+    SUPERVISOR_LOST_EXIT_CODE as SUPERVISOR_LOST_EXIT_CODE,
+)
 from paceline.core import atomic_file
 from paceline.core.errors import PlatformError
 
-STOPPED_EXIT_CODE = 75
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 CTRL_C = "Ctrl-C"
 

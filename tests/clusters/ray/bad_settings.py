@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import ray
+from tests.waiting import wait_for
 
 from paceline.engines.engine import AgentSpec
 from paceline.engines.ray.ray_engine import Ray
@@ -27,8 +28,7 @@ def attempt(**settings: Any) -> None:
     engine.check()
     job = engine.submit(engine.request(SPEC), bytes(32))
     try:
-        while all(status.state in ("pending", "running") for status in job.poll()):
-            time.sleep(0.05)
+        wait_for(lambda: any(status.state in ("ended", "lost") for status in job.poll()), "the agent ends")
         (status,) = job.poll()
         lines = [line.text for line in job.logs()]
         raise RuntimeError(f"{status.state} {status.code}: {status.reason} {lines}")

@@ -21,7 +21,7 @@ SPEC = AgentSpec(
     nodes=3,
     workers_per_node=2,
     gpus_per_node=2,
-    folder="/home/me/work",
+    folder="/project",
     environment={"DATA": "/data"},
 )
 
@@ -68,7 +68,7 @@ def test_request_of_agents() -> None:
                 "--workers",
                 "2",
             ],
-            "folder": "/home/me/work",
+            "folder": "/project",
             "environment": {"DATA": "/data"},
             "keeps_threads": False,
         },
@@ -87,7 +87,7 @@ def test_request_of_a_run_that_is_handed_over() -> None:
         address="ray://head:10001", nodes=4, max_nodes=6, cpus_per_worker=2, runtime_env={"pip": ["x"]}
     )
     job = BatchSpec(
-        script="/home/me/work/train me.py",
+        script="/project/train me.py",
         arguments=("--lr", "0.1"),
         options=("--epochs", "3"),
         name="resnet",
@@ -95,19 +95,19 @@ def test_request_of_a_run_that_is_handed_over() -> None:
         workers_per_node=2,
         gpus_per_node=1,
         time="2:00:00",
-        folder="/home/me/work",
+        folder="/project",
         python="/opt/venv/bin/python",
         environment={"DATA": "/data"},
     )
     assert json.loads(engine.batch_text(job)) == {
-        "entrypoint": "cd /home/me/work 2>/dev/null; timeout --signal=TERM --kill-after=60 7200 "
+        "entrypoint": "cd /project 2>/dev/null; timeout --signal=TERM --kill-after=60 7200 "
         "/opt/venv/bin/python -m paceline train 'train me.py' --engine ray --address auto --nodes 4 "
         "--workers-per-node 2 --gpus-per-node 1 --engine-set max_nodes=6 --engine-set cpus_per_worker=2.0 "
         "--epochs 3 -- --lr 0.1",
         "runtime_env": {
             "pip": ["x"],
             "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "60", "DATA": "/data"},
-            "working_dir": "/home/me/work",
+            "working_dir": "/project",
         },
         "metadata": {"name": "resnet", "framework": "paceline"},
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,6 +10,7 @@ from typing import Any
 
 from tests.waiting import wait_for
 
+from paceline.engines.local.linux import own_children
 from paceline.frontends.run_queue.queue_client import add_run
 from paceline.frontends.run_queue.queue_folder import QueueFolder
 from paceline.frontends.run_queue.queue_server import QueueServer
@@ -41,6 +41,7 @@ class Served:
         self.folder = QueueFolder.at(str(place / "queue"))
         self.lines: list[str] = []
         self._servers: list[QueueServer] = []
+        self._children_before = set(own_children())  # of other tests of this process: a fork server stays
         self.restart()
 
     def restart(self) -> None:
@@ -72,7 +73,7 @@ class Served:
         """Have the servers of before see the ends of their children, too."""
         for server in self._servers:
             server.look()
-        return not Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        return self._children_before.issuperset(own_children())
 
     def run(self, number: int) -> QueuedRun:
         return next(run for run in self.folder.read().runs if run.id == number)

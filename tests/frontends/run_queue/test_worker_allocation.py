@@ -66,7 +66,7 @@ def test_a_part_of_what_is_wanted_is_used_at_once():
 def test_a_higher_priority_preempts_what_does_not_fit_beside_it():
     before = [running(1, 2, 2, 2), running(2, 2, 1, 2), waiting(3, 3, 3, priority=5)]
     actions = decide(before, 4)
-    assert kinds(actions) == [("Stop", 1, 0), ("Resize", 2, 1)]
+    assert kinds(actions) == [("StopRun", 1, 0), ("Resize", 2, 1)]
     assert isinstance(actions[0], StopRun)
     assert actions[0].reason == "run 3 of priority 5 gets workers"
 
@@ -78,7 +78,7 @@ def test_equals_do_not_preempt_what_was_added_before():
 def test_a_small_run_passes_a_large_one_that_takes_its_workers_back():
     queue = [running(1, 3, 3, 3), waiting(2, 4, 4), waiting(3, 1, 1)]
     assert kinds(decide(queue, 4)) == [("Start", 3, 1)]
-    assert kinds(decide([waiting(2, 4, 4), running(3, 1)], 4)) == [("Stop", 3, 0)]
+    assert kinds(decide([waiting(2, 4, 4), running(3, 1)], 4)) == [("StopRun", 3, 0)]
 
 
 def test_a_run_that_is_leaving_keeps_its_workers_until_it_is_gone():
@@ -90,14 +90,14 @@ def test_a_run_that_is_leaving_keeps_its_workers_until_it_is_gone():
 def test_a_run_of_fixed_size_is_stopped_where_it_cannot_shrink():
     fixed = replace(running(1, 4, 1, 4), is_fixed=True)
     assert decide([fixed], 8) == []
-    assert kinds(decide([fixed, waiting(2, 1, 1, priority=1)], 4)) == [("Stop", 1, 0)]
+    assert kinds(decide([fixed, waiting(2, 1, 1, priority=1)], 4)) == [("StopRun", 1, 0)]
     assert decide([fixed, waiting(2, 1, 1)], 4) == []
 
 
 def test_fewer_workers_than_before_are_shared_anew():
     queue = [running(1, 3, 1, 3), running(2, 2, 2, 2)]
     assert kinds(decide(queue, 3)) == [("Resize", 1, 1)]
-    assert kinds(decide(queue, 2)) == [("Resize", 1, 2), ("Stop", 2, 0)]
+    assert kinds(decide(queue, 2)) == [("Resize", 1, 2), ("StopRun", 2, 0)]
 
 
 def test_workers_of_a_node_come_and_go_together():

@@ -18,7 +18,7 @@ from typing import Final, final
 
 from paceline.control import messages
 from paceline.control.channel import Channel, pause_after_drops
-from paceline.control.spool import SUPERVISOR_LOST_EXIT_CODE, UNFINISHED_EXIT_CODE
+from paceline.control.spool import STOPPED_EXIT_CODE, SUPERVISOR_LOST_EXIT_CODE
 from paceline.control.worker_options import AgentLaunch
 from paceline.core import fd_messages
 from paceline.core.clock import Clock, MonotonicClock
@@ -99,7 +99,7 @@ class Agent:
                     self.say("the supervisor is gone and the workers have ended")
                     return SUPERVISOR_LOST_EXIT_CODE
                 self._turn(1.0)
-            is_refused = self._end.code not in (0, UNFINISHED_EXIT_CODE)
+            is_refused = self._end.code not in (0, STOPPED_EXIT_CODE)
             what = "this host is refused" if is_refused else "the job has ended"
             self.say(f"{what}: {self._end.reason}")
             self._wait_for_workers()

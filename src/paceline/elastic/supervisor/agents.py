@@ -21,7 +21,7 @@ from paceline.control.messages import (
     PayloadChunk,
     StackRequest,
 )
-from paceline.control.spool import UNFINISHED_EXIT_CODE
+from paceline.control.spool import STOPPED_EXIT_CODE
 from paceline.control.worker_options import AgentLaunch
 from paceline.elastic.machine.machine_events import AgentJoined, AgentLost
 from paceline.elastic.supervisor.component_ports import EventLoop
@@ -133,7 +133,7 @@ class Agents:
 
     def close(self, reason: str, *, unfinished: bool = False) -> None:
         """End all agents: the job is over, and may be started again where it did not come to its end."""
-        code = UNFINISHED_EXIT_CODE if unfinished else 0
+        code = STOPPED_EXIT_CODE if unfinished else 0
         for record in self._records.values():
             if record.connection is not None:
                 record.connection.send(AgentEnd(member=-1, reason=reason, code=code))

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any, Final
 
-from paceline.control.spool import SUPERVISOR_LOST_EXIT_CODE, UNFINISHED_EXIT_CODE
+from paceline.control.spool import STOPPED_EXIT_CODE, SUPERVISOR_LOST_EXIT_CODE
 from paceline.core.errors import UsageError
 from paceline.engines.engine import AgentSpec, EngineRequest
 from paceline.engines.kubernetes.pod_settings import PodSettings
@@ -223,7 +223,7 @@ def indexed_job(name: str, template: Manifest, nodes: int, retries: int) -> Mani
                         "onExitCodes": {
                             "containerName": CONTAINER,
                             "operator": "In",
-                            "values": [UNFINISHED_EXIT_CODE, SUPERVISOR_LOST_EXIT_CODE],
+                            "values": [STOPPED_EXIT_CODE, SUPERVISOR_LOST_EXIT_CODE],
                         },
                     },
                     {

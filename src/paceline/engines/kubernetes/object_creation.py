@@ -29,8 +29,8 @@ def create_all(
     others: Sequence[Mapping[str, Any]],
     secret: bytes,
 ) -> JsonObject:
-    """Create the Secret, the other objects and the owner of the pods; return the owner. Whoever deletes the
-    owner deletes all of them. What was created is deleted again where this raises."""
+    """Create the Secret, the other objects and the owner of the pods; return the owner. Deleting the owner
+    deletes all of them. What was created is deleted again where this raises."""
     first = [_secret_object(owner, secret), *others]
     created: list[str] = []
     try:

@@ -20,7 +20,7 @@ from typing import IO, Any, Final, final
 from paceline.core.host import host_name
 from paceline.engines.ray.requests import PYTHON, TOKEN
 
-_KEPT_LINES: Final = 10_000  # that nobody has fetched yet
+_KEPT_LINES: Final = 10_000  # that no call has fetched yet
 _LONGEST_LINE: Final = 16_384
 _LAST_LINES_SECONDS: Final = 1.0
 

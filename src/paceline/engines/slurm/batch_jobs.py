@@ -9,13 +9,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from paceline.control.spool import STOPPED_EXIT_CODE
 from paceline.core.errors import UsageError
 from paceline.engines.batch import BatchState, BatchStatus
 from paceline.engines.slurm import slurm_commands as commands
 from paceline.engines.slurm.job_agents import LOST_STATES, PENDING_STATES, RUNNING_STATES
 from paceline.engines.slurm.slurm_commands import JobRecord
 
-_STOPPED_EXIT_CODE: Final = 75  # train.stop_signals.STOPPED_EXIT_CODE, which is not for engines to import
 _STOPPED: Final = ("CANCELLED", "PREEMPTED", "TIMEOUT", "DEADLINE")
 
 
@@ -41,7 +41,7 @@ def status_of(record: JobRecord) -> BatchStatus:
 
 
 def _ended(state: str, code: int) -> BatchState:
-    if code == _STOPPED_EXIT_CODE or state in _STOPPED:
+    if code == STOPPED_EXIT_CODE or state in _STOPPED:
         return "stopped"
     return "succeeded" if state == "COMPLETED" and code == 0 else "failed"
 

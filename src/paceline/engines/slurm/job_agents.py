@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 PENDING_STATES: Final = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
 RUNNING_STATES: Final = ("RUNNING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT")
 LOST_STATES: Final = ("NODE_FAIL", "BOOT_FAIL", "REVOKED")
-# Reasons for which SLURM keeps a job pending until somebody changes the job.
+# Reasons for which SLURM keeps a job pending until a user changes the job.
 _NEVER: Final = (
     "AccountNotAllowed",
     "BadConstraints",

@@ -19,10 +19,10 @@ import time
 from types import FrameType
 from typing import Final, final
 
+from paceline.control.spool import STOPPED_EXIT_CODE
 from paceline.core.errors import PacelineError
 from paceline.engines.slurm import slurm_commands as commands
 
-_STOPPED_EXIT_CODE: Final = 75  # train.stop_signals.STOPPED_EXIT_CODE, which is not for engines to import
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1)
 _LOOK_SECONDS: Final = 0.1
 _SIGNALLED: Final = tuple(128 + number for number in _SIGNALS)  # codes of an srun whose task a signal ended
@@ -64,7 +64,7 @@ def run(command: list[str]) -> int:
             code = running.wait(waiting_step)
         finally:
             waiting_step.terminate()
-    if code == _STOPPED_EXIT_CODE and running.got is not None:
+    if code == STOPPED_EXIT_CODE and running.got is not None:
         return _requeue(signal.Signals(running.got).name)
     return 128 - code if code < 0 else code
 
@@ -87,12 +87,12 @@ def _requeue(why: str) -> int:
         print(
             f"the run has saved after {why}; job {job} is not queued again: {error.message}", file=sys.stderr
         )
-        return _STOPPED_EXIT_CODE
+        return STOPPED_EXIT_CODE
     print(f"the run has saved after {why}; job {job} is queued again and goes on from there", flush=True)
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     time.sleep(_KILLED_SECONDS)  # SLURM ends this job now
-    return _STOPPED_EXIT_CODE
+    return STOPPED_EXIT_CODE
 
 
 if __name__ == "__main__":

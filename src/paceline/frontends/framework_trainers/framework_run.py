@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -83,6 +83,19 @@ class WorkerLoss:
                 time=time.time(), line="", waiting=self.waiting, action=self.action, text=text, **where
             ),
         ]
+
+
+@contextmanager
+def closing(current: Callable[[], FrameworkRun | None]) -> Iterator[None]:
+    """Close the record that the loop inside has at its end, with the error that ended the loop."""
+    try:
+        yield
+    except BaseException as error:
+        if (run := current()) is not None:
+            run.close(error)
+        raise
+    if (run := current()) is not None:
+        run.close()
 
 
 @final

@@ -20,7 +20,12 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from paceline.frontends.framework_trainers.framework_run import FrameworkRun, FrameworkWorker, WorkerLoss
+from paceline.frontends.framework_trainers.framework_run import (
+    FrameworkRun,
+    FrameworkWorker,
+    WorkerLoss,
+    closing,
+)
 from paceline.frontends.framework_trainers.horovod_data import RankBatches, size_of
 from paceline.frontends.framework_trainers.horovod_job import HorovodJob
 from paceline.frontends.framework_trainers.horovod_state import (
@@ -80,7 +85,7 @@ class HorovodLoop:
         """Train to the end, through losses of ranks where Horovod is elastic; every rank returns the chief's
         history."""
         hvd = self._job.hvd
-        try:
+        with closing(lambda: self._run):
             if not self._job.is_elastic:
                 return self._train(lambda: None)
             kept = hvd.elastic.TorchState(
@@ -102,14 +107,6 @@ class HorovodLoop:
 
             ended: History = hvd.elastic.run(train)(kept)
             return ended
-        except BaseException as error:
-            if self._run is not None:
-                self._run.close(error)
-                self._run = None
-            raise
-        finally:
-            if self._run is not None:
-                self._run.close()
 
     # -- meeting
 

@@ -20,7 +20,12 @@ import numpy as np
 from paceline.data.batch_plan import DataPosition
 from paceline.frontends import launcher_link
 from paceline.frontends.framework_trainers.chief_decisions import decided_by_chief
-from paceline.frontends.framework_trainers.framework_run import FrameworkRun, FrameworkWorker, WorkerLoss
+from paceline.frontends.framework_trainers.framework_run import (
+    FrameworkRun,
+    FrameworkWorker,
+    WorkerLoss,
+    closing,
+)
 from paceline.frontends.framework_trainers.tensorflow_data import EpochDataset
 from paceline.frontends.framework_trainers.tensorflow_state import KerasState
 from paceline.frontends.framework_trainers.tensorflow_steps import KerasSteps
@@ -32,7 +37,7 @@ from paceline.train.settings.train_config import TrainConfig
 _HANDED_ON: Final = WorkerLoss(
     phase="a step",
     reason="was lost",
-    waiting="nobody waited for it",
+    waiting="no rank waited for it",
     action="its batch is handed to another worker, and the others go on",
 )
 _AHEAD: Final = 2  # batches for each worker that are handed out before the first of them is done
@@ -61,21 +66,13 @@ class TensorFlowLoop:
 
     def run(self) -> History:
         """Train to the end; every worker returns the chief's history."""
-        try:
+        with closing(lambda: self._run):
             self._meet()
             while not self._is_done():
                 self._epoch()
                 if self._reached_limit() and self._position.offset:
                     break  # in the middle of an epoch
             return self._finish()
-        except BaseException as error:
-            if self._run is not None:
-                self._run.close(error)
-                self._run = None
-            raise
-        finally:
-            if self._run is not None:
-                self._run.close()
 
     # -- meeting
 

@@ -8,8 +8,8 @@
     runs/7/      of run 7: log (what it printed); of its second start alive-2 (locked by its process and by
                  the parent of that) and exit-2 (the exit code)
 
-A queue holds commands that are run with the rights of its owner: it must belong to this user, and nobody else
-may write to it.
+A queue holds commands that are run with the rights of its owner: it must belong to this user, and no other
+user may write to it.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class QueueFolder:
 
     def wake(self) -> None:
         """Have the server look again, if there is one."""
-        with suppress(OSError):  # ENXIO: nobody reads; EAGAIN: enough is written already
+        with suppress(OSError):  # ENXIO: no process reads; EAGAIN: enough is written already
             descriptor = os.open(self.wake_pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
                 os.write(descriptor, b"\n")

@@ -332,7 +332,7 @@ class QueueServer:
         self._tell(f"{run.label}: {text} [{run.request.run_dir}]")
 
     def _pause(self, content: QueueContent) -> float:
-        """Return how long nothing is expected to happen that nobody would tell of."""
+        """Return how long nothing is expected to happen that no event announces."""
         now = self._clock.now()
         quick = any(
             run.state == "stopping"

@@ -29,8 +29,8 @@ _SIGNALS: Final = {one.name for one in STOP_SIGNALS}
 @final
 @dataclass(frozen=True, kw_only=True)
 class RunEnd:
-    """What is known of an end. `code`: of the process, negative for a signal, None where nobody was there to
-    see it; `stop_reason`: why the journal says that the run stopped; `step`: the last one in the journal;
+    """What is known of an end. `code`: of the process, negative for a signal, None where no process
+    saw it; `stop_reason`: why the journal says that the run stopped; `step`: the last one in the journal;
     `other_boot`: the machine was started anew since."""
 
     code: int | None

@@ -45,7 +45,7 @@ class SizeLimits:
 
 
 def exit_code(folder: QueueFolder, run: QueuedRun) -> int | None:
-    """Return the exit code of the run's process at this attempt; None: it lives, or nobody saw its end."""
+    """Return the exit code of the run's process at this attempt; None: it lives, or its end was not seen."""
     return read_code(_exit_file(folder, run))
 
 

@@ -6,7 +6,7 @@ Runs stand in one order: the higher priority first, and within a priority the on
    fit is passed over, so that workers are not idle while a smaller one behind it could use them.
 2. Sizes. What is left goes to the highest priority that can use it, evenly among the runs of a priority.
 3. Actions. A run that is not admitted any longer is stopped (it saves, and waits), one that has too many
-   workers shrinks. Starts and growth use only workers that nobody has at this moment; what is being given
+   workers shrinks. Starts and growth use only workers that no run has at this moment; what is being given
    back is used at the next decision.
 
 So the first run of the order always runs, whatever stands behind it: a run that was passed over takes its

@@ -53,7 +53,7 @@ def choose_sampler(given: object, space: SearchSpace, seed: int | None, mode: st
 
 def _made(name: str, space: SearchSpace, seed: int | None) -> BaseSampler:
     with warnings.catch_warnings():
-        # Whoever names one of these wants it; Optuna's API behind it is not what they write.
+        # A caller that names one of these wants it; Optuna's API behind it is not what they write.
         warnings.simplefilter("ignore", ExperimentalWarning)
         try:
             return _SAMPLERS[name](space, seed)
