@@ -1,5 +1,5 @@
-"""Calls of a Trainer that the ranks of one mpirun make together: rank 0 makes the call, and the other ranks
-are agents of its supervisor meanwhile.
+"""Trainings that the ranks of one mpirun make together, by a Trainer or the orchestrator: rank 0 trains, and
+the other ranks are agents of its supervisor meanwhile.
 
     mpirun -n 4 python train.py        rank 0: supervisor, observers, an agent; ranks 1 to 3: an agent each
 

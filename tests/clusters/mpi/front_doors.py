@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sys
@@ -12,6 +13,7 @@ from tests.train import small_run
 from torch import nn
 
 import paceline
+from paceline.train.state.model_state import state_hash
 
 RANK, SIZE = int(os.environ["OMPI_COMM_WORLD_RANK"]), int(os.environ["OMPI_COMM_WORLD_SIZE"])
 
@@ -46,6 +48,21 @@ def ddp(folder: Path) -> str:
     return str(trainer.fit(torch.utils.data.DataLoader(data, batch_size=6)).state_hash)
 
 
+async def orchestrator(folder: Path) -> str:
+    """Ranks are its workers, and each gets the trained model."""
+    async with paceline.DistributedTrainingOrchestrator(num_workers=7) as trainer:
+        result = await trainer.train_distributed(
+            {"size": 500, "batch_size": 4, "epochs": 2, "run_dir": str(folder / "orchestrator")},
+            {"total_samples": 64},
+        )
+        summary = await trainer.get_training_summary()
+        assert (trainer.num_workers, summary["epochs_completed"]) == (SIZE, 2)
+        assert trainer.model is not None
+        trained = state_hash(trainer.model)
+    assert trained == result["state_hash"]
+    return trained
+
+
 def session(folder: Path) -> str:
     torch.manual_seed(0)
     model = nn.Linear(6, 3)
@@ -59,5 +76,6 @@ def session(folder: Path) -> str:
 if __name__ == "__main__":
     where = Path(sys.argv[1])
     found = {"group": group(), "context": context(), "fit": fit(where), "ddp": ddp(where)}
+    found["orchestrator"] = asyncio.run(orchestrator(where))
     found["session"] = session(where)  # last: its group stays
     print("FOUND " + json.dumps({"rank": RANK, **found}), flush=True)

@@ -21,7 +21,7 @@ from paceline.engines.mpi.mpi_engine import Mpi
 from paceline.testing.engine_contract.cases import ContractRun
 
 ROOT: Final = Path(__file__).parents[3]
-_MARK: Final = "PACELINE_TEST_MPIRUN"
+MARK: Final = "PACELINE_TEST_MPIRUN"
 _PROGRAM: Final = (sys.executable, "-m", "paceline.testing.engine_contract.run")
 
 
@@ -49,7 +49,7 @@ class MpiRun:
         settings.write_bytes(pickle.dumps(Mpi()))
         arguments = [str(folder / "run"), str(gate), str(settings), *([resume] if resume else [])]
         command = [mpirun, "--allow-run-as-root", "--oversubscribe", *options, "-n", str(ranks)]
-        environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", _MARK: self._mark}
+        environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", MARK: self._mark}
         self._printed = folder / "printed"
         with self._log.open("w") as log, self._printed.open("w") as printed:
             self.process = subprocess.Popen(
@@ -68,7 +68,7 @@ class MpiRun:
         found = []
         for process in psutil.process_iter():
             try:
-                if process.environ().get(_MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
+                if process.environ().get(MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
             except psutil.Error:
                 continue  # it has ended, or is not ours

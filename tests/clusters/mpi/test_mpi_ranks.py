@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ import pytest
 from tests.clusters.mpi.mpirun import ROOT, find_mpirun, mpi_run
 from tests.train import small_run
 
+import paceline
 from paceline.core import events
 from paceline.testing.engine_contract.cases import undisturbed_hash
 
@@ -47,7 +49,18 @@ def test_the_front_doors(tmp_path: Path) -> None:
     alone = small_run.fit(small_run.settings(tmp_path / "alone", 1, fault_tolerance=small_run.UNATTENDED))
     assert {one["fit"] for one in found} == {alone.state_hash}
     assert len({one["ddp"] for one in found}) == 1
+    assert {one["orchestrator"] for one in found} == {asyncio.run(_orchestrated(tmp_path))}
     assert "start it with mpirun --" in done.stderr  # what lets the others live
+
+
+async def _orchestrated(folder: Path) -> str:
+    """Return the hash of the same training on two workers of this machine."""
+    async with paceline.DistributedTrainingOrchestrator(num_workers=2) as trainer:
+        result = await trainer.train_distributed(
+            {"size": 500, "batch_size": 4, "epochs": 2, "run_dir": str(folder / "orchestrated")},
+            {"total_samples": 64},
+        )
+    return str(result["state_hash"])
 
 
 @_needs_ulfm

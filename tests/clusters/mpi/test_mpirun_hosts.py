@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, final
 
 import pytest
+from tests.clusters.mpi.mpirun import MARK, mpi_run
 from tests.clusters.ssh import ssh_hosts
 from tests.clusters.ssh.ssh_hosts import PORT, ROOT, SshHosts
 from tests.clusters.ssh.test_ssh_contract import SshLab
@@ -15,7 +18,8 @@ from tests.waiting import wait_for
 
 from paceline.engines.engine import AgentSpec
 from paceline.engines.mpi.mpi_engine import Mpi
-from paceline.testing.engine_contract import check_faults
+from paceline.testing.engine_contract import check_caller_killed, check_faults, check_stop_and_resume
+from paceline.testing.engine_contract.cases import undisturbed_hash
 
 _MPIRUN = "/usr/bin/mpirun"
 _WHY_NOT = ssh_hosts.why_not() or ("" if shutil.which(_MPIRUN) else "no mpirun: apt-get install openmpi-bin")
@@ -28,13 +32,17 @@ pytestmark = [
 ]
 
 
+def _ssh(hosts: SshHosts) -> str:
+    """Return the command with which mpirun reaches hosts."""
+    known = f"-o UserKnownHostsFile={hosts.known_hosts} -o BatchMode=yes"
+    return f"ssh -p {PORT} -i {hosts.folder / 'user_key'} {known}"
+
+
 def _engine(lab_hosts: SshHosts, numbers: Sequence[int], **settings: Any) -> Mpi:
-    known = f"-o UserKnownHostsFile={lab_hosts.known_hosts} -o BatchMode=yes"
-    ssh = f"ssh -p {PORT} -i {lab_hosts.folder / 'user_key'} {known}"
     given: dict[str, Any] = {
         "hosts": tuple(lab_hosts.hosts.addresses[number] for number in numbers),
         "mpirun": _MPIRUN,
-        "options": ("--mca", "plm_rsh_agent", ssh),
+        "options": ("--mca", "plm_rsh_agent", _ssh(lab_hosts)),
         "folder": str(ROOT),
     }
     return Mpi(**{**given, **settings})
@@ -50,12 +58,37 @@ class _MpiLab(SshLab):
 
 @pytest.fixture
 def lab(tmp_path: Path) -> Iterator[_MpiLab]:
-    with ssh_hosts.ssh_hosts(2, tmp_path) as hosts:
+    with ssh_hosts.ssh_hosts(3, tmp_path) as hosts:
         yield _MpiLab(hosts)
 
 
 def test_faults(lab: _MpiLab, tmp_path: Path) -> None:
     check_faults(lab, tmp_path)
+
+
+def test_stop_and_resume_on_another_number_of_hosts(lab: _MpiLab, tmp_path: Path) -> None:
+    check_stop_and_resume(lab, tmp_path)
+
+
+def test_the_caller_is_killed(lab: _MpiLab, tmp_path: Path) -> None:
+    check_caller_killed(lab, tmp_path)
+
+
+def test_ranks_of_one_mpirun_on_two_hosts(lab: _MpiLab, tmp_path: Path) -> None:
+    """`mpirun --host b,c python script.py`: ranks meet by the file in the folder that the hosts share."""
+    hosts = lab.hosts
+    options = ["--host", ",".join(hosts.hosts.addresses[1:3]), "--mca", "plm_rsh_agent", _ssh(hosts)]
+    for name in ("PYTHONPATH", MARK):
+        options += ["-x", name]
+    with hosts.on_first(), mpi_run(tmp_path, _MPIRUN, *options, ranks=2) as run:
+        run.events.until_size(2)
+        before = run.events.view
+        assert sorted(before.hosts) == ["b", "c"]
+        os.kill(before.pids[1], signal.SIGKILL)
+        run.events.until_size(2, after=before.generation)
+        assert run.finish() == [undisturbed_hash(tmp_path)] * 2
+        run.events.check_once()
+    assert not lab.left_running()
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,9 @@ from paceline.comm.rendezvous.environment import find_launch_info
 from paceline.core.errors import ConfigError, UsageError
 from paceline.core.wording import with_article
 from paceline.data.sources import as_source
+from paceline.frontends import overrides
 from paceline.frontends.announcements import announce
-from paceline.frontends.orchestrator import synthetic_task
+from paceline.frontends.orchestrator import mpi_training, synthetic_task
 from paceline.frontends.orchestrator.orchestrator_config import ALGORITHMS, TrainingConfig, check_keys
 from paceline.frontends.orchestrator.sync_job import SyncJob
 from paceline.frontends.own_words import in_words_of
@@ -166,15 +167,22 @@ def prepare_training(config: TrainingConfig, given: TrainingArguments, workers: 
     return PreparedTraining(job, lambda: SyncJob(job).start(), shards, measured)
 
 
+def model_of(config: TrainingConfig, given: TrainingArguments) -> Any:
+    """Return the user's model, or a function that builds one of the size in the settings."""
+    if given.model is not None:
+        return given.model
+    assert config.model_size is not None
+    return partial(synthetic_task.make_model, synthetic_task.shape_for(config.model_size))
+
+
 def _unresolved_job(config: TrainingConfig, given: TrainingArguments, workers: int) -> TrainJob:
     """Return a job of the user's parts, or of a model and a task of the given sizes."""
     samples, noise = read_data(given.data)
-    model, objective = given.model, given.objective
-    if model is None:
+    model, objective = model_of(config, given), given.objective
+    if given.model is None:
         assert config.model_size is not None
         assert samples is not None
-        shape = synthetic_task.shape_for(config.model_size)
-        model, objective = partial(synthetic_task.make_model, shape), nn.MSELoss()
+        shape, objective = synthetic_task.shape_for(config.model_size), nn.MSELoss()
         more = {} if noise is None else {"noise": float(noise)}
         source = as_source(synthetic_task.make_task(shape.inputs, samples, config.seed, **more))
     else:
@@ -189,6 +197,8 @@ def _unresolved_job(config: TrainingConfig, given: TrainingArguments, workers: i
             )
     optimizer = given.optimizer or partial(AdamW, lr=config.learning_rate)
     loop, own = train_config(config, workers), config.own_aggregation
+    if mpi_training.own_ranks() is not None:
+        loop = overrides.current().apply(loop)  # the rank that leads: the engine, and the run to go on with
     if workers > 1 and not config.asynchronous:
         announce(f"global batch {loop.global_batch} = batch_size {config.batch_size} x workers {workers}")
     return TrainJob(model, objective, optimizer, loop, source, aggregation=own)

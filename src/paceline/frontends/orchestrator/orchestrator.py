@@ -12,8 +12,6 @@ import logging
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from enum import Enum
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -27,8 +25,9 @@ from paceline.core.events import Event
 from paceline.elastic.supervisor.tool_client import NotRunningError
 from paceline.frontends import fit_drivers, overrides
 from paceline.frontends.error_folding import folding_errors
-from paceline.frontends.orchestrator import job_preparation
+from paceline.frontends.orchestrator import job_preparation, mpi_training
 from paceline.frontends.orchestrator.job_preparation import PreparedTraining
+from paceline.frontends.orchestrator.lifecycle import EndRequest, OrchestratorState, ThreadCalls, finished
 from paceline.frontends.orchestrator.metric_publisher import MetricPublisher
 from paceline.frontends.orchestrator.observed_state import (
     DataShard,
@@ -39,7 +38,7 @@ from paceline.frontends.orchestrator.observed_state import (
     checksum,
     verify,
 )
-from paceline.frontends.orchestrator.orchestrator_config import TrainingConfig, read_config
+from paceline.frontends.orchestrator.orchestrator_config import TrainingConfig, read_config, worker_count
 from paceline.frontends.orchestrator.run_tracker import RunTracker, result_of, summary_of
 from paceline.frontends.orchestrator.sync_job import measurements, request_workers
 from paceline.frontends.spawn import spawn
@@ -49,25 +48,10 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
-_THREADS = 4
 _TICK_SECONDS = 0.05
 _START_SECONDS = 10.0  # until a supervisor that was started answers
 _MEASURE_SECONDS = 0.5
 _READ_BYTES = 64 * 1024
-
-
-class _OrchestratorState(Enum):
-    NEW = "new"
-    INITIALIZING = "being initialised"
-    READY = "ready"
-    TRAINING = "training"
-    CLOSED = "closed"
-
-
-class _EndRequest(Enum):
-    NONE = "none"
-    STOP = "finish the step, save, end"
-    KILL = "end at once"
 
 
 @final
@@ -89,9 +73,9 @@ class DistributedTrainingOrchestrator:
     @folding_errors
     def __init__(self, num_workers: int = 4) -> None:
         chosen = overrides.current().workers  # of `paceline train --num-gpus`
-        self.num_workers = _worker_count("num_workers", num_workers if chosen is None else chosen)
-        self._phase = _OrchestratorState.NEW
-        self._pool: ThreadPoolExecutor | None = None
+        self.num_workers = worker_count("num_workers", num_workers if chosen is None else chosen)
+        self._phase = OrchestratorState.NEW
+        self._pool: ThreadCalls | None = None
         self._nodes = tuple(WorkerNode(number) for number in range(self.num_workers))
         self._publisher = MetricPublisher()
         self._tracker: RunTracker | None = None
@@ -103,7 +87,7 @@ class DistributedTrainingOrchestrator:
         self._started = 0.0
         self._seconds = 0.0
         self._offset = 0
-        self._end_request = _EndRequest.NONE
+        self._end_request = EndRequest.NONE
         self._task: asyncio.Task[Any] | None = None  # the one that trains
         self._trying: asyncio.Future[Any] | None = None  # whether workers can be started
         self._model: nn.Module | None = None
@@ -148,35 +132,34 @@ class DistributedTrainingOrchestrator:
 
         After a failure it can be called again.
         """
-        if self._phase is not _OrchestratorState.NEW:
+        if self._phase is not OrchestratorState.NEW:
             raise UsageError(
                 f"initialize_workers() on an orchestrator that is {self._phase.value}",
                 remedy="call it once; after cleanup() make a new orchestrator",
             )
+        if (ranks := mpi_training.own_ranks()) is not None:
+            self._ready_on(ranks.world_size)
+            return
         job_preparation.refuse_inside_a_job()
-        pool = self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="paceline-orchestrator")
-        self._phase = _OrchestratorState.INITIALIZING
+        pool = self._pool = ThreadCalls()
+        self._phase = OrchestratorState.INITIALIZING
         try_workers = partial(spawn, attrgetter("rank"), workers=self.num_workers, threads=1, preload=PRELOAD)
         try:
-            self._trying = asyncio.get_running_loop().run_in_executor(pool, try_workers)
-            await _finish(self._trying)
+            self._trying = pool.start(try_workers)
+            await finished(self._trying)
         except BaseException:
-            if self._phase is _OrchestratorState.INITIALIZING:
-                self._phase, self._pool, self._trying = _OrchestratorState.NEW, None, None
+            if self._phase is OrchestratorState.INITIALIZING:
+                self._phase, self._pool, self._trying = OrchestratorState.NEW, None, None
                 # Without waiting for its threads: after a second cancellation one is still busy.
                 pool.shutdown(wait=False)
             raise
-        if self._phase is not _OrchestratorState.INITIALIZING:
+        if self._phase is not OrchestratorState.INITIALIZING:
             raise UsageError(
                 "cleanup() was called while initialize_workers() was under way: there are no workers now",
                 remedy="await initialize_workers() before cleanup(); make a new orchestrator to train",
             )
-        self._phase, self._trying = _OrchestratorState.READY, None
-        host = socket.gethostname()
-        now = time.time()
-        self._nodes = tuple(
-            WorkerNode(node.id, WorkerState.IDLE, host, last_heartbeat=now) for node in self._nodes
-        )
+        self._trying = None
+        self._set_ready()
 
     @folding_errors
     async def train_distributed(
@@ -202,16 +185,15 @@ class DistributedTrainingOrchestrator:
         self._begin(settings)
         self._task = asyncio.current_task()
         try:
-            prepare = partial(job_preparation.prepare_training, settings, given, self.num_workers)
-            return await self._train(await self._off_loop(prepare))
+            return await self._train_on_ranks(settings, given)
         finally:
             self._seconds = time.perf_counter() - self._started
             if self._tracker is not None:
                 self._tracker.end()
             self._publisher.end()
             self._task = None
-            if self._phase is _OrchestratorState.TRAINING:
-                self._phase = _OrchestratorState.READY
+            if self._phase is OrchestratorState.TRAINING:
+                self._phase = OrchestratorState.READY
 
     @folding_errors
     async def get_training_summary(self) -> dict[str, Any]:
@@ -220,7 +202,7 @@ class DistributedTrainingOrchestrator:
             raise UsageError(
                 "there is no training to summarise", remedy="call it during or after train_distributed()"
             )
-        running = self._phase is _OrchestratorState.TRAINING
+        running = self._phase is OrchestratorState.TRAINING
         seconds = time.perf_counter() - self._started if running else self._seconds
         return summary_of(self._config, self._tracker, self._outcome, seconds, running, self.run_dir)
 
@@ -232,15 +214,15 @@ class DistributedTrainingOrchestrator:
         the background: `workers` shows them when they come and go.
         """
         self._refuse_closed("scale")
-        count = _worker_count("workers", workers)
-        if self._phase is _OrchestratorState.TRAINING:
+        count = worker_count("workers", workers)
+        if self._phase is OrchestratorState.TRAINING:
             await self._scale_training(count)
-        elif self._phase is _OrchestratorState.INITIALIZING:
+        elif self._phase is OrchestratorState.INITIALIZING:
             raise UsageError(
                 "scale() while initialize_workers() is under way", remedy="await initialize_workers() first"
             )
         self.num_workers = count
-        if self._phase is not _OrchestratorState.TRAINING:
+        if self._phase is not OrchestratorState.TRAINING:
             self._nodes = tuple(
                 self._nodes[number] if number < len(self._nodes) else WorkerNode(number)
                 for number in range(count)
@@ -263,7 +245,7 @@ class DistributedTrainingOrchestrator:
                 # The supervisor of this training starts, or is started again.
                 if time.monotonic() > deadline:
                     raise
-            if self._phase is not _OrchestratorState.TRAINING:
+            if self._phase is not OrchestratorState.TRAINING:
                 raise UsageError(
                     f"scale({workers}): the training ended meanwhile", remedy="scale while it trains"
                 )
@@ -271,9 +253,9 @@ class DistributedTrainingOrchestrator:
 
     async def cleanup(self) -> None:
         """End every process and release everything; may be called again."""
-        if self._phase is _OrchestratorState.CLOSED:
+        if self._phase is OrchestratorState.CLOSED:
             return
-        self._phase = _OrchestratorState.CLOSED
+        self._phase = OrchestratorState.CLOSED
         task = self._task
         if task is not None and task is not asyncio.current_task():
             task.cancel()
@@ -299,18 +281,30 @@ class DistributedTrainingOrchestrator:
 
     # inside
 
+    def _ready_on(self, ranks: int) -> None:
+        """Be ready to train with the ranks of an mpirun, which start a worker each when a training begins."""
+        self.num_workers, self._pool = ranks, ThreadCalls()
+        self._nodes = tuple(WorkerNode(number) for number in range(ranks))
+        self._set_ready()
+
+    def _set_ready(self) -> None:
+        self._phase, host, now = OrchestratorState.READY, socket.gethostname(), time.time()
+        self._nodes = tuple(
+            WorkerNode(node.id, WorkerState.IDLE, host, last_heartbeat=now) for node in self._nodes
+        )
+
     def _refuse_closed(self, what: str) -> None:
-        if self._phase is _OrchestratorState.CLOSED:
+        if self._phase is OrchestratorState.CLOSED:
             raise UsageError(f"{what}() on an orchestrator that is closed", remedy="make a new orchestrator")
 
     def _check_can_train(self) -> None:
         self._refuse_closed("train_distributed")
-        if self._phase in (_OrchestratorState.NEW, _OrchestratorState.INITIALIZING):
+        if self._phase in (OrchestratorState.NEW, OrchestratorState.INITIALIZING):
             raise UsageError(
                 f"train_distributed() before initialize_workers() was done: it is {self._phase.value}",
                 remedy="await orchestrator.initialize_workers() first, or use async with",
             )
-        if self._phase is _OrchestratorState.TRAINING:
+        if self._phase is OrchestratorState.TRAINING:
             raise UsageError(
                 "train_distributed() while another training is under way",
                 remedy="await the first one, or make a second orchestrator",
@@ -319,10 +313,34 @@ class DistributedTrainingOrchestrator:
     def _begin(self, settings: TrainingConfig) -> None:
         if self._tracker is not None:
             self._publisher = MetricPublisher()
-        self._phase = _OrchestratorState.TRAINING
+        self._phase = OrchestratorState.TRAINING
         self._config, self._outcome, self._model = settings, None, None
-        self._started, self._offset, self._end_request = time.perf_counter(), 0, _EndRequest.NONE
+        self._started, self._offset, self._end_request = time.perf_counter(), 0, EndRequest.NONE
         self._tracker = RunTracker(self.num_workers, self.num_workers, None, socket.gethostname())
+
+    async def _train_on_ranks(
+        self, settings: TrainingConfig, given: job_preparation.TrainingArguments
+    ) -> dict[str, Any]:
+        """Train; under mpirun, once for all of its ranks."""
+        prepare = partial(job_preparation.prepare_training, settings, given, self.num_workers)
+
+        async def train() -> tuple[dict[str, Any], TrainingOutcome | None]:
+            return await self._train(await self._off_loop(prepare)), self._outcome
+
+        if (ranks := mpi_training.own_ranks()) is None:
+            return (await train())[0]
+        mpi_training.check_settings(settings)
+        config = job_preparation.train_config(settings, self.num_workers)
+        result, outcome = await mpi_training.train_together(ranks, config, train, self._off_loop)
+        if self._outcome is None and outcome is not None:  # another rank led
+            self._outcome = outcome
+            await self._load(job_preparation.model_of(settings, given), settings.seed, outcome)
+        return result
+
+    async def _load(self, model: Any, seed: int, outcome: TrainingOutcome) -> None:
+        built = partial(fit_drivers.built, model, seed)
+        if outcome.weights:
+            self._model = await self._off_loop(lambda: fit_drivers.load_weights(built(), outcome.weights))
 
     async def _train(self, prepared: PreparedTraining) -> dict[str, Any]:
         job, source, host = prepared.job, prepared.job.train, socket.gethostname()
@@ -340,19 +358,17 @@ class DistributedTrainingOrchestrator:
         assert self._config is not None
         outcome = self._outcome = await self._off_loop(self._job.result)
         await self._verify(range(len(tracker.shards)))
-        if outcome.weights:
-            built = partial(fit_drivers.built, job.model, job.config.seed)
-            self._model = await self._off_loop(lambda: fit_drivers.load_weights(built(), outcome.weights))
+        await self._load(job.model, job.config.seed, outcome)
         return result_of(self._config, tracker, outcome, self._job.folder.path)
 
     async def _stop(self, carried: asyncio.Task[None]) -> None:
         """Stop the training and wait for its end; a second cancellation kills its processes."""
-        self._end_request = _EndRequest.STOP
+        self._end_request = EndRequest.STOP
         while not carried.done():
             try:
                 await asyncio.wait([carried])
             except asyncio.CancelledError:
-                self._end_request = _EndRequest.KILL
+                self._end_request = EndRequest.KILL
         if not carried.cancelled() and carried.exception() is not None:
             _log.warning("while the training was stopped: %s", carried.exception())
 
@@ -382,12 +398,12 @@ class DistributedTrainingOrchestrator:
     async def _follow(self, job: TrainingJob) -> None:
         """Apply the events of the job's journal until the job ends."""
         failure: PacelineError | None = None
-        requested = _EndRequest.NONE
+        requested = EndRequest.NONE
         over = False
         while not over:
             if requested is not self._end_request:
                 requested = self._end_request
-                stop = requested is _EndRequest.STOP
+                stop = requested is EndRequest.STOP
                 end = partial(job.stop, "the task was cancelled") if stop else job.close
                 await self._off_loop(end)
             over = await self._off_loop(partial(job.wait, _TICK_SECONDS))
@@ -429,18 +445,4 @@ class DistributedTrainingOrchestrator:
     async def _off_loop(self, do: Callable[[], T]) -> T:
         """Run in a thread. A cancelled task waits for it, so that nothing is left half done."""
         assert self._pool is not None
-        return await _finish(asyncio.get_running_loop().run_in_executor(self._pool, do))
-
-
-def _worker_count(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UsageError(f"{name}={value!r} is not a whole number from 1", remedy=f"pass {name}=4")
-    return value
-
-
-async def _finish(future: asyncio.Future[T]) -> T:
-    try:
-        return await asyncio.shield(future)
-    except asyncio.CancelledError:
-        await asyncio.wait([future])
-        raise
+        return await finished(self._pool.start(do))

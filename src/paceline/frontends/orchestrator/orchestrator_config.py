@@ -10,7 +10,7 @@ from typing import Any, Literal, final
 
 from paceline.aggregate.async_sgd.staleness import Staleness
 from paceline.core import type_conversion
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, UsageError
 from paceline.core.wording import with_article
 from paceline.frontends.own_words import in_words_of
 from paceline.train.settings.fault_tolerance import FaultTolerance
@@ -247,3 +247,10 @@ def _check_together(config: TrainingConfig) -> None:
             remedy="leave shards out: there each worker is one slice",
             key="shards",
         )
+
+
+def worker_count(name: str, value: object) -> int:
+    """Return a number of workers, checked; `name` is that of the argument."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UsageError(f"{name}={value!r} is not a whole number from 1", remedy=f"pass {name}=4")
+    return value
