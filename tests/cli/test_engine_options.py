@@ -89,8 +89,9 @@ SUBMIT = [
     ("script.py", "add --engine slurm"),
     ("missing.py --engine slurm", "the script missing.py cannot be read: No such file"),
     (". --engine slurm", "the script . cannot be read: Is a directory"),
-    (f"script.py --engine ssh {HOSTS}", "the engine ssh runs while its caller does, and takes no run over"),
-    ("script.py --engine mpi --dry-run", "the engine mpi runs while its caller does"),
+    (f"script.py --engine ssh {HOSTS} --time 1:00:00", "--time 1:00:00: the engine ssh knows no limit"),
+    ("script.py --engine mpi --run-dir runs --set run_dir=x", "--set run_dir: the queue decides about it"),
+    ("script.py --engine mpi --name a/b", "--name 'a/b' cannot be part of a folder's name"),
     ("script.py --engine slurm --time soon --dry-run", "--time soon is not a time"),
     ("script.py --engine slurm --time=-5 --dry-run", "--time -5 is not a time"),
     ("script.py --engine slurm --time 1:00:00 --slurm time=2 --dry-run", "contradict each other"),
@@ -153,6 +154,17 @@ def test_equal_numbers_do_not_contradict(place, paceline):
         assert "needs the program ssh" in err
         return
     assert (code, "host: 127.0.0.2" in out) == (0, True), err
+    assert not (place / "ran").exists()
+
+
+def test_what_a_queue_would_run_for_an_engine_that_takes_no_run_over(place, paceline):
+    words = f"submit script.py --engine ssh {HOSTS} --nodes 2 --workers-per-node 3 --set seed=4 --dry-run"
+    code, out, err = paceline(*words.split(), "--", "--lr", "0.1")
+    assert code == 0, err
+    assert out == (
+        f"paceline train script.py --engine ssh --workers-per-node 3 {HOSTS} --set seed=4 --nodes 2 "
+        "-- --lr 0.1\n"
+    )
     assert not (place / "ran").exists()
 
 

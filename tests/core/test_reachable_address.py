@@ -82,17 +82,22 @@ def test_a_name_that_nobody_knows() -> None:
         address_for_hosts([])
 
 
+def _add_interface(name: str) -> None:
+    """Give a host an interface ib0 with the address 10.88.0.1."""
+    for command in (
+        ["link", "add", "ib0", "type", "veth", "peer", "name", "ib1"],
+        ["addr", "add", "10.88.0.1/24", "dev", "ib0"],
+        ["link", "set", "ib0", "up"],
+        ["link", "set", "ib1", "up"],
+    ):
+        subprocess.run(["ip", "-n", name, *command], check=True)
+
+
 @_needs_hosts
 def test_routes_of_a_host_with_several_interfaces() -> None:
     with Hosts(2) as hosts:
         name = hosts.names[0]
-        for command in (
-            ["link", "add", "ib0", "type", "veth", "peer", "name", "ib1"],
-            ["addr", "add", "10.88.0.1/24", "dev", "ib0"],
-            ["link", "set", "ib0", "up"],
-            ["link", "set", "ib1", "up"],
-        ):
-            subprocess.run(["ip", "-n", name, *command], check=True)
+        _add_interface(name)
         assert _on(hosts, 0, "address_towards", "10.77.0.2") == "10.77.0.1"
         assert _on(hosts, 0, "address_towards", "10.88.0.9") == "10.88.0.1"
         assert _on(hosts, 0, "address_towards", "10.77.0.2", {"interface": "ib0"}) == "10.88.0.1"
@@ -115,7 +120,9 @@ def test_routes_of_a_host_with_several_interfaces() -> None:
 def test_the_own_address_for_hosts_that_are_not_known_yet() -> None:
     with Hosts(1) as hosts:
         assert _on(hosts, 0, "own_address", "eth0") == "10.77.0.1"
-        # Its name stands for loopback, and it has no route to the outside.
+        # Its name stands for loopback, and it has no route to the outside: the only address it has.
+        assert _on(hosts, 0, "own_address") == "10.77.0.1"
+        _add_interface(hosts.names[0])
         answer = _on(hosts, 0, "own_address")
         assert "no address of this machine" in answer
         assert "PACELINE_INTERFACE" in answer

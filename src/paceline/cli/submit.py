@@ -27,8 +27,8 @@ from paceline.core.errors import PeerLostError, UsageError
 from paceline.core.untrusted import printable
 
 if TYPE_CHECKING:
+    from paceline.cli.submit_to_queue import QueueBatch
     from paceline.engines.batch import BatchEngine, BatchSpec
-    from paceline.engines.engine import Engine
 
 _POLL_SECONDS: Final = 1.0
 # As SLURM writes limits: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]].
@@ -71,7 +71,7 @@ def submit(
     Example: paceline submit train.py --engine slurm --nodes 4 --time 2:00:00 --slurm partition=gpu
     """
     from paceline.cli.setting_checks import check_script, check_settings
-    from paceline.engines.batch import BatchSpec
+    from paceline.engines.batch import BatchEngine, BatchSpec
     from paceline.engines.engine import gpus_per_node as gpus_of
 
     options = EngineOptions(
@@ -93,12 +93,12 @@ def submit(
     check_script(script)
     check_settings(assignments or [], config)
     _check_time(time_limit, slurm or [])
-    train = [*_option("--config", config), *_option("--run-dir", run_dir)]
-    train += [part for text in assignments or [] for part in ("--set", text)]
+    train_options = [part for text in assignments or [] for part in ("--set", text)]
+    train_options += _option("--config", config)
     job = BatchSpec(
         script=script,
         arguments=tuple(arguments or []),
-        options=tuple(train),
+        options=(*train_options, *_option("--run-dir", run_dir)),
         name=name or Path(script).stem,
         nodes=chosen.nodes,
         workers_per_node=chosen.workers_per_node,
@@ -108,7 +108,18 @@ def submit(
         folder=os.getcwd(),
         python=sys.executable,
     )
-    _hand_over(chosen, job, dry_run=dry_run, wait=wait)
+    if isinstance(chosen, BatchEngine):
+        taker: BatchEngine = chosen
+    else:
+        taker = _local_queue(options, job, train_options, run_dir)
+    if dry_run:
+        typer.echo(taker.batch_text(job), nl=False)
+        return
+    chosen.check()
+    identifier = taker.submit_batch(job)
+    typer.echo(identifier)
+    if wait:
+        raise typer.Exit(_follow(taker, identifier))
 
 
 def _check_time(text: str, slurm: list[str]) -> None:
@@ -121,22 +132,17 @@ def _check_time(text: str, slurm: list[str]) -> None:
     one_of(text or None, given, "--time", "--slurm time")
 
 
-def _hand_over(chosen: Engine, job: BatchSpec, *, dry_run: bool, wait: bool) -> None:
-    from paceline.engines.batch import BatchEngine
+def _local_queue(options: EngineOptions, job: BatchSpec, train: list[str], run_dir: str | None) -> QueueBatch:
+    """Return a queue of this machine, for an engine that runs while its caller does."""
+    from paceline.cli.submit_to_queue import QueueBatch
 
-    if not isinstance(chosen, BatchEngine):
+    if job.time:
         raise UsageError(
-            f"the engine {chosen.name} runs while its caller does, and takes no run over",
-            remedy="use `paceline train` with --engine, in tmux or with nohup",
+            f"--time {job.time}: the engine {options.engine} knows no limit", remedy="leave it out"
         )
-    if dry_run:
-        typer.echo(chosen.batch_text(job), nl=False)
-        return
-    chosen.check()
-    identifier = chosen.submit_batch(job)
-    typer.echo(identifier)
-    if wait:
-        raise typer.Exit(_follow(chosen, identifier))
+    words = [job.script, "--engine", str(options.engine), "--workers-per-node", str(job.workers_per_node)]
+    words += [part for text in options.settings for part in ("--engine-set", text)]
+    return QueueBatch([*words, *train], job, run_dir)
 
 
 def _follow(engine: BatchEngine, identifier: str) -> int:

@@ -127,23 +127,40 @@ def address_of(interface: str, *, prefer_ipv6: bool = False) -> str:
         return interface
     except ValueError:
         pass  # a name
-    import psutil
-
-    try:
-        interfaces = psutil.net_if_addrs()
-    except OSError:
-        interfaces = {}  # a sandbox without netlink
-    families = (socket.AF_INET6, socket.AF_INET) if prefer_ipv6 else (socket.AF_INET, socket.AF_INET6)
-    for family in families:
-        for found in interfaces.get(interface, ()):
-            # A link-local address, which has a zone behind a %, means nothing on another machine.
-            if found.family == family and "%" not in found.address:
-                return str(found.address)
+    interfaces = _routed_addresses()
+    found = interfaces.get(interface, [])
+    if found:
+        return next((one for one in found if (":" in one) == prefer_ipv6), found[0])
     names = ", ".join(interfaces)
     raise UsageError(
         f"there is no interface {interface!r} with an address on this machine (it has {names})",
         remedy="give the name of an interface that is up, or one of this machine's addresses",
     )
+
+
+def addresses_of_interfaces() -> list[str]:
+    """Return the addresses of this machine that another one may reach: of all interfaces but loopback's."""
+    return [one for found in _routed_addresses().values() for one in found if not is_loopback(one)]
+
+
+def _routed_addresses() -> dict[str, list[str]]:
+    """Return each interface's addresses, IPv4 first."""
+    import psutil
+
+    try:
+        interfaces = psutil.net_if_addrs()
+    except OSError:
+        return {}  # a sandbox without netlink
+    # A link-local address, which has a zone behind a %, means nothing on another machine.
+    return {
+        name: [
+            str(one.address)
+            for family in (socket.AF_INET, socket.AF_INET6)
+            for one in found
+            if one.family == family and "%" not in one.address
+        ]
+        for name, found in interfaces.items()
+    }
 
 
 def is_loopback(host: str) -> bool:

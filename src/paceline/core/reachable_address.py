@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from paceline.core.errors import UsageError
-from paceline.core.listen_address import address_of, is_loopback
+from paceline.core.listen_address import address_of, addresses_of_interfaces, is_loopback
 
 _ANY_PORT: Final = 9  # discard: connecting a datagram socket sends nothing, and the port only has to be one
 _OUTSIDE: Final = ("192.0.2.1", "2001:db8::1")  # addresses for documentation: no host has them
@@ -95,7 +95,8 @@ def _interface_towards(host: str, interface: str) -> str:
 
 def own_address(interface: str = "") -> str:
     """Return the address at which machines that are not known yet reach this one: that of `interface`, else
-    that of this machine's name, else that from which its route to the outside starts."""
+    that of this machine's name, else that from which its route to the outside starts, else the only one it
+    has."""
     if interface:
         return address_of(interface)
     name = socket.gethostname()
@@ -111,6 +112,8 @@ def own_address(interface: str = "") -> str:
             return _route_start(outside)
         except OSError:
             continue
+    if len(only := addresses_of_interfaces()) == 1:
+        return only[0]
     raise UsageError(
         f"no address of this machine ({name}) is known that other machines reach",
         remedy="choose one with interface= or PACELINE_INTERFACE: a name such as eth0, or an address",
