@@ -7,10 +7,23 @@ agent completes it for each worker, and it travels as plain data in the order to
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, Final, final
 
 from paceline.core.plain_options import PlainOptions
 from paceline.core.tls import Tls
+
+WORKER_PRELOAD: Final = (
+    "torch",
+    "paceline.frontends.rank_main",
+    "paceline.train.member.member_training",
+    # Optimizers and deterministic kernels import torch's compiler, hundreds of modules: once for all workers.
+    "torch._inductor.config",
+    # The job of a worker names a function of the first, and its first connection needs the second (names of
+    # hosts): milliseconds of each replacement.
+    "paceline.monitor.progress_factory",
+    "encodings.idna",
+)
+"""Modules that a fork server imports before it forks a worker."""
 
 
 @final

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, final
 from paceline.comm import tensor_pickling
 from paceline.comm.cost import load_links
 from paceline.control import supervisor_address
-from paceline.control.worker_options import WorkerOptions
+from paceline.control.worker_options import WORKER_PRELOAD, WorkerOptions
 from paceline.core import events, fd_messages, journal, metric_reports
 from paceline.core.available_resources import visible_gpus
 from paceline.core.chaos_spec import Chaos
@@ -47,17 +47,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _ENTRY = "paceline.frontends.rank_main:member_main"
-_PRELOAD = (
-    "torch",
-    "paceline.frontends.rank_main",
-    "paceline.train.member.member_training",
-    # Optimizers and deterministic kernels import torch's compiler, hundreds of modules: once for all workers.
-    "torch._inductor.config",
-    # The job of a worker names a function of the first, and its first connection needs the second (names of
-    # hosts): milliseconds of each replacement.
-    "paceline.monitor.progress_factory",
-    "encodings.idna",
-)
 _LOOK_SECONDS = 0.25
 _READ_BYTES = 1 << 20
 _UNWATCHED_SECONDS = 1.0  # between two reads of the journal where there are no observers
@@ -374,7 +363,7 @@ def _job(config: TrainConfig, folder: RunFolder) -> SupervisedJob:
     )
     return SupervisedJob(
         entry=_ENTRY,
-        preload=_PRELOAD,
+        preload=WORKER_PRELOAD,
         settings=settings,
         folder=folder.path,
         threads=config.threads,

@@ -15,6 +15,7 @@ import os
 import socket
 import stat
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,25 +49,31 @@ def assemble(spec: dict[str, Any]) -> Path:
         mount(f"/dev/{device}", root / "dev" / device, "", _BIND)
     for name, target in (("fd", "/proc/self/fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
         (root / "dev" / name).symlink_to(target)
-    for lower, upper, target in spec["overlays"]:
-        place = _place(root, target, Path(lower))
-        work = Path(upper).with_name("work")
-        for layer in (Path(upper), work):
-            layer.mkdir(parents=True, exist_ok=True)
-        mount("overlay", place, "overlay", 0, f"lowerdir={lower},upperdir={upper},workdir={work}")
     # Sorted as container runtimes do: a volume may lie in another one.
-    memory = [(target, None, size, mode) for target, size, mode in spec["memory"]]
-    binds = [(target, source, read_only, None) for source, target, read_only in spec["binds"]]
-    for target, source, third, mode in sorted([*memory, *binds], key=lambda entry: entry[0].count("/")):
-        if source is None:
-            place = _place(root, target, None)
-            mount("tmpfs", place, "tmpfs", _NOSUID | _NODEV, f"size={third},mode={mode}")
-            continue
-        place = _place(root, target, Path(source))
-        mount(source, place, "", _BIND | _REC)
-        if third:
-            mount(source, place, "", _BIND | _REMOUNT | _RDONLY)
+    mounts = [(target, partial(_mount_memory, root, target, *rest)) for target, *rest in spec["memory"]]
+    mounts += [(entry[-1], partial(_mount_overlay, root, *entry)) for entry in spec["overlays"]]
+    mounts += [(entry[1], partial(_mount_bind, root, *entry)) for entry in spec["binds"]]
+    for _, make in sorted(mounts, key=lambda entry: entry[0].count("/")):
+        make()
     return root
+
+
+def _mount_memory(root: Path, target: str, size: str, mode: str) -> None:
+    mount("tmpfs", _place(root, target, None), "tmpfs", _NOSUID | _NODEV, f"size={size},mode={mode}")
+
+
+def _mount_overlay(root: Path, lower: str, upper: str, target: str) -> None:
+    place, work = _place(root, target, Path(lower)), Path(upper).with_name("work")
+    for layer in (Path(upper), work):
+        layer.mkdir(parents=True, exist_ok=True)
+    mount("overlay", place, "overlay", 0, f"lowerdir={lower},upperdir={upper},workdir={work}")
+
+
+def _mount_bind(root: Path, source: str, target: str, read_only: bool) -> None:
+    place = _place(root, target, Path(source))
+    mount(source, place, "", _BIND | _REC)
+    if read_only:
+        mount(source, place, "", _BIND | _REMOUNT | _RDONLY)
 
 
 def _place(root: Path, target: str, source: Path | None) -> Path:

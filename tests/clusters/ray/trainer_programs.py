@@ -50,7 +50,7 @@ def tuner(address: str, folder: str) -> dict[str, Any]:
     best = results.get_best_result()
     return {
         "iterations": [result.metrics["training_iteration"] for result in results],
-        "best": {name: best.metrics[name] for name in ("lr", "epoch", "val_accuracy", "loss", "val_loss")}
+        "best": {name: best.metrics[name] for name in ("epoch", "val_accuracy", "loss", "val_loss")}
         | {"lr": best.config["lr"]},
         "hash": hash_of(best.checkpoint.path),
         "agents": [

@@ -16,20 +16,33 @@ from paceline.frontends.spawn import spawn
 PRELOAD = ("paceline.torch_backend", "paceline.comm.torch_process_group.group_creation")
 
 
-def torch_ranks(fn: Callable[..., Any], *args: Any, workers: int = 2, timeout: float = 60.0) -> list[Any]:
-    """Call `fn(rank, *args)` on ranks whose default group is one of Paceline; return what each returned."""
+def torch_ranks(
+    fn: Callable[..., Any], *args: Any, workers: int = 2, timeout: float = 60.0, backend: str = "paceline"
+) -> list[Any]:
+    """Call `fn(rank, *args)` on ranks whose default group has this backend; return what each returned."""
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         return spawn(
-            _in_group, fn, store, timeout, *args, workers=workers, threads=1, timeout=100, preload=PRELOAD
+            _in_group,
+            fn,
+            (backend, store),
+            timeout,
+            *args,
+            workers=workers,
+            threads=1,
+            timeout=100,
+            preload=PRELOAD,
         )
 
 
-def _in_group(ctx: DistributedContext, fn: Callable[..., Any], store: str, timeout: float, *args: Any) -> Any:
+def _in_group(
+    ctx: DistributedContext, fn: Callable[..., Any], group: tuple[str, str], timeout: float, *args: Any
+) -> Any:
     import paceline.torch_backend  # noqa: F401
 
+    backend, store = group
     dist.init_process_group(
-        "paceline",
+        backend,
         init_method=f"file://{store}",
         rank=ctx.rank,
         world_size=ctx.world_size,

@@ -19,7 +19,7 @@ from typing import Final, final
 from paceline.control import messages
 from paceline.control.channel import Channel, pause_after_drops
 from paceline.control.spool import STOPPED_EXIT_CODE, SUPERVISOR_LOST_EXIT_CODE
-from paceline.control.worker_options import AgentLaunch
+from paceline.control.worker_options import WORKER_PRELOAD, AgentLaunch
 from paceline.core import fd_messages
 from paceline.core.clock import Clock, MonotonicClock
 from paceline.core.errors import PacelineError, RendezvousError, WireError
@@ -89,6 +89,9 @@ class Agent:
     def run(self) -> int:
         """Take part until the job is over, or this host has left it."""
         try:
+            # Takes longer than all else before the first worker: while this agent connects, or waits for a
+            # job that does not listen yet.
+            launch.import_ahead(WORKER_PRELOAD)
             self._connect_first()
             while self._end is None:
                 if self._leaving and not self._workers:

@@ -329,6 +329,17 @@ def order_from_caller(
     )
 
 
+def import_ahead(modules: tuple[str, ...]) -> None:
+    """Have the fork server import modules while this process does something else. Where an import fails, the
+    first rank that needs it is refused with the reason."""
+    nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        order = order_from_caller("", 0, modules, None, {})
+        fork_server_client.on_server(lambda server: server.start_ranks(order, nothing, (), ()))
+    finally:
+        os.close(nothing)
+
+
 def check(launch: Launch) -> None:
     """Raise UsageError for a launch that cannot work, before anything is started."""
     if not callable(launch.function):
