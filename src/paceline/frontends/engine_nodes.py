@@ -24,11 +24,10 @@ _DEFAULT_BIND: Final = FaultTolerance().bind
 
 def supervisor_bind(config: TrainConfig) -> str:
     """Return where the supervisor listens: where the settings say so, else where the engine's nodes reach
-    it. Raise where the engine cannot be used from here: before anything is started."""
+    it."""
     care = config.fault_tolerance
     if not isinstance(config.engine, Engine):
         return care.bind
-    config.engine.check()
     if care.bind != _DEFAULT_BIND or care.interface:
         return care.bind
     return config.engine.address_for_nodes()

@@ -25,6 +25,7 @@ from paceline.core.time_limits import COLLECTIVE_SECONDS
 from paceline.core.untrusted import redact_credentials
 from paceline.core.wording import counted, listed, with_article
 from paceline.elastic.supervised_folder import SUPERVISOR_FILES, recover_journal
+from paceline.engines.engine import Engine
 from paceline.frontends import launcher_link, mpi_calls
 from paceline.frontends.caller_tools import profiler_is_active
 from paceline.train.callbacks import Modifier, Observer, refuse_inside
@@ -265,6 +266,8 @@ def _refuse_chaos(config: TrainConfig) -> None:
 def _make_folder(config: TrainConfig, check: Callable[[TrainConfig], None] | None) -> RunFolder:
     if check is not None:
         check(config)
+    if isinstance(config.engine, Engine):
+        config.engine.check()  # before anything is made: an engine that refuses leaves no empty run behind
     if config.resume is None and config.checkpoint.enabled and config.checkpoint.url is not None:
         _check_empty(config.checkpoint.url)
     if config.resume is None and config.run_dir:

@@ -35,19 +35,25 @@ pytestmark = [
 
 def test_runs_on_hosts_shrink_and_grow(tmp_path):
     (tmp_path / "alone").mkdir()
-    expected = undisturbed_hash(tmp_path / "alone", 5, 12)
+    gates = range(5, 13)
+    expected = undisturbed_hash(tmp_path / "alone", *gates)
     (tmp_path / "ssh").mkdir()
     with (
         lab.ssh_hosts(2, tmp_path / "ssh") as hosts,
         hosts.on_first(),
         training(tmp_path, capacity=2, options=_options(hosts, tmp_path)) as queue,
     ):
-        first = queue.add("first", "1-2", 5, 12)
+        first = queue.add("first", "1-2", *gates)
         queue.at_gate(first, 5)
         assert members(queue.run_dir(first))[-1] == 2
         second = queue.add("second", "1", 5, 12, priority=5)
         queue.until(lambda: queue.run(first).workers == 1, "it was not told to shrink")
-        queue.open_gate(first, 5)
+        log = queue.folder.log_of(queue.run(first).id)
+        queue.until(lambda: "leaves the job at the end of the step" in log.read_text(), "no agent was told")
+        # A boundary or two later the view has one member.
+        for step in gates[:-1]:
+            queue.at_gate(first, step)
+            queue.open_gate(first, step)
         queue.until_state(second, "running")
         queue.at_gate(first, 12)
         assert members(queue.run_dir(first))[-1] == 1

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.train import small_run
 
 from paceline.core import engine_registry
 from paceline.core.errors import ConfigError, UnavailableError, UsageError
@@ -127,3 +128,10 @@ def test_why_no_agent_came(code: int, text: str, state: str, reason: str, unusab
     assert (found.state, found.is_host_unusable) == (state, unusable)
     assert found.reason.startswith("me@node1:22: ")
     assert reason in found.reason
+
+
+def test_a_run_that_is_refused_leaves_no_folder(tmp_path):
+    config = small_run.settings(tmp_path / "run", 2, engine=Ssh(hosts=("node1",), nodes=2))
+    with pytest.raises(UsageError, match="nodes"):
+        small_run.fit(config)
+    assert not (tmp_path / "run").exists()

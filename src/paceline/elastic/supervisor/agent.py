@@ -93,7 +93,11 @@ class Agent:
             # job that does not listen yet.
             launch.import_ahead(WORKER_PRELOAD)
             self._connect_first()
+            has_told = False
             while self._end is None:
+                if self._leaving and not has_told:
+                    has_told = True
+                    self.say("this host leaves the job at the end of the step")
                 if self._leaving and not self._workers:
                     self._send(self._hello(0))
                     self.say("this host has left the job")
