@@ -108,18 +108,14 @@ def submit(
         folder=os.getcwd(),
         python=sys.executable,
     )
-    if isinstance(chosen, BatchEngine):
-        taker: BatchEngine = chosen
-    else:
-        taker = _local_queue(options, job, train_options, run_dir)
+    taker: BatchEngine = (
+        chosen if isinstance(chosen, BatchEngine) else _local_queue(options, job, train_options, run_dir)
+    )
     if dry_run:
         typer.echo(taker.batch_text(job), nl=False)
         return
     chosen.check()
-    identifier = taker.submit_batch(job)
-    typer.echo(identifier)
-    if wait:
-        raise typer.Exit(_follow(taker, identifier))
+    _hand_over(taker, job, wait=wait)
 
 
 def _check_time(text: str, slurm: list[str]) -> None:
@@ -143,6 +139,13 @@ def _local_queue(options: EngineOptions, job: BatchSpec, train: list[str], run_d
     words = [job.script, "--engine", str(options.engine), "--workers-per-node", str(job.workers_per_node)]
     words += [part for text in options.settings for part in ("--engine-set", text)]
     return QueueBatch([*words, *train], job, run_dir)
+
+
+def _hand_over(taker: BatchEngine, job: BatchSpec, *, wait: bool) -> None:
+    identifier = taker.submit_batch(job)
+    typer.echo(identifier)
+    if wait:
+        raise typer.Exit(_follow(taker, identifier))
 
 
 def _follow(engine: BatchEngine, identifier: str) -> int:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.algorithms.shm.checksums import ChecksumRequest, WindowChecksums, corrupt, digest
+from paceline.comm.algorithms.shm.huge_pages import HugePages
 from paceline.comm.algorithms.shm.in_place import ADDRESS, pieces as spread_pieces, reduce_in_place
 from paceline.comm.algorithms.shm.staged import StagingSlots, reduce_staged
 from paceline.comm.algorithms.shm.task import ReductionTask, mark_untouched
@@ -252,4 +253,8 @@ def _location(window: WindowMemory, tensor: Tensor, reach: bool) -> int:
     offset = window.offset_of(tensor)
     if offset is not None:
         return offset + 1
-    return tensor.data_ptr() | ADDRESS if reach else 0
+    if not reach:
+        return 0
+    pages = window.prepared.setdefault(HugePages, HugePages())
+    cast(HugePages, pages).use(tensor)
+    return tensor.data_ptr() | ADDRESS

@@ -16,7 +16,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from paceline.comm.algorithms.shm.task import CACHE_LINE, LEAST_BLOCK, ReductionTask, block_size
+from paceline.comm.algorithms.shm.task import (
+    CACHE_LINE,
+    LEAST_BLOCK,
+    REACHED_BLOCK,
+    ReductionTask,
+    block_size,
+    room_for,
+)
 from paceline.comm.ops import accumulator_dtype, finish, kernel_of
 from paceline.comm.reduction_order import Recipe, ReductionOrder, cut
 
@@ -94,15 +101,11 @@ def _by_blocks(task: ReductionTask, sources: Sequence[int], targets: Sequence[in
     """Reduce inputs and outputs that may lie anywhere, block by block through the cache."""
     out, own, order, rank, size = task.out, task.partials[0], task.recipe.order, task.rank, task.size
     start, stop = cut(out.numel(), size, CACHE_LINE)[rank]
-    # What is fetched is used at once and the kernel copies page by page: small blocks cost nothing and
-    # stay in the cache.
-    least = LEAST_BLOCK if any(location >= ADDRESS for location in (*sources, *targets)) else 2 * LEAST_BLOCK
-    block = min(max(least, 4 * least // size) // own.element_size(), stop - start)
-    rooms = [torch.empty(block, dtype=own.dtype, device="cpu") for _ in range(2)]
-    spare = [
-        torch.empty(block, dtype=accumulator_dtype(out.dtype), device="cpu")
-        for _ in range(order.temporaries + 1)
-    ]
+    is_reached = any(location >= ADDRESS for location in (*sources, *targets))
+    nbytes = REACHED_BLOCK if is_reached else max(2 * LEAST_BLOCK, 8 * LEAST_BLOCK // size)
+    block = min(nbytes // own.element_size(), stop - start)
+    rooms = room_for(task.window, "fetched", own.dtype, 2, block)
+    spare = room_for(task.window, "folded", accumulator_dtype(out.dtype), order.temporaries + 1, block)
     for low in range(start, stop, block or 1):
         high = min(low + block, stop)
         mine = own[low:high]

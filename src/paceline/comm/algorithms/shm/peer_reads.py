@@ -13,11 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor
 
 from paceline.comm.algorithms.shm.in_place import fold_beside
-from paceline.comm.algorithms.shm.task import CACHE_LINE, LEAST_BLOCK
+from paceline.comm.algorithms.shm.task import REACHED_BLOCK, room_for
 from paceline.comm.call_status import CollectiveCall
 from paceline.comm.ops import accumulator_dtype
 from paceline.comm.reduction_order import Recipe
@@ -62,12 +61,11 @@ def reduce_scatter_by_reads(
 ) -> None:
     """Fold this rank's slice of all ranks' data into `out`, in rank order, block by block through the cache.
     `out` may be this rank's slice of `flat`, which no peer reads."""
-    rank, size, count, item = transport.rank, transport.world_size, out.numel(), out.element_size()
+    rank, count, item = transport.rank, out.numel(), out.element_size()
     mine = flat[rank * count : (rank + 1) * count]
-    block = max(min(max(LEAST_BLOCK, 4 * LEAST_BLOCK // size) // item // CACHE_LINE * CACHE_LINE, count), 1)
-    rooms = [torch.empty(block, dtype=flat.dtype, device="cpu") for _ in range(2)]
-    wide = accumulator_dtype(out.dtype)
-    spare = [torch.empty(block, dtype=wide, device="cpu") for _ in range(recipe.order.temporaries + 1)]
+    block = max(min(REACHED_BLOCK // item, count), 1)
+    rooms = room_for(window, "fetched", flat.dtype, 2, block)
+    spare = room_for(window, "folded", accumulator_dtype(out.dtype), recipe.order.temporaries + 1, block)
     with published(window, call, flat, deadline) as addresses:
         for low in range(0, count, block):
             high = min(low + block, count)

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import cast
 
+import torch
 from torch import Tensor
 
 from paceline.comm.algorithms.shm.checksums import ChecksumRequest, WindowChecksums
@@ -20,6 +22,9 @@ from paceline.core.errors import PacelineError
 
 CACHE_LINE = 64
 LEAST_BLOCK = 128 << 10
+REACHED_BLOCK = 1 << 20
+"""Bytes that one system call copies between processes: a call costs as much as some 100 KB, and a few blocks
+of this size still stay in the cache."""
 UNTOUCHED = "untouched"
 
 
@@ -81,6 +86,17 @@ class ReductionTask:
 def mark_untouched(error: PacelineError) -> None:
     """Mark the inputs as unchanged: the reduction failed before any rank wrote to any result."""
     error.facts[UNTOUCHED] = True
+
+
+def room_for(window: Window, what: str, dtype: torch.dtype, count: int, size: int) -> list[Tensor]:
+    """Return so many tensors of `size` elements, kept with the window: fresh memory costs a fault for each of
+    its pages. The calls of a window come one after the other, and each is done with them at its end."""
+    key = ("room", what, dtype)
+    kept = cast("list[Tensor]", window.prepared.setdefault(key, []))
+    if len(kept) < count or kept[0].numel() < size:
+        longest = max(size, kept[0].numel() if kept else 0)
+        kept[:] = [torch.empty(longest, dtype=dtype, device="cpu") for _ in range(max(count, len(kept)))]
+    return [tensor[:size] for tensor in kept[:count]]
 
 
 def block_size(item: int, tensors: int) -> int:
