@@ -7,7 +7,7 @@ import re
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final, cast
 
 import typer
 
@@ -29,6 +29,7 @@ from paceline.core.untrusted import printable
 if TYPE_CHECKING:
     from paceline.cli.submit_to_queue import QueueBatch
     from paceline.engines.batch import BatchEngine, BatchSpec
+    from paceline.engines.engine import Engine
 
 _POLL_SECONDS: Final = 1.0
 # As SLURM writes limits: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]].
@@ -108,14 +109,8 @@ def submit(
         folder=os.getcwd(),
         python=sys.executable,
     )
-    taker: BatchEngine = (
-        chosen if isinstance(chosen, BatchEngine) else _local_queue(options, job, train_options, run_dir)
-    )
-    if dry_run:
-        typer.echo(taker.batch_text(job), nl=False)
-        return
-    chosen.check()
-    _hand_over(taker, job, wait=wait)
+    queue = None if isinstance(chosen, BatchEngine) else _local_queue(options, job, train_options, run_dir)
+    _hand_over(chosen, queue, job, dry_run=dry_run, wait=wait)
 
 
 def _check_time(text: str, slurm: list[str]) -> None:
@@ -141,7 +136,15 @@ def _local_queue(options: EngineOptions, job: BatchSpec, train: list[str], run_d
     return QueueBatch([*words, *train], job, run_dir)
 
 
-def _hand_over(taker: BatchEngine, job: BatchSpec, *, wait: bool) -> None:
+def _hand_over(
+    chosen: Engine, queue: QueueBatch | None, job: BatchSpec, *, dry_run: bool, wait: bool
+) -> None:
+    """Hand the run to the engine, or to the queue where the engine takes none."""
+    taker = cast("BatchEngine", chosen) if queue is None else queue
+    if dry_run:
+        typer.echo(taker.batch_text(job), nl=False)
+        return
+    chosen.check()
     identifier = taker.submit_batch(job)
     typer.echo(identifier)
     if wait:
