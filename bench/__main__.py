@@ -26,6 +26,7 @@ MODULES = (
     "train_speed",
     "default_shards",
     "torch_backend",
+    "slurm_start",
     "checkpoint_stall",
     "tracker_cost",
     "recovery.paceline_kills",
@@ -34,6 +35,7 @@ MODULES = (
     "recovery.many_workers",
     "recovery.matrix",
     "recovery.soak",
+    "ray_recovery",
     "gpu",
     "gpu_bits",
 )

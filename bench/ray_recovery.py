@@ -16,6 +16,7 @@ Run it with an environment that has Ray and Paceline: .venv-engines/bin/python (
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import tempfile
 import time
@@ -32,7 +33,7 @@ from bench.recovery.processes import ROOT, Family
 from bench.recovery.run_journal import JournalReader
 from bench.recovery.step_log import Line, StepReader
 from bench.report import Report, Target
-from paceline.core.errors import CommTimeoutError, RankFailedError
+from paceline.core.errors import CommTimeoutError, RankFailedError, UnavailableError
 from paceline.testing.ray_cluster import RayCluster
 
 WANTED_KILL = 20.0
@@ -205,6 +206,8 @@ def _variables(**values: str):  # type: ignore[no-untyped-def]
 
 def run(quick: bool = False, rounds: int = 3, cases: str = "kill,nodes") -> Report:
     """Seconds until training is past the step it had reached, for Paceline on Ray and for Ray Train."""
+    if importlib.util.find_spec("ray") is None:
+        raise UnavailableError("Ray is not installed here", remedy="use the Python of .venv-engines")
     rounds, steps = (1, 200) if quick else (rounds, 400)
     all_times = killed, lost, added, paused = (
         Times("worker killed", WANTED_KILL),

@@ -18,7 +18,7 @@ from bench.train.workload import SPEED, Workload
 
 LOOPS = {"ddp": "DDP", "fsdp": "FSDP2"}
 WORKERS = (2, 4)
-ROUNDS = {"mlp_1m": 30, "conv": 12, "mlp_25m": 8}
+ROUNDS = {"mlp_1m": 30, "conv": 16, "mlp_25m": 16}
 TURN = {"mlp_1m": 8, "conv": 4, "mlp_25m": 2}
 WANTED = {"mlp_1m": 1.2, "conv": 1.0, "mlp_25m": 1.3}
 
