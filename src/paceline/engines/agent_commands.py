@@ -21,8 +21,9 @@ from typing import Final, final
 
 from paceline.core.clock import Clock, MonotonicClock
 from paceline.core.errors import PacelineError, UsageError
+from paceline.core.version import VERSION
 from paceline.engines import remote_agent
-from paceline.engines.engine import EngineRequest, LogLine, NodeState, NodeStatus
+from paceline.engines.engine import AgentSpec, EngineRequest, LogLine, NodeState, NodeStatus
 
 _TICK_SECONDS: Final = 0.1
 _END_SECONDS: Final = 12.0  # remote_agent kills what does not leave within 5 s
@@ -41,6 +42,13 @@ class CommandEnd:
     state: NodeState
     reason: str
     is_host_unusable: bool = False
+
+
+def watched_command(agents: AgentSpec, python: str) -> list[str]:
+    """Return the command that runs on a host: an agent under the process that watches the connection, from
+    which the secret comes."""
+    words = [python, "-m", "paceline.engines.remote_agent", VERSION]
+    return [*words, *agents.command("/dev/stdin", python)]
 
 
 ExplainEnd = Callable[[str, int, Sequence[str], bool], CommandEnd]

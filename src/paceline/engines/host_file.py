@@ -12,7 +12,7 @@ not left out silently.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -69,6 +69,21 @@ def parse_hosts(lines: Iterable[str], source: str) -> tuple[HostLine, ...]:
     if not found:
         raise UsageError(f"{source} names no host", remedy=_FORM)
     return tuple(found)
+
+
+def check_room(hosts: Sequence[HostLine], nodes: int, workers_per_node: int) -> None:
+    """Refuse more nodes than there are hosts, and more workers than the slots of a host."""
+    if nodes > len(hosts):
+        raise UsageError(
+            f"{nodes} nodes are asked for, and {len(hosts)} hosts are named",
+            remedy="name more hosts, or ask for fewer nodes",
+        )
+    for line in hosts:
+        if 0 < line.slots < workers_per_node:
+            raise UsageError(
+                f"{line.shown} has slots={line.slots}, and workers_per_node is {workers_per_node}",
+                remedy="give fewer workers per node, or correct the host file",
+            )
 
 
 def _parse(words: list[str], place: str) -> HostLine:

@@ -19,10 +19,9 @@ from typing import Final, Literal, final
 
 from paceline.core.errors import ConfigError, UnavailableError, UsageError
 from paceline.core.reachable_address import address_for_hosts
-from paceline.core.version import VERSION
-from paceline.engines.agent_commands import AgentCommands
+from paceline.engines.agent_commands import AgentCommands, watched_command
 from paceline.engines.engine import AgentSpec, EngineJob, EngineRequest
-from paceline.engines.host_file import HostLine, parse_hosts, read_host_file
+from paceline.engines.host_file import HostLine, check_room, parse_hosts, read_host_file
 from paceline.engines.mpi import own_ranks
 from paceline.engines.mpi.mpirun_errors import explain_end
 from paceline.engines.mpi.own_ranks import RankJob
@@ -97,22 +96,13 @@ class Mpi:
                 remedy="call Trainer.fit on all ranks, or start the script without mpirun",
             )
         lines = self.host_lines()
-        if self.nodes > len(lines):
-            raise UsageError(
-                f"{self.nodes} nodes are asked for, and {len(lines)} hosts are named",
-                remedy="name more hosts, or ask for fewer nodes",
-            )
         for line in lines:
             if line.user or line.port:
                 raise UsageError(
                     f"{line.shown}: mpirun takes no user and no port in the name of a host",
                     remedy="put them into ~/.ssh/config, or use --engine ssh",
                 )
-            if 0 < line.slots < self.workers_per_node:
-                raise UsageError(
-                    f"{line.shown} has slots={line.slots}, and workers_per_node is {self.workers_per_node}",
-                    remedy="give fewer workers per node, or correct the host file",
-                )
+        check_room(lines, self.nodes, self.workers_per_node)
 
     def address_for_nodes(self) -> str:
         ranks = own_ranks.current()
@@ -150,5 +140,4 @@ class Mpi:
         for key, value in sorted(agents.environment.items()):
             command += ["-x", f"{key}={value}"]
         python = self.python or agents.python
-        command += [python, "-m", "paceline.engines.remote_agent", VERSION]
-        return command + agents.command("/dev/stdin", python)
+        return command + watched_command(agents, python)

@@ -14,8 +14,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, Protocol, final
 
-from paceline.core.version import VERSION
-from paceline.engines.agent_commands import AgentCommands, CommandEnd
+from paceline.engines.agent_commands import AgentCommands, CommandEnd, watched_command
 from paceline.engines.engine import AgentSpec, EngineRequest, LogLine, NodeStatus
 
 
@@ -58,8 +57,7 @@ def waiting(ranks: OwnRanks) -> Iterator[None]:
 
 def request(agents: AgentSpec) -> EngineRequest:
     """Return what `RankJob` asks for."""
-    words = [sys.executable, "-m", "paceline.engines.remote_agent", VERSION]
-    own = {"host": "rank 0", "command": [*words, *agents.command("/dev/stdin", sys.executable)]}
+    own = {"host": "rank 0", "command": watched_command(agents, sys.executable)}
     return {
         "engine": "mpi",
         "run": agents.run,

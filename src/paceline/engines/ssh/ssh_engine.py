@@ -19,10 +19,9 @@ from typing import Any, Final, Literal, final
 
 from paceline.core.errors import ConfigError, UnavailableError, UsageError
 from paceline.core.reachable_address import address_for_hosts
-from paceline.core.version import VERSION
-from paceline.engines.agent_commands import AgentCommands
+from paceline.engines.agent_commands import AgentCommands, watched_command
 from paceline.engines.engine import AgentSpec, EngineJob, EngineRequest
-from paceline.engines.host_file import HostLine, parse_hosts, read_host_file
+from paceline.engines.host_file import HostLine, check_room, parse_hosts, read_host_file
 from paceline.engines.ssh.ssh_errors import NO_FOLDER_CODE, explain_end
 
 _CONNECT_SECONDS: Final = 10
@@ -86,18 +85,7 @@ class Ssh:
                 "the ssh engine needs the program ssh, and it is not on PATH",
                 remedy="install it (Debian: apt install openssh-client)",
             )
-        lines = self.host_lines()
-        if self.nodes > len(lines):
-            raise UsageError(
-                f"{self.nodes} nodes are asked for, and {len(lines)} hosts are named",
-                remedy="name more hosts, or ask for fewer nodes",
-            )
-        for line in lines:
-            if 0 < line.slots < self.workers_per_node:
-                raise UsageError(
-                    f"{line.shown} has slots={line.slots}, and workers_per_node is {self.workers_per_node}",
-                    remedy="give fewer workers per node, or correct the host file",
-                )
+        check_room(self.host_lines(), self.nodes, self.workers_per_node)
         if self.identity and not Path(self.identity).expanduser().is_file():
             raise UsageError(
                 f"there is no private key {self.identity}", remedy="give the path of the key: identity="
@@ -155,7 +143,7 @@ class Ssh:
 def _remote_command(agents: AgentSpec, python: str, folder: str) -> str:
     """Return what the login shell of a host runs; the secret comes through standard input."""
     python = python or agents.python
-    words = [python, "-m", "paceline.engines.remote_agent", VERSION, *agents.command("/dev/stdin", python)]
+    words = watched_command(agents, python)
     if agents.environment:
         words = ["env", *(f"{key}={value}" for key, value in sorted(agents.environment.items())), *words]
     where = folder or agents.folder
