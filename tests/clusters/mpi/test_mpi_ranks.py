@@ -18,6 +18,12 @@ import paceline
 from paceline.core import events
 from paceline.testing.engine_contract.cases import undisturbed_hash
 
+_SCRIPT = """
+from tests.train import small_run
+if __name__ == "__main__":
+    history = small_run.fit(small_run.settings("unused", 1, epochs=None, max_steps=3))
+    print("hash", history.state_hash, len(history.steps), flush=True)
+"""
 _ANY = find_mpirun("4") or find_mpirun("5")
 _ULFM = find_mpirun("5")
 
@@ -51,6 +57,25 @@ def test_the_front_doors(tmp_path: Path) -> None:
     assert len({one["ddp"] for one in found}) == 1
     assert {one["orchestrator"] for one in found} == {asyncio.run(_orchestrated(tmp_path))}
     assert "start it with mpirun --" in done.stderr  # what lets the others live
+
+
+def test_the_command_with_a_config_file(tmp_path: Path) -> None:
+    """`mpirun -n 2 paceline train script.py --config config.json`."""
+    script, config = tmp_path / "script.py", tmp_path / "config.json"
+    script.write_text(_SCRIPT)
+    config.write_text(json.dumps({"run_dir": str(tmp_path / "run"), "max_steps": 7}))
+    command = [_ANY, "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, "-m", "paceline"]
+    done = subprocess.run(
+        [*command, "train", str(script), "--config", str(config)],
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
+        cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    settings = small_run.settings(
+        tmp_path / "alone", 1, fault_tolerance=small_run.UNATTENDED, max_steps=7, epochs=None
+    )
+    trained = small_run.fit(settings).state_hash
+    assert [line for line in done.stdout.splitlines() if "hash " in line] == [f"hash {trained} 7"] * 2
 
 
 async def _orchestrated(folder: Path) -> str:
