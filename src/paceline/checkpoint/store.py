@@ -384,8 +384,14 @@ class CheckpointStore:
 
     def _newest(self) -> int:
         newest = self._latest()
-        if newest is not None and has_manifest(self.storage, newest[0]):
-            return newest[0]
+        while newest is not None:
+            if has_manifest(self.storage, newest[0]):
+                return newest[0]
+            # It is deleted only after LATEST names a newer one. A listing may show one that LATEST does not
+            # name yet: "latest" would go back to an older one at the next call.
+            if (again := self._latest()) == newest:
+                break
+            newest = again
         present = [manifest.version for manifest in self.manifests()] or self.versions()
         if present:
             return present[-1]  # opening one that cannot be read fails with the reason

@@ -16,6 +16,7 @@ import copy
 import dataclasses
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -219,6 +220,10 @@ def train_spawned(job: TrainJob, stopping: AbstractContextManager[object]) -> Tr
             raise
 
 
+# The generators are the process's: two threads that build models would draw from each other's seed.
+_building = threading.RLock()
+
+
 def built(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Module:
     """Return the caller's module; building one leaves the caller's random generators as they were."""
     from torch import nn
@@ -228,7 +233,7 @@ def built(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Module:
 
     if isinstance(model, nn.Module):
         return model
-    with set_aside():
+    with _building, set_aside():
         return build_model(model, seed)
 
 
