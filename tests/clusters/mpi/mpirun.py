@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -89,9 +90,8 @@ class MpiRun:
         self._gate.touch()
         self.process.wait(timeout=120)
         assert self.process.returncode == 0, (self.process.returncode, self.log)
-        return [
-            line.split()[-1] for line in self._printed.read_text().splitlines() if line.startswith("hash ")
-        ]
+        # mpirun may put the lines of two ranks behind each other.
+        return re.findall("hash ([0-9a-f]{64})", self._printed.read_text())
 
     def close(self) -> None:
         if self.process.poll() is None:

@@ -70,7 +70,10 @@ class SshLab(EngineLab):
         found = []
         for number in range(1, len(self.hosts.hosts.names)):
             for pid in self.hosts.hosts.pids(number):
-                line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+                try:
+                    line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+                except OSError:
+                    continue  # it has ended since
                 if "sshd" not in line:
                     found.append(f"{pid}: {line}")
         return found

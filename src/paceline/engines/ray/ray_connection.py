@@ -20,6 +20,8 @@ from paceline.engines.ray.ray_settings import RaySettings
 
 _REACH_SECONDS: Final = 5.0
 _LOCAL: Final = "local"
+_ATTEMPTS: Final = 3
+_BUSY_HEAD: Final = "Starting Ray client server failed"  # its process for this client did not start in time
 
 _lock = threading.Lock()
 _current: RayConnection | None = None
@@ -146,13 +148,16 @@ def _made(ray: Any, settings: RaySettings) -> RayConnection:
             options["resources"] = own
     elif address != "auto":
         _check_reachable(address)
-    try:
-        with _handlers_kept():
-            ray.init(address=address, **options)
-    except Exception as error:
-        with contextlib.suppress(Exception):
-            ray.shutdown()
-        raise _explained(address, error) from error
+    for attempt in range(1, _ATTEMPTS + 1):
+        try:
+            with _handlers_kept():
+                ray.init(address=address, **options)
+            break
+        except Exception as error:
+            with contextlib.suppress(Exception):
+                ray.shutdown()
+            if attempt == _ATTEMPTS or _BUSY_HEAD not in str(error):
+                raise _explained(address, error) from error
     return RayConnection(ray, address, is_ours=True)
 
 

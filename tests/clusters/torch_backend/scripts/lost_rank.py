@@ -7,6 +7,8 @@ import torch.distributed as dist
 from tests.clusters.torch_backend.scripts.common import BACKEND, task
 from torch.nn.parallel import DistributedDataParallel
 
+# torchrun ends the other ranks as soon as it sees the loss: rank 0 is to have the time to say what it saw.
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
 dist.init_process_group(BACKEND)
 model, data = task()
 parallel = DistributedDataParallel(model)
