@@ -174,7 +174,7 @@ class RayTrials:
         self._ray = ray
         # max_retries=0: a lost trial is the search's to repeat.
         self._task = ray.remote(max_retries=0, **{"num_cpus": 0, **share})(run_on_ray)
-        self._mailbox = ray.remote(num_cpus=0, max_concurrency=1000)(Mailbox).remote()
+        self._mailbox = _beside_search(ray.remote(num_cpus=0, max_concurrency=1000)(Mailbox), ray).remote()
         try:
             self._call = ray.put(call)
         except (TypeError, AttributeError) as error:
@@ -240,6 +240,15 @@ class RayTrials:
         if "error" in result:
             return Raised(number, result["error"])
         return Pruned(number) if result["value"] is None else Returned(number, result["value"])
+
+
+def _beside_search(actor: Any, ray: Any) -> Any:
+    """Place an actor on the node to which the search is connected: the loss of another node, which costs its
+    trials, must not cost the search."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = ray.get_runtime_context().get_node_id()
+    return actor.options(scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=True))
 
 
 def _import_ray() -> Any:
