@@ -19,7 +19,7 @@ from paceline.frontends.run_queue.queue_folder import QueueFolder
 from paceline.frontends.run_queue.queued_run import ENDED, QueueState
 from paceline.frontends.run_queue.serving import start_server
 
-_UNLIMITED: Final = 1_000_000  # workers: a submitted run has hosts of its own, and the queue shares none
+_UNLIMITED: Final = 1_000_000  # workers: the engine's hosts are not the queue's to share
 _STATES: Final[dict[QueueState, BatchState]] = {
     "waiting": "pending",
     "running": "running",

@@ -89,8 +89,8 @@ def mark_untouched(error: PacelineError) -> None:
 
 
 def room_for(window: Window, what: str, dtype: torch.dtype, count: int, size: int) -> list[Tensor]:
-    """Return so many tensors of `size` elements, kept with the window: fresh memory costs a fault for each of
-    its pages. The calls of a window come one after the other, and each is done with them at its end."""
+    """Return `count` tensors of `size` elements, kept with the window: fresh memory costs a page fault for
+    each page. Calls of a window are serialised, and none uses the tensors after its end."""
     key = ("room", what, dtype)
     kept = cast("list[Tensor]", window.prepared.setdefault(key, []))
     if len(kept) < count or kept[0].numel() < size:

@@ -177,7 +177,7 @@ class ShmWindow:
         """Return the seconds for a megabyte of the next rank's memory: read directly, and through slots.
 
         In every turn the data is written anew and, after a tick, read by the peer. That is what makes a
-        transfer dear: a slot that a peer has read costs several times as much to fill as memory of one's own.
+        transfer dear: a slot that a peer has read costs several times as much to fill as private memory.
         """
         peer = (self._rank + 1) % self._world
         mine, slot = self.staging[0, self._rank], self.staging[0, peer]
