@@ -7,6 +7,7 @@ import re
 from typing import Any, NamedTuple
 
 import kubernetes_validate
+from kubeflow_trainer_api import models
 from tests.clusters.kubernetes.object_store import JsonObject, ObjectStore
 
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
@@ -37,7 +38,10 @@ def check_new(store: ObjectStore, one: JsonObject, namespace: str, quota: Quota 
             422, "Invalid", f'{kind} "{name}" is invalid: metadata.name: Invalid value: "{name}"'
         )
     try:
-        kubernetes_validate.validate(one, SCHEMA, strict=True)
+        if kind == "JobSet":
+            _check_job_set(one)
+        else:
+            kubernetes_validate.validate(one, SCHEMA, strict=True)
     except kubernetes_validate.ValidationError as error:
         raise RefusalError(400, "BadRequest", f"{kind} in version: {error.message}") from error
     if store.find(kind, namespace, name) is not None:
@@ -87,6 +91,23 @@ def _check_job(job: JsonObject) -> None:
         wrong = "metadata.name: Invalid value: the hostnames of its pods would be too long"
     if wrong:
         raise RefusalError(422, "Invalid", f'Job.batch "{job["metadata"]["name"]}" is invalid: {wrong}')
+
+
+def _check_job_set(one: JsonObject) -> None:
+    """Refuse what JobSet's own models do not read, or its webhook does not allow; check its Jobs as Jobs."""
+    models.JobsetV1alpha2JobSet.from_dict(one)
+    parts = one["spec"]["replicatedJobs"]
+    names = [part["name"] for part in parts]
+    unknown = set(one["spec"].get("successPolicy", {}).get("targetReplicatedJobs", ())) - set(names)
+    if unknown or len(set(names)) < len(names):
+        told = f"invalid replicatedJob name in success policy: {unknown}" if unknown else "duplicate names"
+        raise RefusalError(422, "Invalid", f'JobSet "{one["metadata"]["name"]}" is invalid: {told}')
+    for part in parts:
+        job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": part["name"]}}
+        job |= part["template"]
+        kubernetes_validate.validate(job, SCHEMA, strict=True)
+        _check_job(job)
+        _check_restricted(job, job["spec"]["template"]["spec"])
 
 
 def _check_restricted(one: JsonObject, pod: JsonObject) -> None:

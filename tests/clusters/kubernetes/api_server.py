@@ -1,8 +1,9 @@
 """The HTTP side of the fake: paths, methods and answers of the Kubernetes API, over TLS, for a token.
 
-Serves what Paceline's engine and `kubectl` use for Jobs, StatefulSets, Pods, Services, Secrets and Events:
-create, get, list (label and field selectors), watch, merge patch, delete with propagation and grace, logs,
-SelfSubjectAccessReview, discovery. The official clients are not mocked: they talk to this over a socket.
+Serves what Paceline's engine and `kubectl` use for Jobs, StatefulSets, JobSets (where installed), Pods,
+Services, Secrets and Events: create, get, list (label and field selectors), watch, merge patch, delete
+with propagation and grace, logs, SelfSubjectAccessReview, discovery. The official clients are not mocked:
+they talk to this over a socket.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ KINDS = {
     ("batch", "v1", "jobs"): "Job",
     ("apps", "v1", "statefulsets"): "StatefulSet",
 }
-_API_VERSIONS = {"Job": "batch/v1", "StatefulSet": "apps/v1"}
+_API_VERSIONS = {"Job": "batch/v1", "StatefulSet": "apps/v1", "JobSet": "jobset.x-k8s.io/v1alpha2"}
 _PATH = re.compile(
-    r"(?:/api|/apis/(?P<group>[^/]+))/(?P<version>v1)/namespaces/(?P<namespace>[^/]+)"
+    r"(?:/api|/apis/(?P<group>[^/]+))/(?P<version>v1|v1alpha2)/namespaces/(?P<namespace>[^/]+)"
     r"(?:/(?P<resource>[a-z]+)(?:/(?P<name>[^/]+)(?:/(?P<part>[a-z]+))?)?)?"
 )
 
@@ -45,6 +46,7 @@ class ApiServer:
     def __init__(self, store: ObjectStore, token: str, logs: Callable[[JsonObject], list[str]]) -> None:
         self.store, self.token, self.logs = store, token, logs
         self.namespaces = {"default", "ml"}
+        self.kinds = dict(KINDS)
         self.quota: Any = None
         self.may: Callable[[str, str], bool] = lambda verb, resource: True
         self.version = {"major": "1", "minor": "33", "gitVersion": "v1.33.1"}
@@ -84,7 +86,7 @@ class ApiServer:
         if path.endswith("/selfsubjectaccessreviews"):
             wanted = (body or {})["spec"]["resourceAttributes"]
             return {**(body or {}), "status": {"allowed": self.may(wanted["verb"], wanted["resource"])}}
-        if found := discovery(path):
+        if found := discovery(path, self.kinds):
             return found
         match = _PATH.fullmatch(path)
         if match is None:
@@ -94,7 +96,7 @@ class ApiServer:
             if namespace not in self.namespaces:
                 raise RefusalError(404, "NotFound", f'namespaces "{namespace}" not found')
             return {"kind": "Namespace", "apiVersion": "v1", "metadata": {"name": namespace}}
-        kind = KINDS.get((match["group"] or "", match["version"], resource))
+        kind = self.kinds.get((match["group"] or "", match["version"], resource))
         if kind is None:
             raise RefusalError(404, "NotFound", "the server could not find the requested resource")
         self._check_rights(method, resource, namespace)
@@ -229,7 +231,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _watch(self, path: str, query: dict[str, str]) -> None:
         api, match = self.server_state, _PATH.fullmatch(path)
         assert match is not None
-        kind = KINDS[match["group"] or "", match["version"], match["resource"]]
+        kind = api.kinds[match["group"] or "", match["version"], match["resource"]]
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Connection", "close")
@@ -268,26 +270,27 @@ def selects(query: dict[str, str], one: JsonObject) -> bool:
     return True
 
 
-def discovery(path: str) -> JsonObject | None:
+def discovery(path: str, kinds: dict[tuple[str, str, str], str]) -> JsonObject | None:
     """Return what tells a client which resources there are."""
-    groups = sorted({group for group, _, _ in KINDS if group})
+    versions = dict(sorted((group, version) for group, version, _ in kinds))
     if path == "/api":
         return {"kind": "APIVersions", "versions": ["v1"]}
     if path == "/apis":
         entries = []
-        for group in groups:
-            version = {"groupVersion": f"{group}/v1", "version": "v1"}
-            entries.append({"name": group, "versions": [version], "preferredVersion": version})
+        for group, number in versions.items():
+            if group:
+                version = {"groupVersion": f"{group}/{number}", "version": number}
+                entries.append({"name": group, "versions": [version], "preferredVersion": version})
         return {"kind": "APIGroupList", "apiVersion": "v1", "groups": entries}
-    for group in ("", *groups):
-        if path == (f"/apis/{group}/v1" if group else "/api/v1"):
+    for group, number in versions.items():
+        if path == (f"/apis/{group}/{number}" if group else f"/api/{number}"):
             verbs = ["create", "delete", "get", "list", "patch", "watch"]
             resources = [
                 {"name": name, "singularName": kind.lower(), "namespaced": True, "kind": kind, "verbs": verbs}
-                for (its_group, _, name), kind in KINDS.items()
+                for (its_group, _, name), kind in kinds.items()
                 if its_group == group
             ]
-            name = f"{group}/v1" if group else "v1"
+            name = f"{group}/{number}" if group else number
             return {"kind": "APIResourceList", "groupVersion": name, "resources": resources}
     return None
 

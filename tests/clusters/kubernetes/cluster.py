@@ -36,6 +36,7 @@ from tests.clusters.kubernetes import sandbox
 from tests.clusters.kubernetes.admission import Quota
 from tests.clusters.kubernetes.api_server import ApiServer
 from tests.clusters.kubernetes.job_controller import Controllers
+from tests.clusters.kubernetes.job_set_controller import JOB_SETS, JobSets
 from tests.clusters.kubernetes.kubelet import Kubelets, Node
 from tests.clusters.kubernetes.object_store import JsonObject, ObjectStore, now
 from tests.clusters.kubernetes.sandbox import ROOT, Container
@@ -66,6 +67,7 @@ class Cluster:
         self.kubelets = Kubelets(self.store, self.hosts, self.nodes, folder / "pods")
         self.kubelets.images.add(IMAGE)
         self.controllers = Controllers(self.store, backoff)
+        self.job_sets = JobSets(self.store)
         self.token = "the-user's-own-token"
         self.api = ApiServer(self.store, self.token, self.kubelets.log_lines)
         self.kubeconfig = folder / "kubeconfig"
@@ -121,6 +123,12 @@ class Cluster:
                 yield
             finally:
                 assert _libc.setns(own.fileno(), _NEWNET) == 0
+
+    def install_job_sets(self, installed: bool) -> None:
+        """Have the API server know JobSets, as it does where their controller is installed; or not."""
+        self.api.kinds.pop(JOB_SETS, None)
+        if installed:
+            self.api.kinds[JOB_SETS] = "JobSet"
 
     def set_quota(self, quota: Quota | None) -> None:
         self.api.quota = self.controllers.quota = quota
@@ -196,7 +204,7 @@ class Cluster:
 
     def left(self) -> list[str]:
         """Return objects and processes of runs that are still there."""
-        kinds = ("Job", "StatefulSet", "Pod", "Secret", "Service")
+        kinds = ("JobSet", "Job", "StatefulSet", "Pod", "Secret", "Service")
         objects = [
             f"{kind} {one['metadata']['name']}"
             for kind in kinds
@@ -211,6 +219,8 @@ class Cluster:
     def _turns(self) -> None:
         while not self._closing.wait(_TURN_SECONDS):
             try:
+                with self.store.lock:
+                    self.job_sets.turn()
                 self.controllers.turn()
                 self.kubelets.turn()
             except BaseException as error:

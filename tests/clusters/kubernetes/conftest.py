@@ -24,5 +24,6 @@ def idle_cluster(shared_cluster: Cluster) -> Iterator[Cluster]:
     yield shared_cluster
     assert shared_cluster.failure is None
     shared_cluster.set_quota(None)
+    shared_cluster.install_job_sets(False)
     shared_cluster.api.may = lambda verb, resource: True
     shared_cluster.api.version["minor"] = "33"

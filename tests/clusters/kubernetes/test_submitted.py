@@ -56,16 +56,20 @@ def command(script: Path, *options: str) -> list[str]:
     return [sys.executable, "-m", "paceline", "submit", str(script), "--engine", "kubernetes", *options]
 
 
+@pytest.mark.parametrize("kind", ["job", "jobset"])
 def test_a_run_is_handed_over_loses_its_supervisor_and_ends_as_if_nothing_was(
-    idle_cluster: Cluster, tmp_path: Path
+    idle_cluster: Cluster, tmp_path: Path, kind: str
 ) -> None:
+    idle_cluster.install_job_sets(kind == "jobset")
+    # A Job numbers its pods; a JobSet has a Job for the supervisor's pod and one for the agents.
+    first_host, other = ("run-head-0-0", "run-agents-0-0") if kind == "jobset" else ("run-0", "run-1")
     folder = tmp_path / "runs"
     folder.mkdir()
     os.chown(folder, USER, USER)
     (folder / "train.py").write_text(_SCRIPT)
     idle_cluster.kubelets.claims["training"] = folder
     chosen: dict[str, Any] = {"kubeconfig": str(idle_cluster.kubeconfig), "image": IMAGE}
-    options = ["--nodes", "2", "--name", "handed over", "--image", IMAGE, "--run-dir", "/runs/run"]
+    options = ["--nodes", "2", "--name", "run", "--kind", kind, "--image", IMAGE, "--run-dir", "/runs/run"]
     for setting in (
         f"kubeconfig={idle_cluster.kubeconfig}",
         'volumes={"/runs" = "training"}',
@@ -83,30 +87,28 @@ def test_a_run_is_handed_over_loses_its_supervisor_and_ends_as_if_nothing_was(
         check=False,
         timeout=60,
     )
-    assert (done.returncode, done.stdout) == (0, "job/handed-over\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, f"{kind}/run\n"), done.stderr
     engine = paceline.Kubernetes(**chosen)
     try:
-        wait_for(lambda: len(_views(folder / "run")) > 0, "both pods train", 100)
+        wait_for(lambda: len(_views(folder / "run", {first_host, other})) > 0, "both pods train", 100)
         wait_for(lambda: _last_step(folder / "run") >= 10, "a few steps")
-        assert engine.batch_status("job/handed-over").state == "running"
+        assert engine.batch_status(f"{kind}/run").state == "running"
         # The node is drained: SIGTERM to pod 0. It saves, leaves with 75, and comes again.
-        first = next(
-            pod for pod in idle_cluster.store.every("Pod") if pod["spec"]["hostname"] == "handed-over-0"
-        )
+        first = next(pod for pod in idle_cluster.store.every("Pod") if pod["spec"]["hostname"] == first_host)
         idle_cluster.store.begin_deletion(first)
         wait_for(lambda: len(_starts(folder / "run")) > 1, "the run is resumed", 100)
         (folder / "gate").touch()
-        wait_for(lambda: engine.batch_status("job/handed-over").is_over, "the run ends", 100)
-        assert engine.batch_status("job/handed-over").state == "succeeded"
-        lines = list(engine.batch_logs("job/handed-over"))
+        wait_for(lambda: engine.batch_status(f"{kind}/run").is_over, "the run ends", 100)
+        assert engine.batch_status(f"{kind}/run").state == "succeeded"
+        lines = list(engine.batch_logs(f"{kind}/run"))
         (said,) = [line for line in lines if line.startswith("hash ")]
         assert "['--lr', '0.1']" in said
-        secret = idle_cluster.store.find("Secret", "ml", "handed-over-token")
+        secret = idle_cluster.store.find("Secret", "ml", "run-token")
         assert secret is not None
         ready = [json.dumps(pod["status"]) for pod in idle_cluster.store.every("Pod")]
         assert not any(secret["data"]["token"] in text for text in [*lines, *ready])
     finally:
-        engine.stop_batch("job/handed-over")
+        engine.stop_batch(f"{kind}/run")
     wait_for(lambda: not idle_cluster.left(), "nothing is left")
     alone = subprocess.run(
         [sys.executable, "-m", "paceline", "train", "train.py", "--run-dir", str(tmp_path / "alone")],
@@ -124,10 +126,10 @@ def _events(folder: Path) -> list[events.Event]:
     return list(journal.read(file).events) if file.exists() else []
 
 
-def _views(folder: Path) -> list[events.ViewChanged]:
+def _views(folder: Path, hosts: set[str]) -> list[events.ViewChanged]:
     """Views with workers of both pods."""
     found = [event for event in _events(folder) if isinstance(event, events.ViewChanged)]
-    return [view for view in found if set(view.hosts) == {"handed-over-0", "handed-over-1"}]
+    return [view for view in found if set(view.hosts) == hosts]
 
 
 def _starts(folder: Path) -> list[events.Event]:

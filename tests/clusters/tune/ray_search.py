@@ -1,7 +1,7 @@
 """A search on a Ray cluster, as a program: python -m tests.clusters.tune.ray_search ADDRESS FOLDER [resume]
 
-Trials from number 2 on wait for the file FOLDER/open, and say so by FOLDER/at-NUMBER. Prints the trials
-as JSON.
+Says by the file FOLDER/connected that it is connected to Ray. Trials from number 2 on wait for the file
+FOLDER/open, and say so by FOLDER/at-NUMBER. Prints the trials as JSON.
 """
 
 from __future__ import annotations
@@ -43,6 +43,10 @@ def outcome(found: paceline.DistributedTuner) -> list[list[Any]]:
 
 
 def main(address: str, folder: str, resume: str = "") -> None:
+    import ray
+
+    ray.init(address=address, log_to_driver=False)
+    Path(folder, "connected").touch()
     found = search(Path(folder), paceline.Ray(address=address))
     found.tune(TRIALS, resume=bool(resume))
     print(json.dumps(outcome(found)), flush=True)

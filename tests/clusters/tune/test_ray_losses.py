@@ -1,5 +1,5 @@
-"""A search on a Ray cluster that is killed: no trial is lost or counted twice, and the same trials are asked
-for."""
+"""Searches on a Ray cluster that lose a node, or are killed: no trial is lost or counted twice, and the same
+trials are asked for."""
 
 from __future__ import annotations
 
@@ -28,15 +28,24 @@ pytestmark = [
 
 @pytest.fixture
 def cluster() -> Iterator[RayCluster]:
-    """Two nodes with a CPU each; below a short path, as Ray's sockets need it."""
+    """A head without CPUs; below a short path, as Ray's sockets need it."""
     environment = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
     with (
         tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder,
         RayCluster(Path(folder), environment, with_services=False, cpus=1) as made,
     ):
-        for name in "ab":
-            made.add(name)
         yield made
+
+
+def _start_connected(cluster: RayCluster, folder: Path) -> subprocess.Popen[str]:
+    """Start a search that is connected to the head's raylet, and then add two nodes with a CPU each: a search
+    whose own raylet is killed is a killed search."""
+    process = _start(cluster, folder)
+    wait_for((folder / "connected").exists, "the search is connected", 60)
+    for name in "ab":
+        cluster.add(name)
+    wait_for(lambda: len([*folder.glob("at-*")]) == 2, "a trial on each node", 120)
+    return process
 
 
 def _start(cluster: RayCluster, folder: Path, *more: str) -> subprocess.Popen[str]:
@@ -62,9 +71,16 @@ def _undisturbed(folder: Path) -> list[list[Any]]:
     return outcome(alone)
 
 
+def test_a_lost_node_repeats_its_trial(cluster: RayCluster, tmp_path: Path) -> None:
+    process = _start_connected(cluster, tmp_path)
+    cluster.kill("b")
+    cluster.add("c")
+    (tmp_path / "open").touch()
+    assert _trials(process) == _undisturbed(tmp_path / "alone")
+
+
 def test_a_killed_search_is_resumed(cluster: RayCluster, tmp_path: Path) -> None:
-    process = _start(cluster, tmp_path)
-    wait_for(lambda: len([*tmp_path.glob("at-*")]) == 2, "two trials are under way", 120)
+    process = _start_connected(cluster, tmp_path)
     process.kill()
     process.communicate()
     (tmp_path / "open").touch()
