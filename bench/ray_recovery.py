@@ -2,13 +2,15 @@
 
     python -m bench.ray_recovery [--quick] [--rounds N]
 
-Three cases, contenders in turns:
+Cases, contenders in turns:
 
 - a worker is killed, as in bench.recovery.against_peers: one of four, on a local cluster
 - a node is lost: one of four raylets, with all that runs on it, on a cluster; Ray Train is elastic
 - a node is added to the three that are left: until a step is committed by all four workers (the clock starts
   when Ray lists the node), and for how long training stood still for it: from the last step without it to the
   first one that had not been reached
+- both again with steps that wait as for an accelerator. Nodes of this machine share its cores: with steps
+  that compute, whatever is started has to share them with all workers, which a node of its own would not
 
 Run it with an environment that has Ray and Paceline: .venv-engines/bin/python (`make test-engines` makes it).
 """
@@ -44,6 +46,7 @@ _START_SECONDS = 120.0
 _RECOVER_SECONDS = 240.0
 _ENDLESS_STEPS = 10_000_000
 _FORGET_SECONDS = 30.0
+_DEVICE_MS = "50"
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,7 @@ def _pause(lines: list[Line]) -> float:
 
 def lose_and_add(contender: Elastic, folder: Path, lost: Times, added: Times, paused: Times) -> None:
     """One run on a cluster of four nodes: a node is lost, and another one is added."""
+    folder.mkdir(parents=True)
     environment = {**contenders.RAY_ENVIRONMENT, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
     with (
         tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as ray_folder,
@@ -193,6 +197,12 @@ def lose_and_add(contender: Elastic, folder: Path, lost: Times, added: Times, pa
         paused.add(contender.name, _wait(family, reader, _RECOVER_SECONDS, "steps with it", _pause))
 
 
+def _node_times(suffix: str) -> tuple[Times, Times, Times]:
+    names = ("node lost", "node added, until it computes", "node added, training stands still")
+    lost, added, paused = (Times(name + suffix, WANTED_NODES) for name in names)
+    return lost, added, paused
+
+
 @contextlib.contextmanager
 def _variables(**values: str):  # type: ignore[no-untyped-def]
     before = {name: os.environ.get(name) for name in values}
@@ -204,17 +214,13 @@ def _variables(**values: str):  # type: ignore[no-untyped-def]
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-def run(quick: bool = False, rounds: int = 3, cases: str = "kill,nodes") -> Report:
+def run(quick: bool = False, rounds: int = 3, cases: str = "kill,nodes,device") -> Report:
     """Seconds until training is past the step it had reached, for Paceline on Ray and for Ray Train."""
     if importlib.util.find_spec("ray") is None:
         raise UnavailableError("Ray is not installed here", remedy="use the Python of .venv-engines")
     rounds, steps = (1, 200) if quick else (rounds, 400)
-    all_times = killed, lost, added, paused = (
-        Times("worker killed", WANTED_KILL),
-        Times("node lost", WANTED_NODES),
-        Times("node added, until it computes", WANTED_NODES),
-        Times("node added, training stands still", WANTED_NODES),
-    )
+    killed = Times("worker killed", WANTED_KILL)
+    computing, waiting = _node_times(""), _node_times(", steps wait for a device")
     wrong = 0
     with tempfile.TemporaryDirectory(prefix="paceline-ray-") as place:
         if "kill" in cases:
@@ -222,11 +228,15 @@ def run(quick: bool = False, rounds: int = 3, cases: str = "kill,nodes") -> Repo
                 for outcome in row.outcomes:
                     killed.add(row.contender.name, outcome.seconds)
                     wrong += row.contender is PACELINE_ON_RAY and outcome.hash not in row.right
-        for number in range(rounds if "nodes" in cases else 0):
+        for number in range(rounds):
             for contender in (PACELINE_NODES, RAY_NODES):
-                folder = Path(place, f"nodes-{number}-{contender.name.split()[0]}")
-                folder.mkdir()
-                lose_and_add(contender, folder, lost, added, paused)
+                folder = Path(place, f"{number}-{contender.name.split()[0]}")
+                if "nodes" in cases:
+                    lose_and_add(contender, folder / "nodes", *computing)
+                if "device" in cases:
+                    with _variables(**{workload.DEVICE_MS: _DEVICE_MS}):
+                        lose_and_add(contender, folder / "device", *waiting)
+    all_times = (killed, *computing, *waiting)
     report = Report(
         "ray_recovery",
         f"Paceline on Ray and Ray Train, {workload.WORKERS} workers, MLP of 1 M parameters, "
@@ -237,6 +247,7 @@ def run(quick: bool = False, rounds: int = 3, cases: str = "kill,nodes") -> Repo
     for times in all_times:
         report.rows += [times.row(name) for name in (PACELINE_ON_RAY.name, RAY.name) if times.seconds]
         report.targets += times.target()
+    report.notes.append(f"steps that wait for a device: {_DEVICE_MS} ms in every pass, by sleeping")
     report.notes.append("node added: until a step of all four workers, from the moment Ray lists the node")
     report.notes.append(
         "Ray Train: health check every 0.2 s; elastic on nodes, looks for added ones every 5 s (default 60)"
@@ -247,4 +258,4 @@ def run(quick: bool = False, rounds: int = 3, cases: str = "kill,nodes") -> Repo
 
 
 if __name__ == "__main__":
-    command.main(run, {"rounds": 3, "cases": "kill,nodes"})
+    command.main(run, {"rounds": 3, "cases": "kill,nodes,device"})

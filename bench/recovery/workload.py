@@ -3,12 +3,16 @@
 An MLP of 1 M parameters over images of 28 x 28, 80 samples a worker, SGD with momentum: steps of about 20 ms
 with 4 workers on 2 cores. Everything is a function of the step's number, so that a run which goes back to an
 earlier step sees the same samples again. Must not know who trains.
+
+PACELINE_BENCH_DEVICE_MS: for so long every pass waits, as for an accelerator, and leaves the cores to others.
 """
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterable
-from typing import final
+from typing import Final, final
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +27,20 @@ GLOBAL_BATCH = WORKERS * BATCH
 CHECKPOINT_EVERY = 20
 STEPS_AN_EPOCH = 40
 SAMPLES = STEPS_AN_EPOCH * GLOBAL_BATCH
+DEVICE_MS: Final = "PACELINE_BENCH_DEVICE_MS"
 
 
 def build_model() -> nn.Module:
     """The same initial weights in every process that asks."""
     torch.manual_seed(SEED)
-    return models.mlp_1m()
+    model = models.mlp_1m()
+    if DEVICE_MS in os.environ:
+        model.register_forward_pre_hook(_wait_as_for_a_device)
+    return model
+
+
+def _wait_as_for_a_device(module: nn.Module, inputs: object) -> None:
+    time.sleep(float(os.environ[DEVICE_MS]) / 1000)
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
