@@ -80,7 +80,8 @@ class ObjectStore:
     def begin_deletion(self, pod: JsonObject, grace: int | None = None) -> None:
         """Ask the kubelet to end a pod; the object is there until its container has ended."""
         seconds = pod["spec"].get("terminationGracePeriodSeconds", 30) if grace is None else grace
-        if seconds == 0 or not pod["spec"].get("nodeName"):
+        has_ended = pod["status"]["phase"] in ("Succeeded", "Failed")
+        if seconds == 0 or has_ended or not pod["spec"].get("nodeName"):
             self.remove(pod)
             return
 

@@ -1,7 +1,7 @@
 """A search on a Ray cluster, as a program: python -m tests.clusters.tune.ray_search ADDRESS FOLDER [resume]
 
 Says by the file FOLDER/connected that it is connected to Ray. Trials from number 2 on wait for the file
-FOLDER/open, and say so by FOLDER/at-NUMBER. Prints the trials as JSON.
+FOLDER/open, and say so by FOLDER/at-NUMBER. Prints a line TRIALS with the trials as JSON, beside those of Ray.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main(address: str, folder: str, resume: str = "") -> None:
     Path(folder, "connected").touch()
     found = search(Path(folder), paceline.Ray(address=address))
     found.tune(TRIALS, resume=bool(resume))
-    print(json.dumps(outcome(found)), flush=True)
+    print("TRIALS", json.dumps(outcome(found)), flush=True)
 
 
 if __name__ == "__main__":

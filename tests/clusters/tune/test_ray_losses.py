@@ -58,7 +58,8 @@ def _start(cluster: RayCluster, folder: Path, *more: str) -> subprocess.Popen[st
 def _trials(process: subprocess.Popen[str]) -> list[list[Any]]:
     printed, errors = process.communicate(timeout=200)
     assert process.returncode == 0, printed + errors[-4000:]
-    found: list[list[Any]] = json.loads(printed.splitlines()[-1])
+    (line,) = [line for line in printed.splitlines() if line.startswith("TRIALS ")]
+    found: list[list[Any]] = json.loads(line.removeprefix("TRIALS "))
     return found
 
 
