@@ -1,7 +1,8 @@
 """A search on a Ray cluster, as a program: python -m tests.clusters.tune.ray_search ADDRESS FOLDER [resume]
 
 Says by the file FOLDER/connected that it is connected to Ray. Trials from number 2 on wait for the file
-FOLDER/open, and say so by FOLDER/at-NUMBER. Prints a line TRIALS with the trials as JSON, beside those of Ray.
+FOLDER/open, and say so by FOLDER/at-NUMBER. Prints a line TRIALS with the trials as JSON; Ray prints
+others.
 """
 
 from __future__ import annotations
