@@ -29,6 +29,7 @@ from paceline.core.errors import PlatformError
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 CTRL_C = "Ctrl-C"
+OTHER_RANK = "a signal to another rank"
 
 
 @final

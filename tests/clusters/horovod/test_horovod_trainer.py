@@ -55,6 +55,13 @@ def refused(tmp_path: Path, ranks: int, **settings: Any) -> str:
     return log.read_text(errors="replace")
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Three epochs of two ranks."""
+    found: dict[str, Any] = trained(tmp_path_factory.mktemp("undisturbed"), 2, epochs=3)[0]
+    return found
+
+
 def test_two_ranks_train_and_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for folder in (whole, parts):
@@ -103,6 +110,26 @@ def test_a_killed_rank_leaves_the_others_training(tmp_path: Path, victim: str) -
     assert events_of(folder, events.Repaired)[0].lost == [int(victim)]
     assert len(events_of(folder, events.RunStarted)) == 1
     assert CheckpointStore(folder / "checkpoints").verify() == []
+
+
+@pytest.mark.parametrize("whole_job", [True, False])
+def test_a_signal_to_stop_saves_and_the_resumed_run_has_the_same_bits(
+    tmp_path: Path, undisturbed: dict[str, Any], whole_job: bool
+) -> None:
+    """Signalled: horovodrun, which passes it on, or one rank, of which the other learns with its step."""
+    folder, gate, log = tmp_path / "run", tmp_path / "gate", tmp_path / "log"
+    settings = {"folder": str(folder), "gate": str(gate), "victim": "1", "epochs": 3}
+    with started([*horovodrun("-np", "2"), SCRIPT, json.dumps(settings)], log) as job:
+        wait_for(lambda: gate.exists() and gate.read_text(), f"no rank came: {log.read_text()}", SECONDS)
+        os.kill(job.pid if whole_job else int(gate.read_text()), signal.SIGTERM)
+        assert job.wait(SECONDS) != 0
+    (end,) = events_of(folder, events.RunEnded)
+    assert end.step == 9  # the rank waits in the evaluation after 8 steps
+    assert end.reason in ("a signal to another rank", "SIGTERM" if whole_job else "")
+    assert CheckpointStore(folder / "checkpoints").verify() == []
+    resumed = trained(tmp_path, 2, epochs=3, resume=True)
+    assert [one["hash"] for one in resumed] == [undisturbed["hash"]] * 2
+    assert resumed[0]["steps"] == undisturbed["steps"]
 
 
 def test_one_process_without_horovodrun_and_the_command_line(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 from pathlib import Path
@@ -18,6 +19,9 @@ import paceline
 
 settings = json.loads(sys.argv[1])
 folder = Path(settings["folder"])
+signalled, wake = socket.socketpair()  # a byte for each signal, also for one that comes before recv
+wake.setblocking(False)
+signal.set_wakeup_fd(wake.fileno())
 rank, attempt = os.environ.get("RANK", "0"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 (folder.parent / f"pid-{rank}-{attempt}").write_text(str(os.getpid()))
 strategy: Any = settings.get("strategy")
@@ -63,9 +67,9 @@ def epoch_data(epoch: int) -> Any:
         gate = folder.parent / "gate"
         gate.with_suffix(".new").write_text(str(os.getpid()))
         gate.with_suffix(".new").rename(gate)
-        if settings.get("dies"):
-            signal.pause()  # until the test kills this process
-        while not (folder.parent / "go").exists():
+        if settings.get("dies") or settings.get("signalled"):
+            signalled.recv(1)  # until the test kills this process, or asks it to stop
+        while not settings.get("signalled") and not (folder.parent / "go").exists():
             threading.Event().wait(0.01)
     order = np.random.default_rng(epoch).permutation(len(inputs))
     return tf.data.Dataset.from_tensor_slices((inputs[order], targets[order])).batch(16)

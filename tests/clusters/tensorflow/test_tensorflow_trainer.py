@@ -108,6 +108,33 @@ def test_a_killed_worker_has_all_start_again_from_a_verified_version(
     assert CheckpointStore(folder / "checkpoints").verify() == []
 
 
+def stopped(tmp_path: Path, ranks: int, **settings: Any) -> events.RunEnded:
+    """Start a job, ask its launcher to stop when a rank waits for that; return the run's last line."""
+    log, gate, folder = tmp_path / "log", tmp_path / "gate", tmp_path / "run"
+    with started(command(paceline_run(ranks), tmp_path, signalled=True, **settings), log) as job:
+        wait_for(gate.exists, f"no worker came: {log.read_text()}", SECONDS)
+        job.send_signal(signal.SIGTERM)
+        assert job.wait(SECONDS) in (75, 143), log.read_text()
+    assert CheckpointStore(folder / "checkpoints").verify() == []
+    (end,) = events_of(folder, events.RunEnded)
+    return end  # type: ignore[no-any-return]
+
+
+def test_a_signal_to_stop_saves_and_the_resumed_run_has_the_same_bits(
+    tmp_path: Path, undisturbed: dict[str, Any]
+) -> None:
+    end = stopped(tmp_path, 2, strategy="multiworker", waits="1")
+    assert end.step == 9
+    assert end.reason in ("SIGTERM", "a signal to another rank")
+    resumed = alone(tmp_path, strategy="two replicas", resume=True)
+    assert (resumed["hash"], resumed["steps"]) == (undisturbed["hash"], undisturbed["steps"])
+
+
+def test_a_signal_to_stop_has_parameter_servers_end_with_their_chief(tmp_path: Path) -> None:
+    end = stopped(tmp_path, 4, strategy="parameter_server", waits="0")
+    assert (end.step, end.reason) == (9, "SIGTERM")
+
+
 def test_a_killed_worker_of_parameter_servers_leaves_the_others_training(tmp_path: Path) -> None:
     log, gate, folder = tmp_path / "log", tmp_path / "gate", tmp_path / "run"
     settings = {"strategy": "parameter_server", "waits": "0"}

@@ -1,7 +1,8 @@
 """The loop of HorovodTrainer on one rank: Horovod sums the gradients, Paceline keeps the record.
 
     meet      ranks agree on what they train; the chief opens the run, or continues it, and shares its state
-    step      forward, backward while Horovod sums, update; the step's figures travel with the gradients
+    step      forward, backward while Horovod sums, update; the step's figures travel with the gradients, and
+              whether a signal asked a rank to stop: then all ranks end after that step, and it is saved
     commit    under elastic Horovod: a copy in memory that survivors go back to when a rank is lost
 
 What happens after a loss is Horovod's: it calls `train` again with the ranks that are left, in another order
@@ -39,6 +40,7 @@ from paceline.train.history import History
 from paceline.train.objective import Objective
 from paceline.train.settings.train_config import TrainConfig
 from paceline.train.step_info import StepInfo
+from paceline.train.stop_signals import OTHER_RANK, StopRequest, ending, listening
 
 _LOST = WorkerLoss(
     phase="the all-reduce",
@@ -80,33 +82,38 @@ class HorovodLoop:
         self._run: FrameworkRun | None = None
         self._workers: list[FrameworkWorker] = []
         self._noticed: float | None = None  # when a collective failed, on time.perf_counter
+        self._stop, self._is_stopping = StopRequest(), False  # asked of this rank; agreed by all ranks
 
     def run(self) -> History:
         """Train to the end, through losses of ranks where Horovod is elastic; every rank returns the chief's
-        history."""
+        history, or raises it with the signal that stopped the run."""
+        with closing(lambda: self._run), listening(self._stop.ask, ctrl_c=True):
+            history = self._train_elastic() if self._job.is_elastic else self._train(lambda: None)
+        if self._stop.reason is not None:
+            raise ending(self._stop.reason, history)
+        return history
+
+    def _train_elastic(self) -> History:
         hvd = self._job.hvd
-        with closing(lambda: self._run):
-            if not self._job.is_elastic:
-                return self._train(lambda: None)
-            kept = hvd.elastic.TorchState(
-                model=self._state.module, optimizer=self._state.distributed, progress=plain(self._progress)
-            )
+        kept = hvd.elastic.TorchState(
+            model=self._state.module, optimizer=self._state.distributed, progress=plain(self._progress)
+        )
 
-            def train(kept: Any) -> History:
-                self._progress = from_plain(kept.progress)
+        def train(kept: Any) -> History:
+            self._progress = from_plain(kept.progress)
 
-                def commit() -> None:
-                    kept.progress = plain(self._progress)
-                    kept.commit()
+            def commit() -> None:
+                kept.progress = plain(self._progress)
+                kept.commit()
 
-                try:
-                    return self._train(commit)
-                except Exception:
-                    self._noticed = time.perf_counter()  # Horovod decides what it was, and calls again
-                    raise
+            try:
+                return self._train(commit)
+            except Exception:
+                self._noticed = time.perf_counter()  # Horovod decides what it was, and calls again
+                raise
 
-            ended: History = hvd.elastic.run(train)(kept)
-            return ended
+        ended: History = hvd.elastic.run(train)(kept)
+        return ended
 
     # -- meeting
 
@@ -166,6 +173,8 @@ class HorovodLoop:
     # -- training
 
     def _train(self, commit: Callable[[], None]) -> History:
+        # Ranks that are lost in a step may leave some of the others with its figures: the next step asks again.
+        self._is_stopping = False
         self._meet()
         config, chief = self._settings.config, self._run
         while not self._is_done():
@@ -174,9 +183,9 @@ class HorovodLoop:
                 self._step(group)
                 if (number + 1) % self._settings.commit_steps == 0:
                     commit()
-                if self._reached_limit():
+                if self._reached_limit() or self._is_stopping:
                     break
-            if self._reached_limit() and self._batches_left(epoch):
+            if (self._reached_limit() or self._is_stopping) and self._batches_left(epoch):
                 break
             self._evaluate()
             self._progress.position = self._progress.position.next_epoch()
@@ -185,6 +194,8 @@ class HorovodLoop:
             commit()
         if chief is not None and config.max_steps is not None and self._reached_limit():
             chief.stopped = None if self._is_done_by_epochs() else f"max_steps={config.max_steps}"
+        elif chief is not None and self._is_stopping and not self._is_done_by_epochs():
+            chief.stopped = self._stop.reason
         return self._finish()
 
     def _groups(self, epoch: int) -> Iterator[list[Any]]:
@@ -205,7 +216,9 @@ class HorovodLoop:
             (scored.loss / len(group)).backward()  # type: ignore[no-untyped-call]
             numbers = {name: float(value) for name, value in scored.metrics.items()}
             figures.append((size_of(batch), scored.loss.detach(), numbers))
-        handle = hvd.allreduce_async_(_summed(figures), name="paceline.step", op=hvd.Sum)
+        asked = torch.tensor([float(self._stop.asked())], dtype=torch.float64)
+        sums = torch.cat([asked, _summed(figures)])
+        handle = hvd.allreduce_async_(sums, name="paceline.step", op=hvd.Sum)
         if self._settings.clipping is None:
             optimizer.step()
         else:
@@ -213,7 +226,10 @@ class HorovodLoop:
             nn.utils.clip_grad_norm_(module.parameters(), self._settings.clipping)
             with optimizer.skip_synchronize():
                 optimizer.step()
-        samples, loss, *rest = hvd.synchronize(handle).tolist()
+        ranks_asked, samples, loss, *rest = hvd.synchronize(handle).tolist()
+        if ranks_asked:
+            self._is_stopping = True
+            self._stop.ask(OTHER_RANK)
         self._progress.position = position.after(int(samples), int(samples))
         if self._run is not None:
             names = sorted(figures[0][2])
@@ -249,7 +265,7 @@ class HorovodLoop:
     # -- the end
 
     def _is_done(self) -> bool:
-        return self._reached_limit() or self._is_done_by_epochs()
+        return self._is_stopping or self._reached_limit() or self._is_done_by_epochs()
 
     def _is_done_by_epochs(self) -> bool:
         epochs = self._settings.config.epochs

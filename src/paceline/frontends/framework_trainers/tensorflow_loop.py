@@ -5,7 +5,8 @@
                 lost has its batch handed to another, and the rest go on
 
 Under `paceline run` a job in step is started again when a worker is lost, from the newest version that
-verifies.
+verifies. A signal that asks to stop is a number beside the figures of a step: all workers end after that
+step, and it is saved. Workers of parameter servers end with their chief.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from paceline.frontends.framework_trainers.tensorflow_strategy import TensorFlow
 from paceline.train.callbacks import Modifier, Observer
 from paceline.train.history import History
 from paceline.train.settings.train_config import TrainConfig
+from paceline.train.stop_signals import OTHER_RANK, StopRequest, ending, listening
 
 _HANDED_ON: Final = WorkerLoss(
     phase="a step",
@@ -63,16 +65,19 @@ class TensorFlowLoop:
         self._position = DataPosition()
         self._run: FrameworkRun | None = None
         self._rate = 0.0
+        self._stop, self._is_stopping = StopRequest(), False  # asked of this process; agreed by all workers
 
     def run(self) -> History:
-        """Train to the end; every worker returns the chief's history."""
-        with closing(lambda: self._run):
+        """Train to the end; every worker returns the chief's history, or raises it with the signal that
+        stopped the run."""
+        with closing(lambda: self._run), listening(self._stop.ask, ctrl_c=True):
             self._meet()
             while not self._is_done():
                 self._epoch()
-                if self._reached_limit() and self._position.offset:
-                    break  # in the middle of an epoch
-            return self._finish()
+            history = self._finish()
+        if self._stop.reason is not None:
+            raise ending(self._stop.reason, history)
+        return history
 
     # -- meeting
 
@@ -131,7 +136,7 @@ class TensorFlowLoop:
         batches = self._data.of_epoch(self._position.epoch, self._position.offset)
         train = self._handed_out if self._job.coordinator is not None else self._in_step
         train(batches)
-        if self._reached_limit() and self._position.offset != self._data.steps:
+        if (self._reached_limit() or self._is_stopping) and self._position.offset != self._data.steps:
             return
         self._evaluate()
         self._position = self._position.next_epoch()
@@ -140,8 +145,12 @@ class TensorFlowLoop:
 
     def _in_step(self, batches: Any) -> None:
         for batch in batches:
-            self._record(self._steps.train(batch).numpy())
-            if self._reached_limit():
+            *figures, asked = self._steps.train(batch, self._asked()).numpy()
+            self._record(figures)
+            if asked:
+                self._is_stopping = True
+                self._stop.ask(OTHER_RANK)
+            if self._reached_limit() or self._is_stopping:
                 return
 
     def _handed_out(self, batches: Any) -> None:
@@ -156,15 +165,19 @@ class TensorFlowLoop:
                 self._record(waiting.popleft().fetch())
 
         for batch in batches:
-            waiting.append(coordinator.schedule(self._steps.train, args=(batch,)))
+            waiting.append(coordinator.schedule(self._steps.train, args=(batch, self._asked())))
             made = self._position.step + len(waiting)
             due = every is not None and made % every == 0
-            over = most is not None and made >= most
+            self._is_stopping = self._stop.asked()
+            over = self._is_stopping or (most is not None and made >= most)
             fetch(0 if due or over else ahead)
             self._note_losses()
             if over:
                 return
         fetch(0)
+
+    def _asked(self) -> Any:
+        return self._job.tf.constant(float(self._stop.asked()), self._job.tf.float64)
 
     def _record(self, figures: Any) -> None:
         loss, samples = float(figures[0]), int(figures[1])
@@ -200,8 +213,11 @@ class TensorFlowLoop:
     # -- the end
 
     def _is_done(self) -> bool:
+        return self._is_stopping or self._reached_limit() or self._is_done_by_epochs()
+
+    def _is_done_by_epochs(self) -> bool:
         epochs = self._config.epochs
-        return self._reached_limit() or (epochs is not None and self._position.epoch >= epochs)
+        return epochs is not None and self._position.epoch >= epochs
 
     def _reached_limit(self) -> bool:
         most = self._config.max_steps
@@ -211,6 +227,8 @@ class TensorFlowLoop:
         run, group = self._run, self._job.group
         if run is not None and self._reached_limit() and self._position.offset:
             run.stopped = f"max_steps={self._config.max_steps}"
+        elif run is not None and self._is_stopping and not self._is_done_by_epochs():
+            run.stopped = self._stop.reason
 
         def finish() -> dict[str, Any]:
             assert run is not None

@@ -16,19 +16,22 @@ from paceline.core.wording import with_article
 
 @final
 class KerasSteps:
-    """The compiled functions of one model. Each returns [sum of losses, samples] over all replicas."""
+    """The compiled functions of one model. Each returns [sum of losses, samples] over all replicas; `train`,
+    which takes a batch and a number, has the sum of the replicas' numbers behind them."""
 
     def __init__(self, tf: Any, strategy: Any, model: Any) -> None:
         self._tf, self._strategy, self._model = tf, strategy, model
-        self.train: Callable[[Any], Any] = tf.function(lambda batch: self._run(self._update, batch))
+        self.train: Callable[[Any, Any], Any] = tf.function(
+            lambda batch, number: self._run(self._update, batch, number)
+        )
         self.score: Callable[[Any], Any] = tf.function(lambda batch: self._run(self._measure, batch))
         self.score_here: Callable[[Any], Any] = tf.function(self._measure)
 
-    def _run(self, function: Callable[[Any], Any], batch: Any) -> Any:
-        results = self._strategy.run(function, args=(batch,))
+    def _run(self, function: Callable[..., Any], *args: Any) -> Any:
+        results = self._strategy.run(function, args=args)
         return self._strategy.reduce(self._tf.distribute.ReduceOp.SUM, results, axis=None)
 
-    def _update(self, batch: Any) -> Any:
+    def _update(self, batch: Any, number: Any) -> Any:
         tf, model = self._tf, self._model
         x, y, weights = parts_of(batch)
         with tf.GradientTape() as tape:
@@ -37,7 +40,7 @@ class KerasSteps:
             scaled = model.optimizer.scale_loss(loss) if hasattr(model.optimizer, "scale_loss") else loss
         gradients = tape.gradient(scaled, model.trainable_variables)
         model.optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-        return self._figures(loss, x)
+        return tf.concat([self._figures(loss, x), [number]], 0)
 
     def _measure(self, batch: Any) -> Any:
         model = self._model

@@ -26,6 +26,7 @@ from paceline.frontends.framework_trainers.framework_settings import (
 from paceline.frontends.framework_trainers.tensorflow_strategy import TensorFlowJob, join_job
 from paceline.train.callbacks import Modifier, Observer, as_list, refuse_inside
 from paceline.train.settings.keyword_hints import explained
+from paceline.train.stop_signals import listening
 
 if TYPE_CHECKING:
     from paceline.train.history import History
@@ -180,5 +181,7 @@ class TensorFlowDistributedTrainer:
         else:
             from paceline.frontends.framework_trainers.server_ranks import serve_until_done
 
-            serve_until_done(cluster.meeting, cluster.rank)
+            # `paceline run` passes a signal on to all ranks: the chief saves with the help of this one.
+            with listening(lambda reason: None):
+                serve_until_done(cluster.meeting, cluster.rank)
         sys.exit(0)
