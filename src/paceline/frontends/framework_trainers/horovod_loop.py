@@ -173,7 +173,7 @@ class HorovodLoop:
     # -- training
 
     def _train(self, commit: Callable[[], None]) -> History:
-        # Ranks that are lost in a step may leave some of the others with its figures: the next step asks again.
+        # A rank lost in a step may leave only some of the others with its figures: the next step asks again.
         self._is_stopping = False
         self._meet()
         config, chief = self._settings.config, self._run
