@@ -2,7 +2,8 @@
 
 2 and 4 workers on this host, one thread each; both backends in the same processes, each with a model of its
 own, in turns of a few steps. A ratio is the median over rounds of Gloo's time over Paceline's in the same
-round; the spread is the first and the third quarter of them. A round's time is that of the slowest rank."""
+round; the spread is the first and the third quarter of them. A round's time is that of the slowest rank.
+"at most" is the ratio of DDP without any exchange: no backend can have a higher one here."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import sys
 from dataclasses import dataclass
 
 from bench.report import Report, Target, main
-from bench.train.backend_loop import BACKENDS
+from bench.train.backend_loop import BACKENDS, NO_EXCHANGE
 from bench.train.turns import Peer
 from bench.train.workload import SPEED, Workload
 
@@ -34,7 +35,15 @@ class Row:
 
     @property
     def ratios(self) -> list[float]:
-        pairs = zip(self.times["gloo"], self.times["paceline"], strict=True)
+        return self._to_gloo("paceline")
+
+    @property
+    def most(self) -> float | None:
+        """The ratio of steps that exchange nothing."""
+        return statistics.median(self._to_gloo(NO_EXCHANGE)) if NO_EXCHANGE in self.times else None
+
+    def _to_gloo(self, other: str) -> list[float]:
+        pairs = zip(self.times["gloo"], self.times[other], strict=True)
         return sorted(theirs / ours for theirs, ours in pairs)
 
     def milliseconds(self, backend: str) -> str:
@@ -48,13 +57,14 @@ def measure(loop: str, work: Workload, workers: int) -> Row:
         answers = peer.turn(ROUNDS[work.name], TURN[work.name])
     times = {
         backend: [max(ranks) for ranks in zip(*(answer["times"][backend] for answer in answers), strict=True)]
-        for backend in BACKENDS
+        for backend in answers[0]["times"]
     }
     row = Row(loop, work, workers, times)
     said = ", ".join(f"{backend} {row.milliseconds(backend)} ms" for backend in BACKENDS)
     low, middle, high = statistics.quantiles(row.ratios)
     print(
-        f"{LOOPS[loop]}, {workers} workers, {work.title}: {said}, {middle:.2f}x ({low:.2f} to {high:.2f})",
+        f"{LOOPS[loop]}, {workers} workers, {work.title}: {said}, {middle:.2f}x ({low:.2f} to {high:.2f})"
+        + (f", at most {row.most:.2f}x" if row.most else ""),
         file=sys.stderr,
         flush=True,
     )
@@ -75,7 +85,7 @@ def run() -> Report:
     report = Report(
         "torch_backend",
         f"DDP and FSDP2 on one host, {len(os.sched_getaffinity(0))} cores, one thread a worker: ms a step",
-        ("loop", "workers", "model", "batch", "paceline", "Gloo", "to Gloo", "spread"),
+        ("loop", "workers", "model", "batch", "paceline", "Gloo", "to Gloo", "spread", "at most"),
         notes=[
             "medians of rounds; to Gloo: its time over Paceline's in the same round; spread: its quarters"
         ],
@@ -98,6 +108,7 @@ def run() -> Report:
                 row.milliseconds("gloo"),
                 f"{middle:.2f}x",
                 f"{low:.2f} to {high:.2f}",
+                f"{row.most:.2f}x" if row.most else "",
             ]
         )
         what = f"{LOOPS[row.loop]}, {row.workers} workers, {row.work.title}"

@@ -2,7 +2,8 @@
 over Gloo.
 
 Each backend has a model, an optimizer and batches of its own. They take turns of a few steps, behind a
-barrier, so that whatever else this machine does slows both alike."""
+barrier, so that whatever else this machine does slows both alike. With DDP a third one takes part whose
+gradients are not exchanged at all: what a backend that needs no time would reach."""
 
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ from bench.train.turns import Block
 from bench.train.workload import WORKLOADS, Workload, loss_of
 
 BACKENDS = ("paceline", "gloo")
+NO_EXCHANGE = "no exchange"
 _SHARDED_FROM = 100_000
 
 
@@ -31,10 +33,12 @@ def prepare(workers: int, *, workload: str, loop: str) -> Block:
     groups = {backend: distributed.new_group(backend=backend) for backend in BACKENDS}
     work = WORKLOADS[workload]
     steps = {backend: _step(work, workers, loop, group) for backend, group in groups.items()}
+    if loop == "ddp":
+        steps[NO_EXCHANGE] = _step(work, workers, loop, groups["gloo"], exchange=False)
 
     def block(rounds: int, turn: int) -> dict[str, Any]:
-        times: dict[str, list[float]] = {backend: [] for backend in BACKENDS}
-        order = list(BACKENDS)
+        times: dict[str, list[float]] = {backend: [] for backend in steps}
+        order = list(steps)
         for _ in range(rounds):
             for backend in order:
                 distributed.barrier()
@@ -49,7 +53,9 @@ def prepare(workers: int, *, workload: str, loop: str) -> Block:
     return block
 
 
-def _step(work: Workload, workers: int, loop: str, group: Any) -> Callable[[], None]:
+def _step(
+    work: Workload, workers: int, loop: str, group: Any, *, exchange: bool = True
+) -> Callable[[], None]:
     model = work.model()
     parallel: nn.Module
     optimizer: torch.optim.Optimizer
@@ -59,6 +65,8 @@ def _step(work: Workload, workers: int, loop: str, group: Any) -> Callable[[], N
         optimizer = torch.optim.SGD(parallel.parameters(), lr=0.01, momentum=0.9)
     else:
         parallel = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
+        if not exchange:
+            parallel.register_comm_hook(None, _kept)
         optimizer = work.optimizer(parallel.parameters())
     batches = sampled(work.data(workers), work.batch, workers)
 
@@ -69,6 +77,13 @@ def _step(work: Workload, workers: int, loop: str, group: Any) -> Callable[[], N
         optimizer.step()
 
     return step
+
+
+def _kept(state: None, bucket: distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Leave a bucket as this rank has it."""
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
 
 
 def _sharded(model: nn.Module, group: Any) -> nn.Module:

@@ -103,8 +103,8 @@ def _check_job_set(one: JsonObject) -> None:
         told = f"invalid replicatedJob name in success policy: {unknown}" if unknown else "duplicate names"
         raise RefusalError(422, "Invalid", f'JobSet "{one["metadata"]["name"]}" is invalid: {told}')
     for part in parts:
-        job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": part["name"]}}
-        job |= part["template"]
+        named: JsonObject = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": part["name"]}}
+        job: JsonObject = {**named, **part["template"]}
         kubernetes_validate.validate(job, SCHEMA, strict=True)
         _check_job(job)
         _check_restricted(job, job["spec"]["template"]["spec"])
