@@ -66,7 +66,7 @@ def _step(
     else:
         parallel = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
         if not exchange:
-            parallel.register_comm_hook(None, _kept)
+            parallel.register_comm_hook(None, lambda state, bucket: _kept(bucket.buffer()))
         optimizer = work.optimizer(parallel.parameters())
     batches = sampled(work.data(workers), work.batch, workers)
 
@@ -79,10 +79,10 @@ def _step(
     return step
 
 
-def _kept(state: None, bucket: distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _kept(bucket: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     """Leave a bucket as this rank has it."""
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    done.set_result(bucket.buffer())
+    done.set_result(bucket)
     return done
 
 
