@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 from tests.virtual_clock import VirtualClock
 
-from paceline.core.errors import UsageError
+from paceline.core.errors import CommTimeoutError, UnavailableError, UsageError
 from paceline.engines.agent_fleet import AgentFleet
 from paceline.engines.engine import AgentSpec, EngineJob, EngineRequest, LogLine, NodeState, NodeStatus
 
@@ -23,11 +23,14 @@ class ScriptedJob:
     lines: list[LogLine] = field(default_factory=list)
     asked: list[int] = field(default_factory=list)
     stopped: int = 0
+    broken: Exception | None = None
 
     def poll(self) -> Sequence[NodeStatus]:
         return list(self.agents)
 
     def scale(self, nodes: int) -> None:
+        if self.broken is not None:
+            raise self.broken
         self.asked.append(nodes)
 
     def logs(self) -> Iterable[LogLine]:
@@ -150,6 +153,41 @@ def test_another_size_is_asked_for_once_it_is_known():
     it.fleet.scale(1)
     it.turn()
     assert it.job.asked == [3, 1]
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        UnavailableError("the controller is away", remedy="wait"),
+        CommTimeoutError("the controller does not answer", waiting_for=[], remedy="wait"),
+        ConnectionError("the client was disconnected"),
+    ],
+)
+def test_an_engine_that_is_away_ends_nothing_while_an_agent_runs(broken: Exception):
+    it = Fleet()
+    for node in range(2):
+        it.job.put(node, "running")
+    it.turn()
+    it.job.put(1, "lost")
+    it.job.broken = broken
+    for _ in range(100):
+        it.turn()
+    assert it.fleet.failure is None
+    assert sum("training goes on" in line and str(broken)[:20] in line for line in it.said) == 1
+    it.job.broken = None
+    it.turn(after=6.0)
+    assert it.job.asked == [2]
+    it.job.put(1, "running")
+    it.turn()
+    assert it.fleet.failure is None
+
+
+def test_an_engine_that_is_away_with_no_agent_left_is_the_runs_failure():
+    it = Fleet()
+    it.job.broken = ConnectionError("the client was disconnected")
+    it.turn()
+    assert isinstance(it.fleet.failure, UnavailableError)
+    assert "scripted cannot be asked about the agents: ConnectionError" in it.fleet.failure.message
 
 
 def test_a_wait_is_mentioned_once_with_the_engines_reason():

@@ -153,14 +153,14 @@ def _hand_over(
 
 def _follow(engine: BatchEngine, identifier: str) -> int:
     """Show the log of a run until it is over; return its exit code."""
-    shown = 0
+    new_lines = engine.batch_logs(identifier)
     try:
         while True:
             status = engine.batch_status(identifier)
-            lines = list(engine.batch_logs(identifier))
-            for line in lines[shown:]:
-                typer.echo(printable(line))
-            shown = max(shown, len(lines))
+            # An engine gives a long log in parts.
+            while lines := new_lines():
+                for line in lines:
+                    typer.echo(printable(line))
             if status.is_over:
                 break
             time.sleep(_POLL_SECONDS)

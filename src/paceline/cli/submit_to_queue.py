@@ -4,7 +4,7 @@ keeps it running, without the terminal. All of its workers are the engine's, so 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final, final
@@ -13,7 +13,7 @@ import typer
 
 from paceline.cli.queue_request import new_request, run_name
 from paceline.core.user_state import state_folder
-from paceline.engines.batch import BatchSpec, BatchState, BatchStatus
+from paceline.engines.batch import BatchSpec, BatchState, BatchStatus, NewLines, new_lines
 from paceline.frontends.run_queue.queue_client import add_run, find_run, want
 from paceline.frontends.run_queue.queue_folder import QueueFolder
 from paceline.frontends.run_queue.queued_run import ENDED, QueueState
@@ -62,9 +62,11 @@ class QueueBatch:
         run = find_run(self._folder().read(), identifier)
         return BatchStatus(_STATES[run.state], run.code if run.state == "failed" else None, run.reason)
 
-    def batch_logs(self, identifier: str) -> Iterable[str]:
+    def batch_logs(self, identifier: str) -> NewLines:
         log = self._folder().log_of(int(identifier))
-        return log.read_text(errors="replace").splitlines() if log.exists() else []
+        return new_lines(
+            lambda: {identifier: log.read_text(errors="replace").splitlines() if log.exists() else []}
+        )
 
     def stop_batch(self, identifier: str) -> None:
         folder = self._folder()

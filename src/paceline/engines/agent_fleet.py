@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Final, final
 
 from paceline.core.clock import Clock, MonotonicClock
-from paceline.core.errors import PacelineError, PeerLostError
+from paceline.core.errors import CommTimeoutError, PacelineError, PeerLostError, UnavailableError
 from paceline.core.untrusted import printable
 from paceline.core.wording import counted
 from paceline.engines.engine import AgentSpec, Engine, EngineJob, NodeStatus
@@ -26,6 +26,8 @@ _MOST_BACKOFF_SECONDS: Final = 30.0
 _MAX_FAILURES: Final = 4  # in a row, of agents that did not stay
 _STAY_SECONDS: Final = 20.0  # after which an agent's end is a loss, and not a failed start
 _WAIT_NOTICE_SECONDS: Final = 10.0
+_TROUBLE_SECONDS: Final = 5.0  # until a request that failed is made again
+_SAY_AGAIN_SECONDS: Final = 60.0
 _KEPT_LINES: Final = 30
 
 
@@ -56,6 +58,7 @@ class AgentFleet:
         self._ask_at = 0.0
         self._began_at = 0.0
         self._noticed_wait = False
+        self._trouble, self._say_again_at = "", 0.0  # what was said last
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self.failure: PacelineError | None = None
@@ -88,16 +91,38 @@ class AgentFleet:
 
     def _attend(self) -> None:
         assert self._job is not None
-        while not self._closing.wait(POLL_SECONDS):
-            try:
-                self.turn(self._job)
-            except PacelineError as error:
-                self.failure = error
-            if self.failure is not None:
-                return
+        while self.failure is None and not self._closing.wait(POLL_SECONDS):
+            self.turn(self._job)
 
     def turn(self, job: EngineJob) -> None:
-        """Look once: show what was written, note ends, and ask for what is missing."""
+        """Look once, and do what is to be done; note an error of the engine, or of its client."""
+        try:
+            self._look(job)
+        except (UnavailableError, CommTimeoutError) as error:
+            self._note_trouble(error)
+        except PacelineError as error:
+            self.failure = error
+        except Exception as error:
+            trouble = UnavailableError(
+                f"{self._engine.name} cannot be asked about the agents: {type(error).__name__}: {error}",
+                remedy="see whether the engine is up and can be reached from here",
+            )
+            trouble.__cause__ = error
+            self._note_trouble(trouble)
+
+    def _note_trouble(self, error: PacelineError) -> None:
+        """Go on while agents run: an engine that is away for a while takes nothing from them. Where none
+        runs, none will come."""
+        now = self._clock.now()
+        self._ask_at = now + _TROUBLE_SECONDS
+        if not any(known.status.state == "running" for known in self._known.values()):
+            self.failure = error
+        elif error.message != self._trouble or now >= self._say_again_at:
+            self._trouble, self._say_again_at = error.message, now + _SAY_AGAIN_SECONDS
+            self._say(f"{printable(error.message)}; training goes on, and what it lacks is asked for again")
+
+    def _look(self, job: EngineJob) -> None:
+        """Show what was written, note ends, and ask for what is missing."""
         now = self._clock.now()
         self._show(job)
         statuses = job.poll()

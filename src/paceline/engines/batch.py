@@ -4,10 +4,12 @@ on the first of its nodes and agents on the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias, final, runtime_checkable
 
+NewLines: TypeAlias = Callable[[], Sequence[str]]
+"""Returns the lines that a run wrote since the call before."""
 BatchState: TypeAlias = Literal["pending", "running", "succeeded", "failed", "stopped", "lost"]
 
 
@@ -60,10 +62,25 @@ class BatchEngine(Protocol):
 
     def batch_status(self, identifier: str) -> BatchStatus: ...
 
-    def batch_logs(self, identifier: str) -> Iterable[str]:
-        """Return the lines that the run wrote so far."""
+    def batch_logs(self, identifier: str) -> NewLines:
+        """Return a function whose first call has the lines that the run wrote so far, and each later call
+        those since then."""
         ...
 
     def stop_batch(self, identifier: str) -> None:
         """Have the run save and leave."""
         ...
+
+
+def new_lines(read: Callable[[], Mapping[str, Sequence[str]]]) -> NewLines:
+    """Follow logs that are read whole: `read` returns the lines of each of a run's files by its name."""
+    shown: dict[str, int] = {}
+
+    def fresh() -> list[str]:
+        found: list[str] = []
+        for name, lines in read().items():
+            found += lines[shown.get(name, 0) :]
+            shown[name] = max(shown.get(name, 0), len(lines))
+        return found
+
+    return fresh

@@ -3,12 +3,14 @@ listens, and ended with the run. Must not import torch."""
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, final
 
 from paceline.control import supervisor_address
+from paceline.core.errors import PacelineError
 from paceline.core.listen_address import is_loopback
 from paceline.engines.agent_fleet import AgentFleet
 from paceline.engines.engine import AgentSpec, Engine, gpus_per_node
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from paceline.elastic.supervisor.supervisor_launcher import SupervisorLauncher
 
 _DEFAULT_BIND: Final = FaultTolerance().bind
+_log = logging.getLogger(__name__)
 
 
 def supervisor_bind(config: TrainConfig) -> str:
@@ -85,8 +88,15 @@ class EngineNodes:
             raise self._fleet.failure
 
     def close(self) -> None:
-        """End the agents."""
-        self._fleet.close()
+        """End the agents. Where the engine does not answer then, the run's result counts all the same."""
+        try:
+            self._fleet.close()
+        except Exception as error:
+            _log.warning(
+                "whether the agents on %s have ended is not known: %s; see what still runs there",
+                self._engine.name,
+                error.message if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}",
+            )
 
 
 def _show(text: str) -> None:

@@ -8,7 +8,7 @@ Messages of a rank, and what the launcher answers:
             stopped [result]
     run number                      run folder: of the run with this number before all ranks started again
     run_folder number, path         nothing: where it is now
-    keep_survivors needed           nothing
+    keep_survivors needed, one_of   nothing
     losses                          losses: ranks that failed before all ranks started again
 
 The connection belongs to the process that the launcher started: processes that the script forks have none.
@@ -105,13 +105,13 @@ def current() -> LauncherLink | None:
     return _links[0] if _links and _links[0].owner == os.getpid() else None
 
 
-def keep_survivors(needed: Iterable[int] = ()) -> bool:
+def keep_survivors(needed: Iterable[int] = (), one_of: Iterable[int] = ()) -> bool:
     """Ask the launcher to let the other ranks live when one is lost, because they go on without it by
-    themselves; it starts none again then. `needed`: ranks without which they cannot. False: this process has
-    no such launcher."""
+    themselves; it starts none again then. `needed`: ranks without which they cannot; `one_of`: ranks of which
+    one has to be left. False: this process has no such launcher."""
     link = current()
     if link is not None:
-        link.send("keep_survivors", needed=list(needed))
+        link.send("keep_survivors", needed=list(needed), one_of=list(one_of))
     return link is not None
 
 

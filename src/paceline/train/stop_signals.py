@@ -30,6 +30,9 @@ from paceline.core.errors import PlatformError
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 CTRL_C = "Ctrl-C"
 OTHER_RANK = "a signal to another rank"
+SAME_SIGNAL_SECONDS = 5.0
+"""Within which a second signal is no second request: a scheduler signals every process of its job, and a
+launcher or an agent among them passes the same signal on."""
 
 
 @final

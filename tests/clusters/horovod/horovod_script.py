@@ -34,19 +34,25 @@ loss, calls = nn.CrossEntropyLoss(), [0]
 
 def objective(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
     calls[0] += 1
-    if calls[0] == 12 and os.environ.get("HOROVOD_RANK") == settings.get("victim") and not gate.exists():
+    waits = os.environ.get("HOROVOD_RANK") == settings.get("victim") and not gate.exists()
+    if waits and calls[0] == settings.get("call", 12):
         gate.write_text(str(os.getpid()))
         signalled.recv(1)  # until the test kills this rank, or asks it to stop
     result: torch.Tensor = loss(model(batch[0]), batch[1])
     return result
 
 
+compression = settings.get("compression")
+if compression == "hvd.Compression.fp16":
+    import horovod.torch as hvd
+
+    compression = hvd.Compression.fp16
 trainer = paceline.HorovodTrainer(
     model,
     torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
     objective if "victim" in settings else loss,
     verbose=False,
-    compression=settings.get("compression"),
+    compression=compression,
     checkpoint_dir=settings["folder"],
     resume_from_checkpoint=settings.get("resume", False),
     timeline=settings.get("timeline"),

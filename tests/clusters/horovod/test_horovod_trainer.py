@@ -118,13 +118,21 @@ def test_a_signal_to_stop_saves_and_the_resumed_run_has_the_same_bits(
 ) -> None:
     """Signalled: horovodrun, which passes it on, or one rank, of which the other learns with its step."""
     folder, gate, log = tmp_path / "run", tmp_path / "gate", tmp_path / "log"
+    # The rank waits in the evaluation after 8 steps; or in the last of them, whose evaluation is not made.
     settings = {"folder": str(folder), "gate": str(gate), "victim": "1", "epochs": 3}
+    settings["call"] = 12 if whole_job else 8
     with started([*horovodrun("-np", "2"), SCRIPT, json.dumps(settings)], log) as job:
         wait_for(lambda: gate.exists() and gate.read_text(), f"no rank came: {log.read_text()}", SECONDS)
-        os.kill(job.pid if whole_job else int(gate.read_text()), signal.SIGTERM)
+        if whole_job:
+            job.send_signal(signal.SIGTERM)
+        else:
+            os.kill(int(gate.read_text()), signal.SIGUSR1)
         assert job.wait(SECONDS) != 0
+    if not whole_job:
+        assert "exit code 75" in log.read_text().lower().replace("exit status", "exit code"), log.read_text()
     (end,) = events_of(folder, events.RunEnded)
-    assert end.step == 9  # the rank waits in the evaluation after 8 steps
+    assert end.step == (9 if whole_job else 8)
+    assert len(events_of(folder, events.Evaluated)) == (1 if whole_job else 0)
     assert end.reason in ("a signal to another rank", "SIGTERM" if whole_job else "")
     assert CheckpointStore(folder / "checkpoints").verify() == []
     resumed = trained(tmp_path, 2, epochs=3, resume=True)
@@ -132,10 +140,23 @@ def test_a_signal_to_stop_saves_and_the_resumed_run_has_the_same_bits(
     assert resumed[0]["steps"] == undisturbed["steps"]
 
 
-def test_one_process_without_horovodrun_and_the_command_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [None, 2])
+def test_the_command_line_with_and_without_horovodrun(tmp_path: Path, ranks: int | None) -> None:
     train = ("-m", "paceline.cli", "train", "--backend", "horovod", "--epochs", "1", "--script")
-    (found,) = trained(tmp_path, None, program=train, epochs=5, compression="fp16")
-    assert (found["size"], found["rates"], len(found["epoch_samples"])) == (1, [0.05, 0.05], 1)
+    found = trained(tmp_path, ranks, program=train, epochs=5, compression="fp16")
+    size, rate = (1, 0.05) if ranks is None else (2, 0.1)
+    assert len({one["hash"] for one in found}) == 1
+    for one in found:
+        assert (one["size"], one["rates"], len(one["epoch_samples"])) == (size, [rate, rate], 1)
+
+
+def test_compression_may_be_one_of_horovods_own(tmp_path: Path) -> None:
+    by_name, by_object = tmp_path / "name", tmp_path / "object"
+    for folder in (by_name, by_object):
+        folder.mkdir()
+    named = trained(by_name, 2, epochs=1, compression="fp16")
+    given = trained(by_object, 2, epochs=1, compression="hvd.Compression.fp16")
+    assert [one["hash"] for one in given] == [one["hash"] for one in named]
 
 
 @pytest.mark.parametrize(

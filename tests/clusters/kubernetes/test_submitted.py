@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +98,19 @@ def test_a_run_is_handed_over_loses_its_supervisor_and_ends_as_if_nothing_was(
         first = next(pod for pod in idle_cluster.store.every("Pod") if pod["spec"]["hostname"] == first_host)
         idle_cluster.store.begin_deletion(first)
         wait_for(lambda: len(_starts(folder / "run")) > 1, "the run is resumed", 100)
+        new_lines, followed = engine.batch_logs(f"{kind}/run"), list[str]()
+        followed += new_lines()
         (folder / "gate").touch()
-        wait_for(lambda: engine.batch_status(f"{kind}/run").is_over, "the run ends", 100)
+
+        def is_over() -> bool:
+            over = engine.batch_status(f"{kind}/run").is_over
+            followed.extend(new_lines())
+            return over
+
+        wait_for(is_over, "the run ends", 100)
         assert engine.batch_status(f"{kind}/run").state == "succeeded"
-        lines = list(engine.batch_logs(f"{kind}/run"))
+        lines = list(engine.batch_logs(f"{kind}/run")())
+        assert Counter(followed) == Counter(lines)
         (said,) = [line for line in lines if line.startswith("hash ")]
         assert "['--lr', '0.1']" in said
         secret = idle_cluster.store.find("Secret", "ml", "run-token")

@@ -154,18 +154,27 @@ def test_a_killed_worker_of_parameter_servers_leaves_the_others_training(tmp_pat
     assert CheckpointStore(folder / "checkpoints").verify() == []
 
 
-def test_a_killed_parameter_server_has_all_start_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("victim", ["1", "2"])
+def test_a_killed_server_or_only_worker_has_all_start_again(tmp_path: Path, victim: str) -> None:
     log, gate, folder = tmp_path / "log", tmp_path / "gate", tmp_path / "run"
     settings = {"strategy": "parameter_server", "waits": "0"}
     with started(command(paceline_run(3), tmp_path, **settings), log) as job:
         wait_for(gate.exists, f"the chief did not come: {log.read_text()}", SECONDS)
-        os.kill(int((tmp_path / "pid-1-0").read_text()), signal.SIGKILL)
+        os.kill(int((tmp_path / f"pid-{victim}-0").read_text()), signal.SIGKILL)
         (tmp_path / "go").touch()
         text = finished(job, log, SECONDS)
     (found,) = found_in(text)
     check_learned(found)
-    assert "rank 1 of 3 failed first" in text
+    assert f"rank {victim} of 3 failed first" in text
     assert events_of(folder, events.RunResumed)[0].step in (4, 8)
+
+
+def test_parameter_servers_serve_two_trainings(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with started(command(paceline_run(3), tmp_path, strategy="parameter_server", again=True), log) as job:
+        text = finished(job, log, SECONDS)
+    assert "start again" not in text
+    assert len(found_in(text)[0]["steps"]) == 24
 
 
 def test_bad_input_is_one_message(tmp_path: Path) -> None:

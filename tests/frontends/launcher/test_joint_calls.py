@@ -215,16 +215,17 @@ def test_survivors_that_go_on_by_themselves_are_let_alone(
     assert (done.code, done.of(0), done.said) == (0, ["went on"], [])
 
 
-def test_ranks_do_not_go_on_without_one_that_they_need(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("told", ["needed=[1]", "one_of=[1]"])
+def test_ranks_do_not_go_on_without_those_that_they_need(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], told: str
 ) -> None:
     script = write(
         tmp_path,
-        """
+        f"""
         import os, signal, sys
         from paceline.frontends.launcher_link import keep_survivors, losses_before_restart
         print([(one.rank, one.how) for one in losses_before_restart()])
-        assert keep_survivors(needed=[1])
+        assert keep_survivors({told})
         again = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
         if os.environ["RANK"] == "1" and not again:
             os.kill(os.getpid(), 9)

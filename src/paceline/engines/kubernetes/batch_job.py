@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from paceline.control.supervisor_address import new_secret
 from paceline.core.errors import UsageError
-from paceline.engines.batch import BatchSpec, BatchStatus
+from paceline.engines.batch import BatchSpec, BatchStatus, NewLines
 from paceline.engines.kubernetes import pod_status
 from paceline.engines.kubernetes.api_client import ApiClient
 from paceline.engines.kubernetes.batch_manifests import HEAD, batch_objects
@@ -55,15 +55,20 @@ def status(client: ApiClient, namespace: str, identifier: str) -> BatchStatus:
     return BatchStatus("pending", reason=reason)
 
 
-def logs(client: ApiClient, namespace: str, identifier: str) -> Iterator[str]:
-    """Yield the lines of all pods, of pod 0 first and bare, of the others with the pod's name."""
+def logs(client: ApiClient, namespace: str, identifier: str) -> NewLines:
+    """Follow all pods: the lines of pod 0 come first and bare, those of the others with the pod's name."""
     place = namespace or client.access.namespace
     _, name = _parsed(identifier)
     reader = PodLogs(client, place)
-    for pod in sorted(_pods(client, place, name), key=lambda pod: not _is_first(pod)):
-        prefix = "" if _is_first(pod) else f"[{pod['metadata']['name']}] "
-        for line in reader.new_lines(pod["metadata"]["name"]):
-            yield prefix + line
+
+    def fresh() -> list[str]:
+        found: list[str] = []
+        for pod in sorted(_pods(client, place, name), key=lambda pod: not _is_first(pod)):
+            prefix = "" if _is_first(pod) else f"[{pod['metadata']['name']}] "
+            found += [prefix + line for line in reader.new_lines(pod["metadata"]["name"])]
+        return found
+
+    return fresh
 
 
 def stop(client: ApiClient, namespace: str, identifier: str) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, final
 
 from paceline.core.errors import UsageError
-from paceline.engines.batch import BatchSpec, BatchStatus
+from paceline.engines.batch import BatchSpec, BatchStatus, NewLines
 from paceline.engines.engine import AgentSpec, EngineRequest
 from paceline.engines.kubernetes.pod_settings import PodSettings
 
@@ -95,7 +94,7 @@ class Kubernetes(PodSettings):
 
         return batch_job.status(self.client(), self.namespace, identifier)
 
-    def batch_logs(self, identifier: str) -> Iterable[str]:
+    def batch_logs(self, identifier: str) -> NewLines:
         from paceline.engines.kubernetes import batch_job
 
         return batch_job.logs(self.client(), self.namespace, identifier)

@@ -13,7 +13,7 @@ from paceline.core.errors import PacelineError
 from paceline.engines.kubernetes.api_client import ApiClient, ApiError
 from paceline.engines.kubernetes.manifests import CONTAINER
 
-_MOST_BYTES: Final = str(4 << 20)
+_MOST_BYTES: Final = 4 << 20
 
 
 @final
@@ -25,9 +25,10 @@ class PodLogs:
         self._seen: dict[str, str] = {}  # pod -> time of its last line
 
     def new_lines(self, pod: str) -> list[str]:
-        """Return the lines of a pod since the last call; none while it has not begun, or once it is gone."""
+        """Return the lines of a pod since the last call, 4 MiB of them at most; none while it has not begun,
+        or once it is gone."""
         last = self._seen.get(pod, "")
-        query = {"container": CONTAINER, "timestamps": "true", "limitBytes": _MOST_BYTES}
+        query = {"container": CONTAINER, "timestamps": "true", "limitBytes": str(_MOST_BYTES)}
         if last:
             query["sinceTime"] = last[:19] + "Z"
         try:
@@ -37,8 +38,11 @@ class PodLogs:
             if error.status in (http.HTTPStatus.NOT_FOUND, http.HTTPStatus.BAD_REQUEST):
                 return []
             raise
+        entries = text.splitlines()
+        if len(text.encode()) >= _MOST_BYTES and not text.endswith("\n"):
+            entries.pop()  # it is cut off, and comes whole with the next call
         lines = []
-        for entry in text.splitlines():
+        for entry in entries:
             time, _, line = entry.partition(" ")
             if _ordered(time) > _ordered(last):
                 lines.append(line)

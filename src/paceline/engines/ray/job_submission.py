@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import urllib.parse
-from collections.abc import Iterable
 from typing import Any, Final
 
 from paceline.core.errors import UnavailableError, UsageError
@@ -54,7 +53,7 @@ def status(settings: RaySettings, identifier: str) -> BatchStatus:
     return BatchStatus(state, info.driver_exit_code, info.message or "")
 
 
-def logs(settings: RaySettings, identifier: str) -> Iterable[str]:
+def logs(settings: RaySettings, identifier: str) -> list[str]:
     return str(_asked(settings, identifier, "get_job_logs")).splitlines()
 
 

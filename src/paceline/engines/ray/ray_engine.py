@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final, final
 
 from paceline.core import config as core_config
-from paceline.engines.batch import BatchSpec, BatchStatus
+from paceline.engines.batch import BatchSpec, BatchStatus, NewLines, new_lines
 from paceline.engines.engine import AgentSpec, EngineJob, EngineRequest
 from paceline.engines.ray import requests
 from paceline.engines.ray.ray_settings import RaySettings
@@ -85,10 +84,10 @@ class Ray(RaySettings):
 
         return job_submission.status(self, identifier)
 
-    def batch_logs(self, identifier: str) -> Iterable[str]:
+    def batch_logs(self, identifier: str) -> NewLines:
         from paceline.engines.ray import job_submission
 
-        return job_submission.logs(self, identifier)
+        return new_lines(lambda: {identifier: job_submission.logs(self, identifier)})
 
     def stop_batch(self, identifier: str) -> None:
         from paceline.engines.ray import job_submission

@@ -66,13 +66,13 @@ def _accounted(identifier: str) -> BatchStatus:
     return BatchStatus("lost", None, f"SLURM has no record of job {identifier} any more")
 
 
-def logs(identifier: str) -> list[str]:
-    """Return the lines that a job, or all tasks of an array, wrote so far."""
+def logs(identifier: str) -> dict[str, list[str]]:
+    """Return the lines that a job, or each task of an array, wrote so far, by the name of its file."""
     text = commands.call(["scontrol", "--oneliner", "show", "job", identifier])
-    lines: list[str] = []
+    lines: dict[str, list[str]] = {}
     for path in re.findall(r" StdOut=(\S+)", text):
         with suppress(FileNotFoundError):  # it has not begun
-            lines += Path(path).read_text(errors="replace").splitlines()
+            lines[path] = Path(path).read_text(errors="replace").splitlines()
     return lines
 
 

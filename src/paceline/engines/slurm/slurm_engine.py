@@ -11,15 +11,15 @@ a lost node is one job. Inside an allocation (salloc, sbatch, srun) agents are s
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final, Literal, final
 
 from paceline.core.errors import ConfigError, UsageError
 from paceline.core.reachable_address import address_for_hosts
 from paceline.engines.agent_commands import AgentCommands
-from paceline.engines.batch import BatchSpec, BatchStatus
+from paceline.engines.batch import BatchSpec, BatchStatus, NewLines, new_lines
 from paceline.engines.engine import AgentSpec, EngineJob, EngineRequest
 from paceline.engines.slurm import batch_jobs, directives, slurm_commands as commands
 from paceline.engines.slurm.agent_script import agent_options, agent_script
@@ -152,8 +152,8 @@ class Slurm:
     def batch_status(self, identifier: str) -> BatchStatus:
         return batch_jobs.status(identifier)
 
-    def batch_logs(self, identifier: str) -> Iterable[str]:
-        return batch_jobs.logs(identifier)
+    def batch_logs(self, identifier: str) -> NewLines:
+        return new_lines(partial(batch_jobs.logs, identifier))
 
     def stop_batch(self, identifier: str) -> None:
         batch_jobs.stop(identifier)

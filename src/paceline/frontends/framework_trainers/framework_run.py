@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -40,6 +40,7 @@ from paceline.train.state import run_lock
 from paceline.train.state.checkpointing import TRAIN_LOSS
 from paceline.train.state.recorder import EpochSums, PendingStep, Recorder
 from paceline.train.state.run_folder import RunFolder
+from paceline.train.stop_signals import SAME_SIGNAL_SECONDS, StopRequest, listening
 
 _CPU = torch.device("cpu")
 
@@ -96,6 +97,11 @@ def closing(current: Callable[[], FrameworkRun | None]) -> Iterator[None]:
         raise
     if (run := current()) is not None:
         run.close()
+
+
+def ask_to_stop(request: StopRequest) -> AbstractContextManager[None]:
+    """Have a signal to this process ask the run to stop, while the block lasts."""
+    return listening(request.ask, ctrl_c=True, same_seconds=SAME_SIGNAL_SECONDS)
 
 
 @final

@@ -25,6 +25,7 @@ from paceline.frontends.framework_trainers.framework_run import (
     FrameworkRun,
     FrameworkWorker,
     WorkerLoss,
+    ask_to_stop,
     closing,
 )
 from paceline.frontends.framework_trainers.horovod_data import RankBatches, size_of
@@ -40,7 +41,7 @@ from paceline.train.history import History
 from paceline.train.objective import Objective
 from paceline.train.settings.train_config import TrainConfig
 from paceline.train.step_info import StepInfo
-from paceline.train.stop_signals import OTHER_RANK, StopRequest, ending, listening
+from paceline.train.stop_signals import OTHER_RANK, StopRequest, ending
 
 _LOST = WorkerLoss(
     phase="the all-reduce",
@@ -87,7 +88,7 @@ class HorovodLoop:
     def run(self) -> History:
         """Train to the end, through losses of ranks where Horovod is elastic; every rank returns the chief's
         history, or raises it with the signal that stopped the run."""
-        with closing(lambda: self._run), listening(self._stop.ask, ctrl_c=True):
+        with closing(lambda: self._run), ask_to_stop(self._stop):
             history = self._train_elastic() if self._job.is_elastic else self._train(lambda: None)
         if self._stop.reason is not None:
             raise ending(self._stop.reason, history)
@@ -185,7 +186,8 @@ class HorovodLoop:
                     commit()
                 if self._reached_limit() or self._is_stopping:
                     break
-            if (self._reached_limit() or self._is_stopping) and self._batches_left(epoch):
+            # Launchers leave seconds to a rank that is to stop: the resumed run makes the evaluation.
+            if self._is_stopping or (self._reached_limit() and self._batches_left(epoch)):
                 break
             self._evaluate()
             self._progress.position = self._progress.position.next_epoch()

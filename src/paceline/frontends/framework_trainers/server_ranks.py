@@ -17,7 +17,7 @@ from paceline.core.errors import PeerLostError, RendezvousError
 
 _READY_SECONDS = 120.0
 _TOKEN_BYTES = 32
-_FITTED = b"fitted\n"
+_FITTING, _FITTED = b"fitting\n", b"fitted\n"
 
 
 @final
@@ -63,11 +63,13 @@ class ServedRanks:
             taken, self._lost = self._lost, []
         return taken
 
+    def fitting(self) -> None:
+        """Tell all ranks that a training begins: the end of this process is a loss from now on."""
+        self._tell(_FITTING)
+
     def fitted(self) -> None:
         """Tell all ranks that the training is done: when this process ends, so do they, and all is well."""
-        for link in self._links:
-            with contextlib.suppress(OSError):
-                link.sendall(_FITTED)
+        self._tell(_FITTED)
 
     def close(self) -> None:
         self._stop.close()
@@ -77,6 +79,11 @@ class ServedRanks:
             link.close()
         self._stopped.close()
         self._listener.close()
+
+    def _tell(self, line: bytes) -> None:
+        for link in self._links:
+            with contextlib.suppress(OSError):
+                link.sendall(line)
 
     def _watch(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -102,7 +109,7 @@ def serve_until_done(meeting: tuple[str, int, str], rank: int) -> None:
         with contextlib.suppress(ConnectionError):
             while chunk := link.recv(len(_FITTED)):
                 told += chunk
-    if told != _FITTED:
+    if not told.endswith(_FITTED):
         raise PeerLostError("the chief, rank 0, was lost before its training was done", rank=0)
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, final
 
 from paceline.comm.context import DistributedContext
-from paceline.comm.rendezvous.environment import LOCAL_HOST, LaunchInfo, find_launch_info
+from paceline.comm.rendezvous.environment import LOCAL_HOST, Address, LaunchInfo, find_launch_info
 from paceline.comm.transport.tcp.mesh_handshake import source_address
 from paceline.core.errors import UsageError
 from paceline.core.wording import counted
@@ -107,11 +107,12 @@ def _meet(info: LaunchInfo, servers: int, environment: MutableMapping[str, str])
         host = _own_host(context, info)
         listener = token = None
         if servers and not info.rank:
-            listener, token = socket.create_server((host, 0)), secrets.token_hex(16)
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            listener, token = socket.create_server((host, 0), family=family), secrets.token_hex(16)
         meeting = None if listener is None else [host, listener.getsockname()[1], token]
         mine = [host, free_port(), os.getpid(), socket.gethostname(), meeting]
         every: list[Any] = context.all_gather(mine)
-    places = [f"{one[0]}:{one[1]}" for one in every]
+    places = [str(Address(one[0], one[1])) for one in every]
     jobs: dict[str, tuple[str, ...]] = {"worker": tuple(places)}
     role: TaskRole = "worker"
     index = info.rank

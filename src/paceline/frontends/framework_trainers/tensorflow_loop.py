@@ -25,6 +25,7 @@ from paceline.frontends.framework_trainers.framework_run import (
     FrameworkRun,
     FrameworkWorker,
     WorkerLoss,
+    ask_to_stop,
     closing,
 )
 from paceline.frontends.framework_trainers.tensorflow_data import EpochDataset
@@ -34,7 +35,7 @@ from paceline.frontends.framework_trainers.tensorflow_strategy import TensorFlow
 from paceline.train.callbacks import Modifier, Observer
 from paceline.train.history import History
 from paceline.train.settings.train_config import TrainConfig
-from paceline.train.stop_signals import OTHER_RANK, StopRequest, ending, listening
+from paceline.train.stop_signals import OTHER_RANK, StopRequest, ending
 
 _HANDED_ON: Final = WorkerLoss(
     phase="a step",
@@ -70,7 +71,7 @@ class TensorFlowLoop:
     def run(self) -> History:
         """Train to the end; every worker returns the chief's history, or raises it with the signal that
         stopped the run."""
-        with closing(lambda: self._run), listening(self._stop.ask, ctrl_c=True):
+        with closing(lambda: self._run), ask_to_stop(self._stop):
             self._meet()
             while not self._is_done():
                 self._epoch()
@@ -91,6 +92,8 @@ class TensorFlowLoop:
         if found is None:
             return
         self._position = DataPosition(**found)
+        if job.served is not None:
+            job.served.fitting()
         payload = b""
         if self._run is not None and self._run.resumed is not None:
             payload = self._state.to_bytes(self._state.arrays_of(self._run.resumed))
@@ -136,7 +139,8 @@ class TensorFlowLoop:
         batches = self._data.of_epoch(self._position.epoch, self._position.offset)
         train = self._handed_out if self._job.coordinator is not None else self._in_step
         train(batches)
-        if (self._reached_limit() or self._is_stopping) and self._position.offset != self._data.steps:
+        # Launchers leave seconds to a rank that is to stop: the resumed run makes the evaluation.
+        if self._is_stopping or (self._reached_limit() and self._position.offset != self._data.steps):
             return
         self._evaluate()
         self._position = self._position.next_epoch()

@@ -156,7 +156,9 @@ def _parameter_servers(tf: Any, cluster: TensorFlowCluster) -> TensorFlowJob:
     try:
         if served is not None:
             served.await_all()
-            launcher_link.keep_survivors(needed=range(1 + len(cluster.jobs["ps"])))
+            serving = 1 + len(cluster.jobs["ps"])
+            # Without a worker the chief would wait for one in TensorFlow, for an hour.
+            launcher_link.keep_survivors(range(serving), one_of=range(serving, len(cluster.processes)))
         strategy = tf.distribute.ParameterServerStrategy(resolver)
         coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
     except BaseException as error:

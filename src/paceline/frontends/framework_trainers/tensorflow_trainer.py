@@ -26,7 +26,7 @@ from paceline.frontends.framework_trainers.framework_settings import (
 from paceline.frontends.framework_trainers.tensorflow_strategy import TensorFlowJob, join_job
 from paceline.train.callbacks import Modifier, Observer, as_list, refuse_inside
 from paceline.train.settings.keyword_hints import explained
-from paceline.train.stop_signals import listening
+from paceline.train.stop_signals import StopRequest
 
 if TYPE_CHECKING:
     from paceline.train.history import History
@@ -179,9 +179,10 @@ class TensorFlowDistributedTrainer:
         if cluster.meeting is None:
             job.server.join()  # as TensorFlow has it: until the process is ended
         else:
+            from paceline.frontends.framework_trainers.framework_run import ask_to_stop
             from paceline.frontends.framework_trainers.server_ranks import serve_until_done
 
             # `paceline run` passes a signal on to all ranks: the chief saves with the help of this one.
-            with listening(lambda reason: None):
+            with ask_to_stop(StopRequest()):
                 serve_until_done(cluster.meeting, cluster.rank)
         sys.exit(0)

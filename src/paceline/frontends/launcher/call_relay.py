@@ -37,6 +37,7 @@ class CallRelay:
         self._runs: dict[int, str] = {}  # folders of runs that ranks prepared outside of joint calls
         self.keeps_survivors = False
         self._needed: frozenset[int] = frozenset()  # ranks that survivors cannot go on without
+        self._one_of: frozenset[int] = frozenset()  # ranks of which survivors need one
         self.losses: list[dict[str, Any]] = []  # of the start before, for the ranks of this one
         self._inside: dict[int, int] = {}
 
@@ -69,12 +70,15 @@ class CallRelay:
                 self._runs[int(message["number"])] = str(message["path"])
             case "keep_survivors":
                 self.keeps_survivors, self._needed = True, frozenset(map(int, message["needed"]))
+                self._one_of = frozenset(map(int, message["one_of"]))
             case "losses":
                 self._send(rank, {"kind": "losses", "losses": self.losses})
 
     def leaves_survivors(self, failed: Iterable[int]) -> bool:
         """Return whether the other ranks go on without those that failed."""
-        return self.keeps_survivors and self._needed.isdisjoint(failed)
+        lost = frozenset(failed)
+        too_many = bool(self._one_of) and self._one_of <= lost
+        return self.keeps_survivors and not too_many and self._needed.isdisjoint(lost)
 
     def forget(self, rank: ScriptRank) -> None:
         """Note that a rank has ended."""

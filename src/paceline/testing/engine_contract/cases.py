@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -55,7 +56,8 @@ def check_faults(lab: EngineLab, folder: Path, nodes: int = 2, workers_per_node:
 
 
 def check_stop_and_resume(lab: EngineLab, folder: Path, nodes: int = 2, other_nodes: int = 3) -> ContractRun:
-    """Stop a run, see that nothing is left, and resume it on another number of nodes."""
+    """Stop a run, see that its agents' lines came and nothing is left, and resume it on another number of
+    nodes."""
     expected = undisturbed_hash(folder)
     with ContractRun.started(lab, folder / "run", lab.engine(nodes, 1)) as run:
         run.until_size(nodes)
@@ -63,6 +65,8 @@ def check_stop_and_resume(lab: EngineLab, folder: Path, nodes: int = 2, other_no
         run.process.send_signal(signal.SIGTERM)
         output, _ = run.process.communicate(timeout=PATIENCE_SECONDS)
         assert run.process.returncode == 75, (run.process.returncode, output)
+    shown = re.findall(r"^\[\S+\] .+", run.output, re.MULTILINE)
+    assert len(shown) >= nodes, f"the agents' lines are not shown: {run.output}"
     assert not lab.left_running(), lab.left_running()
     with ContractRun.started(lab, folder / "run", lab.engine(other_nodes, 1), resume="auto") as run:
         run.until_size(other_nodes)

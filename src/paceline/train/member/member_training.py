@@ -58,7 +58,7 @@ from paceline.train.phases import Phases
 from paceline.train.state.run_folder import RunFolder
 from paceline.train.step.gradient_memory import FlatGradients
 from paceline.train.step.gradient_reducer import GradientChecks
-from paceline.train.stop_signals import SUPERVISOR_LOST_EXIT_CODE, StopRequest, listening
+from paceline.train.stop_signals import SAME_SIGNAL_SECONDS, SUPERVISOR_LOST_EXIT_CODE, StopRequest, listening
 from paceline.train.team import Team
 
 _log = logging.getLogger(__name__)
@@ -66,7 +66,6 @@ _log = logging.getLogger(__name__)
 _ANNOUNCE_TIMEOUT = 2.0  # a supervisor answers within a few milliseconds; longer would look like a hang
 _RECONNECT_SECONDS = 3.0  # less than what looks like a hang
 _RESULT_SENDERS = 2  # per host; two senders: the first may be killed before its result is read
-_SAME_SIGNAL_SECONDS = 5.0  # within which a second signal is no second request
 
 
 def train_member(job: TrainJob, options: WorkerOptions) -> TrainResult:
@@ -111,7 +110,7 @@ def train_member(job: TrainJob, options: WorkerOptions) -> TrainResult:
         outbox = Outbox(client, team)
         reports = StepReports(shell, client, outbox, team, injector)
         # A scheduler signals every process of its job, and this worker's agent passes the signal on.
-        stack.enter_context(listening(leave.ask, to_the_end=True, same_seconds=_SAME_SIGNAL_SECONDS))
+        stack.enter_context(listening(leave.ask, to_the_end=True, same_seconds=SAME_SIGNAL_SECONDS))
         stack.enter_context(process_setup.prepared(config))
         started = time.perf_counter()
         built = build(job, stack, options.slot)
