@@ -58,6 +58,14 @@ def test_a_trial_that_tune_stops_leaves_nothing_running(lab: RayLab, tmp_path: P
     assert not lab.left_running(), lab.left_running()
 
 
+def test_settings_of_another_backend_mean_the_same_on_ray(lab: RayLab, tmp_path: Path) -> None:
+    found = program(lab, "by_settings", tmp_path)
+    assert found["ray"] == found["pytorch-ddp"]
+    versions = [len(list(tmp_path.glob(f"{name}/checkpoints/v*"))) for name in found]
+    assert versions == [2, 2]
+    assert not lab.left_running(), lab.left_running()
+
+
 def test_an_export_is_served(lab: RayLab, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

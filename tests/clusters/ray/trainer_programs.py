@@ -8,12 +8,14 @@ Each prints a line of JSON at its end.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import urllib.request
 from pathlib import Path
 from typing import Any
 
 import ray
+import torch
 from ray import serve, tune
 from tests.clusters.ray.small_training import SETTINGS, build, data
 from torch import nn
@@ -73,6 +75,32 @@ def run(address: str, folder: str) -> dict[str, Any]:
     )
     (found,) = analysis.trials
     return {"status": found.status, "iterations": found.last_result["training_iteration"]}
+
+
+def by_settings(address: str, folder: str) -> dict[str, Any]:
+    """The same settings for the workers of Ray and for those of PyTorchDDPTrainer, with accumulation."""
+    os.environ["RAY_ADDRESS"] = address
+    found = {}
+    for backend in ("ray", "pytorch-ddp"):
+        config = paceline.DistributedConfig(
+            backend=backend,
+            num_gpus=2,
+            batch_size=8,
+            gradient_accumulation_steps=2,
+            epochs=2,
+            checkpoint_dir=f"{folder}/{backend}",
+            checkpoint_frequency=1,
+            tensorboard=True,
+        )
+        trainer = paceline.make_trainer(
+            lambda: build(SETTINGS),
+            config,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, 0.05, momentum=0.9),
+            loss_fn=nn.CrossEntropyLoss(),
+        )
+        found[backend] = trainer.fit(torch.utils.data.TensorDataset(*data(0, 96))).state_hash
+        assert list(Path(folder, backend).glob("**/events.out.tfevents*")), "no tracker was called"
+    return found
 
 
 def served(address: str, folder: str, port: str) -> dict[str, Any]:

@@ -165,19 +165,32 @@ def test_an_unknown_backend_is_refused_by_name() -> None:
 
 
 def test_the_settings_choose_their_trainer() -> None:
-    config = paceline.DistributedConfig(num_gpus=2, batch_size=8, learning_rate=0.5, checkpoint_dir="runs/x")
+    config = paceline.DistributedConfig(
+        num_gpus=2,
+        batch_size=8,
+        gradient_accumulation_steps=3,
+        learning_rate=0.5,
+        checkpoint_dir="runs/x",
+        checkpoint_frequency=2,
+        communication_backend="nccl",
+    )
     trainer = paceline.make_trainer(nn.Linear(1, 1), config, optimizer=lambda p: torch.optim.SGD(p, 0.1))
     assert isinstance(trainer, paceline.PyTorchDDPTrainer)
     assert trainer.config == config
     assert settings_for_ray(config) == {
         "lr": 0.5,
-        "batch_size": 16,
+        "batch_size": 48,
         "epochs": 1,
         "num_workers": 2,
+        "use_gpu": True,
+        "shards": 6,
         "precision": "fp32",
         "log_every": 50,
         "run_dir": "runs/x",
+        "checkpoint": {"every_epochs": 2, "url": None},
     }
+    elsewhere = dataclasses.replace(config, checkpoint_dir="s3://bucket/x")
+    assert settings_for_ray(elsewhere)["checkpoint"] == {"every_epochs": 2, "url": "s3://bucket/x"}
 
 
 @pytest.mark.parametrize("name", ["zero_stage", "deepspeed_config"])

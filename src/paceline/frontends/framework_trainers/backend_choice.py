@@ -8,9 +8,12 @@ from typing import Any
 from paceline.frontends.ddp_trainer.distributed_config import (
     DistributedConfig,
     check_backend,
+    gpus_here,
     loaded,
     under_overrides,
 )
+from paceline.frontends.framework_trainers.framework_settings import settings_trackers
+from paceline.train.callbacks import as_list
 
 
 def make_trainer(model: Any, config: Any = None, **parts: Any) -> Any:
@@ -34,14 +37,17 @@ def make_trainer(model: Any, config: Any = None, **parts: Any) -> Any:
     if chosen.backend == "ray":
         from paceline.frontends.ray_trainer.ray_trainer import RayTrainer
 
-        return RayTrainer(model, settings_for_ray(chosen), **parts)
+        callbacks = [*as_list(parts.pop("callbacks", ())), *settings_trackers(chosen)]
+        return RayTrainer(model, settings_for_ray(chosen), callbacks=callbacks, **parts)
     from paceline.frontends.ddp_trainer.ddp_trainer import PyTorchDDPTrainer
 
     return PyTorchDDPTrainer(model, config=chosen, **parts)
 
 
 def settings_for_ray(config: DistributedConfig) -> dict[str, Any]:
-    """Return the settings as RayTrainer takes them: with a batch of all workers together."""
+    """Return the settings as RayTrainer takes them: with a batch of all workers together, and a shard for
+    each forward pass. Workers have a GPU each where this host has one, or NCCL is asked for: the process that
+    hands a run to a cluster need not have what the cluster has."""
     workers = config.num_gpus or config.num_nodes * (config.gpus_per_node or 1)
     meant = dataclasses.replace(
         config, backend="pytorch-ddp", num_gpus=workers, num_nodes=1, gpus_per_node=None
@@ -51,11 +57,14 @@ def settings_for_ray(config: DistributedConfig) -> dict[str, Any]:
         "precision": meant.precision,
         "log_every": meant.log_every,
         "run_dir": meant.run_dir,
+        "checkpoint": {"every_epochs": meant.checkpoint.every_epochs, "url": meant.checkpoint.url},
     }
     return {
         "lr": config.learning_rate,
         "batch_size": meant.global_batch,
         "epochs": config.epochs,
         "num_workers": workers,
+        "use_gpu": config.communication_backend == "nccl" or gpus_here() > 0,
+        "shards": meant.shards,
         **{name: value for name, value in chosen.items() if value is not None},
     }

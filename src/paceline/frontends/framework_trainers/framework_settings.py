@@ -86,14 +86,7 @@ class FrameworkSettings:
         return overrides.current().apply(made)
 
     def trackers(self) -> list[Tracker]:
-        """Return the trackers that the settings ask for by a word."""
-        return chosen_trackers(
-            tensorboard=self.config.tensorboard,
-            tensorboard_dir=None,
-            mlflow=self.config.mlflow_tracking,
-            mlflow_experiment=None,
-            every=self.config.log_every_n_steps,
-        )
+        return settings_trackers(self.config)
 
     def refuse(self, names: Mapping[str, str]) -> None:
         """Refuse settings that this framework has in another way: name -> what to do instead."""
@@ -129,3 +122,14 @@ def progress_shown(wanted: bool) -> Iterator[tuple[Observer, ...]]:
 
     with progress_display() as display:
         yield (display,)
+
+
+def settings_trackers(config: DistributedConfig) -> list[Tracker]:
+    """Return the trackers that the settings ask for by a word."""
+    return chosen_trackers(
+        tensorboard=config.tensorboard,
+        tensorboard_dir=None,
+        mlflow=config.mlflow_tracking,
+        mlflow_experiment=None,
+        every=config.log_every_n_steps,
+    )
