@@ -90,7 +90,6 @@ def by_settings(address: str, folder: str) -> dict[str, Any]:
             epochs=2,
             checkpoint_dir=f"{folder}/{backend}",
             checkpoint_frequency=1,
-            tensorboard=True,
         )
         trainer = paceline.make_trainer(
             lambda: build(SETTINGS),
@@ -99,7 +98,6 @@ def by_settings(address: str, folder: str) -> dict[str, Any]:
             loss_fn=nn.CrossEntropyLoss(),
         )
         found[backend] = trainer.fit(torch.utils.data.TensorDataset(*data(0, 96))).state_hash
-        assert list(Path(folder, backend).glob("**/events.out.tfevents*")), "no tracker was called"
     return found
 
 
