@@ -14,6 +14,7 @@ import pytest
 from tests.frontends.tuner import trial_functions
 
 import paceline
+from paceline.core import events, journal
 from paceline.frontends.tuner import trial_table
 from paceline.frontends.tuner.trial_record import TrialRecord
 from paceline.frontends.tuner.tuning_study import StoredStudy
@@ -149,25 +150,35 @@ def test_a_population_trains_from_checkpoints(tmp_path):
     assert search.best_trial.number >= 8
 
 
-def test_a_trial_may_train_on_several_workers(tmp_path):
+def test_a_trial_may_train_on_several_workers_of_which_one_is_killed(tmp_path):
     def train(params):
         import torch
 
         torch.manual_seed(0)
         data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
         config = paceline.TrainConfig(
-            workers=2, epochs=1, global_batch=16, run_dir=str(paceline.tune.folder() / "run")
+            workers=2,
+            epochs=2,
+            global_batch=16,
+            run_dir=str(paceline.tune.folder() / "run"),
+            fault_tolerance=paceline.FaultTolerance(chaos=params["chaos"]),
         )
-        optimizer = functools.partial(torch.optim.SGD, lr=params["lr"])
+        optimizer = functools.partial(torch.optim.SGD, lr=0.1)
         model, loss = torch.nn.Linear(4, 1), torch.nn.MSELoss()
         trainer = paceline.Trainer(model, loss, optimizer=optimizer, config=config)
         return trainer.fit(data).steps[-1].loss
 
-    search = tuner(train, tmp_path, {"lr": [0.1]}, sampler="grid", mode="min", num_gpus=1)
+    space = {"chaos": [None, "kill rank=1 step=3"]}
+    search = tuner(train, tmp_path, space, sampler="grid", mode="min", num_gpus=2)
     search.tune()
-    (trial,) = search.trials
-    assert trial.state == "complete", trial.error
-    assert (tmp_path / "study" / "trials" / "0000" / "run" / "journal.jsonl").is_file()
+    values = {}
+    for trial in search.trials:
+        assert trial.state == "complete", trial.error
+        values[trial.params["chaos"]] = trial.value
+        journal_file = tmp_path / "study" / "trials" / f"{trial.number:04}" / "run" / "journal.jsonl"
+        lost = [one for one in journal.iterate(journal_file) if isinstance(one, events.WorkerFailed)]
+        assert [one.rank for one in lost] == ([1] if trial.params["chaos"] else [])
+    assert values[None] == values["kill rank=1 step=3"]
 
 
 @pytest.mark.parametrize(
