@@ -428,7 +428,7 @@ def test_ctrl_c(place, command):
         elif "{silent}" in line:
             kept.append(mute.accept()[0])
         else:
-            wait_for_work(child.pid)
+            wait_for_work(child.pid, in_processes=command.startswith("bench"))
         child.send_signal(signal.SIGINT)
         _, err = child.communicate(timeout=60)
     for connection in kept:
@@ -462,12 +462,15 @@ def in_progress(run: Path) -> Iterator[None]:
         yield
 
 
-def wait_for_work(pid: int) -> None:
-    """Until the process has imported what it needs, and has begun to work, itself or in processes."""
+def wait_for_work(pid: int, *, in_processes: bool) -> None:
+    """Until the process has imported what it needs, and has begun to work, itself or in processes. An import
+    of torch may swallow a KeyboardInterrupt."""
     over = threading.Event()
     while not over.wait(0.05):
-        if Path(f"/proc/{pid}/task/{pid}/children").read_text().strip():
-            return
+        if in_processes:
+            if Path(f"/proc/{pid}/task/{pid}/children").read_text().strip():
+                return
+            continue
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         if int(fields[11]) + int(fields[12]) > 60:  # hundredths of a second of processor time
             return

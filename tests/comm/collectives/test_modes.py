@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import OrderedDict
+from contextlib import closing
 from typing import Any
 
 import pytest
 import torch
 
+from paceline.comm.collectives.reduction import Reducer, ReductionPlan
 from paceline.comm.context import DistributedContext
+from paceline.comm.cost import LinkCosts
 from paceline.comm.ops import ReduceOp
+from paceline.comm.transport.shm.transport import ShmTransport
 from paceline.core.errors import UsageError
+from paceline.core.shm_segment_layout import create_segment
 from paceline.testing.thread_transport import run_ranks
 
 ALGORITHMS = ("direct", "canonical", "ring", "tree")
@@ -79,6 +85,25 @@ def test_the_default_device_does_not_matter() -> None:
             ]
 
     assert run_ranks(2, ranks) == [[[{"a": 1}, {"a": 1}], 2.0, 2.0, 2.0, [2.0], 2.0]] * 2
+
+
+def test_plans_of_shapes_that_change_do_not_pile_up() -> None:
+    segment = create_segment(1)
+    transport = ShmTransport(segment, 0, 1)
+    os.close(segment)
+    with closing(transport):
+        reducer = Reducer(transport, LinkCosts())
+
+        def plan(number: int) -> ReductionPlan:
+            return reducer.plan(torch.ones(1), f"float32[{number}]", ReduceOp.SUM, "direct", None, False)
+
+        first = plan(0)
+        for number in range(1, 4096):
+            plan(number)
+        assert plan(0) is first
+        last = plan(4096)
+        assert plan(0) is not first
+        assert plan(4096) is last
 
 
 def test_out_that_overlaps_the_data_in_part_is_refused() -> None:

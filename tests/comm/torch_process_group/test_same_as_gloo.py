@@ -89,6 +89,19 @@ def test_reductions():
     torch_ranks(reductions, workers=3)
 
 
+def sixteen_bits(rank: int) -> list[Any]:
+    """2049 is no fp16: the sum of these depends on whether it is rounded once or after each addition."""
+    sparse = torch.tensor([2048.0, 1.0, 1.0][rank : rank + 1], dtype=torch.float16).to_sparse()
+    dense = torch.tensor([[2048.0, 1.0, 1.0][rank]], dtype=torch.float16)
+    dist.all_reduce(sparse)
+    dist.all_reduce(dense)
+    return [sparse.dtype, sparse.to_dense().item(), dense.item()]
+
+
+def test_sparse_sums_of_16_bits_are_rounded_once():
+    assert torch_ranks(sixteen_bits, workers=3) == [[torch.float16, 2050.0, 2050.0]] * 3
+
+
 def movements(rank: int) -> None:
     gloo = dist.new_group(backend="gloo")
     size = dist.get_world_size()

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,133 @@ def test_the_monitored_barrier_names_late_ranks_and_breaks_nothing():
     assert first[0] == "GroupError from CommTimeoutError"
     assert first[1].startswith("Rank 1 failed to pass monitoredBarrier")
     assert third[1].startswith("Rank 2 successfully reached monitoredBarrier")
+
+
+def late_again_and_again(rank: int, late: int, wait_all: bool, first_seconds: float) -> list[str]:
+    """The late rank calls when the others have given up, so that its messages and theirs are left over."""
+    told = []
+    for seconds in (first_seconds, 0.3):
+        if rank == late:
+            dist.barrier()
+        told.append(
+            failure_of(partial(dist.monitored_barrier, None, timedelta(seconds=seconds), wait_all))[1]
+        )
+        if rank != late:
+            dist.barrier()
+        dist.barrier()
+    told.append(failure_of(lambda: dist.monitored_barrier(wait_all_ranks=wait_all))[1])
+    return told
+
+
+@pytest.mark.parametrize("first_seconds", [0.3, 0.0])
+@pytest.mark.parametrize("wait_all", [False, True])
+def test_a_monitored_barrier_after_a_late_rank_waits_for_it(wait_all, first_seconds):
+    leader, *followers = torch_ranks(late_again_and_again, 1, wait_all, first_seconds, workers=3)
+    assert leader[0].startswith("Rank 1 failed to pass" if first_seconds else "Rank 0 timed out in")
+    assert leader[1].startswith("Rank 1 failed to pass monitoredBarrier in 300 ms")
+    for rank, told in enumerate(followers, 1):
+        assert all(text.startswith(f"Rank {rank} successfully reached monitoredB") for text in told[:2])
+    assert [told[2] for told in (leader, *followers)] == [""] * 3
+
+
+def test_a_monitored_barrier_that_rank_0_is_late_in_releases_nobody_early():
+    leader, *followers = torch_ranks(late_again_and_again, 0, False, 0.3, workers=3)
+    assert leader == [""] * 3  # the others have come to each of its calls, and given up
+    for rank, (*told, last) in enumerate(followers, 1):
+        assert all(text.startswith(f"Rank {rank} successfully reached monitoredB") for text in told)
+        assert last == ""
+
+
+def written_in_inference_mode(rank: int) -> list[Any]:
+    with torch.inference_mode():
+        tensors = [torch.full((4,), rank + 1.0) for _ in range(8)]
+        strided, grid = torch.full((4,), rank + 1.0)[::2], torch.ones(2, 2).to_sparse()
+    summed, later, shared, part, at_root, told, *gathered = tensors
+    dist.all_reduce(summed)
+    dist.all_reduce(later, async_op=True).wait()
+    dist.all_reduce(strided)
+    dist.all_reduce(grid)
+    dist.broadcast(shared, 1)
+    dist.all_gather(gathered, torch.full((4,), rank + 5.0))
+    dist.reduce_scatter(part, [torch.ones(4)] * 2)
+    dist.reduce(at_root, 0)
+    if rank == 1:
+        dist.send(torch.full((4,), 9.0), 0)
+        return []
+    dist.recv(told, 1)
+    with torch.inference_mode():
+        assert all(tensor.is_inference() for tensor in (*tensors, strided, grid))
+    whole = [summed, later, shared, part, at_root, told, *gathered]
+    assert all(torch.equal(tensor, tensor[:1].expand(4)) for tensor in whole)
+    return [*(tensor[0].item() for tensor in whole), strided.tolist(), grid.to_dense().tolist()]
+
+
+def test_tensors_of_inference_mode_are_written_outside_of_it():
+    """Gloo writes them in all_reduce, reduce, broadcast and recv, and refuses them in the others."""
+    found = torch_ranks(written_in_inference_mode)[0]
+    assert found == [3.0, 3.0, 2.0, 2.0, 3.0, 9.0, 5.0, 6.0, [3.0, 3.0], [[2.0, 2.0], [2.0, 2.0]]]
+
+
+def received_in_inference_mode(rank: int) -> list[float]:
+    with torch.inference_mode():
+        tensor = torch.full((4,), float(rank))
+        (dist.send if rank == 1 else dist.recv)(tensor, 1 - rank)
+        strided = torch.full((4,), float(rank))[::2]
+        (dist.send if rank == 1 else dist.recv)(strided, 1 - rank)
+        return [*tensor.tolist(), *strided.tolist()]
+
+
+def test_messages_are_received_in_inference_mode():
+    assert torch_ranks(received_in_inference_mode) == [[1.0] * 6] * 2
+
+
+def expanded(rank: int) -> list[Any]:
+    def one_place() -> torch.Tensor:
+        return torch.full((1,), rank + 1.0).expand(4)
+
+    calls = [
+        lambda: dist.all_reduce(one_place()),
+        lambda: dist.all_reduce(torch.ones(1, dtype=torch.int32).expand(4), ReduceOp.BAND),
+        lambda: dist.all_gather([one_place(), torch.ones(4)], torch.ones(4)),
+        lambda: dist.all_gather_into_tensor(one_place(), torch.ones(2)),
+        lambda: dist.reduce_scatter(one_place(), [torch.ones(4)] * 2),
+        lambda: dist.all_to_all_single(one_place(), torch.ones(4)),
+        lambda: dist.recv(one_place(), 1 - rank),
+    ]
+    told = [failure_of(call)[1] for call in calls]
+    # Where nothing is written into it, its values are what counts. Nothing has travelled before.
+    gathered = [torch.zeros(4) for _ in range(2)]
+    dist.all_gather(gathered, one_place())
+    at_root = one_place() if rank else torch.ones(4)
+    dist.reduce(at_root, 0)
+    dist.broadcast(gathered[0] if rank == 0 else one_place().contiguous(), 0)
+    return [told, *(tensor.tolist() for tensor in (*gathered, at_root))]
+
+
+def test_results_with_one_place_for_several_elements_are_refused():
+    told, *first, summed = torch_ranks(expanded)[0]
+    for text in told:
+        assert re.search(r"^\w+: several elements of \w+\[4\], .*share one place in memory", text)
+    assert first == [[1.0] * 4, [2.0] * 4]
+    assert summed == [3.0] * 4
+
+
+def on_another_default_device(rank: int) -> list[Any]:
+    """Call the group as torch's C++ does: ahead of its Python functions torch leaves the default device."""
+    group: Any = dist.group.WORLD
+    options = dist.AllreduceOptions()
+    options.asyncOp = False
+    sparse, mine = torch.eye(2).to_sparse(), torch.full((2, 3), float(rank))
+    gathered = [torch.zeros(3, 2).t() for _ in range(2)]
+    with torch.device("meta"):
+        group.allreduce([sparse], options).wait()
+        group.allgather([gathered], [mine]).wait()
+    return [sparse.to_dense().tolist(), *(tensor.tolist() for tensor in gathered)]
+
+
+def test_the_default_device_changes_nothing():
+    gathered = [[[rank] * 3] * 2 for rank in (0.0, 1.0)]
+    assert torch_ranks(on_another_default_device) == [[[[2.0, 0.0], [0.0, 2.0]], *gathered]] * 2
 
 
 def bad_arguments(rank: int) -> list[Any]:

@@ -80,6 +80,8 @@ def start_another_and_wait(task: RankTask, told: Path) -> None:
 
 def test_a_rank_that_outlives_its_server_goes_on_and_takes_its_processes_along(tmp_path):
     with started(start_another_and_wait, tmp_path / "child", outlives_server=True) as worker:
+        # A fork begins again with every signal, also with those that ask for a stack.
+        assert hear(worker, (tmp_path / "child").exists)
         assert is_waiting(worker)
         child = int((tmp_path / "child").read_text())
         fork_server = fork_server_client.fork_server()

@@ -12,6 +12,7 @@ from paceline.frontends.tuner.search_loop import SearchLoop
 from paceline.frontends.tuner.search_space import SearchSpace
 from paceline.frontends.tuner.trial_engine import (
     LostTrial,
+    Pruned,
     Raised,
     Reported,
     Returned,
@@ -24,16 +25,20 @@ from paceline.frontends.tuner.tuning_study import TuningStudy
 
 Objective = Callable[[Mapping[str, Any]], float]
 SPACE: dict[str, Any] = {"x": [-2, -1, 0, 1, 2]}
+_STEPS = 2
 
 
 class InlineTrials:
-    """An engine whose trials end in random order; `loses`: the share of attempts that are lost half-way."""
+    """An engine whose trials report and end in random order; `loses`: the share of turns in which a trial is
+    lost."""
 
     def __init__(self, objective: Objective, seed: int = 0, loses: float = 0.0) -> None:
         self._objective = objective
         self._random = random.Random(seed)
         self._loses = loses
         self._running: list[TrialStart] = []
+        self._steps: dict[int, int] = {}  # how often each running trial has reported
+        self._pruned: set[int] = set()
         self.attempts: list[int] = []
 
     def start(self, trial: TrialStart) -> None:
@@ -43,19 +48,37 @@ class InlineTrials:
         self.attempts.append(trial.number)
 
     def wait(self, seconds: float | None = None) -> Sequence[TrialEvent]:
-        trial = self._running.pop(self._random.randrange(len(self._running)))
+        trial = self._random.choice(self._running)
+        number, step = trial.number, self._steps.get(trial.number, 0)
         if self._random.random() < self._loses:
-            report = Reported(trial.number, 0, 99.0, lambda prune: None)
-            return [report, LostTrial(trial.number, "its process was killed")]
+            self._drop(trial)
+            return [
+                Reported(number, 0, 99.0, lambda prune: None),
+                LostTrial(number, "its process was killed"),
+            ]
         try:
             value = self._objective(trial.params)
         except ArithmeticError as error:
-            return [Raised(trial.number, f"Traceback\n{error}")]
-        reports = [Reported(trial.number, step, value * (step + 1), lambda prune: None) for step in range(2)]
-        return [*reports, Returned(trial.number, value)]
+            self._drop(trial)
+            return [Raised(number, f"Traceback\n{error}")]
+        if step < _STEPS and number not in self._pruned:
+            self._steps[number] = step + 1
+            return [Reported(number, step, value * (step + 1), lambda prune: self._answer(number, prune))]
+        pruned = number in self._pruned
+        self._drop(trial)
+        return [Pruned(number) if pruned else Returned(number, value)]
 
     def close(self) -> None:
         self._running.clear()
+
+    def _answer(self, number: int, prune: bool) -> None:
+        if prune:
+            self._pruned.add(number)
+
+    def _drop(self, trial: TrialStart) -> None:
+        self._running.remove(trial)
+        self._steps.pop(trial.number, None)
+        self._pruned.discard(trial.number)
 
 
 def search(
@@ -67,6 +90,7 @@ def search(
     engine: InlineTrials | None = None,
     slots: int = 1,
     sampler: Any = None,
+    pruner: Any = None,
     seed: int | None = 1,
     mode: str = "min",
     max_attempts: int = 10**6,
@@ -75,7 +99,8 @@ def search(
     study = TuningStudy(folder, SearchSpace.of(space), mode, None, resume=True)
     try:
         chosen = sampler_choice.choose_sampler(sampler, study.space, seed, mode)
-        study.use(chosen, sampler_choice.choose_pruner(None))
+        judge = sampler_choice.choose_pruner(pruner)
+        study.use(chosen, judge)
         schedule = TrialSchedule(
             total=total,
             slots=slots,
@@ -88,7 +113,7 @@ def search(
             study=study,
             engine=engine or InlineTrials(objective),
             schedule=schedule,
-            answers=False,
+            answers=sampler_choice.prunes(judge),
             sees_only_first=sampler_choice.sees_only_first(chosen, in_order=True),
             on_end=lambda number: None,
             on_loss=lambda number, how: None,

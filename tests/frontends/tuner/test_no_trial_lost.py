@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 from pathlib import Path
 
 import optuna
@@ -13,6 +14,7 @@ from tests.frontends.tuner.inline_trials import InlineTrials, outcome, search
 
 import paceline.tune
 from paceline.frontends.tuner.population_settings import PopulationTraining
+from paceline.frontends.tuner.trial_record import TrialRecord
 from paceline.frontends.tuner.trial_schedule import TrialSchedule
 
 SPACE = {
@@ -117,10 +119,18 @@ def killed_at(write: int, share: float, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(os, "write", write_or_die)
 
 
-@pytest.mark.parametrize("first_share", [0, 1])
-def test_a_kill_at_any_write_changes_nothing(tmp_path, first_share):
-    """The searching process dies at each of its writes: before it, in the middle of it, after it."""
-    undisturbed = search(tmp_path / "whole", bowl, 14, space=SPACE, slots=2)
+@pytest.mark.parametrize(
+    ("first_share", "slots", "pruner"), [(0, 2, None), (1, 2, None), (0, 1, "asha"), (1, 1, "median")]
+)
+def test_a_kill_at_any_write_changes_nothing(tmp_path, first_share, slots, pruner):
+    """The searching process dies at each of its writes: before it, in the middle of it, after it. A pruner
+    compares trials that run beside each other, so with one there is one at a time."""
+
+    def searched(folder: Path) -> list[TrialRecord]:
+        return search(folder, bowl, 14, space=SPACE, slots=slots, pruner=pruner)
+
+    undisturbed = searched(tmp_path / "whole")
+    assert any(trial.state == "pruned" for trial in undisturbed) == (pruner is not None)
     shares = (0.0, 0.6, 1.0)
     kills = 0
     for write in range(100):
@@ -128,12 +138,27 @@ def test_a_kill_at_any_write_changes_nothing(tmp_path, first_share):
         with pytest.MonkeyPatch.context() as patch:
             killed_at(write, shares[(first_share + write) % 3], patch)
             try:
-                search(folder, bowl, 14, space=SPACE, slots=2)
+                searched(folder)
                 break
             except Killed:
                 kills += 1
-        assert outcome(search(folder, bowl, 14, space=SPACE, slots=2)) == outcome(undisturbed)
+        assert outcome(searched(folder)) == outcome(undisturbed)
     assert kills == 1 + 3 * 14  # the study; of a trial the sampler's state, its beginning and its end
+
+
+@pytest.mark.parametrize("over", [0, 4])
+@pytest.mark.parametrize("sampler", ["tpe", "random"])
+def test_without_a_seed_a_resume_goes_on_with_the_generators(tmp_path, sampler, over):
+    """Two resumes of one search draw the same: those of a search that was killed when this many trials were
+    over, at the beginning of the next."""
+    begun = tmp_path / "begun"
+    with pytest.MonkeyPatch.context() as patch:
+        killed_at(2 + 3 * over, 0.0, patch)
+        with pytest.raises(Killed):
+            search(begun, bowl, 14, space=SPACE, sampler=sampler, seed=None)
+    again = shutil.copytree(begun, tmp_path / "again")
+    first, second = (search(one, bowl, 14, space=SPACE, sampler=sampler, seed=None) for one in (begun, again))
+    assert outcome(first) == outcome(second)
 
 
 def test_population_goes_on_after_a_kill(tmp_path):

@@ -58,6 +58,7 @@ class PreparedReduction:
 
 
 _UNKNOWN = PreparedReduction("", 0, None)  # type: ignore[arg-type]
+_MOST_PLANS = 4096  # of each kind: shapes that change with every call must not fill the memory
 _RECIPES = {"direct": direct.recipe, "canonical": canonical.recipe}
 
 
@@ -96,6 +97,8 @@ class Reducer:
                 chosen = self.choose(nbytes, on_gpu=on_gpu, compressed=compression is not None).algorithm
             given = f", hosts={[list(group) for group in self._groups]}" if self._groups else ""
             text = f"all_reduce({op.name}, {shape}, {chosen}{squeezed}{given})"
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
             plan = self._plans[key] = ReductionPlan(text, chosen, algorithms.load(chosen).run)
         return plan
 
@@ -117,7 +120,7 @@ class Reducer:
         window = transport.window
         if window is None or data.is_quantized or accumulator_dtype(data.dtype) != data.dtype:
             return None
-        if len(self._prepared) >= 4096:
+        if len(self._prepared) >= _MOST_PLANS:
             self._prepared.clear()
         plan = self.plan(data, describe(data), op, algorithm, None, False)
         recipe = _RECIPES.get(plan.algorithm)
@@ -160,7 +163,7 @@ class Reducer:
         key = (flat.dtype, flat.numel(), op)
         plan = self._flat_plans.get(key)
         if plan is None:
-            if len(self._flat_plans) >= 4096:
+            if len(self._flat_plans) >= _MOST_PLANS:
                 self._flat_plans.clear()
             plan = self._flat_plans[key] = self.plan(flat, describe(flat), op, "auto", None, False)
         transport, run, groups = self._transport, plan.run, self._groups

@@ -1,5 +1,5 @@
 """The sum of sparse tensors: ranks gather each other's indices and values, which differ in number, and each
-rank adds them up in rank order."""
+rank adds them up in rank order; 16-bit floats in fp32, rounded once, as dense ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed import ReduceOp as TorchOp
 
 from paceline.comm.call_status import CollectiveCall, PlannedCall
 from paceline.comm.collectives import tensor_movement
-from paceline.comm.ops import dtype_name
+from paceline.comm.ops import accumulator_dtype, dtype_name
 from paceline.comm.transport.base import Transport
 from paceline.core.errors import UsageError
 
@@ -28,7 +28,8 @@ def plan_sparse_sum(transport: Transport, tensors: Sequence[Tensor], kind: Any) 
 
     def work(call: CollectiveCall, deadline: float) -> None:
         mine = tensor.detach().coalesce()
-        counts = _gathered(transport, call, torch.tensor([mine._nnz()]), [1] * transport.world_size, deadline)
+        count = torch.tensor([mine._nnz()], device="cpu")
+        counts = _gathered(transport, call, count, [1] * transport.world_size, deadline)
         entries = [int(count) for count in counts]
         dims = mine.sparse_dim()
         indices = _gathered(
@@ -44,12 +45,13 @@ def plan_sparse_sum(transport: Transport, tensors: Sequence[Tensor], kind: Any) 
         )
         total = torch.sparse_coo_tensor(
             torch.cat([part.view(-1, dims) for part in indices]).t(),
-            torch.cat([part.view(-1, *shape) for part in values]),
+            torch.cat([part.view(-1, *shape) for part in values]).to(accumulator_dtype(mine.dtype)),
             mine.shape,
+            device="cpu",
         ).coalesce()
         # As in Gloo, the tensor gets the sum's entries, also where it has more of them than before.
-        with torch.no_grad():
-            tensor.copy_(total)
+        with torch.no_grad(), torch.inference_mode(tensor.is_inference() or total.is_inference()):
+            tensor.copy_(total.to(mine.dtype))
 
     text = f"all_reduce(SUM, sparse {dtype_name(tensor.dtype)}{list(tensor.shape)})"
     return PlannedCall("all_reduce", text, work)
@@ -58,7 +60,7 @@ def plan_sparse_sum(transport: Transport, tensors: Sequence[Tensor], kind: Any) 
 def _gathered(
     transport: Transport, call: CollectiveCall, mine: Tensor, sizes: Sequence[int], deadline: float
 ) -> list[Tensor]:
-    outs = [torch.empty(size, dtype=mine.dtype) for size in sizes]
+    outs = [torch.empty(size, dtype=mine.dtype, device="cpu") for size in sizes]
     raw = [out.view(torch.uint8) for out in outs]
     tensor_movement.all_gather(transport, call, mine.view(-1).view(torch.uint8), raw, deadline)
     return outs

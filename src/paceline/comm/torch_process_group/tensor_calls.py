@@ -57,16 +57,29 @@ class FlatMemory:
         # `data` and not `detach()`: what a collective writes is no in-place change for autograd, as in Gloo.
         plain = tensor.data
         if plain.is_contiguous() and holds_values(plain):
-            return cls(plain, flatten(plain))
-        return cls(plain, to_flat(plain) if values else torch.empty(plain.numel(), dtype=plain.dtype))
+            return cls(plain, flatten(_writable_anywhere(plain) if plain.is_inference() else plain))
+        with torch.inference_mode(False):
+            if values:
+                return cls(plain, to_flat(plain))
+            return cls(plain, torch.empty(plain.numel(), dtype=plain.dtype, device="cpu"))
 
     @property
     def bytes(self) -> Tensor:
         return self.flat.view(torch.uint8)
 
+    def check_writable(self, what: str) -> None:
+        """Refuse a result with one place in memory for several elements, as `expand` makes it."""
+        if torch._debug_has_internal_overlap(self.tensor) == 1:  # torch's "yes"
+            raise UsageError(
+                f"{what}: several elements of {describe(self.tensor)}, into which the result goes, share one "
+                "place in memory",
+                remedy="pass tensor.contiguous()",
+            )
+
     def write_back(self) -> None:
         if self.flat.data_ptr() != self.tensor.data_ptr():
-            self.tensor.copy_(self.flat.view(self.tensor.shape))
+            with torch.inference_mode(self.tensor.is_inference()):
+                self.tensor.copy_(self.flat.view(self.tensor.shape))
 
 
 def plan_all_reduce(
@@ -90,6 +103,8 @@ def plan_all_reduce(
 def plan_reduce_to(transport: Transport, tensor: Tensor, root: int, op: Any) -> PlannedCall[Any]:
     """Plan a reduction into the root's tensor."""
     memory, kind = FlatMemory.of(tensor, "reduce"), torch_op(op)
+    if transport.rank == root:
+        memory.check_writable("reduce")
     if kind in _BITWISE:
         return _bitwise_all_reduce(transport, [memory], kind, root)
     planned = plan_reduce(transport, memory.flat, root, _OPS[kind])
@@ -286,6 +301,14 @@ def plan_all(operation: str, plans: Sequence[PlannedCall[Any]]) -> PlannedCall[A
     return _planned(operation, " + ".join(planned.text for planned in plans), run)
 
 
+def _writable_anywhere(tensor: Tensor) -> Tensor:
+    """View an inference tensor's memory as an ordinary tensor: torch lets inference tensors be written in
+    inference mode alone, while Gloo, which knows only the memory, reduces them outside of it too."""
+    with torch.inference_mode(False):
+        view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return view.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
 def describe(tensor: Tensor) -> str:
     return f"{dtype_name(tensor.dtype)}[{tensor.numel()}]"
 
@@ -309,6 +332,8 @@ def _planned(
 
 def _written_back(planned: PlannedCall[Any], written: Sequence[FlatMemory]) -> PlannedCall[Any]:
     indirect = [memory for memory in written if memory.flat.data_ptr() != memory.tensor.data_ptr()]
+    for memory in indirect:
+        memory.check_writable(planned.operation)
     if indirect:
         inner = planned.work
 
@@ -344,7 +369,8 @@ def _bitwise_all_reduce(
 
     where = "" if root is None else f", dst={labels_of(transport)[root]}"
     sizes = " + ".join(describe(memory.flat) for memory in opened)
-    return _planned("all_reduce", f"all_reduce({name}, {sizes}{where})", run, opened)
+    written = opened if root in (None, transport.rank) else ()
+    return _planned("all_reduce", f"all_reduce({name}, {sizes}{where})", run, written)
 
 
 def _cut_rows(transport: Transport, memory: FlatMemory, rows: Sequence[int], what: str) -> list[Tensor]:

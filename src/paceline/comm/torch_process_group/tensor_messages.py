@@ -4,10 +4,12 @@ a tag.
 Each message is under way in the background from the moment it is asked for: a receive that was posted lets
 the sender end, whatever its own rank does meanwhile. Messages to one rank leave in order, and so do receives
 of one source and tag. The monitored barrier is made of such messages as well: a rank that is late in it
-breaks nothing."""
+breaks nothing. As in Gloo, each rank counts its calls: what a late rank sends belongs to its own call, and
+neither completes nor releases a later one."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from typing import final
@@ -30,8 +32,8 @@ from paceline.comm.transport.base import (
 from paceline.core.errors import CommTimeoutError, PacelineError, PeerError, UsageError
 from paceline.core.wording import ranks
 
-# Users' tags are not negative.
-_ARRIVED_TAG, _RELEASED_TAG = -2, -3
+# Users' tags are not negative. Each call of the monitored barrier has two of its own.
+_FIRST_BARRIER_TAG = -2
 
 
 @final
@@ -45,6 +47,7 @@ class TensorMessages:
         self._labels = labels_of(transport)
         self._threads = threads
         self._timeout = timeout
+        self._barriers = itertools.count()
 
     def send(self, tensor: Tensor, dest: int, tag: int) -> PacelineWork:
         self._check("dst", dest, tag)
@@ -63,6 +66,7 @@ class TensorMessages:
         if source != ANY_SOURCE:
             self._check("src", source, tag)
         memory = FlatMemory.of(tensor, "recv", values=False)
+        memory.check_writable("recv")
         seconds = self._timeout()
         named = "any" if source == ANY_SOURCE else str(self._labels[source])
         text = f"recv({describe(tensor)}, src={named}, tag={tag})"
@@ -80,8 +84,10 @@ class TensorMessages:
         """Return when all ranks are in this call. Rank 0 waits for each rank and names those that are late;
         with `all_late` all of them, else the first."""
         transport, deadline = self._transport, time.monotonic() + seconds
+        arrived = _FIRST_BARRIER_TAG - 2 * next(self._barriers)
+        released = arrived - 1
         if transport.rank != 0:
-            self._follow(seconds)
+            self._follow(arrived, released, seconds)
             return
         if seconds <= 0:
             raise GroupError(
@@ -92,7 +98,7 @@ class TensorMessages:
             # Who came in time is not late, even if the wait for another rank took all of it.
             until = max(deadline, time.monotonic() + 0.01)
             try:
-                transport.take(peer, _ARRIVED_TAG, until, own_deadline=True)
+                transport.take(peer, arrived, until, own_deadline=True)
             except PacelineError as error:
                 late.append(self._labels[peer])
                 if not all_late:
@@ -100,13 +106,13 @@ class TensorMessages:
         if late:
             raise _late(late, seconds)
         for peer in range(1, transport.world_size):
-            transport.post(peer, _RELEASED_TAG, (), deadline + seconds)
+            transport.post(peer, released, (), deadline + seconds)
 
-    def _follow(self, seconds: float) -> None:
+    def _follow(self, arrived: int, released: int, seconds: float) -> None:
         rank, deadline = self._labels[self._transport.rank], time.monotonic() + seconds
         try:
-            self._transport.post(0, _ARRIVED_TAG, (), deadline)
-            self._transport.take(0, _RELEASED_TAG, deadline, own_deadline=True)
+            self._transport.post(0, arrived, (), deadline)
+            self._transport.take(0, released, deadline, own_deadline=True)
         except PacelineError as error:
             raise GroupError(
                 f"Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for "

@@ -94,7 +94,7 @@ def connect(settings: RaySettings) -> RayConnection:
     global _current
     ray = import_ray()
     with _lock:
-        if _current is not None and _current.is_ours and not ray.is_initialized():
+        if _current is not None and not ray.is_initialized():
             _current = None  # the user shut Ray down
         if _current is None:
             if ray.is_initialized():

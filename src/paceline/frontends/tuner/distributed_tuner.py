@@ -50,7 +50,9 @@ class DistributedTuner:
     seed            of the sampler. With one, trials are drawn from the results of the trials up to a fixed
                     number before them, so that the same are asked for whichever was faster; in_order=False
                     has a free slot never wait for that
-    engine          "local", or "ray" (ray_address: "auto", "ray://..."; None: a local cluster)
+    engine          "local", "ray" or paceline.Ray(address=...)
+    ray_address     "auto", "ray://HOST:10001" or "HOST:6379"; None: a local cluster that ends with the
+                    search. A process that is connected to Ray already stays connected to that
     max_attempts    a trial whose process is killed so often is recorded as failed
     preload         modules that are imported once, ahead of all trials
     """
@@ -232,7 +234,8 @@ class DistributedTuner:
         if self._engine_name == "ray":
             from paceline.frontends.tuner.ray_trials import open_ray
 
-            address = self.ray_address or getattr(self.engine, "address", None)
+            # paceline.Ray() without an address reads RAY_ADDRESS; "ray" without one is a local cluster.
+            address = self.ray_address or getattr(self.engine, "address", "local")
             with open_ray(call, address, self.num_gpus, self.trials_per_gpu) as (engine, slots):
                 yield engine, slots
             return

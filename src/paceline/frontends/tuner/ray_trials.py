@@ -15,9 +15,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, final
 
-from paceline.core.errors import ConfigError, PlatformError, UnavailableError, UsageError
+from paceline.core.errors import ConfigError, UsageError
 from paceline.core.wording import first_line
 from paceline.engines.local import failure_report
+from paceline.engines.ray import ray_connection
+from paceline.engines.ray.ray_settings import RaySettings
 from paceline.frontends.tuner import trial_slots
 from paceline.frontends.tuner.trial_engine import (
     LostTrial,
@@ -40,20 +42,11 @@ def open_ray(
     call: TrialCall, address: str | None, num_gpus: int | None, trials_per_gpu: float
 ) -> Iterator[tuple[RayTrials, int]]:
     """Connect to a cluster, or use the connection that this process has; yield the engine and the number of
-    trials at once. A connection or a local cluster that was made here ends with the block."""
-    ray = _import_ray()
+    trials at once. `address` is that of `paceline.Ray`."""
     if address is not None and not isinstance(address, str):
         raise ConfigError(f"ray_address={address!r}", remedy='give "auto", "ray://HOST:10001", or None')
-    mine = not ray.is_initialized()
-    if mine:
-        try:
-            ray.init(address=address, log_to_driver=False, logging_level="ERROR", include_dashboard=False)
-        except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
-            raise PlatformError(
-                f"no Ray cluster answers at {address or 'this machine'}: {first_line(error)}",
-                remedy="start one with `ray start --head`, or leave ray_address out for a local cluster",
-            ) from error
-    try:
+    # Whether a trial fits into the cluster is asked below; an agent's size means nothing here.
+    with _connected(RaySettings(address=address, autoscales=True)) as ray:
         resources = ray.cluster_resources()
         gpus, cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 1))
         number = num_gpus if num_gpus is not None else gpus or cpus
@@ -64,9 +57,21 @@ def open_ray(
             yield trials, slots
         finally:
             trials.close()
+
+
+@contextmanager
+def _connected(settings: RaySettings) -> Iterator[Any]:
+    """Yield Ray, connected. A connection or a local cluster that was made here ends with the block."""
+    ray = ray_connection.import_ray()
+    if ray.is_initialized():
+        yield ray
+        return
+    connection = ray_connection.connect(settings)
+    connection.users += 1
+    try:
+        yield ray
     finally:
-        if mine:
-            ray.shutdown()
+        connection.close()
 
 
 def _share(number: int, trials_per_gpu: float, gpus: int, cpus: int) -> dict[str, float]:
@@ -249,11 +254,3 @@ def _beside_search(actor: Any, ray: Any) -> Any:
 
     here = ray.get_runtime_context().get_node_id()
     return actor.options(scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=True))
-
-
-def _import_ray() -> Any:
-    try:
-        import ray
-    except ImportError as error:
-        raise UnavailableError("Ray is not installed", remedy="pip install 'paceline[ray]'") from error
-    return ray

@@ -3,7 +3,8 @@ undisturbed one would have drawn.
 
 Optuna keeps generators in attributes of the sampler and of the samplers inside it, and nowhere on disk; its
 own advice is to pickle the sampler. A pickle in a folder from elsewhere can run anything, so only the state
-of each generator is kept, under the path of attributes that leads to it.
+of each generator is kept, under the path of attributes that leads to it. A generator that Optuna makes at its
+first use, as all are without a seed, is made here.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
+from optuna.samplers._lazy_random_state import LazyRandomState
 
 _DEPTH = 5
 
@@ -46,6 +48,8 @@ def _generators(sampler: object) -> Iterator[tuple[str, np.random.RandomState | 
         if id(value) in seen or depth > _DEPTH:
             return
         seen.add(id(value))
+        if isinstance(value, LazyRandomState):
+            _ = value.rng  # makes the generator where there is none
         if isinstance(value, np.random.RandomState | np.random.Generator):
             yield path, value
         elif hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):

@@ -1,0 +1,65 @@
+"""Searches that connect to Ray by themselves: heads that cannot be reached, and a cluster of their own."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+import paceline
+
+ray = pytest.importorskip("ray", reason="make test-engines installs Ray")
+pytest.importorskip("optuna", reason="pip install 'paceline[tune]'")
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.leaky("Ray's processes and connections end when it likes"),
+    # Ray's own: it leaves sockets and files of its processes to the interpreter's end.
+    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
+]
+
+NOBODY = "127.0.0.1:1"
+
+
+def tuner(folder, **more) -> paceline.DistributedTuner:
+    return paceline.DistributedTuner(
+        lambda params: params["x"],
+        {"x": paceline.tune.uniform(-3, 3)},
+        num_gpus=2,
+        seed=4,
+        study=folder / "study",
+        verbose=False,
+        **more,
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "head"),
+    [
+        ({"engine": "ray", "ray_address": NOBODY}, "", "a Ray head"),
+        ({"engine": "ray", "ray_address": f"ray://{NOBODY}"}, "", "a Ray client server"),
+        ({"engine": paceline.Ray(address=NOBODY)}, "", "a Ray head"),
+        ({"engine": paceline.Ray()}, NOBODY, "a Ray head"),
+    ],
+)
+def test_a_head_that_does_not_answer_is_named_within_seconds(tmp_path, monkeypatch, given, environment, head):
+    monkeypatch.setenv("RAY_ADDRESS", environment)
+    begun = time.monotonic()
+    with pytest.raises(paceline.UnavailableError) as caught:
+        tuner(tmp_path, **given).tune(2)
+    assert time.monotonic() - begun < 20  # Ray's own attempts take most of a minute
+    assert f"{head} at {NOBODY} does not answer: Connection refused" in caught.value.message
+    assert "ray status" in caught.value.remedy
+    assert not ray.is_initialized()
+
+
+def test_without_an_address_the_cluster_is_a_local_one(tmp_path, monkeypatch):
+    """Whatever RAY_ADDRESS says."""
+    monkeypatch.setenv("RAY_ADDRESS", NOBODY)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.path.abspath("src"), os.path.abspath(".")]))
+    search = tuner(tmp_path, engine="ray")
+    search.tune(2)
+    assert [trial.state for trial in search.trials] == ["complete"] * 2
+    assert not ray.is_initialized()
