@@ -21,7 +21,8 @@ from paceline.engines.ray.ray_settings import RaySettings
 _REACH_SECONDS: Final = 5.0
 _LOCAL: Final = "local"
 _ATTEMPTS: Final = 3
-_BUSY_HEAD: Final = "Starting Ray client server failed"  # its process for this client did not start in time
+# Of a head whose process for this client did not start in time, or ended while the head looked at it.
+_BUSY_HEAD: Final = ("Starting Ray client server failed", "Initialization failure from server")
 
 _lock = threading.Lock()
 _current: RayConnection | None = None
@@ -156,7 +157,7 @@ def _made(ray: Any, settings: RaySettings) -> RayConnection:
         except Exception as error:
             with contextlib.suppress(Exception):
                 ray.shutdown()
-            if attempt == _ATTEMPTS or _BUSY_HEAD not in str(error):
+            if attempt == _ATTEMPTS or not any(words in str(error) for words in _BUSY_HEAD):
                 raise _explained(address, error) from error
     return RayConnection(ray, address, is_ours=True)
 
