@@ -48,11 +48,13 @@ def model_fn() -> Any:
     return model
 
 
+if settings.get("again"):
+    os.chdir(folder.parent)  # each training has a folder of its own below it
 trainer = paceline.TensorFlowDistributedTrainer(
     model_fn,
     strategy,
     verbose=False,
-    checkpoint_dir=folder,
+    checkpoint_dir=None if settings.get("again") else folder,
     resume_from_checkpoint=settings.get("resume", False),
     config={"checkpoint_frequency": 1},
     callbacks=[paceline.CsvLog(every=1)],
@@ -78,7 +80,7 @@ def epoch_data(epoch: int) -> Any:
 validation = tf.data.Dataset.from_tensor_slices((inputs, targets)).batch(16)
 history = trainer.fit(epoch_data, epochs=settings.get("epochs", 4), validation_data=validation)
 if settings.get("again"):
-    history = trainer.fit(epoch_data, epochs=2)
+    history = trainer.fit(epoch_data, epochs=2, validation_data=validation)
 found = {
     "rank": int(rank),
     "replicas": trainer.num_replicas,

@@ -174,7 +174,8 @@ def test_parameter_servers_serve_two_trainings(tmp_path: Path) -> None:
     with started(command(paceline_run(3), tmp_path, strategy="parameter_server", again=True), log) as job:
         text = finished(job, log, SECONDS)
     assert "start again" not in text
-    assert len(found_in(text)[0]["steps"]) == 24
+    assert found_in(text)[0]["steps"] == list(range(1, 9))
+    assert len(list(tmp_path.glob("runs/*/journal.jsonl"))) == 2
 
 
 def test_bad_input_is_one_message(tmp_path: Path) -> None:
