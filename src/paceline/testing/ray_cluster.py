@@ -17,13 +17,14 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self, final
+
+from paceline.frontends.launcher.master_port import free_port
 
 _END_SECONDS: Final = 60.0
 _QUIET: Final = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
@@ -45,7 +46,7 @@ class RayCluster:
         self._folder = str(folder)
         self.environment = {**os.environ, **(environment or {}), **_QUIET, "RAY_TMPDIR": str(folder)}
         # Of the Ray client's server and of the dashboard, which takes jobs; 0: there is none.
-        self.client_port, self.dashboard_port = (_free_port() if with_services else 0 for _ in range(2))
+        self.client_port, self.dashboard_port = (free_port() if with_services else 0 for _ in range(2))
         program = [sys.executable, "-m", "paceline.testing.ray_cluster"]
         with (folder / "cluster.log").open("w") as log:
             self._process = subprocess.Popen(
@@ -129,11 +130,6 @@ def process_file(pid: int, name: str) -> bytes:
         return b""
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
 def main(client_port: str, dashboard_port: str, cpus: str) -> None:
     """Run a cluster; lines `add NODE` and `remove NODE` come from the input, and its end ends the cluster."""
     from ray.cluster_utils import Cluster
@@ -146,7 +142,7 @@ def main(client_port: str, dashboard_port: str, cpus: str) -> None:
             "dashboard_port": int(dashboard_port) or None,
             "ray_client_server_port": int(client_port) or None,
             # The default is one port, which nodes of one machine would dispute; jobs go through the head's.
-            "dashboard_agent_listen_port": _free_port(),
+            "dashboard_agent_listen_port": free_port(),
         },
     )
     print(f"head {cluster.address}", flush=True)
@@ -157,7 +153,7 @@ def main(client_port: str, dashboard_port: str, cpus: str) -> None:
             if command == "add":
                 nodes[name] = cluster.add_node(
                     num_cpus=int(cpus),
-                    dashboard_agent_listen_port=_free_port(),
+                    dashboard_agent_listen_port=free_port(),
                     env_vars={"PACELINE_HOST": name},
                 )
             else:
