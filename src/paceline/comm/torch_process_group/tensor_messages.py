@@ -32,7 +32,7 @@ from paceline.comm.transport.base import (
 from paceline.core.errors import CommTimeoutError, PacelineError, PeerError, UsageError
 from paceline.core.wording import ranks
 
-# Users' tags are not negative. Each call of the monitored barrier has two of its own.
+# Users' tags are not negative. Each call of the monitored barrier takes two negative ones.
 _FIRST_BARRIER_TAG = -2
 
 
