@@ -69,10 +69,19 @@ class ScriptedEngine:
         return self.job
 
 
+@dataclass(frozen=True)
+class EngineOfHosts(ScriptedEngine):
+    hosts: int = 0
+
+    def host_lines(self) -> tuple[str, ...]:
+        return tuple(f"host{number}" for number in range(self.hosts))
+
+
 class Fleet:
-    def __init__(self) -> None:
+    def __init__(self, hosts: int = 0) -> None:
         self.clock, self.job, self.said = VirtualClock(), ScriptedJob(), list[str]()
-        self.fleet = AgentFleet(ScriptedEngine(self.job), SPEC, b"s" * 32, self.said.append, self.clock)
+        engine = EngineOfHosts(self.job, hosts=hosts) if hosts else ScriptedEngine(self.job)
+        self.fleet = AgentFleet(engine, SPEC, b"s" * 32, self.said.append, self.clock)
 
     def turn(self, after: float = 0.3) -> None:
         self.clock.advance(after)
@@ -116,6 +125,32 @@ def test_agents_that_fail_at_once_are_asked_for_less_and_less_often_and_then_giv
     assert "no agent of scripted stayed" in it.fleet.failure.message
     assert "no module named paceline" in it.fleet.failure.message
     assert "10.0.0.1:4000" in it.fleet.failure.remedy
+
+
+def test_every_host_that_is_named_is_tried_before_the_run_is_given_up():
+    it = Fleet(hosts=6)
+    it.fleet.scale(1)
+    for node in range(6):
+        assert it.fleet.failure is None, node
+        it.job.agents.clear()
+        it.job.put(node, "running")
+        it.turn()
+        it.job.put(node, "ended", 255, "ssh: no route to host")
+        it.turn()
+    assert it.fleet.failure is not None
+
+
+def test_no_run_is_given_up_while_an_agent_is_being_started():
+    it = Fleet()
+    for node in range(4):
+        it.job.put(node, "running")
+        it.job.put(9, "pending")  # it has a host, and no process yet
+        it.turn()
+        it.job.put(node, "ended", 1)
+        it.turn()
+    assert it.fleet.failure is None
+    it.turn(31.0)
+    assert it.fleet.failure is not None
 
 
 def test_agents_that_stayed_before_they_were_lost_do_not_count_against_the_run():

@@ -158,7 +158,7 @@ def _follow(engine: BatchEngine, identifier: str) -> int:
         while True:
             status = engine.batch_status(identifier)
             # An engine gives a long log in parts.
-            while lines := new_lines():
+            while lines := new_lines(status.is_over):
                 for line in lines:
                     typer.echo(printable(line))
             if status.is_over:

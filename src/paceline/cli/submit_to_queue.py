@@ -64,9 +64,7 @@ class QueueBatch:
 
     def batch_logs(self, identifier: str) -> NewLines:
         log = self._folder().log_of(int(identifier))
-        return new_lines(
-            lambda: {identifier: log.read_text(errors="replace").splitlines() if log.exists() else []}
-        )
+        return new_lines(lambda: {identifier: log.read_text(errors="replace") if log.exists() else ""})
 
     def stop_batch(self, identifier: str) -> None:
         folder = self._folder()

@@ -15,15 +15,16 @@ from dataclasses import dataclass
 from typing import Final, final
 
 from paceline.core.clock import Clock, MonotonicClock
-from paceline.core.errors import CommTimeoutError, PacelineError, PeerLostError, UnavailableError
+from paceline.core.errors import PacelineError, PeerLostError, UnavailableError
 from paceline.core.untrusted import printable
 from paceline.core.wording import counted
-from paceline.engines.engine import AgentSpec, Engine, EngineJob, NodeStatus
+from paceline.engines.engine import AgentSpec, Engine, EngineJob, NodeStatus, named_hosts
 
 POLL_SECONDS: Final = 0.25
 _FIRST_BACKOFF_SECONDS: Final = 0.5
 _MOST_BACKOFF_SECONDS: Final = 30.0
-_MAX_FAILURES: Final = 4  # in a row, of agents that did not stay
+_MAX_FAILURES: Final = 4  # in a row, of agents that did not stay; as many as hosts where they are named
+_START_SECONDS: Final = 30.0  # that an agent may take on its host until it runs
 _STAY_SECONDS: Final = 20.0  # after which an agent's end is a loss, and not a failed start
 _WAIT_NOTICE_SECONDS: Final = 10.0
 _TROUBLE_SECONDS: Final = 5.0  # until a request that failed is made again
@@ -52,6 +53,7 @@ class AgentFleet:
         self._clock = clock or MonotonicClock()
         self._job: EngineJob | None = None
         self._nodes = spec.nodes
+        self._max_failures = max(_MAX_FAILURES, named_hosts(engine))
         self._known: dict[int, _Known] = {}
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self._failures = 0
@@ -98,10 +100,8 @@ class AgentFleet:
         """Look once, and do what is to be done; note an error of the engine, or of its client."""
         try:
             self._look(job)
-        except (UnavailableError, CommTimeoutError) as error:
-            self._note_trouble(error)
         except PacelineError as error:
-            self.failure = error
+            self._note_trouble(error)
         except Exception as error:
             trouble = UnavailableError(
                 f"{self._engine.name} cannot be asked about the agents: {type(error).__name__}: {error}",
@@ -111,8 +111,8 @@ class AgentFleet:
             self._note_trouble(trouble)
 
     def _note_trouble(self, error: PacelineError) -> None:
-        """Go on while agents run: an engine that is away for a while takes nothing from them. Where none
-        runs, none will come."""
+        """Go on while agents run: an engine that is away for a while, or refuses a further agent, takes
+        nothing from them. Where none runs, none will come."""
         now = self._clock.now()
         self._ask_at = now + _TROUBLE_SECONDS
         if not any(known.status.state == "running" for known in self._known.values()):
@@ -129,12 +129,19 @@ class AgentFleet:
         for status in statuses:
             self._note(status, now)
         active = sum(status.state in ("pending", "running") for status in statuses)
-        if self._failures >= _MAX_FAILURES and not any(status.state == "running" for status in statuses):
+        if self._failures >= self._max_failures and not any(self._may_stay(one, now) for one in statuses):
             self.failure = self._hopeless()
         elif active != self._nodes and now >= self._ask_at:
             job.scale(self._nodes)
             self._ask_at = now + POLL_SECONDS
         self._notice_wait(now)
+
+    def _may_stay(self, status: NodeStatus, now: float) -> bool:
+        """Return whether an agent runs, or is being started on a host."""
+        is_starting = status.state == "pending" and status.host != ""
+        return status.state == "running" or (
+            is_starting and now - self._known[status.node].since < _START_SECONDS
+        )
 
     def _note(self, status: NodeStatus, now: float) -> None:
         before = self._known.get(status.node)

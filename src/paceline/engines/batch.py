@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias, final, runtime_checkable
 
-NewLines: TypeAlias = Callable[[], Sequence[str]]
-"""Returns the lines that a run wrote since the call before."""
+NewLines: TypeAlias = Callable[[bool], Sequence[str]]
+"""Returns the lines that a run wrote since the call before. The argument says whether the run is over: a last
+line without an end is given only then, because more of it may come."""
 BatchState: TypeAlias = Literal["pending", "running", "succeeded", "failed", "stopped", "lost"]
 
 
@@ -72,13 +73,16 @@ class BatchEngine(Protocol):
         ...
 
 
-def new_lines(read: Callable[[], Mapping[str, Sequence[str]]]) -> NewLines:
-    """Follow logs that are read whole: `read` returns the lines of each of a run's files by its name."""
+def new_lines(read: Callable[[], Mapping[str, str]]) -> NewLines:
+    """Follow logs that are read whole: `read` returns the text of each of a run's files by its name."""
     shown: dict[str, int] = {}
 
-    def fresh() -> list[str]:
+    def fresh(is_over: bool) -> list[str]:
         found: list[str] = []
-        for name, lines in read().items():
+        for name, text in read().items():
+            *lines, unfinished = text.split("\n")
+            if is_over and unfinished:
+                lines.append(unfinished)
             found += lines[shown.get(name, 0) :]
             shown[name] = max(shown.get(name, 0), len(lines))
         return found

@@ -70,6 +70,12 @@ def gpus_per_node(engine: EngineSettings) -> int:
     return int(getattr(engine, "gpus_per_node", 0))
 
 
+def named_hosts(engine: EngineSettings) -> int:
+    """Return the number of hosts that the settings name, spare ones included; 0 where the engine chooses."""
+    lines = getattr(engine, "host_lines", None)
+    return len(lines()) if lines is not None else 0
+
+
 @final
 @dataclass(frozen=True)
 class NodeStatus:

@@ -47,7 +47,7 @@ def test_kubectl_applies_what_dry_run_prints(idle_cluster: Cluster) -> None:
     assert (found.state, found.code) == ("failed", 2)
     assert "PodFailurePolicy" in found.reason
     assert len(pods) == 1
-    assert any("no-such-script.py" in line for line in engine.batch_logs("job/by-hand")())
+    assert any("no-such-script.py" in line for line in engine.batch_logs("job/by-hand")(True))
     kubectl("delete", "--wait=false", "job", "by-hand")
     kubectl("delete", "--wait=false", "service/by-hand", "secret/by-hand-token")
     wait_for(lambda: not idle_cluster.left(), "nothing is left")

@@ -99,17 +99,17 @@ def test_a_run_is_handed_over_loses_its_supervisor_and_ends_as_if_nothing_was(
         idle_cluster.store.begin_deletion(first)
         wait_for(lambda: len(_starts(folder / "run")) > 1, "the run is resumed", 100)
         new_lines, followed = engine.batch_logs(f"{kind}/run"), list[str]()
-        followed += new_lines()
+        followed += new_lines(False)
         (folder / "gate").touch()
 
         def is_over() -> bool:
             over = engine.batch_status(f"{kind}/run").is_over
-            followed.extend(new_lines())
+            followed.extend(new_lines(over))
             return over
 
         wait_for(is_over, "the run ends", 100)
         assert engine.batch_status(f"{kind}/run").state == "succeeded"
-        lines = list(engine.batch_logs(f"{kind}/run")())
+        lines = list(engine.batch_logs(f"{kind}/run")(True))
         assert Counter(followed) == Counter(lines)
         (said,) = [line for line in lines if line.startswith("hash ")]
         assert "['--lr', '0.1']" in said

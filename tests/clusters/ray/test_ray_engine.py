@@ -102,7 +102,7 @@ def test_a_run_is_handed_over_stopped_and_resumed(lab: RayLab, tmp_path: Path) -
     file = folder / "journal.jsonl"
 
     def has_begun() -> bool:
-        assert not engine.batch_status(first).is_over, list(engine.batch_logs(first)())
+        assert not engine.batch_status(first).is_over, list(engine.batch_logs(first)(True))
         told = journal.read(file).events if file.exists() else []
         return any(isinstance(event, events.StepCommitted) for event in told)
 
@@ -116,7 +116,7 @@ def test_a_run_is_handed_over_stopped_and_resumed(lab: RayLab, tmp_path: Path) -
     gate.touch()
     second = engine.submit_batch(job)
     wait_for(lambda: engine.batch_status(second).is_over, "it goes to its end", seconds=120.0)
-    log = list(engine.batch_logs(second)())
+    log = list(engine.batch_logs(second)(True))
     assert engine.batch_status(second).state == "succeeded", log[-20:]
     assert f"hash {expected}" in log
     assert not lab.left_running(), lab.left_running()

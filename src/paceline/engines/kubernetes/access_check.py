@@ -14,11 +14,11 @@ from paceline.engines.kubernetes.api_client import ApiClient
 JOBSET_API: Final = "/apis/jobset.x-k8s.io/v1alpha2"
 _OLDEST: Final = (1, 31)
 _NEEDED: Final = (
-    ("create", "", "secrets", ""),
-    ("delete", "", "secrets", ""),
+    *((verb, "", "secrets", "") for verb in ("create", "patch", "delete")),
     ("list", "", "pods", ""),
     ("delete", "", "pods", ""),
     ("get", "", "pods", "log"),
+    ("list", "", "events", ""),
 )
 _OWNERS: Final = {
     "job": ("batch", "jobs"),

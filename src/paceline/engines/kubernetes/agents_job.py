@@ -22,6 +22,7 @@ from paceline.core.errors import UnavailableError
 from paceline.engines.engine import EngineRequest, LogLine, NodeStatus
 from paceline.engines.kubernetes import pod_status
 from paceline.engines.kubernetes.api_client import ApiClient, ApiError, JsonObject, is_quota
+from paceline.engines.kubernetes.controller_events import refusal_of_pods
 from paceline.engines.kubernetes.job_progress import completions_for, is_over
 from paceline.engines.kubernetes.manifests import RUN_LABEL, renamed, secret_name
 from paceline.engines.kubernetes.object_creation import PATHS, create_all
@@ -203,27 +204,21 @@ class AgentsJob:
     def _check_hopeless(self, pods: Sequence[Mapping[str, Any]]) -> None:
         self._waits_for = ""
         if self._expected:
-            self._waits_for = self._refusal_of_pods()
+            self._waits_for = refusal_of_pods(self._client, self._namespace, self._owner)
             waited = self._clock.now() - self._began_at
             if not self._ran and is_quota(self._waits_for) and waited > _QUOTA_SECONDS:
                 raise pod_status.quota_error(self._waits_for)
         if not self._ran and (error := pod_status.hopeless(pods)):
             raise error
 
-    def _refusal_of_pods(self) -> str:
-        """Return why the controller could make no pod: it writes that down as an event."""
-        uid = self._owner["metadata"]["uid"]
-        selector = f"involvedObject.uid={uid},reason=FailedCreate"
-        events = self._client.get(PATHS["Event"].format(self._namespace), fieldSelector=selector)["items"]
-        return str(events[-1].get("message", "")) if events else ""
-
     def _scale(self, nodes: int) -> None:
         self._look()
         for state in self._states.values():
             if state.state == "lost" and state.reason != _DELETED:
-                # The node cannot confirm that the pod ended, so that no other one would get its index.
+                # The node cannot confirm that the pod ended, so that no other one would get its index. Its
+                # successor in a StatefulSet has its name.
                 path = f"{PATHS['Pod'].format(self._namespace)}/{state.name}"
-                self._client.delete(path, grace_seconds=0)
+                self._client.delete(path, grace_seconds=0, uid=state.uid)
         path = f"{PATHS[self._owner['kind']].format(self._namespace)}/{self.name}"
         current = self._client.find(path)
         if current is None or is_over(current):

@@ -54,15 +54,19 @@ class ApiClient:
         """Change the fields that are named and no others."""
         return self._json("PATCH", path, {}, body, _MERGE_PATCH)
 
-    def delete(self, path: str, *, grace_seconds: int | None = None) -> bool:
-        """Delete an object and what it owns; False where it is gone already."""
+    def delete(self, path: str, *, grace_seconds: int | None = None, uid: str = "") -> bool:
+        """Delete an object and what it owns; False where it is gone already, or, with `uid`, where another
+        object has its name now."""
         options: JsonObject = {"kind": "DeleteOptions", "apiVersion": "v1", "propagationPolicy": "Background"}
         if grace_seconds is not None:
             options["gracePeriodSeconds"] = grace_seconds
+        if uid:
+            options["preconditions"] = {"uid": uid}
+        gone = (http.HTTPStatus.NOT_FOUND, *((http.HTTPStatus.CONFLICT,) if uid else ()))
         try:
             self._json("DELETE", path, {}, options)
         except ApiError as error:
-            if error.status != http.HTTPStatus.NOT_FOUND:
+            if error.status not in gone:
                 raise
             return False
         return True

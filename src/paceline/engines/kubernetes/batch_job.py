@@ -11,6 +11,7 @@ from paceline.engines.batch import BatchSpec, BatchStatus, NewLines
 from paceline.engines.kubernetes import pod_status
 from paceline.engines.kubernetes.api_client import ApiClient
 from paceline.engines.kubernetes.batch_manifests import HEAD, batch_objects
+from paceline.engines.kubernetes.controller_events import refusal_of_pods
 from paceline.engines.kubernetes.job_progress import condition
 from paceline.engines.kubernetes.manifests import RUN_LABEL, secret_name
 from paceline.engines.kubernetes.object_creation import PATHS, create_all
@@ -51,7 +52,7 @@ def status(client: ApiClient, namespace: str, identifier: str) -> BatchStatus:
         return BatchStatus("failed", reason=str(error))
     if found is not None and found.state == "running":
         return BatchStatus("running")
-    reason = found.reason if found is not None else _refusal(client, place, owner)
+    reason = found.reason if found is not None else refusal_of_pods(client, place, owner)
     return BatchStatus("pending", reason=reason)
 
 
@@ -61,7 +62,8 @@ def logs(client: ApiClient, namespace: str, identifier: str) -> NewLines:
     _, name = _parsed(identifier)
     reader = PodLogs(client, place)
 
-    def fresh() -> list[str]:
+    def fresh(is_over: bool) -> list[str]:
+        # The API server gives whole lines.
         found: list[str] = []
         for pod in sorted(_pods(client, place, name), key=lambda pod: not _is_first(pod)):
             prefix = "" if _is_first(pod) else f"[{pod['metadata']['name']}] "
@@ -100,9 +102,3 @@ def _is_first(pod: Mapping[str, Any]) -> bool:
     metadata = pod["metadata"]
     part = metadata.get("labels", {}).get("jobset.sigs.k8s.io/replicatedjob-name", HEAD)
     return part == HEAD and pod_status.pod_index(pod) == 0
-
-
-def _refusal(client: ApiClient, namespace: str, owner: Mapping[str, Any]) -> str:
-    selector = f"involvedObject.uid={owner['metadata']['uid']},reason=FailedCreate"
-    events = client.get(PATHS["Event"].format(namespace), fieldSelector=selector)["items"]
-    return str(events[-1].get("message", "")) if events else ""

@@ -7,6 +7,8 @@ second come again and are left out here.
 from __future__ import annotations
 
 import http
+import re
+from datetime import datetime, timedelta
 from typing import Final, final
 
 from paceline.core.errors import PacelineError
@@ -14,6 +16,9 @@ from paceline.engines.kubernetes.api_client import ApiClient, ApiError
 from paceline.engines.kubernetes.manifests import CONTAINER
 
 _MOST_BYTES: Final = 4 << 20
+_LARGEST_ANSWER: Final = 32 << 20  # of one second, or of one line; what is more is left out
+_TIME: Final = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?Z")  # RFC 3339, as the API server writes it
+_LAST_FRACTION: Final = ".999999999Z"
 
 
 @final
@@ -25,26 +30,43 @@ class PodLogs:
         self._seen: dict[str, str] = {}  # pod -> time of its last line
 
     def new_lines(self, pod: str) -> list[str]:
-        """Return the lines of a pod since the last call, 4 MiB of them at most; none while it has not begun,
-        or once it is gone."""
-        last = self._seen.get(pod, "")
-        query = {"container": CONTAINER, "timestamps": "true", "limitBytes": str(_MOST_BYTES)}
-        if last:
-            query["sinceTime"] = last[:19] + "Z"
+        """Return the lines of a pod since the last call, some 4 MiB of them at most; none while it has not
+        begun, or once it is gone."""
+        limit = _MOST_BYTES
+        while True:
+            text, is_cut = self._answer(pod, limit)
+            lines = self._unseen(pod, text, is_cut)
+            if lines or not is_cut:
+                return lines
+            # What is new begins behind the end: so much was written in the second that comes again.
+            if limit >= _LARGEST_ANSWER:
+                self._seen[pod] = _end_of_second(self._seen.get(pod) or text[:19])
+                return [f"(more than {limit >> 20} MiB of one second are left out here)"]
+            limit *= 2
+
+    def _answer(self, pod: str, limit: int) -> tuple[str, bool]:
+        """Return a log from the second of the last line that was seen, and whether it was cut off."""
+        query = {"container": CONTAINER, "timestamps": "true", "limitBytes": str(limit)}
+        if last := self._seen.get(pod, ""):
+            query["sinceTime"] = _first_second(last)
         try:
             text = self._client.text(f"/api/v1/namespaces/{self._namespace}/pods/{pod}/log", **query)
         except ApiError as error:
-            # 400: the container waits to start.
+            # 400: the container waits to start; it may be a new life of a pod that has written before.
             if error.status in (http.HTTPStatus.NOT_FOUND, http.HTTPStatus.BAD_REQUEST):
-                return []
+                return "", False
             raise
-        entries = text.splitlines()
-        if len(text.encode()) >= _MOST_BYTES and not text.endswith("\n"):
-            entries.pop()  # it is cut off, and comes whole with the next call
-        lines = []
+        return text, len(text.encode()) >= limit
+
+    def _unseen(self, pod: str, text: str, is_cut: bool) -> list[str]:
+        # A line may hold carriage returns, of a progress bar, and other characters that splitlines() cuts at.
+        entries = text.split("\n")
+        if is_cut and not text.endswith("\n"):
+            entries.pop()  # it comes whole with the next call
+        last, lines = self._seen.get(pod, ""), []
         for entry in entries:
             time, _, line = entry.partition(" ")
-            if _ordered(time) > _ordered(last):
+            if _TIME.fullmatch(time) and _ordered(time) > _ordered(last):
                 lines.append(line)
                 self._seen[pod] = time
         return lines
@@ -56,6 +78,18 @@ class PodLogs:
             return self._client.text(f"/api/v1/namespaces/{self._namespace}/pods/{pod}/log", **query).strip()
         except PacelineError:
             return ""
+
+
+def _end_of_second(time: str) -> str:
+    return time[:19] + _LAST_FRACTION
+
+
+def _first_second(last: str) -> str:
+    """Return the second that lines after `last` may be in."""
+    second = datetime.fromisoformat(last[:19])
+    if last.endswith(_LAST_FRACTION):
+        second += timedelta(seconds=1)
+    return f"{second.isoformat()}Z"
 
 
 def _ordered(time: str) -> tuple[str, str]:

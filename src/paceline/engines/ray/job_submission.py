@@ -53,8 +53,8 @@ def status(settings: RaySettings, identifier: str) -> BatchStatus:
     return BatchStatus(state, info.driver_exit_code, info.message or "")
 
 
-def logs(settings: RaySettings, identifier: str) -> list[str]:
-    return str(_asked(settings, identifier, "get_job_logs")).splitlines()
+def log(settings: RaySettings, identifier: str) -> str:
+    return str(_asked(settings, identifier, "get_job_logs"))
 
 
 def stop(settings: RaySettings, identifier: str) -> None:

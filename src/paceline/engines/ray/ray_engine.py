@@ -87,7 +87,7 @@ class Ray(RaySettings):
     def batch_logs(self, identifier: str) -> NewLines:
         from paceline.engines.ray import job_submission
 
-        return new_lines(lambda: {identifier: job_submission.logs(self, identifier)})
+        return new_lines(lambda: {identifier: job_submission.log(self, identifier)})
 
     def stop_batch(self, identifier: str) -> None:
         from paceline.engines.ray import job_submission

@@ -66,14 +66,14 @@ def _accounted(identifier: str) -> BatchStatus:
     return BatchStatus("lost", None, f"SLURM has no record of job {identifier} any more")
 
 
-def logs(identifier: str) -> dict[str, list[str]]:
-    """Return the lines that a job, or each task of an array, wrote so far, by the name of its file."""
+def logs(identifier: str) -> dict[str, str]:
+    """Return what a job, or each task of an array, wrote so far, by the name of its file."""
     text = commands.call(["scontrol", "--oneliner", "show", "job", identifier])
-    lines: dict[str, list[str]] = {}
+    texts: dict[str, str] = {}
     for path in re.findall(r" StdOut=(\S+)", text):
         with suppress(FileNotFoundError):  # it has not begun
-            lines[path] = Path(path).read_text(errors="replace").splitlines()
-    return lines
+            texts[path] = Path(path).read_text(errors="replace")
+    return texts
 
 
 def stop(identifier: str) -> None:

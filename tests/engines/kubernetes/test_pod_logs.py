@@ -1,0 +1,102 @@
+"""Logs of pods, from a server that cuts answers as kubelets do: every line once."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+import urllib.parse
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline.engines.kubernetes import pod_logs
+from paceline.engines.kubernetes.api_client import ApiClient
+from paceline.engines.kubernetes.kubeconfig import ClusterAccess
+from paceline.engines.kubernetes.pod_logs import PodLogs
+
+
+class LogServer:
+    """One container's log: lines with their times, from a whole second on, cut off after `limitBytes`."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.limits: list[int] = []
+        state = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                body = state.answer(dict(urllib.parse.parse_qsl(urllib.parse.urlsplit(self.path).query)))
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Say nothing."""
+
+        self.http = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+        self.thread = threading.Thread(target=self.http.serve_forever, args=(0.01,))
+        self.thread.start()
+
+    def answer(self, query: dict[str, str]) -> bytes:
+        self.limits.append(int(query["limitBytes"]))
+        since = query.get("sinceTime", "")
+        text = "".join(f"{line}\n" for line in self.lines if line[:19] >= since[:19])
+        return text.encode()[: self.limits[-1]]
+
+    def write(self, second: int, fraction: str, line: str) -> None:
+        self.lines.append(f"2026-01-02T03:04:{second:02}{fraction}Z {line}")
+
+    def reader(self) -> PodLogs:
+        address = f"http://127.0.0.1:{self.http.server_port}"
+        return PodLogs(ApiClient(ClusterAccess(address, "ml", "the test", {}, {}, Path())), "ml")
+
+    def close(self) -> None:
+        self.http.shutdown()
+        self.thread.join()
+        self.http.server_close()
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[LogServer]:
+    monkeypatch.setattr(pod_logs, "_MOST_BYTES", 200)
+    monkeypatch.setattr(pod_logs, "_LARGEST_ANSWER", 800)
+    found = LogServer()
+    yield found
+    found.close()
+
+
+def test_lines_of_the_second_that_comes_again_are_given_once(server: LogServer) -> None:
+    reader = server.reader()
+    server.write(5, ".25", "a")
+    assert reader.new_lines("run-0") == ["a"]
+    server.write(5, ".250000001", "b")  # zeros at the end of a fraction are left out
+    server.write(5, ".3", "c")
+    assert reader.new_lines("run-0") == ["b", "c"]
+    assert reader.new_lines("run-0") == []
+
+
+def test_a_line_with_carriage_returns_is_one_line(server: LogServer) -> None:
+    server.write(5, "", " 10%\r 20%\x85\u2028done")
+    server.write(6, "", "end")
+    assert server.reader().new_lines("run-0") == [" 10%\r 20%\x85\u2028done", "end"]
+
+
+def test_more_than_one_answer_of_one_second_is_asked_for_with_a_larger_limit(server: LogServer) -> None:
+    reader = server.reader()
+    for number in range(15):
+        server.write(5, f".{number + 1:03}", "x" * 12)
+    read = [len(reader.new_lines("run-0")) for _ in range(4)]
+    assert read[0] == 5
+    assert sum(read) == 15
+    assert max(server.limits) == 800
+
+
+def test_a_second_that_is_larger_than_the_largest_answer_is_left_out_and_said(server: LogServer) -> None:
+    reader = server.reader()
+    server.write(5, ".1", "y" * 1000)
+    server.write(6, "", "after")
+    assert [line[:10] for line in reader.new_lines("run-0")] == ["(more than"]
+    assert reader.new_lines("run-0") == ["after"]
+    assert reader.new_lines("run-0") == []
