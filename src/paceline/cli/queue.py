@@ -124,7 +124,8 @@ def serve(
     workers: Annotated[
         int | None,
         typer.Option(
-            min=1, help="How many workers all runs have together; kept. Without it the cores of this machine."
+            min=1,
+            help="How many workers all runs have together; kept. Default: GPUs of this machine, else cores.",
         ),
     ] = None,
     until_empty: Annotated[bool, typer.Option("--until-empty", help="End when all runs have ended.")] = False,

@@ -59,15 +59,16 @@ def test_runs_finish_and_fail_and_the_queue_goes_on(tmp_path):
 
 def test_the_command_of_a_run(tmp_path):
     with served(tmp_path, capacity=4) as queue:
-        number = queue.add('echo "$@" > words\npwd >> words\necho "$MARK" >> words\n', least=1, most=3,
-                           arguments=("--lr", "0.1"), environment={"MARK": "here"})  # fmt: skip
+        number = queue.add('echo "$@" > words\npwd >> words\necho "$MARK" "$PACELINE_GPU_CLAIMS" >> words\n',
+                           least=1, most=3, arguments=("--lr", "0.1"), environment={"MARK": "here"})  # fmt: skip
         queue.until_state(number, "finished")
-        words, where, mark = (tmp_path / "words").read_text().splitlines()
+        words, where, variables = (tmp_path / "words").read_text().splitlines()
         assert words == (
             "--workers 3 --min-workers 1 --set fault_tolerance.max_workers=3 "
             f"--run-dir {tmp_path}/runs/1 --resume auto -- --lr 0.1"
         )
-        assert (where, mark) == (str(tmp_path), "here")
+        # Workers of all runs of this queue take different GPUs.
+        assert (where, variables) == (str(tmp_path), f"here {tmp_path}/queue")
 
 
 def test_a_crash_is_started_again_and_a_row_of_crashes_is_a_failure(tmp_path):

@@ -6,10 +6,8 @@ Runs inside Ray. The agent's process ends with the actor's, however that ends.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,6 +15,7 @@ import threading
 from collections.abc import Mapping
 from typing import IO, Any, Final, final
 
+from paceline.core.claims import claim
 from paceline.core.host import host_name
 from paceline.engines.ray.requests import PYTHON, TOKEN
 
@@ -46,7 +45,8 @@ class AgentActor:
         self._is_over = False
         self._process: subprocess.Popen[bytes] | None = None
         self._node_id = node_id or _own_node_id()
-        self._claim = _claim_node(run, self._node_id) if run else None
+        # One agent of the run on this node: the kernel frees the claim with this process.
+        self._claim = claim(f"ray {run} {self._node_id}") if run else None
         self._is_taken = bool(run) and self._claim is None
         if not self._is_taken:
             self._start(agent, secret)
@@ -163,16 +163,3 @@ def _own_node_id() -> str:
     import ray
 
     return str(ray.get_runtime_context().get_node_id())
-
-
-def _claim_node(run: str, node_id: str) -> socket.socket | None:
-    """Return a socket that stands for this run's agent on this node; None where another agent has it. The
-    kernel closes it with its process."""
-    claim = socket.socket(socket.AF_UNIX)
-    try:
-        # The kernel takes names of 107 bytes at most.
-        claim.bind(b"\0paceline-ray-" + hashlib.sha256(f"{run} {node_id}".encode()).hexdigest().encode())
-    except OSError:
-        claim.close()
-        return None
-    return claim

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from paceline.core.available_resources import cores
+from paceline.core.available_resources import cores, visible_gpus
 from paceline.core.clock import Clock, WallClock
 from paceline.core.errors import UsageError
 from paceline.core.wording import counted
@@ -27,8 +27,9 @@ KEPT_VARIABLES: Final = (
 
 
 def capacity_of(content: QueueContent) -> int:
-    """Return the workers of a queue: those that a server was told to use, else the cores of this machine."""
-    return content.capacity or cores()
+    """Return the workers of a queue: those that a server was told to use, else the GPUs of this machine, and
+    without any its cores."""
+    return content.capacity or visible_gpus() or cores()
 
 
 def kept_environment(named: Iterable[str], environment: Mapping[str, str] = os.environ) -> dict[str, str]:

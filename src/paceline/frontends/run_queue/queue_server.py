@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, final
 
+from paceline.core.claims import GPU_CLAIMS_VARIABLE
 from paceline.core.clock import Clock, WallClock
 from paceline.core.errors import PacelineError
 from paceline.core.host import host_identity
@@ -250,7 +251,7 @@ class QueueServer:
             return subprocess.Popen(
                 command,
                 cwd=run.request.folder,
-                env={**os.environ, **run.request.environment},
+                env={**os.environ, GPU_CLAIMS_VARIABLE: str(self._folder.path), **run.request.environment},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
 
+from paceline.core.claims import claimed_gpu
 from paceline.core.errors import UnavailableError, UsageError
 from paceline.core.wording import with_article
 from paceline.data.seeding import seed_everything
@@ -31,7 +32,8 @@ _MOST_SHAPES = 64
 
 
 def choose_device(config: TrainConfig, rank: int) -> torch.device:
-    """Return the CPU, or this rank's GPU; ranks share GPUs when there are more ranks."""
+    """Return the CPU, or this rank's GPU; ranks share GPUs when there are more ranks. Workers of runs that
+    stand in one queue take GPUs that no other of them has."""
     wanted = config.device
     if wanted == "cuda" and not torch.cuda.is_available():
         raise UnavailableError(
@@ -40,7 +42,8 @@ def choose_device(config: TrainConfig, rank: int) -> torch.device:
         )
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device("cuda", rank % torch.cuda.device_count())
+    count = torch.cuda.device_count()
+    device = torch.device("cuda", claimed_gpu(count, rank % count))
     torch.cuda.set_device(device)
     return device
 
