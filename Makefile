@@ -62,13 +62,15 @@ docs: .venv-integrations/.stamp ## build the documentation's site, offline, into
 	@touch $@
 
 # pip sees .venv's packages and is told .venv's torch: another one would be found first, and Paceline be tested with that one.
-# tf_keras would install the tensorflow package beside tensorflow-cpu, whose files it overwrites.
+# tf_keras would install the tensorflow package beside tensorflow-cpu, whose files it overwrites. A client of another version
+# than its cluster's is a test's.
 .venv-engines/.stamp: $(STAMP)
 	$(PYTHON) -m venv .venv-engines
 	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
 		> $$(.venv-engines/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_project.pth
 	.venv-engines/bin/python -m pip install --quiet "torch==$(TORCH)" $(ENGINES) setuptools wheel
 	.venv-engines/bin/python -m pip install --quiet --no-deps 'tf_keras==2.21.*'
+	.venv-engines/bin/python -m pip install --quiet --no-deps --target .venv-engines/other-ray 'ray==2.59.*'
 	@wanted="$$($(BIN)/python -c 'import torch; print(torch.__version__, torch.__file__)')"; \
 	found="$$(.venv-engines/bin/python -c 'import torch; print(torch.__version__, torch.__file__)')"; \
 	[ "$$wanted" = "$$found" ] || { echo "torch is $$found in .venv-engines and $$wanted in $(VENV)" >&2; exit 1; }
