@@ -166,13 +166,21 @@ class Holds(Modifier):
                 wait_for(lambda: self.arrived or asked() if self.until is None else self.until.exists())
 
     def listen(self) -> None:
+        """Note requests from now on, in this process of the program: one that comes while the step of the
+        hold ends would be missed by who listens from the hold on."""
         handler: Any = signal.getsignal(signal.SIGTERM)
+        ask = StopRequest.ask
 
         def note(number: int, frame: FrameType | None) -> None:
             self.arrived = True
             handler(number, frame)
 
+        def note_request(request: StopRequest, reason: str) -> None:
+            self.arrived = True
+            ask(request, reason)
+
         signal.signal(signal.SIGTERM, note)
+        StopRequest.ask = note_request  # type: ignore[assignment, method-assign]
 
 
 def main(folder: str, workers: str, *rest: str) -> None:

@@ -37,17 +37,21 @@ X[MIDDLE, 5] = _MARK
 
 
 class GatedNet(nn.Module):
-    """In the middle of the first epoch it says so, and goes on when it may: time to disturb a training."""
+    """In the middle of the first epoch it says so, and goes on when it may: time to disturb a training.
 
-    def __init__(self, folder: Path) -> None:
+    With `pause`, every forward pass from there on, of any worker, goes on after so many seconds by itself."""
+
+    def __init__(self, folder: Path, pause: float | None = None) -> None:
         super().__init__()
         self.inner = small_net()
-        self.folder = folder
+        self.folder, self.pause = folder, pause
 
     def forward(self, x: Tensor) -> Any:
-        if bool((x[:, 5] == _MARK).any()) and not (self.folder / "open").exists():
-            (self.folder / "reached").touch()
-            deadline = time.monotonic() + 60.0
+        reached = self.folder / "reached"
+        holds = bool((x[:, 5] == _MARK).any()) or (self.pause is not None and reached.exists())
+        if holds and not (self.folder / "open").exists():
+            reached.touch()
+            deadline = time.monotonic() + (60.0 if self.pause is None else self.pause)
             while not (self.folder / "open").exists() and time.monotonic() < deadline:
                 select.select([], [], [], 0.005)
         return self.inner(x)
@@ -56,14 +60,14 @@ class GatedNet(nn.Module):
 class Gate:
     """Builds gated nets in the workers; the test holds the other end."""
 
-    def __init__(self, folder: Path, *, is_open: bool = False) -> None:
+    def __init__(self, folder: Path, *, is_open: bool = False, pause: float | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder = folder
+        self.folder, self.pause = folder, pause
         if is_open:
             self.open()
 
     def __call__(self) -> nn.Module:
-        return GatedNet(self.folder)
+        return GatedNet(self.folder, self.pause)
 
     def open(self) -> None:
         (self.folder / "open").touch()

@@ -163,16 +163,17 @@ def test_a_lost_server_is_started_again_from_the_newest_checkpoint(tmp_path):
 
 def test_cancelled_it_saves_and_another_goes_on_from_there(tmp_path):
     async def main() -> None:
-        gate = Gate(tmp_path / "gate")
+        # What is left at the gate takes half a minute: the request to stop comes before its end.
+        gate = Gate(tmp_path / "gate", pause=0.5)
         settings = small(tmp_path / "run", **ASYNC)
         async with DistributedTrainingOrchestrator(2) as orchestrator:
             task = asyncio.create_task(train(orchestrator, settings, model=gate))
             await until(lambda: gate.reached() and orchestrator.workers[0].speed > 0.0)
             pids = [node.pid for node in orchestrator.workers if node.pid is not None]
             task.cancel()
-            gate.open()
             with pytest.raises(asyncio.CancelledError):
                 await task
+            gate.open()
             assert not any(is_alive(pid) for pid in pids)
             assert orchestrator.checkpoints
             before = orchestrator.checkpoints[-1].step
