@@ -59,8 +59,8 @@ def test_runs_finish_and_fail_and_the_queue_goes_on(tmp_path):
 
 def test_the_command_of_a_run(tmp_path):
     with served(tmp_path, capacity=4) as queue:
-        number = queue.add('echo "$@" > words\npwd >> words\necho "$MARK" "$PACELINE_GPU_CLAIMS" >> words\n',
-                           least=1, most=3, arguments=("--lr", "0.1"), environment={"MARK": "here"})  # fmt: skip
+        program = 'echo "$@" > words\npwd >> words\necho "$MARK" "$PACELINE_GPU_CLAIMS" >> words\n'
+        number = queue.add(program, least=1, most=3, arguments=("--lr", "0.1"), environment={"MARK": "here"})
         queue.until_state(number, "finished")
         words, where, variables = (tmp_path / "words").read_text().splitlines()
         assert words == (
