@@ -219,6 +219,32 @@ def test_one_failure_counts_on_all_nodes_and_an_echo_only_where_there_is_no_othe
     on_nodes(2, lambda node: meetings[node].close())
 
 
+def test_what_a_watcher_reads_late_does_not_replace_the_root_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended, came, read = threading.Event(), threading.Semaphore(0), threading.Semaphore(0)
+    read_failure = NodeMeeting._read_failure
+
+    def late(meeting: NodeMeeting, attempt: int) -> None:
+        came.release()
+        assert ended.wait(60)
+        read_failure(meeting, attempt)
+        read.release()
+
+    monkeypatch.setattr(NodeMeeting, "_read_failure", late)
+    meetings = met(2)
+    on_nodes(2, lambda node: meetings[node].begin(0))
+    meetings[1].fail(NodeFailure(1, 1, 4, "echo", echo=True))
+    meetings[0].fail(NodeFailure(0, 0, 3, "root"))
+    assert all(came.acquire(timeout=60) for _ in meetings)
+    on_nodes(2, lambda node: meetings[node].await_end(0))
+    ended.set()
+    assert all(read.acquire(timeout=60) for _ in meetings)
+    assert [meeting.failure.what for meeting in meetings] == ["root", "root"]
+    on_nodes(2, lambda node: meetings[node].finish(3))
+    on_nodes(2, lambda node: meetings[node].close())
+
+
 def test_a_secret_on_one_node_only_is_refused_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -148,6 +148,7 @@ class NodeMeeting:
         self._address = Address(config.master_addr, config.master_port or MASTER_PORT)
         self._secret = group_secret(os.environ)
         self._attempt = -1
+        self._failing = threading.Lock()  # `failure` belongs to `_attempt`
         self._ranks: list[int] = []
         self._hosts: list[str] = []
         self._stopped = threading.Event()
@@ -173,8 +174,9 @@ class NodeMeeting:
             self._set(f"start/{attempt}", place)
         self._await([f"start/{attempt}"], f"node 0 to begin attempt {attempt}")
         place = self._get(f"start/{attempt}")
-        self.failure = None
-        self._attempt = attempt
+        with self._failing:
+            self.failure = None
+            self._attempt = attempt
         first = sum(self._ranks[:mine])
         return Placement(str(place["host"]), int(place["port"]), first, sum(self._ranks), attempt)
 
@@ -197,7 +199,8 @@ class NodeMeeting:
             values = [json.loads(value) for value in store.multi_get(names) if value is not None]
         if values:
             first, *others = (NodeFailure(**value) for value in values)
-            self.failure = root_failure(first, others)
+            with self._failing:
+                self.failure = root_failure(first, others)
 
     def finish(self, exit_code: int) -> int:
         nodes, mine = self._config.nnodes, self._config.node_rank
@@ -342,8 +345,10 @@ class NodeMeeting:
     def _read_failure(self, attempt: int) -> None:
         with self._asking() as store:
             value = store.get(f"failed/{attempt}")
-        if value is not None and attempt == self._attempt:
-            self.failure = NodeFailure(**json.loads(value))
+        with self._failing:
+            # The launcher may know the root of it by now, from all nodes.
+            if value is not None and attempt == self._attempt and self.failure is None:
+                self.failure = NodeFailure(**json.loads(value))
 
     def _await(self, keys: list[str], what: str) -> None:
         """Wait for keys of nodes that are alive."""
