@@ -104,7 +104,9 @@ def test_a_skipped_step_moves_no_average() -> None:
 class WithNorm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 2).to(torch.bfloat16))
+        # A bias ahead of the normalization would have rounding noise for a gradient, or none.
+        first = nn.Linear(5, 8, bias=False)
+        self.layers = nn.Sequential(first, nn.BatchNorm1d(8), nn.Linear(8, 2).to(torch.bfloat16))
         self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
 
     def forward(self, x: Tensor) -> Any:
