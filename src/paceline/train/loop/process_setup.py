@@ -1,7 +1,7 @@
 """Prepare a process to compute a run's bits: device, threads, deterministic kernels, the compiler's settings;
 and restore them afterwards.
 
-`WorkerProcessTuning` (fp32 precision, memory_pool.py) is for good, and only for processes that were started
+`WorkerProcessTuning` (fp32 precision, kept memory) is for good, and only for processes that were started
 for training, never for the caller's.
 """
 
@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.core.claims import claimed_gpu
 from paceline.core.errors import UnavailableError, UsageError
+from paceline.core.freed_memory import keep_freed_memory
 from paceline.core.wording import with_article
 from paceline.data.seeding import seed_everything
-from paceline.train.memory_pool import keep_freed_memory
 from paceline.train.settings.train_config import TrainConfig
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
