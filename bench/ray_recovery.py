@@ -35,7 +35,7 @@ from bench.recovery.processes import ROOT, Family
 from bench.recovery.run_journal import JournalReader
 from bench.recovery.step_log import Line, StepReader
 from bench.report import Report, Target
-from paceline.core.errors import CommTimeoutError, RankFailedError, UnavailableError
+from paceline.core.errors import CommTimeoutError, PacelineError, RankFailedError, UnavailableError
 from paceline.testing.ray_cluster import RayCluster
 
 WANTED_KILL = 20.0
@@ -81,6 +81,7 @@ class Times:
     case: str
     wanted: float
     seconds: dict[str, list[float]] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)  # rounds of Paceline without an outcome
 
     def add(self, name: str, seconds: float) -> None:
         self.seconds.setdefault(name, []).append(seconds)
@@ -100,8 +101,12 @@ class Times:
 
     def target(self) -> list[Target]:
         ours, theirs = (self.seconds.get(name, []) for name in (PACELINE_ON_RAY.name, RAY.name))
+        if not ours and not self.failures:
+            return []  # not asked for
         if not ours or not theirs:
-            return []
+            return [
+                Target(f"{self.case}: {'Ray Train' if ours else 'Paceline'} has no outcome", 0, self.wanted)
+            ]
         least = min(theirs) / max(ours)
         what = f"{self.case}: ahead of Ray Train (worst of ours to best of theirs: {least:.1f}x)"
         return [Target(what, median(theirs) / median(ours), self.wanted)]
@@ -197,6 +202,16 @@ def lose_and_add(contender: Elastic, folder: Path, lost: Times, added: Times, pa
         paused.add(contender.name, _wait(family, reader, _RECOVER_SECONDS, "steps with it", _pause))
 
 
+def _round(contender: Elastic, folder: Path, times: tuple[Times, Times, Times]) -> None:
+    """One run of a contender; the rounds after one that failed are measured all the same."""
+    try:
+        lose_and_add(contender, folder, *times)
+    except PacelineError as error:
+        print(f"{times[0].case}, {contender.name}: {error}", flush=True)
+        if contender is PACELINE_NODES:
+            times[0].failures.append(str(error))
+
+
 def _node_times(suffix: str) -> tuple[Times, Times, Times]:
     names = ("node lost", "node added, until it computes", "node added, training stands still")
     lost, added, paused = (Times(name + suffix, WANTED_NODES) for name in names)
@@ -225,17 +240,19 @@ def run(quick: bool = False, rounds: int = 3, cases: str = "kill,nodes,device") 
     with tempfile.TemporaryDirectory(prefix="paceline-ray-") as place:
         if "kill" in cases:
             for row in measure((PACELINE_ON_RAY, RAY), rounds, steps, Path(place)):
+                ours = row.contender is PACELINE_ON_RAY
+                killed.failures += row.failed if ours else ()
                 for outcome in row.outcomes:
                     killed.add(row.contender.name, outcome.seconds)
-                    wrong += row.contender is PACELINE_ON_RAY and outcome.hash not in row.right
+                    wrong += ours and outcome.hash not in row.right
         for number in range(rounds):
             for contender in (PACELINE_NODES, RAY_NODES):
                 folder = Path(place, f"{number}-{contender.name.split()[0]}")
                 if "nodes" in cases:
-                    lose_and_add(contender, folder / "nodes", *computing)
+                    _round(contender, folder / "nodes", computing)
                 if "device" in cases:
                     with _variables(**{workload.DEVICE_MS: _DEVICE_MS}):
-                        lose_and_add(contender, folder / "device", *waiting)
+                        _round(contender, folder / "device", waiting)
     all_times = (killed, *computing, *waiting)
     report = Report(
         "ray_recovery",
@@ -254,6 +271,10 @@ def run(quick: bool = False, rounds: int = 3, cases: str = "kill,nodes,device") 
     )
     if killed.seconds:
         report.targets.append(Target("Paceline's final hash wrong", wrong, 0, at_least=False, unit=""))
+    failed = sum(len(times.failures) for times in all_times)
+    report.targets.append(
+        Target("rounds in which Paceline did not recover", failed, 0, at_least=False, unit="")
+    )
     return report
 
 

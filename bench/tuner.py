@@ -229,6 +229,8 @@ def run() -> Report:
     if "ray tune" in medians:
         ray_over = medians["ray tune"] / medians["paceline"]
         report.targets.append(Target("throughput over Ray Tune", ray_over, LEAST_OVER_RAY))
+    else:
+        report.rows.append(("ray tune", "not installed", "", "", ""))
     report.targets.append(Target("different best values", len(values), 1, at_least=False, unit=""))
     return report
 

@@ -1,9 +1,8 @@
-"""One loop over two backends of torch.distributed in the same processes: DDP or FSDP2 over "paceline" and
-over Gloo.
+"""A loop over one backend of torch.distributed: DDP or FSDP2 over "paceline" or over Gloo.
 
-Each backend has a model, an optimizer and batches of its own. They take turns of a few steps, behind a
-barrier, so that whatever else this machine does slows both alike. With DDP a third one takes part whose
-gradients are not exchanged at all: what a backend that needs no time would reach."""
+Beside these two: Gloo in processes that keep freed memory, as those of "paceline" do, which tells how much of
+a ratio that is; and, with DDP, gradients that are not exchanged at all, with the memory kept: what a backend
+that needs no time would reach."""
 
 from __future__ import annotations
 
@@ -20,51 +19,43 @@ from torch.nn.parallel import DistributedDataParallel
 from bench.train.ddp_loop import sampled
 from bench.train.turns import Block
 from bench.train.workload import WORKLOADS, Workload, loss_of
+from paceline.core.freed_memory import keep_freed_memory
 
-BACKENDS = ("paceline", "gloo")
-NO_EXCHANGE = "no exchange"
+PACELINE, GLOO, GLOO_KEPT, NO_EXCHANGE = "paceline", "gloo", "gloo, memory kept", "no exchange"
+CONTENDERS = {"ddp": (PACELINE, GLOO, GLOO_KEPT, NO_EXCHANGE), "fsdp": (PACELINE, GLOO, GLOO_KEPT)}
 _SHARDED_FROM = 100_000
 
 
-def prepare(workers: int, *, workload: str, loop: str) -> Block:
-    import paceline.torch_backend  # noqa: F401
+def prepare(workers: int, *, workload: str, loop: str, contender: str) -> Block:
+    if contender == PACELINE:
+        import paceline.torch_backend  # noqa: F401
+    elif contender != GLOO:
+        keep_freed_memory()
+    distributed.init_process_group(PACELINE if contender == PACELINE else "gloo")
+    step = _step(WORKLOADS[workload], workers, loop, exchange=contender != NO_EXCHANGE)
 
-    distributed.init_process_group("gloo")
-    groups = {backend: distributed.new_group(backend=backend) for backend in BACKENDS}
-    work = WORKLOADS[workload]
-    steps = {backend: _step(work, workers, loop, group) for backend, group in groups.items()}
-    if loop == "ddp":
-        steps[NO_EXCHANGE] = _step(work, workers, loop, groups["gloo"], exchange=False)
-
-    def block(rounds: int, turn: int) -> dict[str, Any]:
-        times: dict[str, list[float]] = {backend: [] for backend in steps}
-        order = list(steps)
-        for _ in range(rounds):
-            for backend in order:
-                distributed.barrier()
-                steps[backend]()  # the caches hold the other backend's weights
-                started = time.perf_counter()
-                for _ in range(turn):
-                    steps[backend]()
-                times[backend].append((time.perf_counter() - started) / turn)
-            order.reverse()
-        return {"times": times}
+    def block(warmup: int, steps: int) -> dict[str, Any]:
+        for _ in range(warmup):
+            step()
+        distributed.barrier()
+        started = time.perf_counter()
+        for _ in range(steps):
+            step()
+        return {"seconds": time.perf_counter() - started}
 
     return block
 
 
-def _step(
-    work: Workload, workers: int, loop: str, group: Any, *, exchange: bool = True
-) -> Callable[[], None]:
+def _step(work: Workload, workers: int, loop: str, *, exchange: bool) -> Callable[[], None]:
     model = work.model()
     parallel: nn.Module
     optimizer: torch.optim.Optimizer
     if loop == "fsdp":
-        parallel = _sharded(model, group)
+        parallel = _sharded(model)
         # The fused form does not take sharded parameters on the CPU.
         optimizer = torch.optim.SGD(parallel.parameters(), lr=0.01, momentum=0.9)
     else:
-        parallel = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
+        parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
         if not exchange:
             parallel.register_comm_hook(None, lambda state, bucket: _kept(bucket.buffer()))
         optimizer = work.optimizer(parallel.parameters())
@@ -86,9 +77,9 @@ def _kept(bucket: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     return done
 
 
-def _sharded(model: nn.Module, group: Any) -> nn.Module:
+def _sharded(model: nn.Module) -> nn.Module:
     """Shard every large layer by itself, and the rest with the whole model."""
-    mesh = DeviceMesh.from_group(group, "cpu")
+    mesh = DeviceMesh.from_group(distributed.group.WORLD, "cpu")
     for layer in model.modules():
         if isinstance(layer, nn.Linear | nn.Conv2d) and layer.weight.numel() > _SHARDED_FROM:
             fully_shard(layer, mesh=mesh)
