@@ -13,6 +13,7 @@ from tests.core.free_ports import free_range
 from tests.frontends.launcher.launched import write
 
 from paceline import DistributedLauncher, LaunchConfig, PacelineError, RendezvousError
+from paceline.comm.rendezvous.key_value_store import StoreClient
 from paceline.core.listen_address import listener
 from paceline.frontends.launcher.master_port import free_port
 from paceline.frontends.launcher.node_meeting import NodeFailure, NodeMeeting
@@ -222,24 +223,26 @@ def test_one_failure_counts_on_all_nodes_and_an_echo_only_where_there_is_no_othe
 def test_what_a_watcher_reads_late_does_not_replace_the_root_failure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ended, came, read = threading.Event(), threading.Semaphore(0), threading.Semaphore(0)
-    read_failure = NodeMeeting._read_failure
+    ended, came, woken = threading.Event(), threading.Semaphore(0), threading.Semaphore(0)
+    get = StoreClient.get
 
-    def late(meeting: NodeMeeting, attempt: int) -> None:
-        came.release()
-        assert ended.wait(60)
-        read_failure(meeting, attempt)
-        read.release()
+    def late(client: StoreClient, key: str) -> bytes | None:
+        value = get(client, key)
+        if key == "failed/0" and threading.current_thread().name == "paceline-nodes":
+            came.release()
+            assert ended.wait(60)
+        return value
 
-    monkeypatch.setattr(NodeMeeting, "_read_failure", late)
-    meetings = met(2)
+    monkeypatch.setattr(StoreClient, "get", late)
+    (port, _) = free_range(1)
+    meetings = on_nodes(2, lambda node: NodeMeeting(config(node, port), free_port, woken.release))
     on_nodes(2, lambda node: meetings[node].begin(0))
     meetings[1].fail(NodeFailure(1, 1, 4, "echo", echo=True))
     meetings[0].fail(NodeFailure(0, 0, 3, "root"))
     assert all(came.acquire(timeout=60) for _ in meetings)
     on_nodes(2, lambda node: meetings[node].await_end(0))
     ended.set()
-    assert all(read.acquire(timeout=60) for _ in meetings)
+    assert all(woken.acquire(timeout=60) for _ in meetings)
     assert [meeting.failure.what for meeting in meetings] == ["root", "root"]
     on_nodes(2, lambda node: meetings[node].finish(3))
     on_nodes(2, lambda node: meetings[node].close())
