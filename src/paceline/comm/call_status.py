@@ -8,13 +8,13 @@ Pure: reads no clock, no memory, no socket.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import os
 import sys
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from types import FrameType
@@ -39,8 +39,10 @@ _AGREE = "every rank has to make the same collective calls in the same order, wi
 _LATE = "look at the line where the late rank is; if it is only slow, give a larger timeout"
 _BECAUSE_OF_OTHERS = ("PeerLostError", "GroupInterruptedError")
 _caller = threading.local()
-_NOT_THE_USERS = tuple(
-    os.path.dirname(os.path.abspath(path)) + os.sep for path in (os.path.dirname(__file__), torch.__file__)
+_FOLDERS = (os.path.dirname(__file__), os.path.dirname(torch.__file__))
+_NOT_THE_USERS = (
+    *(os.path.abspath(folder) + os.sep for folder in _FOLDERS),
+    contextlib.__file__,  # its frames are those of Paceline's and torch's own context managers
 )
 
 
@@ -94,14 +96,15 @@ def call_site() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "unknown line"
 
 
-@contextmanager
+@contextlib.contextmanager
 def on_behalf_of(line: str) -> Iterator[None]:
     """Attribute what this thread does to `line`, where another thread asked for it."""
+    before = getattr(_caller, "line", None)
     _caller.line = line
     try:
         yield
     finally:
-        _caller.line = None
+        _caller.line = before
 
 
 def in_background() -> bool:

@@ -31,10 +31,10 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def torchrun(script: str, backend: str, installed: Path) -> subprocess.CompletedProcess[str]:
+def torchrun(script: str, backend: str, installed: Path, *args: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     return subprocess.run(
-        [*command, str(SCRIPTS / f"{script}.py")],
+        [*command, str(SCRIPTS / f"{script}.py"), *args],
         env={
             **os.environ,
             "PYTHONPATH": f"{installed}:{SOURCE}:{SOURCE.parent}",
@@ -68,8 +68,9 @@ def test_a_script_ends_with_the_weights_of_gloo(script, installed):
 
 
 @pytest.mark.timeout(300)
-def test_a_lost_rank_is_named_with_the_line_of_the_script(installed):
-    done = torchrun("lost_rank", "paceline", installed)
+@pytest.mark.parametrize("loop", ["ddp", "messages", "fsdp"])
+def test_a_lost_rank_is_named_with_the_line_of_the_script(loop, installed):
+    done = torchrun("lost_rank", "paceline", installed, loop)
     assert done.returncode != 0
     assert "rank 1 was lost" in done.stderr, done.stderr[-4000:]
     line = 1 + (SCRIPTS / "lost_rank.py").read_text().splitlines().index(

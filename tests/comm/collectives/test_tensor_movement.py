@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -80,6 +81,30 @@ def test_every_way_moves_the_same(restrict, size):
             assert torch.equal(crossed, whole)
 
     run(restrict, size, moves)
+
+
+@pytest.mark.parametrize("count", SIZES)
+def test_a_rank_may_gather_what_lies_in_the_place_of_another_rank(count):
+    """Rank 1's data lies where rank 0's goes, and rank 0 reads it last."""
+    filled = threading.Event()
+
+    def gathers(transport: Transport, call: Callable[[str], CollectiveCall], deadline: float) -> None:
+        window: Any = transport.window
+        window.reachable = True  # however the trial of its speed would end
+        read = window.read
+
+        def in_turn(*args: Any) -> None:
+            assert transport.rank == 1 or filled.wait(10)
+            read(*args)
+            filled.set()
+
+        window.read = in_turn
+        outs = [data(transport.rank, count), torch.zeros(count, dtype=torch.uint8)]
+        tensor_movement.all_gather(transport, call("all_gather"), outs[0], outs, deadline)
+        window.read = read
+        assert all(torch.equal(out, data(peer, count)) for peer, out in enumerate(outs))
+
+    run(as_they_are, 2, gathers)
 
 
 @pytest.mark.parametrize("restrict", [as_they_are, not_reachable, no_window])

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from tests.comm.torch_process_group.torch_ranks import torch_ranks
@@ -85,8 +86,9 @@ def reductions(rank: int) -> None:
     compare(sparse, gloo)
 
 
-def test_reductions():
-    torch_ranks(reductions, workers=3)
+@pytest.mark.parametrize("hosts", [1, 3])
+def test_reductions(hosts):
+    torch_ranks(reductions, workers=3, hosts=hosts)
 
 
 def sixteen_bits(rank: int) -> list[Any]:
@@ -163,14 +165,23 @@ def movements(rank: int) -> None:
         dist.broadcast_object_list(shared, 1, group=group)
         part: list[Any] = [None]
         dist.scatter_object_list(part, [f"to {peer}" for peer in range(size)], 0, group=group)
-        return [*gathered, *shared, *part]
+        at_root = [None] * size if rank == 1 else None
+        dist.gather_object(("of", rank), at_root, 1, group=group)
+        told: list[Any] = [None, None]
+        if rank == 0:
+            dist.send_object_list([{"a": 1}, "x" * 1000], 1, group=group)
+        elif rank == 1:
+            dist.recv_object_list(told, 0, group=group)
+        return [*gathered, *shared, *part, at_root, *told]
 
     assert objects(None) == objects(gloo)
     dist.barrier()
 
 
-def test_movements():
-    torch_ranks(movements, workers=3)
+@pytest.mark.parametrize(("workers", "hosts"), [(3, 1), (3, 3), (4, 2)])
+def test_movements(workers, hosts):
+    """Through shared memory, over connections, and through both."""
+    torch_ranks(movements, workers=workers, hosts=hosts)
 
 
 def messages(rank: int) -> list[Any]:
@@ -218,7 +229,8 @@ def messages(rank: int) -> list[Any]:
     return [call(None) for call in (crossed, beside_a_collective, any_source, both_ways)]
 
 
-def test_messages():
-    first, second = torch_ranks(messages)
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_messages(hosts):
+    first, second = torch_ranks(messages, hosts=hosts)
     assert second == [[0.0, 1.0], 0.0, (0, [5.0, 6.0]), 0.0]
     assert first[1:] == [0.0, None, 1.0]

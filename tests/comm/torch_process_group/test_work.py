@@ -67,7 +67,7 @@ def test_different_calls_name_the_rank_and_the_line():
             assert re.search(
                 rf"rank {rank}: all_reduce\(SUM, float32\[{count}\], direct\) at \S+test_work.py:\d+", text
             )
-        assert again[0].startswith("GroupError from")
+        assert again[0] == "GroupError from DisagreementError"
 
 
 def killed_peer(rank: int, told: Path) -> None:
@@ -105,6 +105,45 @@ def test_a_timeout_says_who_was_late():
     assert "Timed out" in text
     assert "rank 0 waited 0.5 s in barrier() at" in text
     assert "test_work.py" in text
+
+
+def late_for_large_data(rank: int) -> Any:
+    group: Any = dist.new_group()
+    data = torch.ones(LARGE)
+    dist.broadcast(data, 0, group=group)
+    told = None
+    if rank == 0:
+        torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=0.2), group)
+        told = failure_of(lambda: dist.broadcast(data, 0, group=group))
+    dist.barrier()
+    return told
+
+
+def test_the_line_is_the_scripts_also_where_memory_is_published():
+    _, text, _ = torch_ranks(late_for_large_data)[0]
+    assert "rank 0 waited 0.2 s" in text
+    assert re.search(r"in broadcast\(float32\[2000000\], src=0\) at \S+test_work.py:\d+", text), text
+
+
+def waited_twice(rank: int) -> Any:
+    tensor = torch.ones(2)
+    if rank == 1:
+        dist.monitored_barrier()  # rank 0 comes to it when it has given up once
+        dist.all_reduce(tensor)
+        return None
+    work = dist.all_reduce(tensor, async_op=True)
+    first = failure_of(lambda: work.wait(timedelta(seconds=0.05)))
+    dist.monitored_barrier()
+    return first, work.wait(timedelta(seconds=30)), tensor.tolist()
+
+
+def test_a_wait_that_timed_out_can_be_repeated():
+    (kinds, text, for_torch), again, summed = torch_ranks(waited_twice)[0]
+    assert kinds == "GroupError from CommTimeoutError"
+    assert for_torch
+    assert "all_reduce(SUM, float32[2], direct) was still under way after 0.05 s" in text
+    assert again
+    assert summed == [2.0, 2.0]
 
 
 def late_in_monitored_barrier(rank: int) -> Any:
@@ -251,12 +290,17 @@ def test_the_default_device_changes_nothing():
 
 
 def bad_arguments(rank: int) -> list[Any]:
+    group: Any = dist.group.WORLD  # called as torch's C++ does: its Python functions compare dtypes
+    mixed = [torch.ones(2), torch.ones(2, dtype=torch.int32)]
     told = [
         failure_of(lambda: dist.all_reduce(torch.ones(2, dtype=torch.int64), ReduceOp.AVG)),
         failure_of(lambda: dist.all_reduce(torch.ones(2), ReduceOp.BAND)),
         failure_of(lambda: dist.all_gather([torch.ones(2)], torch.ones(2))),
         failure_of(lambda: dist.all_to_all_single(torch.ones(3), torch.ones(3))),
         failure_of(lambda: dist.all_reduce(torch.ones(2, device="meta"))),
+        failure_of(lambda: group.allgather([mixed if rank == 0 else mixed[::-1]], [mixed[0]])),
+        failure_of(lambda: group.all_to_all_single(torch.ones(2), torch.ones(2, dtype=torch.int32))),
+        failure_of(lambda: group.allgather([[torch.ones(2)] * 2], [torch.ones(2, device="meta")])),
     ]
     summed = torch.ones(1)
     dist.all_reduce(summed)  # nothing had travelled
@@ -264,13 +308,42 @@ def bad_arguments(rank: int) -> list[Any]:
 
 
 def test_bad_arguments_are_refused_before_anything_travels():
-    average, bitwise, too_few, uncut, elsewhere, summed = torch_ranks(bad_arguments)[0]
+    average, bitwise, too_few, uncut, elsewhere, *dtypes, mixed, summed = torch_ranks(bad_arguments)[0]
     assert "AVERAGE of int64 would truncate" in average
     assert "BAND of float32" in bitwise
     assert "1 tensor for 2 ranks" in too_few
     assert "3 rows of the input cannot be cut equally" in uncut
     assert "cpu:paceline,meta:nccl" in elsewhere
+    assert "all_gather: int32[2] cannot take float32 of another rank" in dtypes[0]
+    assert "all_to_all_single: int32[2] and float32[2] do not fit together" in dtypes[1]
+    assert "all_gather: a tensor on meta beside tensors on the CPU" in mixed
     assert summed == 2
+
+
+def gathered_in_other_sizes(rank: int) -> Any:
+    sizes = [1, 4] if rank == 0 else [4, 1]
+    outs = [torch.zeros(size) for size in sizes]
+    return failure_of(lambda: dist.all_gather(outs, torch.ones(sizes[rank])))
+
+
+def test_ranks_that_expect_other_sizes_of_each_other_find_out():
+    for kinds, text, _ in torch_ranks(gathered_in_other_sizes):
+        assert kinds == "GroupError from DisagreementError"
+        assert "rank 0: all_gather(float32[1, 4])" in text
+        assert "rank 1: all_gather(float32[4, 1])" in text
+
+
+def in_place(rank: int) -> bool:
+    """Two tensors of one array of NumPy's share memory, and no storage."""
+    array = (torch.arange(LARGE) % 7 + rank).float().numpy()
+    whole, part = torch.from_numpy(array), torch.from_numpy(array[LARGE // 4 : LARGE // 4 * 3])
+    first, second = ((torch.arange(LARGE) % 7 + peer).float().chunk(2)[rank] for peer in range(2))
+    dist.reduce_scatter_tensor(part, whole)
+    return torch.equal(part, first + second)
+
+
+def test_a_reduce_scatter_may_write_into_its_input():
+    assert torch_ranks(in_place) == [True, True]
 
 
 def wrong_size(rank: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
@@ -17,15 +18,21 @@ PRELOAD = ("paceline.torch_backend", "paceline.comm.torch_process_group.group_cr
 
 
 def torch_ranks(
-    fn: Callable[..., Any], *args: Any, workers: int = 2, timeout: float = 60.0, backend: str = "paceline"
+    fn: Callable[..., Any],
+    *args: Any,
+    workers: int = 2,
+    timeout: float = 60.0,
+    backend: str = "paceline",
+    hosts: int = 1,
 ) -> list[Any]:
-    """Call `fn(rank, *args)` on ranks whose default group has this backend; return what each returned."""
+    """Call `fn(rank, *args)` on ranks whose default group has this backend; return what each returned. Ranks
+    of different `hosts` share no memory."""
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         return spawn(
             _in_group,
             fn,
-            (backend, store),
+            (backend, store, hosts),
             timeout,
             *args,
             workers=workers,
@@ -36,11 +43,12 @@ def torch_ranks(
 
 
 def _in_group(
-    ctx: DistributedContext, fn: Callable[..., Any], group: tuple[str, str], timeout: float, *args: Any
+    ctx: DistributedContext, fn: Callable[..., Any], group: tuple[str, str, int], timeout: float, *args: Any
 ) -> Any:
     import paceline.torch_backend  # noqa: F401
 
-    backend, store = group
+    backend, store, hosts = group
+    os.environ["PACELINE_HOST"] = f"host{ctx.rank * hosts // ctx.world_size}"
     dist.init_process_group(
         backend,
         init_method=f"file://{store}",

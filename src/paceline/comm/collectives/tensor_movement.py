@@ -26,9 +26,10 @@ _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 def all_gather(
     transport: Transport, call: CollectiveCall, mine: Tensor, outs: Sequence[Tensor], deadline: float
 ) -> None:
-    """Fill `outs[rank]` with each rank's data. `mine` may be `outs` of this rank itself."""
+    """Fill `outs[rank]` with each rank's data. `mine` may lie in any of them."""
     rank, size, window = transport.rank, transport.world_size, transport.window
     _copy(outs[rank], mine)
+    mine = outs[rank]  # what peers read while the other parts are filled
     if window is not None and max(out.numel() for out in outs) <= window.small.shape[2]:
         slots = share_small(window, rank, call, mine, deadline)
         for peer in peers_of(transport):

@@ -21,11 +21,11 @@ from paceline.comm.call_status import PlannedCall, call_site, on_behalf_of
 from paceline.comm.collectives.call_queue import CallQueue
 from paceline.comm.collectives.reduction import Reducer
 from paceline.comm.cost import LinkCosts
-from paceline.comm.torch_process_group import NAME, tensor_calls
-from paceline.comm.torch_process_group.background_threads import BackgroundThreads
+from paceline.comm.torch_process_group import NAME, device_map, tensor_calls
+from paceline.comm.torch_process_group.background_threads import BackgroundAction, BackgroundThreads
 from paceline.comm.torch_process_group.device_map import OtherDevices
 from paceline.comm.torch_process_group.tensor_messages import TensorMessages
-from paceline.comm.torch_process_group.work import PacelineWork, profiled, profiler_runs, torch_error
+from paceline.comm.torch_process_group.work import PacelineWork, profiled, profiler_runs, raise_for_torch
 from paceline.comm.transport.base import ANY_SOURCE, Transport
 from paceline.core.errors import GroupInterruptedError, PacelineError
 
@@ -78,7 +78,8 @@ class PacelineProcessGroup(_TorchGroup):  # type: ignore[misc]
         self._queue = CallQueue(transport, timeout.total_seconds())
         self._reducer = Reducer(transport, links)
         self._threads = BackgroundThreads("paceline-torch")
-        self._messages = TensorMessages(transport, self._threads, lambda: self._queue.timeout)
+        queue = self._queue  # not through the group, which would hold itself
+        self._messages = TensorMessages(transport, self._threads, lambda: queue.timeout)
         self._others = OtherDevices(store, transport.rank, transport.world_size, timeout)
         self._register_backend(torch.device("cpu"), ProcessGroup.BackendType.CUSTOM, None)
 
@@ -118,7 +119,11 @@ class PacelineProcessGroup(_TorchGroup):  # type: ignore[misc]
 
     def _get_backend(self, device: torch.device) -> Any:
         """Return what serves a device: this group itself for the CPU."""
-        return self if device.type == "cpu" else self.other_group(device)._get_backend(device)
+        if device.type == "cpu" or device_map.config_of(self) is None:
+            # torch asks once before it registers the group, to connect the backend of `device_id` at once
+            # if it supports splitting. The group makes that backend later.
+            return self
+        return self.other_group(device)._get_backend(device)
 
     @property
     def supports_splitting(self) -> bool:
@@ -132,9 +137,21 @@ class PacelineProcessGroup(_TorchGroup):  # type: ignore[misc]
     def supports_time_estimate(self) -> bool:
         return False
 
+    # What torch asks a backend, which this group is for the CPU.
+
+    @property
+    def supports_shrinking(self) -> bool:
+        return False
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return False
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """Do nothing: the ranks have connected when the group was made."""
+
     def other_group(self, device: torch.device) -> Any:
         """Return the group of torch's for a device other than the CPU."""
-        return self._others.group_for(device, str(dist.get_backend_config(self)))
+        return self._others.group_for(device, device_map.config_of(self) or "")
 
     def __repr__(self) -> str:
         return f"PacelineProcessGroup(rank={self.rank()}, size={self.size()}, over {self._transport.name})"
@@ -143,7 +160,7 @@ class PacelineProcessGroup(_TorchGroup):  # type: ignore[misc]
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._queue.timeout = timeout.total_seconds()
-        self._others.timeout = timeout
+        self._others.set_timeout(timeout)
 
     _set_default_timeout = set_timeout
 
@@ -169,6 +186,7 @@ class PacelineProcessGroup(_TorchGroup):  # type: ignore[misc]
         """Leave the group at once: what this rank waits for ends with an error, here and on its peers."""
         self._queue.interrupt("its process group was aborted")
         self._queue.close(GroupInterruptedError(f"rank {self.rank()} aborted its process group"))
+        self._others.abort()
 
     # collectives
 
@@ -330,9 +348,9 @@ class PacelineProcessGroup(_TorchGroup):  # type: ignore[misc]
     ) -> PacelineWork:
         try:
             self._queue.check_open()
+            return start(tensor, peer, tag)
         except PacelineError as error:
-            raise torch_error(error) from error.__cause__
-        return start(tensor, peer, tag)
+            raise_for_torch(error)
 
     def _plan(self, planner: Callable[..., PlannedCall[Any]], *args: Any) -> PlannedCall[Any]:
         return planner(self._transport, *args)
@@ -354,7 +372,7 @@ class PacelineProcessGroup(_TorchGroup):  # type: ignore[misc]
             try:
                 self._queue.run(planned, timeout)
             except PacelineError as error:
-                raise torch_error(error) from error
+                raise_for_torch(error)
             return PacelineWork(planned.text, result, done=True)
         return self._start(planned, result, timeout, result if inputs is None else inputs)
 
@@ -368,19 +386,31 @@ class PacelineProcessGroup(_TorchGroup):  # type: ignore[misc]
         try:
             self._queue.check_open()
         except PacelineError as error:
-            raise torch_error(error) from error.__cause__
+            raise_for_torch(error)
         work, line = PacelineWork(planned.text, result), call_site()
         inference, ended = torch.is_inference_mode_enabled(), profiled(planned.operation, inputs)
 
         def later() -> None:
-            try:
-                with on_behalf_of(line), torch.inference_mode(inference):
-                    self._queue.run(planned, timeout)
-                ended()
-            except BaseException as error:
-                work.fail(error)
-            else:
-                work.finish()
+            with on_behalf_of(line):  # what callbacks of its future do, too
+                try:
+                    with torch.inference_mode(inference):
+                        self._queue.run(planned, timeout)
+                    ended()
+                except BaseException as error:
+                    work.fail(error)
+                else:
+                    work.finish()
 
-        self._threads.submit(_COLLECTIVES, later)
+        if self._threads.serves(_COLLECTIVES):
+            # A callback of the call that has just ended, as in PowerSGD's hook. Here is its place in the
+            # order, the same on all ranks; behind what is queued, nothing would come before its end.
+            later()
+        else:
+            self._submit(later)
         return work
+
+    def _submit(self, action: BackgroundAction) -> None:
+        try:
+            self._threads.submit(_COLLECTIVES, action)
+        except PacelineError as error:
+            raise_for_torch(error)

@@ -22,6 +22,7 @@ def register() -> None:
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
     barrier = _accepting_paceline(c10d.monitored_barrier, c10d)
     dist.monitored_barrier = c10d.monitored_barrier = barrier
+    c10d._set_pg_timeout = _setting_ours(c10d._set_pg_timeout, c10d)
 
 
 def _create(options: Any, _: Any = None) -> Any:
@@ -36,10 +37,30 @@ def _accepting_paceline(original: Any, c10d: Any) -> Any:
 
     @wraps(original)
     def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
-        chosen = group if group is not None else c10d.GroupMember.WORLD
-        name, _ = c10d._world.pg_map.get(chosen, ("", None))
-        if name == NAME:
-            return chosen.monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)
+        ours = _ours(group, c10d)
+        if ours is not None:
+            return ours.monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)
         return original(group, timeout, wait_all_ranks)
 
     return monitored_barrier
+
+
+def _setting_ours(original: Any, c10d: Any) -> Any:
+    """Make torch's `_set_pg_timeout`, which knows Gloo and NCCL by their classes, set this group's too."""
+
+    @wraps(original)
+    def set_pg_timeout(timeout: Any, group: Any = None) -> None:
+        ours = _ours(group, c10d)
+        if ours is not None:
+            ours.set_timeout(timeout)
+        else:
+            original(timeout, group)
+
+    return set_pg_timeout
+
+
+def _ours(group: Any, c10d: Any) -> Any:
+    """Return the group that is meant, the default one in place of None, if its backend is this one."""
+    chosen = group if group is not None else c10d.GroupMember.WORLD
+    name, _ = c10d._world.pg_map.get(chosen, ("", None))
+    return chosen if name == NAME else None

@@ -54,6 +54,11 @@ class FlatMemory:
         """Open a tensor; without `values`, only to write to it."""
         if tensor.layout is not torch.strided or tensor.is_quantized:
             check_dense(tensor, what)
+        if tensor.device.type != "cpu":
+            raise UsageError(
+                f"{what}: a tensor on {tensor.device} beside tensors on the CPU",
+                remedy="pass tensors of one device",
+            )
         # `data` and not `detach()`: what a collective writes is no in-place change for autograd, as in Gloo.
         plain = tensor.data
         if plain.is_contiguous() and holds_values(plain):
@@ -134,6 +139,12 @@ def plan_all_gather(transport: Transport, outputs: Sequence[Tensor], mine: Tenso
     """Plan an all-gather into one tensor per rank; their sizes may differ from rank to rank."""
     _check_count("all_gather", len(outputs), transport)
     _check_fits("all_gather", outputs[transport.rank], mine)
+    other = next((output for output in outputs if output.dtype != mine.dtype), None)
+    if other is not None:
+        raise UsageError(
+            f"all_gather: {describe(other)} cannot take {dtype_name(mine.dtype)} of another rank",
+            remedy="pass outputs of the input's dtype",
+        )
     given = FlatMemory.of(mine, "all_gather")
     opened = [FlatMemory.of(output, "all_gather", values=False) for output in outputs]
 
@@ -141,8 +152,10 @@ def plan_all_gather(transport: Transport, outputs: Sequence[Tensor], mine: Tenso
         outs = [memory.bytes for memory in opened]
         tensor_movement.all_gather(transport, call, given.bytes, outs, deadline)
 
-    sizes = sorted({output.numel() for output in outputs})
-    text = f"all_gather({dtype_name(mine.dtype)}{sizes})"
+    # By rank, since a rank that expects another size than its peer sends would read beyond it.
+    sizes = [output.numel() for output in outputs]
+    shown = sizes if len(set(sizes)) > 1 else sizes[:1]
+    text = f"all_gather({dtype_name(mine.dtype)}{shown})"
     return _planned("all_gather", text, run, opened)
 
 
@@ -226,6 +239,11 @@ def plan_all_to_all_single(
     transport: Transport, output: Tensor, mine: Tensor, out_rows: Sequence[int], in_rows: Sequence[int]
 ) -> PlannedCall[Any]:
     """Plan an all-to-all of the rows of one tensor, cut equally or by the given numbers of rows."""
+    if output.dtype != mine.dtype:
+        raise UsageError(
+            f"all_to_all_single: {describe(mine)} and {describe(output)} do not fit together",
+            remedy="pass tensors of one dtype",
+        )
     given = FlatMemory.of(mine, "all_to_all_single")
     target = FlatMemory.of(output, "all_to_all_single", values=False)
     ins = _cut_rows(transport, given, in_rows, "input")
@@ -395,10 +413,9 @@ def _cut_rows(transport: Transport, memory: FlatMemory, rows: Sequence[int], wha
 
 def _overlaps(out: Tensor, flat: Tensor, rank: int) -> bool:
     """Return whether writing to `out` would change what peers still read of `flat`."""
-    if out.untyped_storage().data_ptr() != flat.untyped_storage().data_ptr():
-        return False
-    own = flat.data_ptr() + rank * out.numel() * out.element_size()
-    return out.data_ptr() != own
+    # By address and not by storage: two tensors can be made of one array of NumPy's.
+    start, own = out.data_ptr() - flat.data_ptr(), rank * out.nbytes
+    return start != own and -out.nbytes < start < flat.nbytes
 
 
 def _check_count(what: str, given: int, transport: Transport) -> None:

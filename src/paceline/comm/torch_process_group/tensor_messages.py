@@ -131,14 +131,14 @@ class TensorMessages:
         work, line = PacelineWork(text, [tensor]), call_site()
 
         def later() -> None:
-            try:
-                with on_behalf_of(line):
+            with on_behalf_of(line):  # what callbacks of its future do, too
+                try:
                     source = action()
-                ended()
-            except BaseException as error:
-                work.fail(error)
-            else:
-                work.finish(source)
+                    ended()
+                except BaseException as error:
+                    work.fail(error)
+                else:
+                    work.finish(source)
 
         self._threads.submit(key, later)
         return work

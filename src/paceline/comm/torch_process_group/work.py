@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -36,6 +36,14 @@ def torch_error(error: BaseException) -> BaseException:
         wrapped.add_note(note)
     wrapped.__cause__ = error
     return wrapped
+
+
+def raise_for_torch(error: PacelineError) -> NoReturn:
+    """Raise an error in that form, with itself as the cause."""
+    raised = torch_error(error)
+    if raised is error:
+        raise error
+    raise raised from error
 
 
 def profiler_runs() -> bool:

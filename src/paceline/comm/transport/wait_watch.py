@@ -2,7 +2,8 @@
 
 A wait that lasts longer than a moment enters a `Watch`: the rank's status becomes readable for its peers, the
 statuses of all ranks are judged (call_status.judge) every few hundredths of a second, and after three seconds
-one log line names the ranks that are waited for.
+one log line names the ranks that are waited for. A rank whose threads wait for several things at once has
+several watches: each judges its own wait, and peers read one of them (`OpenWaits`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import replace
+from typing import Protocol, final
 
 from paceline.comm.call_status import PeerState, RankState, Status, disagreement, judge, timed_out
 from paceline.core.errors import DisagreementError, PacelineError
@@ -22,6 +24,8 @@ LOOK_SECONDS = 0.02
 STABLE_SECONDS = 1.0
 NOTICE_SECONDS = 3.0
 SILENT_SECONDS = 0.5
+# The text of a call names every tensor of a list. An error lists the calls of all ranks.
+_LONG_TEXT, _SHORT_TEXT = 2000, 300
 
 
 class StatusChannel(Protocol):
@@ -36,8 +40,36 @@ class StatusChannel(Protocol):
     labels: Sequence[int]
     enclosing: StatusChannel | None
 
-    def post(self, status: Status | None) -> None: ...
-    def peers(self) -> dict[int, PeerState]: ...
+    def post(self, wait: object, status: Status | None) -> None:
+        """Publish what a wait of this rank is for; None: it is over."""
+
+    def forget(self, wait: object) -> None:
+        """Take a wait that failed for over, and leave what the peers read as it is until the next `post`."""
+
+    def peers(self) -> dict[int, PeerState]:
+        """Return the states of all ranks, this one's included."""
+
+
+@final
+class OpenWaits:
+    """The waits of one rank that are open at once, each in a thread of its own. The caller has a lock."""
+
+    def __init__(self) -> None:
+        self._statuses: dict[object, Status] = {}
+
+    def put(self, wait: object, status: Status | None) -> Status | None:
+        """Note what a wait is for, None when it is over; return the status that the peers should read."""
+        if status is None:
+            self.drop(wait)
+        else:
+            self._statuses[wait] = status
+        # A collective concerns every rank, and peers compare it with their own call. Of messages, the last
+        # one that was waited for: that is where the rank is.
+        newest_first = reversed(self._statuses.values())
+        return max(newest_first, key=lambda status: status.sequence >= 0, default=None)
+
+    def drop(self, wait: object) -> None:
+        self._statuses.pop(wait, None)
 
 
 class Watch:
@@ -51,7 +83,7 @@ class Watch:
         self._own_labels = channel.labels
         self._channel = channel.enclosing or channel
         self._me = self._channel.labels[self._channel.rank]
-        self._status = status.relabelled(self._own_labels)
+        self._status = self._described(status)
         self._deadline = deadline
         self._since = time.monotonic()
         self._seen: dict[int, PeerState] = {}
@@ -60,20 +92,22 @@ class Watch:
         self._doubted = False
 
     def __enter__(self) -> Watch:
-        self._channel.post(self._status)
+        self._channel.post(self, self._status)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         # After an error the status stays readable: peers need it to come to the same finding.
         if error is None:
-            self._channel.post(None)
+            self._channel.post(self, None)
+        else:
+            self._channel.forget(self)
 
     def update(self, status: Status) -> None:
         """Post what is still missing after a part of it has come."""
-        status = status.relabelled(self._own_labels)
+        status = self._described(status)
         if status != self._status:
             self._status = status
-            self._channel.post(status)
+            self._channel.post(self, status)
 
     def reassure(self) -> None:
         """Forget a finding that was not raised: something has arrived since."""
@@ -106,7 +140,7 @@ class Watch:
         if now >= self._deadline:
             # Unlike a finding, a timeout is this rank's alone: its status must not stay posted, because the
             # peers would take it for one that waits for them.
-            self._channel.post(None)
+            self._channel.post(self, None)
             raise timed_out(self._me, peers, self._status, now - self._since)
         if not self._noticed and now - self._since >= NOTICE_SECONDS:
             self._noticed = True
@@ -117,9 +151,17 @@ class Watch:
             _log.warning("rank %d waits for %s in %s", self._me, whom, self._status)
         return True
 
+    def _described(self, status: Status) -> Status:
+        text = status.text
+        short = text if len(text) <= _LONG_TEXT else text[: _SHORT_TEXT - 3] + "..."
+        return replace(status.relabelled(self._own_labels), text=short)
+
     def _peers(self) -> dict[int, PeerState]:
         labels = self._channel.labels
-        return {labels[rank]: peer for rank, peer in self._channel.peers().items()}
+        peers = {labels[rank]: peer for rank, peer in self._channel.peers().items()}
+        # What peers read of this rank may be another thread's wait. The judgement is about this one.
+        peers[self._me] = replace(peers[self._me], status=self._status)
+        return peers
 
     def _too_early(self, error: PacelineError, peers: dict[int, PeerState], now: float) -> bool:
         """Return whether ranks have not posted their calls yet: a listing of calls would blame them."""

@@ -111,11 +111,11 @@ def test_settled_memory_may_change() -> None:
 def test_statuses_are_seen_and_cleared() -> None:
     with meshes(3) as (first, second, third):
         status = Status("barrier()", "here:1", (1, 2), 5, 99)
-        first.post(status)
+        first.post("wait", status)
         _eventually(lambda: second.peers()[0].status == status, second)
         _eventually(lambda: third.peers()[0].status == status, third)
         assert first.peers()[0].status == status
-        first.post(None)
+        first.post("wait", None)
         _eventually(lambda: second.peers()[0].status is None, second)
 
 

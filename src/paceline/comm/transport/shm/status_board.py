@@ -16,7 +16,7 @@ from typing import Any
 
 from paceline.comm.call_status import PeerState, RankState, Status
 from paceline.comm.transport.shm import futex
-from paceline.comm.transport.wait_watch import LOOK_SECONDS, StatusChannel
+from paceline.comm.transport.wait_watch import LOOK_SECONDS, OpenWaits, StatusChannel
 from paceline.core.errors import GroupInterruptedError
 from paceline.core.process_state import is_stopped, start_time
 from paceline.core.shm_segment_layout import SegmentLayout
@@ -66,6 +66,7 @@ class StatusBoard:
         self._known: dict[int, tuple[int, Status | None]] = {}
         self._life = threading.RLock()  # one thread may leave while another looks around
         self._left = False
+        self._waits = OpenWaits()
         self.interrupted: GroupInterruptedError | None = None
 
     def check_open(self) -> None:
@@ -148,11 +149,15 @@ class StatusBoard:
             for index in (BELL, BELL + 16):
                 futex.wake(self.address(peer, index))
 
-    def post(self, status: Status | None) -> None:
-        """Publish what this rank waits for; None: it no longer waits."""
+    def post(self, wait: object, status: Status | None) -> None:
         with self._life:
+            shown = self._waits.put(wait, status)
             if not self._left:
-                self._post(status)
+                self._post(shown)
+
+    def forget(self, wait: object) -> None:
+        with self._life:
+            self._waits.drop(wait)
 
     def _post(self, status: Status | None) -> None:
         # A sequence lock with one writer: the version is odd while the status changes. A peer reads at any

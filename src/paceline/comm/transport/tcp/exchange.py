@@ -93,11 +93,9 @@ class _During:
     def __init__(self, mesh: Mesh, pending: PendingOperation) -> None:
         self.rank, self.labels = mesh.rank, mesh.labels
         self.enclosing: StatusChannel | None = None
+        self.post, self.forget = mesh.post, mesh.forget
         self._mesh = mesh
         self._pending = pending
-
-    def post(self, status: Status | None) -> None:
-        self._mesh.post(status)
 
     def peers(self) -> dict[int, PeerState]:
         states = self._mesh.peers()

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from paceline.comm.call_status import PeerState, RankState, Status, failure_from
 from paceline.comm.transport.base import ReceivedMessage, take_first
 from paceline.comm.transport.tcp.framed_socket import Frame, FramedSocket, FrameKind
-from paceline.comm.transport.wait_watch import StatusChannel
+from paceline.comm.transport.wait_watch import OpenWaits, StatusChannel
 from paceline.core.authenticated_listener import AuthenticatedSocket
 from paceline.core.errors import GroupInterruptedError, InternalError, PacelineError, UsageError
 
@@ -59,6 +59,8 @@ class Mesh:
         self._version = 0
         self._peers = {peer: PeerState(RankState.RUNNING) for peer in self._links}
         self._mine: Status | None = None
+        self._waits = OpenWaits()
+        self._posting = threading.Lock()
         self._asked: dict[int, float] = {}
         self._data: dict[int, deque[Frame]] = {peer: deque() for peer in self._links}
         self._confirmed: set[tuple[FrameKind, int, int]] = set()
@@ -149,13 +151,20 @@ class Mesh:
 
     # the StatusChannel of this rank
 
-    def post(self, status: Status | None) -> None:
-        if status == self._mine:
-            return
-        self._mine = status
-        body = b"" if status is None else json.dumps(status.to_plain()).encode()
-        for peer in self._running():
-            self.send(peer, FrameKind.STATUS, [memoryview(body)])
+    def post(self, wait: object, status: Status | None) -> None:
+        # Locked until it is sent: of two threads that post at once, the peers read the later one's last.
+        with self._posting:
+            shown = self._waits.put(wait, status)
+            if shown == self._mine:
+                return
+            self._mine = shown
+            body = b"" if shown is None else json.dumps(shown.to_plain()).encode()
+            for peer in self._running():
+                self.send(peer, FrameKind.STATUS, [memoryview(body)])
+
+    def forget(self, wait: object) -> None:
+        with self._posting:
+            self._waits.drop(wait)
 
     def posted(self) -> Status | None:
         """Return what this rank itself has posted; None while it does not wait."""
