@@ -68,9 +68,17 @@ def test_show(place):
     assert "ValueError: too fast" in tune(place, "show", "s", "--trial", str(failed[0])).stdout
 
 
+def test_a_picture(place):
+    drawn = tune(place, "show", "s", "--plot", "pictures/s.svg")
+    assert drawn.returncode == 0, drawn.stderr
+    assert "wrote pictures/s.svg" in drawn.stderr
+    assert (place / "pictures" / "s.svg").read_text().startswith("<?xml")
+
+
 def test_resume(place):
     again = tune(place, "train.py", "--samples", "9", "--parallel", "1", "--seed", "3", "--study", "s",
-                 "--sampler", "random", "--resume", "--json", "--", "{kind}")  # fmt: skip
+                 "--sampler", "random", "--pruner", "median", "--resume", "--json", "--", "{kind}",
+                 )  # fmt: skip
     assert again.returncode == 0, again.stderr
     assert len(json.loads(again.stdout)["trials"]) == 9
 

@@ -14,8 +14,6 @@ from paceline.cli.output import AsJson, echo, echo_json
 from paceline.core.errors import UsageError
 from paceline.core.wording import counted
 
-_STUDIES = "studies"
-
 
 class TuneGroup(TyperGroup):
     """`tune` itself, unless the first word is the name of another command."""
@@ -124,12 +122,13 @@ def show(
 
 
 def _newest() -> Path:
+    from paceline.frontends.tuner.distributed_tuner import STUDIES
     from paceline.frontends.tuner.tuning_study import LOG_FILE
 
-    files = list(Path(_STUDIES).glob(f"*/{LOG_FILE}"))
+    files = list(Path(STUDIES).glob(f"*/{LOG_FILE}"))
     if not files:
         raise UsageError(
-            f"no study is given, and there is none below {Path(_STUDIES).absolute()}",
+            f"no study is given, and there is none below {Path(STUDIES).absolute()}",
             remedy="give the folder of a study",
         )
     return max(files, key=lambda file: (file.stat().st_mtime, file)).parent
@@ -167,6 +166,7 @@ def _print(
 
 def _print_trial(found: Any, number: int, as_json: bool) -> None:
     from paceline.frontends.tuner import trial_table
+    from paceline.frontends.tuner.trial_record import OUTPUT, trial_folder
 
     if not 0 <= number < len(found.trials):
         raise UsageError(
@@ -184,4 +184,4 @@ def _print_trial(found: Any, number: int, as_json: bool) -> None:
         echo(f"  step {step}: {trial_table.value_text(value)}")
     if one.error:
         echo(one.error.rstrip())
-    echo(f"its output: {found.folder / 'trials' / f'{number:04d}' / 'output.log'}")
+    echo(f"its output: {trial_folder(found.folder, number) / OUTPUT}")

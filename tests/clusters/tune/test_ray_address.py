@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 
 import paceline
+from paceline.testing.ray_cluster import RayCluster
 
 ray = pytest.importorskip("ray", reason="make test-engines installs Ray")
 pytest.importorskip("optuna", reason="pip install 'paceline[tune]'")
@@ -63,3 +69,33 @@ def test_without_an_address_the_cluster_is_a_local_one(tmp_path, monkeypatch):
     search.tune(2)
     assert [trial.state for trial in search.trials] == ["complete"] * 2
     assert not ray.is_initialized()
+
+
+def test_the_command_line_on_a_cluster_that_was_started_elsewhere(tmp_path):
+    """The script is named from where the search is, and its trials work there."""
+    (tmp_path / "train.py").write_text(
+        "import os, paceline\n"
+        "params = paceline.tune.params()\n"
+        "assert os.getcwd() == os.environ['SEARCHED_IN'], os.getcwd()\n"
+        "paceline.tune.report(0, params['x'])\n"
+    )
+    (tmp_path / "space.toml").write_text("x = { uniform = [0.0, 1.0] }\n")
+    root = Path(__file__).parents[3]
+    environment = {"PYTHONPATH": f"{root / 'src'}:{root}", "SEARCHED_IN": str(tmp_path)}
+    words = ["train.py", "--samples", "3", "--seed", "1", "--study", "s", "--engine", "ray", "--json"]
+    with (
+        tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder,
+        RayCluster(Path(folder), environment, with_services=False, cpus=2) as cluster,
+    ):
+        cluster.add("a")
+        done = subprocess.run(
+            [sys.executable, "-m", "paceline", "tune", *words, "--address", cluster.address],
+            cwd=tmp_path,
+            env=cluster.environment,
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+    assert done.returncode == 0, done.stderr
+    trials = json.loads(done.stdout)["trials"]
+    assert [(one["state"], one["value"] == one["params"]["x"]) for one in trials] == [("complete", True)] * 3

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 
 import pytest
+from tests.waiting import wait_for
 
 import paceline
+from paceline.core.process_state import has_ended
 from paceline.frontends.tuner.search_space import SearchSpace
 
 ray = pytest.importorskip("ray", reason="make test-engines installs Ray")
@@ -26,10 +29,11 @@ X = {"x": paceline.tune.uniform(-3, 3)}
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
-    """A cluster of one node with two CPUs."""
+    """A cluster of one node with two CPUs and, as far as Ray knows, two GPUs."""
     path = os.pathsep.join([os.path.abspath("src"), os.path.abspath(".")])
     ray.init(
         num_cpus=2,
+        num_gpus=2,
         include_dashboard=False,
         log_to_driver=False,
         logging_level="ERROR",
@@ -40,7 +44,7 @@ def cluster():
 
 
 def tuner(function, folder, engine="ray", **more) -> paceline.DistributedTuner:
-    settings = {"num_gpus": 2, "seed": 4, "study": folder / engine, "verbose": False, **more}
+    settings = {"num_gpus": 2, "seed": 4, "study": folder / str(engine), "verbose": False, **more}
     return paceline.DistributedTuner(function, X, engine=engine, **settings)
 
 
@@ -79,6 +83,75 @@ def test_a_killed_worker_repeats_its_trial(tmp_path):
     assert [trial.state for trial in search.trials] == ["complete"] * 6
     assert all(trial.value == trial.params["x"] for trial in search.trials)
     assert search.trials[1].reports == {0: 5.0}
+
+
+@pytest.mark.parametrize(
+    ("trials_per_gpu", "slots", "devices"),
+    [(2, 4, ["0", "0", "1", "1"]), (1, 2, ["0", "1"]), (0.5, 1, ["0,1"])],
+)
+def test_trials_at_once_and_their_gpus(tmp_path, trials_per_gpu, slots, devices):
+    def train(params):
+        number = int(paceline.tune.folder().name)
+        given = os.environ["CUDA_VISIBLE_DEVICES"]
+        (tmp_path / f"here-{number}").write_text(given)
+        if number < slots:
+            wait_for(lambda: len([*tmp_path.glob("here-*")]) >= slots, "the other trials did not come")
+        elif slots == 1:
+            assert (tmp_path / "over-0").exists(), "two at once"
+        (tmp_path / f"over-{number}").touch()
+        return params["x"]
+
+    search = tuner(train, tmp_path, trials_per_gpu=trials_per_gpu, sampler="random")
+    search.tune(max(slots, 2))
+    assert {trial.error for trial in search.trials} == {""}
+    assert sorted((tmp_path / f"here-{number}").read_text() for number in range(slots)) == devices
+
+
+def test_each_trial_has_a_process_and_leaves_none(tmp_path):
+    def train(params):
+        begun = [subprocess.Popen(["sleep", "1000"], start_new_session=apart).pid for apart in (False, True)]
+        # Their parent has ended already.
+        shell = subprocess.run(
+            ["sh", "-c", "setsid sleep 1000 >&- 2>&- & echo $!"], capture_output=True, check=True
+        )
+        number = int(paceline.tune.folder().name)
+        (tmp_path / f"pids-{number}").write_text(f"{os.getpid()} {begun[0]} {begun[1]} {int(shell.stdout)}")
+        os.chdir("/")
+        if number == 1:
+            raise ValueError("too much")
+        return params["x"]
+
+    search = tuner(train, tmp_path, sampler="random")
+    search.tune(3)
+    assert sorted(trial.state for trial in search.trials) == ["complete"] * 2 + ["failed"]
+    pids = [list(map(int, (tmp_path / f"pids-{number}").read_text().split())) for number in range(3)]
+    assert len({own for own, *_ in pids}) == 3
+    assert all(has_ended(pid) for _, *begun in pids for pid in begun)
+    wait_for(lambda: all(has_ended(own) for own, *_ in pids), "a trial's worker lives on")
+
+
+def test_a_function_that_no_worker_can_load_ends_it(tmp_path, monkeypatch):
+    (tmp_path / "known_here_alone.py").write_text("def train(params):\n    return params['x']\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import known_here_alone  # type: ignore[import-not-found]
+
+    with pytest.raises(
+        paceline.UnavailableError, match=r"cannot load train_fn: .*No module named 'known_here_alone'"
+    ):
+        tuner(known_here_alone.train, tmp_path).tune(4)
+
+
+def test_trials_have_the_runtime_env(tmp_path):
+    def train(params):
+        return float(os.environ["GIVEN"])
+
+    engine = paceline.Ray(runtime_env={"env_vars": {"GIVEN": "7"}})
+    search = tuner(train, tmp_path, engine, study=tmp_path / "study")
+    search.tune(1)
+    assert search.best_value == 7.0
+    engine = paceline.Ray(runtime_env={"working_dir": str(tmp_path)})
+    with pytest.raises(paceline.ConfigError, match="Ray refuses this runtime_env"):
+        tuner(train, tmp_path, engine, study=tmp_path / "other").tune(1)
 
 
 def test_pruning_and_the_end_of_the_search(tmp_path):

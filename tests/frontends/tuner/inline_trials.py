@@ -21,6 +21,7 @@ from paceline.frontends.tuner.trial_engine import (
 )
 from paceline.frontends.tuner.trial_record import TrialRecord
 from paceline.frontends.tuner.trial_schedule import TrialSchedule
+from paceline.frontends.tuner.trial_value import TrialResultError
 from paceline.frontends.tuner.tuning_study import TuningStudy
 
 Objective = Callable[[Mapping[str, Any]], float]
@@ -40,12 +41,14 @@ class InlineTrials:
         self._steps: dict[int, int] = {}  # how often each running trial has reported
         self._pruned: set[int] = set()
         self.attempts: list[int] = []
+        self.folders: list[str] = []
 
     def start(self, trial: TrialStart) -> None:
         assert trial.number not in [one.number for one in self._running]
         assert trial.slot not in [one.slot for one in self._running]
         self._running.append(trial)
         self.attempts.append(trial.number)
+        self.folders += [trial.folder, trial.parent_folder]
 
     def wait(self, seconds: float | None = None) -> Sequence[TrialEvent]:
         trial = self._random.choice(self._running)
@@ -61,6 +64,9 @@ class InlineTrials:
         except ArithmeticError as error:
             self._drop(trial)
             return [Raised(number, f"Traceback\n{error}")]
+        except TrialResultError as error:
+            self._drop(trial)
+            return [Raised(number, error.message, error)]
         if step < _STEPS and number not in self._pruned:
             self._steps[number] = step + 1
             return [Reported(number, step, value * (step + 1), lambda prune: self._answer(number, prune))]

@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
 from tests.frontends.tuner import trial_functions
 
@@ -179,6 +180,33 @@ def test_a_trial_may_train_on_several_workers_of_which_one_is_killed(tmp_path):
         lost = [one for one in journal.iterate(journal_file) if isinstance(one, events.WorkerFailed)]
         assert [one.rank for one in lost] == ([1] if trial.params["chaos"] else [])
     assert values[None] == values["kill rank=1 step=3"]
+
+
+def test_a_report_from_an_observer_prunes_a_trial_on_several_workers(tmp_path):
+    class ReportEpochs(paceline.Observer):
+        def on_epoch(self, record):
+            paceline.tune.report(record.epoch, record.loss)
+
+    def train(params):
+        import torch
+
+        data = torch.utils.data.TensorDataset(torch.randn(32, 4), torch.randn(32, 1))
+        config = paceline.TrainConfig(workers=2, epochs=50, run_dir=str(paceline.tune.folder() / "run"))
+        optimizer = functools.partial(torch.optim.SGD, lr=0.01)
+        trainer = paceline.Trainer(
+            torch.nn.Linear(4, 1),
+            torch.nn.MSELoss(),
+            optimizer=optimizer,
+            config=config,
+            callbacks=[ReportEpochs()],
+        )
+        return trainer.fit(data).steps[-1].loss
+
+    search = tuner(train, tmp_path, mode="min", num_gpus=1, pruner=optuna.pruners.ThresholdPruner(upper=-1.0))
+    with pytest.raises(paceline.RankFailedError, match="none of 1 trial has a value"):
+        search.tune(1)
+    (trial,) = search.trials
+    assert (trial.state, len(trial.reports)) == ("pruned", 1), trial.error
 
 
 @pytest.mark.parametrize(

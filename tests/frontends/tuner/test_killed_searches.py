@@ -13,7 +13,7 @@ from tests.frontends.tuner.inline_trials import outcome
 from tests.waiting import wait_for
 
 import paceline
-from paceline.core.process_state import has_ended
+from paceline.core.process_state import has_ended, stat_fields
 from paceline.frontends.tuner.tuning_study import StoredStudy
 
 X = {"x": paceline.tune.uniform(-3, 3)}
@@ -37,6 +37,8 @@ def test_a_killed_trial_is_repeated_and_counted_once(tmp_path, target, undisturb
     search = tuner(function, tmp_path)
     search.tune(8)
     assert (tmp_path / "killed").exists()
+    (child,) = trial_functions.pids_in(tmp_path)
+    wait_for(lambda: has_ended(child), "what the killed trial had started lived on")
     assert "trial 2 is repeated: its process" in capfd.readouterr().err
     # Its report before the kill is forgotten.
     assert all(trial.reports == {0: trial.params["x"]} for trial in search.trials)
@@ -62,6 +64,10 @@ def test_a_trial_that_is_always_killed_fails_and_the_search_goes_on(tmp_path):
     assert (tmp_path / "attempts").read_text() == "xxx"
 
 
+def parent_of(pid: int) -> int:
+    return int(stat_fields(pid)[1])
+
+
 def at_the_gate(folder):
     """Start a search whose trials 3 and 4 wait, and wait for them."""
     program = trial_functions.start_program(folder)
@@ -78,11 +84,22 @@ def finish(folder):
     return search
 
 
-def test_a_killed_search_is_continued(tmp_path, undisturbed):
+@pytest.mark.parametrize("with_server", [False, True], ids=["search", "search and server"])
+def test_a_killed_search_is_continued(tmp_path, undisturbed, with_server):
     program, pids = at_the_gate(tmp_path)
+    if with_server:
+        # Halted, it sees nothing of the server's end: both are gone at once.
+        program.send_signal(signal.SIGSTOP)
+        left = [pid for pid in pids if os.getpgid(pid) != pid]
+        pids = [pid for pid in pids if pid not in left]
+        os.kill(parent_of(pids[0]), signal.SIGKILL)
     os.kill(program.pid, signal.SIGKILL)
     program.communicate()
     wait_for(lambda: all(map(has_ended, pids)), "trials outlived the search")
+    if with_server:
+        # No process was there to end what the trials had started.
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
     states = [trial.state for trial in StoredStudy(tmp_path / "study").trials]
     assert states == ["complete"] * 3 + ["running"] * 2
     assert outcome(finish(tmp_path).trials) == undisturbed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from optuna.distributions import FloatDistribution
 from tests.frontends.tuner.inline_trials import InlineTrials, outcome, search
 
 import paceline
@@ -32,6 +33,28 @@ def test_the_worst_continue_the_best(tmp_path):
             else:
                 assert one.parent == own.number
                 assert one.params == own.params
+
+
+def test_steps_that_floats_miss(tmp_path):
+    """0 + 3 * 0.1 is above 0.3: a member that goes on by itself would be given another value."""
+    space = {"x": FloatDistribution(0.0, 0.3, step=0.1)}
+    settings = PopulationTraining(size=4, resample=0.0)
+    high = 0
+    for seed in range(4):
+        trials = search(
+            tmp_path / str(seed),
+            lambda one: one["x"],
+            12,
+            space=space,
+            sampler=settings,
+            mode="max",
+            seed=seed,
+        )
+        high += sum(one.params["x"] == 0.3 for one in trials)
+        continued = [one for one in trials if one.parent == one.number - 4]
+        assert continued
+        assert all(one.params == trials[one.number - 4].params for one in continued)
+    assert high
 
 
 def test_neither_slots_nor_order_nor_losses_change_it(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import paceline
-from paceline.frontends.tuner.trial_slots import describe_slots, local_slots, slots_at_once
+from paceline.frontends.tuner.trial_slots import describe_slots, gpu_share, local_slots, slots_at_once
 
 
 def devices(*given) -> list[str]:
@@ -19,6 +19,10 @@ def test_trials_share_gpus():
     assert devices(2, 1, 8, 2, "5,7") == ["5", "7"]
     assert devices(2, 1, 8, 2, "GPU-a, GPU-b") == ["GPU-a", "GPU-b"]
     assert devices(3, 1, 8, 2, None) == ["0", "1", "0"]
+
+
+def test_the_share_of_a_trial():
+    assert [gpu_share(number) for number in (4, 2, 1, 0.5, 1 / 3)] == [0.25, 0.5, 1, 2, 3]
 
 
 def test_without_a_gpu_they_share_cores():

@@ -7,6 +7,7 @@
     trial_schedule.py      decides which trial comes next (pure)
     trial_engine.py        where trials run: the protocol of local_trials.py and ray_trials.py
     trial_process.py       a trial's process: calls the user's function, reports, leaves
+    trial_on_ray.py        the same in a worker of Ray
     current_trial.py       the trial that this process is: `paceline.tune.report`
     tuning_study.py        the study, kept by Optuna: asked, reported, finished
     study_log.py           its file, in the format of Optuna's journal storage; a trial's end is one write

@@ -6,6 +6,7 @@ searched with `paceline tune` also runs alone.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +23,7 @@ class TrialPruned(BaseException):
 @final
 @dataclass
 class CurrentTrial:
-    """The trial of this process. `send` hands a report to the search; True: the trial is to end."""
+    """The trial of a process. `send` hands a report to the search; True: the trial is to end."""
 
     number: int
     params: Mapping[str, Any]
@@ -31,6 +32,7 @@ class CurrentTrial:
     send: Callable[[int, float], bool]
     reports: dict[int, float] = field(default_factory=dict)
     params_were_read: bool = False
+    process: int = field(default_factory=os.getpid)
 
 
 _here: list[CurrentTrial] = []
@@ -42,7 +44,7 @@ def begin(trial: CurrentTrial) -> None:
 
 
 def end() -> None:
-    """Give the process back: on Ray it may run another trial."""
+    """Have this process be no trial's any longer."""
     _here.clear()
 
 
@@ -63,9 +65,9 @@ def report(step: int, value: SupportsFloat) -> None:
             f"report was given {with_article(value)}, which is not one number",
             remedy="report(step, value), with a number or a tensor of one element",
         ) from error
-    if not _here:
+    trial = current()
+    if trial is None:
         return
-    trial = _here[-1]
     trial.reports[step] = number
     if trial.send(step, number):
         raise TrialPruned(f"trial {trial.number} was pruned at step {step}")
@@ -74,24 +76,28 @@ def report(step: int, value: SupportsFloat) -> None:
 def params(defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the parameters of this trial, over `defaults`; outside of a trial the defaults alone."""
     given = dict(defaults or {})
-    if not _here:
+    trial = current()
+    if trial is None:
         return given
-    _here[-1].params_were_read = True
-    return given | dict(_here[-1].params)
+    trial.params_were_read = True
+    return given | dict(trial.params)
 
 
 def folder() -> Path:
     """Return this trial's own folder, for checkpoints; a repeated trial finds there what the lost attempt
     saved. Outside of a trial that is the working directory."""
-    return _here[-1].folder if _here else Path()
+    trial = current()
+    return Path() if trial is None else trial.folder
 
 
 def parent_folder() -> Path | None:
     """Return, in population-based training, the folder of the trial that this one continues; None: it begins
     anew."""
-    return _here[-1].parent_folder if _here else None
+    trial = current()
+    return None if trial is None else trial.parent_folder
 
 
 def current() -> CurrentTrial | None:
     """Return the trial of this process; None outside of one."""
-    return _here[-1] if _here else None
+    # A process that the trial forked has a copy: its reports would be answered in place of the trial's.
+    return _here[-1] if _here and _here[-1].process == os.getpid() else None

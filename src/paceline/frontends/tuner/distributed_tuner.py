@@ -23,6 +23,9 @@ from paceline.frontends.tuner.trial_record import TrialRecord, best_of
 from paceline.frontends.tuner.trial_schedule import TrialSchedule
 
 if TYPE_CHECKING:
+    from optuna.pruners import BasePruner
+    from optuna.samplers import BaseSampler
+
     from paceline.frontends.tuner.tuning_study import TuningStudy
 
 STUDIES: Final = "studies"
@@ -50,11 +53,11 @@ class DistributedTuner:
     seed            of the sampler. With one, trials are drawn from the results of the trials up to a fixed
                     number before them, so that the same are asked for whichever was faster; in_order=False
                     has a free slot never wait for that
-    engine          "local", "ray" or paceline.Ray(address=...)
+    engine          "local", "ray" or paceline.Ray(address=..., runtime_env=..., autoscales=...)
     ray_address     "auto", "ray://HOST:10001" or "HOST:6379"; None: a local cluster that ends with the
                     search. A process that is connected to Ray already stays connected to that
     max_attempts    a trial whose process is killed so often is recorded as failed
-    preload         modules that are imported once, ahead of all trials
+    preload         modules that are imported once, ahead of all trials; not on Ray
     """
 
     train_fn: Callable[[dict[str, Any]], Any]
@@ -125,20 +128,23 @@ class DistributedTuner:
         if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 1:
             raise UsageError(f"num_samples={num_samples!r}", remedy="ask for at least 1 trial")
         require_optuna()
+        from paceline.frontends.tuner import sampler_choice
         from paceline.frontends.tuner.search_space import SearchSpace
         from paceline.frontends.tuner.tuning_study import TuningStudy
 
         space = SearchSpace.of(self.search_space)
+        sampler = sampler_choice.choose_sampler(self.sampler, space, self.seed, self.mode)
+        pruner = sampler_choice.choose_pruner(self.pruner)
         # A second call of one tuner goes on with its study.
         again = self._folder is not None
-        if self._folder is None:
-            self._folder = study_folder(self.study)
-        study = TuningStudy(self._folder, space, self.mode, self.metric, resume=resume or again)
+        folder = self._folder or study_folder(self.study)
+        study = TuningStudy(folder, space, self.mode, self.metric, resume=resume or again)
+        self._folder = folder
         with closing(study):
             self._total = num_samples
             self._trials = study.records()
             try:
-                self._search(study, num_samples)
+                self._search(study, sampler, pruner, num_samples)
             finally:
                 self._trials = study.records()
         return self.best_params
@@ -166,7 +172,7 @@ class DistributedTuner:
             f"none of {counted(len(self._trials), 'trial')} has a value"
             + ("" if failed is None else f"; trial {failed.number} failed:"),
             traceback_text="" if failed is None else failed.error,
-            remedy=f"the output of each trial is below {self._folder}/trials",
+            remedy=f"the output of each trial is below {self._folder}",
         )
 
     @property
@@ -194,11 +200,9 @@ class DistributedTuner:
         """The engine by its name; paceline.Ray(...) and its like have one."""
         return str(self.engine if isinstance(self.engine, str) else getattr(self.engine, "name", self.engine))
 
-    def _search(self, study: TuningStudy, total: int) -> None:
+    def _search(self, study: TuningStudy, sampler: BaseSampler, pruner: BasePruner, total: int) -> None:
         from paceline.frontends.tuner import sampler_choice
 
-        sampler = sampler_choice.choose_sampler(self.sampler, study.space, self.seed, self.mode)
-        pruner = sampler_choice.choose_pruner(self.pruner)
         study.use(sampler, pruner)
         in_order = self.seed is not None if self.in_order is None else self.in_order
         answers = sampler_choice.prunes(pruner)
@@ -232,11 +236,12 @@ class DistributedTuner:
     def _opened(self, call: TrialCall) -> Iterator[tuple[TrialEngine, int]]:
         """Open the engine; yield it and the number of trials that it runs at once."""
         if self._engine_name == "ray":
-            from paceline.frontends.tuner.ray_trials import open_ray
+            from paceline.frontends.tuner.ray_trials import open_ray, settings_of
 
-            # paceline.Ray() without an address reads RAY_ADDRESS; "ray" without one is a local cluster.
-            address = self.ray_address or getattr(self.engine, "address", "local")
-            with open_ray(call, address, self.num_gpus, self.trials_per_gpu) as (engine, slots):
+            settings = settings_of(self.engine, self.ray_address)
+            if self.preload:
+                self._say("preload has no effect on Ray, whose workers import what a trial imports")
+            with open_ray(call, settings, self.num_gpus, self.trials_per_gpu) as (engine, slots):
                 yield engine, slots
             return
         from paceline.frontends.tuner.local_trials import LocalTrials

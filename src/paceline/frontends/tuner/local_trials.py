@@ -18,7 +18,8 @@ from typing import Final, final
 
 from paceline.comm import tensor_pickling
 from paceline.core import fd_messages
-from paceline.engines.local import memfd_pickle, rank_call
+from paceline.core.errors import PacelineError
+from paceline.engines.local import fork_server_client, memfd_pickle, rank_call
 from paceline.engines.local.blame import RankRaised, how_ended
 from paceline.engines.local.launch import order_from_caller
 from paceline.engines.local.worker_handle import WorkerProcess
@@ -121,8 +122,10 @@ class LocalTrials:
         for running in self._running.values():
             running.worker.kill()
         limit = time.monotonic() + _CLOSE_SECONDS
+        # Why the search ends is known by now; a trial that was refused meanwhile does not matter.
         while self._running and time.monotonic() < limit:
-            self.wait(limit - time.monotonic())
+            with contextlib.suppress(PacelineError):
+                self.wait(limit - time.monotonic())
         for running in list(self._running.values()):
             self._release(running)
         self._selector.close()
@@ -137,6 +140,7 @@ class LocalTrials:
             self._release(running)
             raise refusal
         if running.worker.done:
+            _end_with_server(running.worker)
             self._read_reports(running)
             self._events.append(self._end_of(running))
             self._release(running)
@@ -172,6 +176,14 @@ class LocalTrials:
         running.link.close()
         running.worker.close()
         self._running.pop(running.number, None)
+
+
+def _end_with_server(worker: WorkerProcess) -> None:
+    """Kill what a trial has started where its fork server, which would have done so, is gone too."""
+    if worker.status is None and worker.watch >= 0:
+        # What the process forks until its own end is of its group as well.
+        fork_server_client.has_ended(worker.watch, _CLOSE_SECONDS)
+        worker.kill_orphans()
 
 
 @final

@@ -130,5 +130,6 @@ def _draw(one: BaseDistribution, generator: np.random.Generator) -> Any:
 
 def _on_step(one: FloatDistribution | IntDistribution, value: float) -> float | int:
     if one.step:
-        value = one.low + round((value - one.low) / one.step) * one.step
+        # 0 + 3 * 0.1 is more than 0.3: Optuna would take it for out of range and draw another value.
+        value = min(max(one.low + round((value - one.low) / one.step) * one.step, one.low), one.high)
     return int(value) if isinstance(one, IntDistribution) else float(value)

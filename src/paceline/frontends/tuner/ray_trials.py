@@ -1,4 +1,5 @@
-"""Trials on a Ray cluster: each is a Ray task with its share of CPUs and GPUs, in a worker process of Ray's.
+"""Trials on a Ray cluster: each is a Ray task with its share of CPUs and GPUs, in a worker process of Ray's
+that ends with it.
 
 Reports go through one actor, the mailbox: a trial leaves a report there and waits for the answer where it
 needs one; the search waits for tasks and for the mailbox at once. Ray neither repeats a trial nor decides
@@ -7,19 +8,16 @@ anything: a task whose worker or node died is a lost trial. When this process en
 
 from __future__ import annotations
 
-import asyncio
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields
 from typing import Any, Final, final
 
-from paceline.core.errors import ConfigError, UsageError
-from paceline.core.wording import first_line
-from paceline.engines.local import failure_report
+from paceline.core.errors import ConfigError, UnavailableError, UsageError
+from paceline.core.wording import first_line, listed
 from paceline.engines.ray import ray_connection
-from paceline.engines.ray.ray_settings import RaySettings
+from paceline.engines.ray.ray_settings import LOCAL, RaySettings
 from paceline.frontends.tuner import trial_slots
 from paceline.frontends.tuner.trial_engine import (
     LostTrial,
@@ -31,28 +29,56 @@ from paceline.frontends.tuner.trial_engine import (
     TrialEvent,
     TrialStart,
 )
-from paceline.frontends.tuner.trial_process import OUTPUT, run_trial
+from paceline.frontends.tuner.trial_on_ray import Mailbox, MailedReport, run_on_ray
 from paceline.frontends.tuner.trial_value import TrialResultError
 
 _CLOSE_SECONDS: Final = 10.0
+# Of paceline.Ray, what means something for trials; the rest is the size of agents, which trials have none of.
+_SETTINGS: Final = ("name", "address", "runtime_env", "autoscales")
+
+
+def settings_of(engine: object, address: object) -> RaySettings:
+    """Return the settings of a search's `engine` and `ray_address`; ConfigError where one has no effect."""
+    if address is not None and not isinstance(address, str):
+        raise ConfigError(f"ray_address={address!r}", remedy='give "auto", "ray://HOST:10001", or None')
+    if not isinstance(engine, RaySettings):
+        # paceline.Ray() without an address reads RAY_ADDRESS; "ray" without one is a local cluster.
+        return RaySettings(address=address or LOCAL)
+    usual = RaySettings()
+    useless = [
+        one.name
+        for one in fields(RaySettings)
+        if one.name not in _SETTINGS and getattr(engine, one.name) != getattr(usual, one.name)
+    ]
+    if useless:
+        raise ConfigError(
+            f"paceline.Ray({useless[0]}={getattr(engine, useless[0])!r}) means nothing for trials",
+            remedy=f"leave out {listed(useless)}; num_gpus and trials_per_gpu say what a trial has",
+            key="engine",
+        )
+    return RaySettings(
+        address=address or engine.address, runtime_env=engine.runtime_env, autoscales=engine.autoscales
+    )
 
 
 @contextmanager
 def open_ray(
-    call: TrialCall, address: str | None, num_gpus: int | None, trials_per_gpu: float
+    call: TrialCall, settings: RaySettings, num_gpus: int | None, trials_per_gpu: float
 ) -> Iterator[tuple[RayTrials, int]]:
     """Connect to a cluster, or use the connection that this process has; yield the engine and the number of
-    trials at once. `address` is that of `paceline.Ray`."""
-    if address is not None and not isinstance(address, str):
-        raise ConfigError(f"ray_address={address!r}", remedy='give "auto", "ray://HOST:10001", or None')
+    trials at once."""
     # Whether a trial fits into the cluster is asked below; an agent's size means nothing here.
-    with _connected(RaySettings(address=address, autoscales=True)) as ray:
-        resources = ray.cluster_resources()
-        gpus, cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 1))
+    with _connected(RaySettings(address=settings.address, autoscales=True)) as ray:
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        gpus = int(sum(node.get("GPU", 0) for node in nodes))
+        cpus = int(sum(node.get("CPU", 0) for node in nodes)) or 1
         number = num_gpus if num_gpus is not None else gpus or cpus
         slots = trial_slots.slots_at_once(number, trials_per_gpu)
-        share = _share(number, trials_per_gpu, gpus, cpus)
-        trials = RayTrials(ray, call, share)
+        if gpus:
+            share = gpu_share(trials_per_gpu, nodes, autoscales=settings.autoscales)
+        else:
+            share = {"num_cpus": max(0.01, min(1.0, cpus / slots))}
+        trials = RayTrials(ray, call, share, settings.runtime_env)
         try:
             yield trials, slots
         finally:
@@ -74,91 +100,20 @@ def _connected(settings: RaySettings) -> Iterator[Any]:
         connection.close()
 
 
-def _share(number: int, trials_per_gpu: float, gpus: int, cpus: int) -> dict[str, float]:
-    """Return the resources of a trial; UsageError where the cluster can never give them."""
-    if not gpus:
-        return {"num_cpus": max(0.01, min(1.0, cpus / trial_slots.slots_at_once(number, trials_per_gpu)))}
-    each = 1.0 / trials_per_gpu
-    if each > gpus:
+def gpu_share(
+    trials_per_gpu: float, nodes: Sequence[Mapping[str, float]], *, autoscales: bool
+) -> dict[str, float]:
+    """Return the GPUs of a trial; UsageError where no node, however idle, can give them. `nodes`: the
+    resources of each; `autoscales`: larger ones may come."""
+    each = trial_slots.gpu_share(trials_per_gpu)
+    most = max(node.get("GPU", 0.0) for node in nodes)
+    if each > most and not autoscales:
         raise UsageError(
-            f"a trial needs {each:g} GPUs, and the Ray cluster has {gpus}",
-            remedy="raise trials_per_gpu, or add nodes",
+            f"a trial needs {each:g} GPUs of one node, and no node of the Ray cluster has more than {most:g}",
+            remedy="raise trials_per_gpu, or add larger nodes; with an autoscaler that adds such nodes give "
+            "engine=paceline.Ray(autoscales=True)",
         )
     return {"num_gpus": each}
-
-
-@final
-@dataclass(frozen=True)
-class MailedReport:
-    """A report in the mailbox. `ticket` counts reports; `attempt` counts the trials that were started."""
-
-    ticket: int
-    attempt: int
-    step: int
-    value: float
-
-
-@final
-class Mailbox:
-    """Reports on their way to the search, and answers on their way back; an asynchronous actor."""
-
-    def __init__(self) -> None:
-        self._reports: list[MailedReport] = []
-        self._answers: dict[int, asyncio.Future[bool]] = {}
-        self._count = 0
-        self._arrived = asyncio.Event()
-
-    async def report(self, attempt: int, step: int, value: float, waits: bool) -> bool:
-        """Leave a report of a trial; wait for its answer where it needs one."""
-        self._count += 1
-        ticket = self._count
-        self._reports.append(MailedReport(ticket, attempt, step, value))
-        self._arrived.set()
-        if not waits:
-            return False
-        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._answers[ticket] = answer
-        return await answer
-
-    async def reports_after(self, ticket: int, wait: bool) -> list[MailedReport]:
-        """Return the reports after this one, which is known; `wait` until there is one."""
-        self._reports = [one for one in self._reports if one.ticket > ticket]
-        while wait and not self._reports:
-            self._arrived.clear()
-            await self._arrived.wait()
-            self._reports = [one for one in self._reports if one.ticket > ticket]
-        return list(self._reports)
-
-    async def answer(self, ticket: int, prune: bool) -> None:
-        """Answer a report."""
-        waiting = self._answers.pop(ticket, None)
-        if waiting is not None and not waiting.done():
-            waiting.set_result(prune)
-
-
-def run_on_ray(call: TrialCall, start: TrialStart, attempt: int, mailbox: Any) -> dict[str, Any]:
-    """Run one trial in this Ray worker; return its value, or how it failed, as plain data."""
-    import ray
-
-    def send(step: int, value: float) -> bool:
-        return bool(ray.get(mailbox.report.remote(attempt, step, value, call.waits_for_answers)))
-
-    # On a cluster without a shared file system the folder is the node's own.
-    folder = Path(start.folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    with (
-        open(folder / OUTPUT, "a", encoding="utf-8") as output,
-        redirect_stdout(output),
-        redirect_stderr(output),
-    ):
-        try:
-            return {"value": run_trial(call, start, send)}
-        except TrialResultError as error:
-            return {"ends_search": error.message, "remedy": error.remedy}
-        except BaseException as error:
-            if isinstance(error, KeyboardInterrupt):
-                raise
-            return {"error": failure_report.describe(error).traceback_text}
 
 
 @final
@@ -175,10 +130,25 @@ class _RayAnswer:
 class RayTrials:
     """The trials of one search on a Ray cluster."""
 
-    def __init__(self, ray: Any, call: TrialCall, share: dict[str, float]) -> None:
+    def __init__(
+        self, ray: Any, call: TrialCall, share: Mapping[str, float], runtime_env: Mapping[str, Any]
+    ) -> None:
         self._ray = ray
-        # max_retries=0: a lost trial is the search's to repeat.
-        self._task = ray.remote(max_retries=0, **{"num_cpus": 0, **share})(run_on_ray)
+        self._searched_in = os.getcwd()
+        # max_calls=1: a worker's globals, modules and CUDA context are of one trial. max_retries=0: a lost
+        # trial is the search's to repeat.
+        options: dict[str, Any] = {"max_calls": 1, "max_retries": 0, "num_cpus": 0, **share}
+        if runtime_env:
+            options["runtime_env"] = dict(runtime_env)
+        try:
+            self._task = ray.remote(**options)(run_on_ray)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"Ray refuses this runtime_env for trials: {first_line(error)}",
+                remedy="Ray sends folders along when it is connected, and then only: call "
+                'ray.init(address=..., runtime_env={"working_dir": "."}) before tune()',
+                key="engine",
+            ) from error
         self._mailbox = _beside_search(ray.remote(num_cpus=0, max_concurrency=1000)(Mailbox), ray).remote()
         try:
             self._call = ray.put(call)
@@ -193,11 +163,8 @@ class RayTrials:
         self._next = self._mailbox.reports_after.remote(0, True)
 
     def start(self, trial: TrialStart) -> None:
-        placed = replace(trial, folder=os.path.abspath(trial.folder))
-        if trial.parent_folder:
-            placed = replace(placed, parent_folder=os.path.abspath(trial.parent_folder))
         self._attempts += 1
-        task = self._task.remote(self._call, placed, self._attempts, self._mailbox)
+        task = self._task.remote(self._call, trial, self._attempts, self._mailbox, self._searched_in)
         self._running[task] = self._attempts, trial.number
 
     def wait(self, seconds: float | None = None) -> Sequence[TrialEvent]:
@@ -235,9 +202,15 @@ class RayTrials:
 
     def _end_of(self, task: Any) -> TrialEvent:
         _, number = self._running.pop(task)
+        errors = self._ray.exceptions
         try:
             result = self._ray.get(task)
-        except self._ray.exceptions.RayError as error:
+        except errors.RuntimeEnvSetupError as error:
+            return Raised(number, str(error), _unprepared("the trials' runtime_env cannot be set up", error))
+        except errors.RayError as error:
+            # Of a task that began: a worker that cannot load the call, most often for want of a module.
+            if isinstance(getattr(error, "cause", None), errors.RaySystemError):
+                return Raised(number, str(error), _unprepared("a Ray worker cannot load train_fn", error))
             return LostTrial(number, f"its Ray task ended with {type(error).__name__}: {first_line(error)}")
         if "ends_search" in result:
             ends = TrialResultError(result["ends_search"], remedy=result["remedy"])
@@ -245,6 +218,15 @@ class RayTrials:
         if "error" in result:
             return Raised(number, result["error"])
         return Pruned(number) if result["value"] is None else Returned(number, result["value"])
+
+
+def _unprepared(what: str, error: Exception) -> UnavailableError:
+    *_, reason = str(error).strip().splitlines()
+    return UnavailableError(
+        f"{what}: {reason.strip()}",
+        remedy="install on all nodes what train_fn imports, or send it along: call "
+        'ray.init(address=..., runtime_env={"working_dir": "."}) before tune()',
+    )
 
 
 def _beside_search(actor: Any, ray: Any) -> Any:

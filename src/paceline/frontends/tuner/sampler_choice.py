@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -12,7 +13,7 @@ from optuna.pruners import BasePruner
 from optuna.samplers import BaseSampler
 
 from paceline.core.errors import ConfigError, UnavailableError
-from paceline.core.wording import first_line, with_article
+from paceline.core.wording import with_article
 from paceline.frontends.tuner.population import PopulationSampler, PopulationTraining
 from paceline.frontends.tuner.search_space import SearchSpace
 
@@ -30,6 +31,8 @@ _PRUNERS: Final[Mapping[str, Callable[[], BasePruner]]] = {
     "median": pruners.MedianPruner,
     "hyperband": pruners.HyperbandPruner,
 }
+# Packages that Optuna imports at a later draw, in the middle of the search.
+_PACKAGES: Final[Mapping[str, str]] = {"cmaes": "cmaes", "gp": "scipy", "qmc": "scipy"}
 # What these draw does not depend on the results of other trials.
 _WITHOUT_HISTORY: Final = (samplers.RandomSampler,)
 
@@ -52,16 +55,16 @@ def choose_sampler(given: object, space: SearchSpace, seed: int | None, mode: st
 
 
 def _made(name: str, space: SearchSpace, seed: int | None) -> BaseSampler:
+    package = _PACKAGES.get(name)
+    if package is not None and importlib.util.find_spec(package) is None:
+        raise UnavailableError(
+            f"the sampler {name!r} needs the package {package}, which is not installed",
+            remedy=f"pip install {package}, or use another sampler",
+        )
     with warnings.catch_warnings():
         # A caller that names one of these wants it; Optuna's API behind it is not what they write.
         warnings.simplefilter("ignore", ExperimentalWarning)
-        try:
-            return _SAMPLERS[name](space, seed)
-        except ImportError as error:
-            raise UnavailableError(
-                f"the sampler {name!r} needs a package that is not installed: {first_line(error)}",
-                remedy=f"pip install {'cmaes' if name == 'cmaes' else 'scipy'}",
-            ) from error
+        return _SAMPLERS[name](space, seed)
 
 
 def choose_pruner(given: object) -> BasePruner:

@@ -3,14 +3,16 @@ last `paceline.tune.report` is the trial's value."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
+from paceline.core.host import host_name
 from paceline.engines.local import script_main
-from paceline.engines.local.failure_report import ended_well
 from paceline.frontends.tuner import current_trial
+from paceline.frontends.tuner.trial_process import leaving_well
 from paceline.frontends.tuner.trial_value import TrialResultError
 
 _PLACE = re.compile(r"\{(\w+)\}")
@@ -28,11 +30,13 @@ class ScriptTrial:
         """Run the script in this process, which ends with it."""
         __tracebackhide__ = True
         arguments = [self._filled(text, params) for text in self.arguments]
-        try:
+        if not os.path.isfile(self.script):
+            raise TrialResultError(
+                f"the script {self.script} is not in {os.getcwd()} on {host_name()}",
+                remedy="search in a folder that all nodes see under the same path",
+            )
+        with leaving_well():
             script_main.become_main(self.script, arguments)
-        except SystemExit as error:
-            if not ended_well(error):
-                raise
         self._check(params)
 
     def _check(self, params: Mapping[str, Any]) -> None:

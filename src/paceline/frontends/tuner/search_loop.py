@@ -21,6 +21,7 @@ from paceline.frontends.tuner.trial_engine import (
     TrialEvent,
     TrialStart,
 )
+from paceline.frontends.tuner.trial_record import trial_folder
 from paceline.frontends.tuner.trial_schedule import StartTrial, TrialSchedule
 
 if TYPE_CHECKING:
@@ -57,15 +58,17 @@ class SearchLoop:
         if start.is_new:
             needed = self.schedule.needs(start.number) if self.sees_only_first else None
             self.study.ask(needed)
-        folder = self.study.folder / "trials"
+        # Absolute: a trial may change its folder, and on Ray has another one.
+        study = self.study.folder.absolute()
         parent = self.study.parent(start.number)
+        self.study.begin(start.number)
         self.engine.start(
             TrialStart(
                 number=start.number,
                 slot=start.slot,
                 params=self.study.params(start.number),
-                folder=str(folder / f"{start.number:04d}"),
-                parent_folder="" if parent is None else str(folder / f"{parent:04d}"),
+                folder=str(trial_folder(study, start.number)),
+                parent_folder="" if parent is None else str(trial_folder(study, parent)),
             )
         )
 
@@ -84,7 +87,8 @@ class SearchLoop:
             times = counted(self.schedule.max_attempts, "attempt")
             self.study.fail(number, f"{event.how}; lost in {times}, the trial is not repeated again")
         elif isinstance(event, Raised):
-            if event.ends_search is not None:
+            # Where the function gave other trials a value, only this one has none.
+            if event.ends_search is not None and not self.study.has_values:
                 raise event.ends_search
             self.study.fail(number, event.text)
         elif isinstance(event, Pruned):

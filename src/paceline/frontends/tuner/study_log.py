@@ -122,6 +122,17 @@ class StudyLog(BaseJournalBackend):
         finally:
             self._together = None
 
+    @property
+    def has_trials(self) -> bool:
+        """Whether a trial was asked for: each has parameters, which name it."""
+        return any("trial_id" in one for one in self._written)
+
+    def clear(self) -> None:
+        """Begin the file anew."""
+        os.ftruncate(self._file, 0)
+        self._written, self._visible = [], []
+        self._pending.clear()
+
     def forget(self, trial: int) -> None:
         """Drop what a trial has reported. A storage that was made before does not notice: make another."""
         self._pending.pop(trial, None)

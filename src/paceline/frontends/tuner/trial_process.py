@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from paceline.core import fd_messages
@@ -18,9 +19,9 @@ from paceline.engines.local.forked_rank import RankTask
 from paceline.frontends.tuner import current_trial
 from paceline.frontends.tuner.current_trial import CurrentTrial, TrialPruned
 from paceline.frontends.tuner.trial_engine import TrialCall, TrialStart
+from paceline.frontends.tuner.trial_record import OUTPUT
 from paceline.frontends.tuner.trial_value import value_of
 
-OUTPUT = "output.log"
 # A trial is no rank of a job: what looks for these would take it for one.
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -33,17 +34,25 @@ def run_trial(call: TrialCall, start: TrialStart, send: Callable[[int, float], b
     trial = CurrentTrial(start.number, params, Path(start.folder), parent, send)
     current_trial.begin(trial)
     try:
-        try:
+        result = None
+        with leaving_well():
             result = call.function(dict(params))
-        except SystemExit as error:
-            if not ended_well(error):
-                raise
-            result = None
         return value_of(result, call.metric, trial.reports)
     except TrialPruned:
         return None
     finally:
         current_trial.end()
+
+
+@contextmanager
+def leaving_well() -> Iterator[None]:
+    """Take sys.exit() and sys.exit(0) inside the block for its end."""
+    __tracebackhide__ = True
+    try:
+        yield
+    except SystemExit as error:
+        if not ended_well(error):
+            raise
 
 
 def main(task: RankTask) -> int:

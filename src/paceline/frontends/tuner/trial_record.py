@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, final
+from pathlib import Path
+from typing import Any, Final, Literal, TypeAlias, final
+
+OUTPUT: Final = "output.log"
+"""The file in a trial's folder with what the trial prints."""
 
 TrialOutcome: TypeAlias = Literal["running", "complete", "pruned", "failed"]
 
@@ -28,6 +32,11 @@ class TrialRecord:
     @property
     def is_over(self) -> bool:
         return self.state != "running"
+
+
+def trial_folder(study: Path, number: int) -> Path:
+    """Return the folder of a trial in that of its study."""
+    return study / "trials" / f"{number:04d}"
 
 
 def best_of(trials: list[TrialRecord], mode: str) -> TrialRecord | None:

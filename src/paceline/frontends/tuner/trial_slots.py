@@ -61,6 +61,11 @@ def gpus_per_trial(trials_per_gpu: float) -> int:
     return round(each)
 
 
+def gpu_share(trials_per_gpu: float) -> float:
+    """Return the GPUs that a trial has; a part of one where trials share it."""
+    return gpus_per_trial(trials_per_gpu) / max(1.0, trials_per_gpu)
+
+
 def local_slots(
     num_gpus: int, trials_per_gpu: float, cores: int, gpus: int, visible: str | None
 ) -> list[TrialSlot]:

@@ -22,6 +22,7 @@ from optuna.storages import JournalStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from paceline.core import atomic_file
+from paceline.core.clock import Clock, MonotonicClock
 from paceline.core.errors import UsageError
 from paceline.frontends.tuner import sampler_state
 from paceline.frontends.tuner.search_space import ParameterDecoder, SearchSpace, differences
@@ -31,9 +32,12 @@ from paceline.train.state.run_lock import held
 
 LOG_FILE: Final = "study.log"
 PARENT: Final = "paceline:parent"
+_SAMPLER_FILE: Final = "sampler.json"
 _ERROR: Final = "error"
+_SECONDS: Final = "paceline:seconds"
 _SPACE: Final = "paceline:space"
 _METRIC: Final = "paceline:metric"
+_CLOCK: Final = MonotonicClock()
 _STATES: Final[Mapping[TrialState, TrialOutcome]] = {
     TrialState.RUNNING: "running",
     TrialState.WAITING: "running",
@@ -75,24 +79,37 @@ class TuningStudy:
     """A study that this process alone continues. To be closed."""
 
     def __init__(
-        self, folder: Path, space: SearchSpace, mode: str, metric: str | None, *, resume: bool
+        self,
+        folder: Path,
+        space: SearchSpace,
+        mode: str,
+        metric: str | None,
+        *,
+        resume: bool,
+        clock: Clock = _CLOCK,
     ) -> None:
         self.folder = folder
         self.space = space
+        self._clock = clock
+        self._begun: dict[int, float] = {}  # when the last attempt of a trial began
         self._closing = ExitStack()
-        exists = (folder / LOG_FILE).exists()
-        if exists and not resume:
-            raise UsageError(
-                f"there is a study in {folder} already",
-                remedy="continue it with resume=True (--resume), or give another name",
-            )
         try:
             self._closing.enter_context(held(folder / ".lock", f"the study {folder}"))
             self._log = StudyLog(folder / LOG_FILE)
             self._closing.callback(self._log.close)
             self._name = folder.name
             self._was_stopped = False
-            if not self._log.read_logs(0):
+            if self._log.has_trials and not resume:
+                raise UsageError(
+                    f"there is a study in {folder} already",
+                    remedy="continue it with resume=True (--resume), or give another name",
+                )
+            if not self._log.has_trials:
+                # Whatever else is there was left by a search that was refused, or killed, before its first
+                # trial: this one may have another space. Generators are for one that goes on with it.
+                self._log.clear()
+                if not resume:
+                    (folder / _SAMPLER_FILE).unlink(missing_ok=True)
                 self._create(mode, metric)
             self._sampler: BaseSampler = optuna.samplers.RandomSampler()
             self._pruner: optuna.pruners.BasePruner = optuna.pruners.NopPruner()
@@ -152,6 +169,10 @@ class TuningStudy:
         parent = self._trials[number].system_attrs.get(PARENT)
         return None if parent is None else int(parent)
 
+    def begin(self, number: int) -> None:
+        """Note when an attempt of a trial begins: its seconds are those of the last one."""
+        self._begun[number] = self._clock.now()
+
     def report(self, number: int, step: int, value: float) -> bool:
         """Take a report; return whether the trial is to be pruned."""
         trial = self._trials[number]
@@ -166,6 +187,11 @@ class TuningStudy:
     def prune(self, number: int) -> None:
         """Record that a trial was pruned."""
         self._end(number, TrialState.PRUNED)
+
+    @property
+    def has_values(self) -> bool:
+        """Whether a trial came to an end that can be judged."""
+        return any(trial.state in (TrialState.COMPLETE, TrialState.PRUNED) for trial in self._trials)
 
     def fail(self, number: int, error: str) -> None:
         """Record that a trial failed by itself."""
@@ -184,6 +210,9 @@ class TuningStudy:
     def _end(self, number: int, state: TrialState, value: float | None = None, error: str = "") -> None:
         trial = self._trials[number]
         with self._log.one_write(ending=trial._trial_id):
+            if number in self._begun:
+                seconds = self._clock.now() - self._begun.pop(number)
+                self._storage.set_trial_user_attr(trial._trial_id, _SECONDS, seconds)
             if error:
                 self._storage.set_trial_user_attr(trial._trial_id, _ERROR, error)
             self._study.tell(number, value, state)
@@ -225,12 +254,12 @@ class TuningStudy:
 
     def _save_state(self, number: int, before: dict[str, Any], after: dict[str, Any]) -> None:
         state = {"sampler": _kind(self._sampler), "trial": number, "before": before, "after": after}
-        atomic_file.replace_file(self.folder / "sampler.json", json.dumps(state).encode())
+        atomic_file.replace_file(self.folder / _SAMPLER_FILE, json.dumps(state).encode())
 
     def _saved_state(self, number: int) -> dict[str, Any] | None:
         """Return the generators' state in which trial `number` is to be asked for."""
         try:
-            state = json.loads((self.folder / "sampler.json").read_bytes())
+            state = json.loads((self.folder / _SAMPLER_FILE).read_bytes())
         except (OSError, ValueError):
             return None
         if state["sampler"] != _kind(self._sampler):
@@ -279,9 +308,17 @@ def record_of(trial: FrozenTrial, decode: ParameterDecoder | None = None) -> Tri
         value=trial.value,
         error=str(trial.user_attrs.get(_ERROR, "")),
         reports=dict(sorted(trial.intermediate_values.items())),
-        seconds=None if trial.duration is None else trial.duration.total_seconds(),
+        seconds=_seconds_of(trial),
         parent=None if parent is None else int(parent),
     )
+
+
+def _seconds_of(trial: FrozenTrial) -> float | None:
+    """Return what the trial's last attempt took. Optuna's own duration, of studies that others wrote, counts
+    from when the trial was asked for, which may be days before."""
+    if _SECONDS in trial.user_attrs:
+        return float(trial.user_attrs[_SECONDS])
+    return None if trial.duration is None else trial.duration.total_seconds()
 
 
 def _kind(sampler: BaseSampler) -> str:
