@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.waiting import wait_for
+
 from paceline.core import journal
 from paceline.core.events import Event
 
@@ -41,6 +43,13 @@ def started(
         with contextlib.suppress(ProcessLookupError):
             os.killpg(job.pid, signal.SIGKILL)
         job.wait()
+
+
+def at_gate(gate: Path, job: subprocess.Popen[Any], log: Path, seconds: float) -> int:
+    """Return the process of a job that has come to a gate, where it waits."""
+    wait_for(lambda: job.poll() is not None or (gate.exists() and gate.read_text()), str(log), seconds)
+    assert job.poll() is None, log.read_text(errors="replace")
+    return int(gate.read_text())
 
 
 def finished(job: subprocess.Popen[Any], log: Path, seconds: float) -> str:

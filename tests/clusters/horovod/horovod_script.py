@@ -7,13 +7,16 @@ import os
 import signal
 import socket
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
+from paceline.train.history import StepRecord
 
 settings = json.loads(sys.argv[1])
 gate = Path(settings.get("gate", "none"))
@@ -23,7 +26,8 @@ signal.set_wakeup_fd(wake.fileno())
 torch.manual_seed(0)
 inputs = torch.randn(settings.get("samples", 128), 8)
 data = TensorDataset(inputs, (inputs.sum(1) > 0).long())
-loader = DataLoader(data, batch_size=8, shuffle=settings.get("samples") != 0)
+shuffled = settings.get("shuffle", settings.get("samples") != 0)
+loader = DataLoader(data, batch_size=8, shuffle=shuffled)
 model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
 if settings.get("other_model") and os.environ.get("HOROVOD_RANK") == "1":
     model = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
@@ -47,19 +51,49 @@ if compression == "hvd.Compression.fp16":
     import horovod.torch as hvd
 
     compression = hvd.Compression.fp16
-trainer = paceline.HorovodTrainer(
-    model,
-    torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
-    objective if "victim" in settings else loss,
-    verbose=False,
-    compression=compression,
-    checkpoint_dir=settings["folder"],
-    resume_from_checkpoint=settings.get("resume", False),
-    timeline=settings.get("timeline"),
-    commit_steps=4,
-    callbacks=[paceline.CsvLog(every=1)],
-)
+
+
+class HostsChanged(threading.Event):
+    def on_hosts_updated(self, timestamp: float, update: int) -> None:
+        self.set()
+
+
+class UntilHostsChange(paceline.Observer):
+    """Has the chief wait in a step until Horovod's driver tells it of another host."""
+
+    def on_step(self, record: StepRecord) -> None:
+        if record.step == 6:
+            from horovod.common.elastic import notification_manager
+
+            changed = HostsChanged()
+            notification_manager.register_listener(changed)
+            gate.write_text(str(os.getpid()))
+            changed.wait()
+
+
+if settings.get("again"):
+    os.chdir(Path(settings["folder"]).parent)  # each training has a folder of its own below it
+given: dict[str, Any] = {
+    "loss_fn": objective if "victim" in settings else loss,
+    "verbose": settings.get("verbose", False),
+    "compression": compression,
+    "checkpoint_dir": None if settings.get("again") else settings["folder"],
+    "resume_from_checkpoint": settings.get("resume", False),
+    "timeline": settings.get("timeline"),
+    "commit_steps": 4,
+    "lr_rule": settings.get("lr_rule", "linear"),
+    "config": settings.get("config"),
+    "callbacks": [paceline.CsvLog(every=1), *([UntilHostsChange()] if "joins" in settings else [])],
+}
+if settings.get("chosen"):  # optimizer and loss are left to the trainer
+    del given["loss_fn"]
+else:
+    given["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+make: Any = paceline.make_trainer if settings.get("made") else paceline.HorovodTrainer
+trainer = make(model, **given)
 history = trainer.fit(loader, epochs=settings.get("epochs", 2), val_loader=loader)
+if settings.get("again"):
+    history = trainer.fit(loader, epochs=settings.get("epochs", 2), val_loader=loader)
 found = {
     "rank": trainer.rank,
     "size": trainer.size,
@@ -71,6 +105,7 @@ found = {
     "losses": [history.epochs[0].loss, history.final_loss],
     "accuracy": history.best_accuracy,
     "workers": history.workers,
+    "weights": [value for one in model.parameters() for value in one.flatten().tolist()],
     "average": trainer.metric_average(float(trainer.rank), name="rank"),
 }
 print("FOUND " + json.dumps(found), flush=True)

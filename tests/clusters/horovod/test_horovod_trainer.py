@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.clusters.framework_jobs import BIN, events_of, finished, started
-from tests.waiting import wait_for
+import torch
+from tests.clusters.framework_jobs import BIN, at_gate, events_of, finished, started
+from torch import nn
 
 from paceline.checkpoint.store import CheckpointStore
 from paceline.core import events
@@ -85,31 +86,93 @@ def test_two_ranks_train_and_a_resumed_run_has_the_same_bits(tmp_path: Path) -> 
     assert resumed[0]["steps"] == first["steps"]
 
 
-@pytest.mark.parametrize("victim", ["0", "1"])
-def test_a_killed_rank_leaves_the_others_training(tmp_path: Path, victim: str) -> None:
+def elastic(tmp_path: Path, ranks: int, *hosts: str) -> list[str]:
+    """Return the command that starts elastic ranks on these hosts, one each."""
+    write_hosts(tmp_path, *hosts)
+    several = ("--min-np", "1", "--max-np", "2", "--host-discovery-script", str(tmp_path / "hosts.sh"))
+    return [*horovodrun("-np", str(ranks), *several), SCRIPT]
+
+
+def write_hosts(tmp_path: Path, *hosts: str) -> None:
+    script = tmp_path / "hosts.new"
+    script.write_text("#!/bin/sh\n" + "".join(f"echo {host}:1\n" for host in hosts))
+    script.chmod(0o755)
+    script.rename(tmp_path / "hosts.sh")
+
+
+# Call 2: in the second step, before the ranks have kept a copy of any. Call 22: 8 steps, 8 batches of their
+# evaluation, 6 more steps, of which the last 2 are done again.
+@pytest.mark.parametrize(("victim", "call", "kept"), [("0", 2, 0), ("1", 2, 0), ("0", 22, 12)])
+def test_a_killed_rank_leaves_the_others_training(tmp_path: Path, victim: str, call: int, kept: int) -> None:
     """The chief, too: another rank takes the record over."""
     folder, gate, log = tmp_path / "run", tmp_path / "gate", tmp_path / "log"
-    hosts = tmp_path / "hosts.sh"
-    hosts.write_text("#!/bin/sh\necho localhost:1\necho 127.0.0.1:1\n")
-    hosts.chmod(0o755)
-    elastic = ("-np", "2", "--min-np", "1", "--max-np", "2", "--host-discovery-script", str(hosts))
-    settings = {"folder": str(folder), "gate": str(gate), "victim": victim, "epochs": 3}
-    with started([*horovodrun(*elastic), SCRIPT, json.dumps(settings)], log) as job:
-        wait_for(lambda: gate.exists() and gate.read_text(), f"no rank came: {log.read_text()}", SECONDS)
-        os.kill(int(gate.read_text()), signal.SIGKILL)
+    settings = {"folder": str(folder), "gate": str(gate), "victim": victim, "call": call, "epochs": 3}
+    settings["config"] = {"checkpoint_frequency": 1}
+    command = elastic(tmp_path, 2, "localhost", "127.0.0.1")
+    with started([*command, json.dumps(settings)], log) as job:
+        pid = at_gate(gate, job, log, SECONDS)
+        os.kill(pid, signal.SIGKILL)
         (found,) = ranks_in(finished(job, log, SECONDS))
-    # 8 steps of 2 ranks, then 3 more; back to the commit after step 4 of that epoch is the last one before.
     assert (found["size"], found["workers"]) == (1, 1)
     assert found["steps"] == list(range(1, len(found["steps"]) + 1))
     assert found["epoch_samples"] == [128, 128, 128]
-    assert found["rates"] == [0.1, 0.05]
+    assert found["rates"] == [0.1 if kept else 0.05, 0.05]
     assert found["hash"] == found["own_hash"]
+    assert events_of(folder, events.RunResumed)[0].step == kept
     verdict = events_of(folder, events.Verdict)[0]
-    assert (verdict.rank, verdict.pid) == (int(victim), int(gate.read_text()))
+    assert (verdict.rank, verdict.pid) == (int(victim), pid)
     assert "Horovod goes on with the ranks that are left" in verdict.action
     assert events_of(folder, events.Repaired)[0].lost == [int(victim)]
     assert len(events_of(folder, events.RunStarted)) == 1
+    store = CheckpointStore(folder / "checkpoints")
+    assert store.verify() == []
+    versions = [one.version for one in store.manifests()]
+    assert versions == sorted(set(versions))
+    assert store.open().state["position"]["step"] == found["steps"][-1]
+
+
+def test_a_rank_that_joins_trains_with_the_others(tmp_path: Path) -> None:
+    """With what the trainer chooses by itself: AdamW, whose state Horovod makes with a step of its own."""
+    folder, gate, log = tmp_path / "run", tmp_path / "gate", tmp_path / "log"
+    settings = {"folder": str(folder), "gate": str(gate), "joins": True, "chosen": True, "verbose": True}
+    command = elastic(tmp_path, 1, "localhost")
+    with started([*command, json.dumps(settings)], log) as job:
+        at_gate(gate, job, log, SECONDS)
+        write_hosts(tmp_path, "localhost", "127.0.0.1")
+        first, second = ranks_in(finished(job, log, SECONDS))
+    assert (first["size"], second["size"], first["workers"]) == (2, 2, 2)
+    assert first["hash"] == first["own_hash"] == second["hash"] == second["own_hash"]
+    assert first["steps"] == list(range(1, len(first["steps"]) + 1))
+    assert first["epoch_samples"] == [128, 128]
+    assert first["rates"][1] == 2 * first["rates"][0]
+    assert events_of(folder, events.Verdict) == events_of(folder, events.Repaired) == []
+    assert [one.rank for one in events_of(folder, events.WorkerStarted)] == [0, 1]
     assert CheckpointStore(folder / "checkpoints").verify() == []
+
+
+def test_accumulation_clipping_and_a_second_training(tmp_path: Path) -> None:
+    """A step of two ranks with two passes of 8 samples is one of 32 samples."""
+    config = {"gradient_accumulation_steps": 2, "gradient_clipping": 0.05, "tensorboard": True}
+    chosen: dict[str, Any] = {"lr_rule": "sqrt", "compression": "none", "verbose": True, "shuffle": False}
+    found = trained(tmp_path, 2, epochs=1, again=True, config=config, **chosen)
+    torch.manual_seed(0)
+    inputs = torch.randn(128, 8)
+    targets = (inputs.sum(1) > 0).long()
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+    rate = 0.05 * 2**0.5
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+    for first in (0, 32, 64, 96) * 2:  # two trainings of one epoch
+        batch = slice(first, first + 32)
+        optimizer.zero_grad()
+        nn.CrossEntropyLoss()(model(inputs[batch]), targets[batch]).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+    expected = [value for one in model.parameters() for value in one.flatten().tolist()]
+    for one in found:
+        assert one["weights"] == pytest.approx(expected, rel=1e-4, abs=1e-6)
+        assert one["rates"] == pytest.approx([rate, rate])
+        assert one["steps"] == [1, 2, 3, 4]
+    assert len(list(tmp_path.glob("runs/*/tensorboard/events.*"))) == 2
 
 
 @pytest.mark.parametrize("whole_job", [True, False])
@@ -122,11 +185,11 @@ def test_a_signal_to_stop_saves_and_the_resumed_run_has_the_same_bits(
     settings = {"folder": str(folder), "gate": str(gate), "victim": "1", "epochs": 3}
     settings["call"] = 12 if whole_job else 8
     with started([*horovodrun("-np", "2"), SCRIPT, json.dumps(settings)], log) as job:
-        wait_for(lambda: gate.exists() and gate.read_text(), f"no rank came: {log.read_text()}", SECONDS)
+        pid = at_gate(gate, job, log, SECONDS)
         if whole_job:
             job.send_signal(signal.SIGTERM)
         else:
-            os.kill(int(gate.read_text()), signal.SIGUSR1)
+            os.kill(pid, signal.SIGUSR1)
         assert job.wait(SECONDS) != 0
     if not whole_job:
         assert "Exit code: 75" in log.read_text(), log.read_text()  # of the first rank that ended
@@ -143,7 +206,8 @@ def test_a_signal_to_stop_saves_and_the_resumed_run_has_the_same_bits(
 @pytest.mark.parametrize("ranks", [None, 2])
 def test_the_command_line_with_and_without_horovodrun(tmp_path: Path, ranks: int | None) -> None:
     train = ("-m", "paceline.cli", "train", "--backend", "horovod", "--epochs", "1", "--script")
-    found = trained(tmp_path, ranks, program=train, epochs=5, compression="fp16")
+    # A script that leaves the choice to its settings, and one that does not.
+    found = trained(tmp_path, ranks, program=train, epochs=5, compression="fp16", made=ranks is not None)
     size, rate = (1, 0.05) if ranks is None else (2, 0.1)
     assert len({one["hash"] for one in found}) == 1
     for one in found:

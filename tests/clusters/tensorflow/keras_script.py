@@ -29,6 +29,13 @@ if strategy == "two replicas":
     one = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(one, [tf.config.LogicalDeviceConfiguration()] * 2)
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+if strategy == "own resolver":
+    spec = tf.train.ClusterSpec({"worker": settings["workers"]})
+    strategy = tf.distribute.MultiWorkerMirroredStrategy(
+        tf.distribute.cluster_resolver.SimpleClusterResolver(
+            spec, task_type="worker", task_id=int(rank), rpc_layer="grpc"
+        )
+    )
 if settings.get("legacy"):
     import tf_keras as keras
 else:
@@ -50,13 +57,14 @@ def model_fn() -> Any:
 
 if settings.get("again"):
     os.chdir(folder.parent)  # each training has a folder of its own below it
-trainer = paceline.TensorFlowDistributedTrainer(
+make: Any = paceline.make_trainer if settings.get("made") else paceline.TensorFlowDistributedTrainer
+trainer = make(
     model_fn,
-    strategy,
+    strategy=strategy,
     verbose=False,
     checkpoint_dir=None if settings.get("again") else folder,
     resume_from_checkpoint=settings.get("resume", False),
-    config={"checkpoint_frequency": 1},
+    config={"checkpoint_frequency": 1, "tensorboard": settings.get("tensorboard", False)},
     callbacks=[paceline.CsvLog(every=1)],
 )
 numbers = np.random.default_rng(0)

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.clusters.framework_jobs import BIN, events_of, finished, started
-from tests.waiting import wait_for
+from tests.clusters.framework_jobs import BIN, at_gate, events_of, finished, started
 
 from paceline.checkpoint.store import CheckpointStore
 from paceline.core import events
+from paceline.frontends.launcher.master_port import free_port
 
 SCRIPT = str(Path(__file__).with_name("keras_script.py"))
 MISTAKES = str(Path(__file__).with_name("keras_mistakes.py"))
@@ -42,10 +42,10 @@ def found_in(text: str) -> list[dict[str, Any]]:
     return sorted((json.loads(line) for line in lines), key=lambda one: one["rank"])
 
 
-def alone(tmp_path: Path, **settings: Any) -> dict[str, Any]:
+def alone(tmp_path: Path, *, program: tuple[str, ...] = (), **settings: Any) -> dict[str, Any]:
     tmp_path.mkdir(exist_ok=True)
     log = tmp_path / f"log-{len(list(tmp_path.glob('log-*')))}"
-    with started(command([str(BIN / "python")], tmp_path, **settings), log) as job:
+    with started(command([str(BIN / "python"), *program], tmp_path, **settings), log) as job:
         (found,) = found_in(finished(job, log, SECONDS))
     return found
 
@@ -79,19 +79,21 @@ def test_replicas_train_and_a_resumed_run_has_the_same_bits(
 
 
 def test_a_model_of_tf_keras_on_one_device(tmp_path: Path) -> None:
-    found = alone(tmp_path, legacy=True)
+    """By the command line, with a script that leaves the choice of the trainer to its settings."""
+    train = ("-m", "paceline.cli", "train", "--backend", "tensorflow", "--script")
+    found = alone(tmp_path, program=train, made=True, legacy=True, strategy="mirrored", tensorboard=True)
     check_learned(found)
     assert (found["replicas"], found["workers"]) == (1, 1)
+    assert len(list(tmp_path.glob("run/tensorboard/events.*"))) == 1
 
 
 def test_a_killed_worker_has_all_start_again_from_a_verified_version(
     tmp_path: Path, undisturbed: dict[str, Any]
 ) -> None:
     log, gate, folder = tmp_path / "log", tmp_path / "gate", tmp_path / "run"
-    settings = {"strategy": "multiworker", "waits": "1", "dies": True}
+    settings = {"waits": "1", "dies": True}  # strategy=None among several ranks: multiworker
     with started(command(paceline_run(2), tmp_path, **settings), log) as job:
-        wait_for(gate.exists, f"no worker came: {log.read_text()}", SECONDS)
-        victim = int(gate.read_text())
+        victim = at_gate(gate, job, log, SECONDS)
         os.kill(victim, signal.SIGKILL)
         text = finished(job, log, SECONDS)
     ranks = found_in(text)
@@ -112,7 +114,7 @@ def stopped(tmp_path: Path, ranks: int, **settings: Any) -> events.RunEnded:
     """Start a job, ask its launcher to stop when a rank waits for that; return the run's last line."""
     log, gate, folder = tmp_path / "log", tmp_path / "gate", tmp_path / "run"
     with started(command(paceline_run(ranks), tmp_path, signalled=True, **settings), log) as job:
-        wait_for(gate.exists, f"no worker came: {log.read_text()}", SECONDS)
+        at_gate(gate, job, log, SECONDS)
         job.send_signal(signal.SIGTERM)
         assert job.wait(SECONDS) in (75, 143), log.read_text()
     assert CheckpointStore(folder / "checkpoints").verify() == []
@@ -123,7 +125,9 @@ def stopped(tmp_path: Path, ranks: int, **settings: Any) -> events.RunEnded:
 def test_a_signal_to_stop_saves_and_the_resumed_run_has_the_same_bits(
     tmp_path: Path, undisturbed: dict[str, Any]
 ) -> None:
-    end = stopped(tmp_path, 2, strategy="multiworker", waits="1")
+    """With a strategy of the caller's own, whose cluster is in no TF_CONFIG."""
+    workers = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    end = stopped(tmp_path, 2, strategy="own resolver", workers=workers, waits="1")
     assert end.step == 9
     assert end.reason in ("SIGTERM", "a signal to another rank")
     resumed = alone(tmp_path, strategy="two replicas", resume=True)
@@ -139,7 +143,7 @@ def test_a_killed_worker_of_parameter_servers_leaves_the_others_training(tmp_pat
     log, gate, folder = tmp_path / "log", tmp_path / "gate", tmp_path / "run"
     settings = {"strategy": "parameter_server", "waits": "0"}
     with started(command(paceline_run(4), tmp_path, **settings), log) as job:
-        wait_for(gate.exists, f"the chief did not come: {log.read_text()}", SECONDS)
+        at_gate(gate, job, log, SECONDS)
         victim = {one.rank: one.pid for one in events_of(folder, events.WorkerStarted)}[3]
         os.kill(victim, signal.SIGKILL)
         (tmp_path / "go").touch()
@@ -159,7 +163,7 @@ def test_a_killed_server_or_only_worker_has_all_start_again(tmp_path: Path, vict
     log, gate, folder = tmp_path / "log", tmp_path / "gate", tmp_path / "run"
     settings = {"strategy": "parameter_server", "waits": "0"}
     with started(command(paceline_run(3), tmp_path, **settings), log) as job:
-        wait_for(gate.exists, f"the chief did not come: {log.read_text()}", SECONDS)
+        at_gate(gate, job, log, SECONDS)
         os.kill(int((tmp_path / f"pid-{victim}-0").read_text()), signal.SIGKILL)
         (tmp_path / "go").touch()
         text = finished(job, log, SECONDS)

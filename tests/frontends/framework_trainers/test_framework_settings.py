@@ -6,9 +6,11 @@ import json
 import socket
 import threading
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from tests.waiting import wait_for
 from torch import nn
 
@@ -16,8 +18,13 @@ import paceline
 from paceline.core.errors import ConfigError, PeerLostError, UnavailableError, UsageError
 from paceline.frontends import overrides
 from paceline.frontends.framework_trainers.framework_settings import FrameworkSettings, require_package
+from paceline.frontends.framework_trainers.horovod_job import device_of_rank, refuse_other_launchers
 from paceline.frontends.framework_trainers.server_ranks import ServedRanks, serve_until_done
-from paceline.frontends.framework_trainers.tensorflow_cluster import met_by_ranks, named_by_environment
+from paceline.frontends.framework_trainers.tensorflow_cluster import (
+    met_by_ranks,
+    named_by_environment,
+    named_by_resolver,
+)
 
 
 def settings(given: Any = None, backend: str = "horovod", resume: Any = False) -> FrameworkSettings:
@@ -148,6 +155,80 @@ def test_too_few_processes_for_a_strategy() -> None:
         UsageError, match='strategy="multiworker" needs 2 processes at least, and this job has 1'
     ):
         met_by_ranks("multiworker", 1, {})
+
+
+@pytest.mark.parametrize(
+    ("jobs", "role", "index", "expected"),
+    [
+        ({"worker": ["a:1", "b:1"]}, "worker", 1, (1, 2)),
+        ({"chief": ["a:1"], "worker": {0: "b:1", 1: "c:1"}}, "worker", 0, (1, 3)),
+    ],
+)
+def test_the_cluster_of_a_resolver(
+    jobs: dict[str, Any], role: str, index: int, expected: tuple[int, int]
+) -> None:
+    """As TensorFlow's resolvers for SLURM and others have it, without TF_CONFIG."""
+    found = named_by_resolver(Resolver(jobs, role, index))
+    assert found is not None
+    assert (found.rank, found.workers) == expected
+
+
+def test_a_resolver_that_names_no_process_or_not_this_one() -> None:
+    assert named_by_resolver(None) is None
+    assert named_by_resolver(Resolver({}, None, None)) is None
+    with pytest.raises(UsageError, match="Resolver: this process is worker 2, and the cluster has 1 worker"):
+        named_by_resolver(Resolver({"worker": ["a:1"]}, "worker", 2))
+
+
+class Resolver:
+    """A cluster resolver as TensorFlow has them."""
+
+    def __init__(self, jobs: dict[str, Any], role: str | None, index: int | None) -> None:
+        self.task_type, self.task_id, self._jobs = role, index, jobs
+
+    def cluster_spec(self) -> Resolver:
+        return self
+
+    def as_dict(self) -> dict[str, Any]:
+        return self._jobs
+
+
+def test_ranks_that_horovod_does_not_know_are_refused() -> None:
+    """Over MPI it knows those of mpirun, which has no variable of Horovod's."""
+    several_hosts = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}
+    refuse_other_launchers(several_hosts | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, 2)
+    one_host = several_hosts | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    refuse_other_launchers(one_host | {"HOROVOD_RANK": "0"}, 1)  # of horovodrun, in another launcher's task
+    refuse_other_launchers({}, 1)
+    with pytest.raises(UsageError, match=r"rank 1 of 2 \(OpenMPI\), of which Horovod knows nothing") as found:
+        refuse_other_launchers(one_host, 1)
+    assert "horovodrun -np 2 --gloo" in found.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("gpus", "is_built", "local_rank", "expected"),
+    [
+        (0, True, 1, "cpu"),
+        (4, True, 1, "cuda:1"),
+        (1, True, 3, "cuda:0"),  # the launcher shows every rank its own
+        (4, False, 1, "cpu"),
+    ],
+)
+def test_the_gpu_of_a_rank(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    gpus: int,
+    is_built: bool,
+    local_rank: int,
+    expected: str,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    hvd = SimpleNamespace(
+        cuda_built=lambda: is_built, rocm_built=lambda: False, local_rank=lambda: local_rank
+    )
+    assert str(device_of_rank(hvd)) == expected
+    assert ("Horovod was built without GPUs" in "".join(capsys.readouterr())) == (not is_built)
 
 
 class Served:

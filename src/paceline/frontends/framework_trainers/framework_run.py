@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -40,7 +40,6 @@ from paceline.train.state import run_lock
 from paceline.train.state.checkpointing import TRAIN_LOSS
 from paceline.train.state.recorder import EpochSums, PendingStep, Recorder
 from paceline.train.state.run_folder import RunFolder
-from paceline.train.stop_signals import SAME_SIGNAL_SECONDS, StopRequest, listening
 
 _CPU = torch.device("cpu")
 
@@ -84,24 +83,6 @@ class WorkerLoss:
                 time=time.time(), line="", waiting=self.waiting, action=self.action, text=text, **where
             ),
         ]
-
-
-@contextmanager
-def closing(current: Callable[[], FrameworkRun | None]) -> Iterator[None]:
-    """Close the record that the loop inside has at its end, with the error that ended the loop."""
-    try:
-        yield
-    except BaseException as error:
-        if (run := current()) is not None:
-            run.close(error)
-        raise
-    if (run := current()) is not None:
-        run.close()
-
-
-def ask_to_stop(request: StopRequest) -> AbstractContextManager[None]:
-    """Have a signal to this process ask the run to stop, while the block lasts."""
-    return listening(request.ask, ctrl_c=True, same_seconds=SAME_SIGNAL_SECONDS)
 
 
 @final
@@ -287,9 +268,13 @@ class FrameworkRun:
     def lost(
         self, workers: Iterable[FrameworkWorker], loss: WorkerLoss, noticed: float | None = None
     ) -> None:
-        """Record workers that are gone. `noticed`: when that was seen, on time.perf_counter; None: now."""
+        """Record workers that are gone; without one, as when workers only joined, there is nothing to repair.
+        `noticed`: when that was seen, on time.perf_counter; None: now."""
+        gone = list(workers)
+        if not gone:
+            return
         self._lost_at = self._lost_at or noticed or time.perf_counter()
-        for one in workers:
+        for one in gone:
             self._lost.append(one.rank)
             for event in loss.events(one, self.position.step + 1):
                 self._tell(event)

@@ -17,6 +17,7 @@ from torch.utils.data.distributed import DistributedSampler
 from paceline.core.errors import UsageError
 from paceline.core.wording import with_article
 from paceline.frontends.framework_trainers.horovod_job import HorovodJob
+from paceline.train.step.batch_feed import to_device
 
 _KEPT = ("num_workers", "collate_fn", "pin_memory", "drop_last", "timeout", "worker_init_fn")
 _GIVE = "give a DataLoader, or a list of batches"
@@ -27,29 +28,32 @@ class RankBatches:
     """Batches of this rank. `samples`: of the whole dataset; None where that is not known. `batch`: samples
     of one rank's batch, as far as that is known."""
 
-    def __init__(self, job: HorovodJob, loader: Any, *, shuffle: bool | None = None) -> None:
-        self._job, self._given = job, loader
+    def __init__(
+        self, job: HorovodJob, loader: Any, what: str = "the training data", *, shuffle: bool | None = None
+    ) -> None:
+        self._job, self._what = job, what
         self._sampler: Any = None
         self._loader: Any = loader
         self.samples: int | None = None
         self.batch = int(getattr(loader, "batch_size", None) or 1)
         if not isinstance(loader, Iterable):
-            raise UsageError(f"the training data is {with_article(loader)}", remedy=_GIVE)
+            raise UsageError(f"{what} is {with_article(loader)}", remedy=_GIVE)
+        if isinstance(loader, Iterator):
+            raise UsageError(
+                f"{what} is {with_article(loader)}: it yields its batches once, and every epoch needs them",
+                remedy=_GIVE + ", or an object whose __iter__ begins anew",
+            )
         if isinstance(loader, DataLoader):
             self._take(loader, shuffle)
-        if self.samples == 0 or (isinstance(self._loader, Sized) and len(self._loader) == 0):
-            raise UsageError(
-                "the training data has no batch on this rank",
-                remedy="give data with at least one sample for each rank; drop_last leaves out what is no "
-                "whole batch",
-            )
+        if self.samples == 0 or _length(self._loader) == 0:
+            raise self._empty()
 
     @property
     def steps(self) -> int | None:
         """Batches of a whole epoch; None where that is not known."""
         if self._sampler is not None:
             self._sampler.load_state_dict({"epoch": 0, "processed_num": 0})
-        return len(self._loader) if isinstance(self._loader, Sized) else None
+        return _length(self._loader)
 
     @property
     def first(self) -> Any:
@@ -57,23 +61,27 @@ class RankBatches:
         return next(iter(self._loader))
 
     def of_epoch(self, epoch: int, offset: int) -> Iterator[Any]:
-        """Return the batches of an epoch from a position on; all ranks make the same number of steps."""
+        """Yield the batches of an epoch from a position on, on this rank's device; all ranks make the same
+        number of steps."""
         if self._sampler is not None:
             self._sampler.load_state_dict({"epoch": epoch, "processed_num": offset})
-            yield from self._loader
+            for batch in self._loader:
+                yield to_device(batch, self._job.device)
             return
         done = 0
         for batch in self._in_step(iter(self._loader)):
             done += size_of(batch) * self._job.size
             if done > offset:
-                yield batch
+                yield to_device(batch, self._job.device)
+        if not done:
+            raise self._empty()
 
     def _in_step(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield batches until a rank has no more."""
         import torch
 
         hvd = self._job.hvd
-        known = isinstance(self._loader, Sized)
+        known = _length(self._loader) is not None
         while True:
             batch = next(batches, None)
             if not known:
@@ -86,19 +94,28 @@ class RankBatches:
 
     def _take(self, loader: DataLoader[Any], shuffle: bool | None) -> None:
         sampler: Any = loader.sampler
-        if isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
+        if isinstance(loader.dataset, IterableDataset):
             return
+        if loader.batch_size is None:
+            what = "batch_size=None" if loader.batch_sampler is None else with_article(loader.batch_sampler)
+            raise UsageError(
+                f"the DataLoader of {self._what} has {what}, and each rank gets a share of the samples: all "
+                "ranks would train on all of them",
+                remedy="give batch_size=... in its place; or give the rank's own batches, a list or an "
+                "iterable dataset",
+            )
         if isinstance(sampler, DistributedSampler) and sampler.num_replicas != self._job.size:
             raise UsageError(
-                f"the DistributedSampler is for {sampler.num_replicas} ranks, and Horovod has "
-                f"{self._job.size}",
+                f"the DistributedSampler of {self._what} is for {sampler.num_replicas} ranks, and Horovod "
+                f"has {self._job.size}",
                 remedy="leave the sampler out: HorovodTrainer gives every rank its share",
             )
         known = isinstance(sampler, RandomSampler | SequentialSampler | DistributedSampler)
         if not known:
             raise UsageError(
-                f"the DataLoader has {with_article(sampler)} as its sampler, and each rank gets a share",
-                remedy="leave the sampler out; or give the batches themselves, a list or an iterable dataset",
+                f"the DataLoader of {self._what} has {with_article(sampler)} as its sampler, and each rank "
+                "gets a share",
+                remedy="leave the sampler out; or give the rank's own batches, a list or an iterable dataset",
             )
         own = bool(getattr(sampler, "shuffle", isinstance(sampler, RandomSampler)))
         shuffled = own if shuffle is None else shuffle
@@ -109,6 +126,22 @@ class RankBatches:
         )
         kept = {name: getattr(loader, name) for name in _KEPT}
         self._loader = DataLoader(loader.dataset, batch_size=loader.batch_size, sampler=self._sampler, **kept)
+
+    def _empty(self) -> UsageError:
+        return UsageError(
+            f"{self._what} has no batch on this rank",
+            remedy="give data with at least one sample for each rank; drop_last leaves out what is no whole "
+            "batch",
+        )
+
+
+def _length(batches: Any) -> int | None:
+    """Return the number of batches; None where it is not known: a DataLoader has a length also where its
+    iterable dataset has none, and says so only when it is asked."""
+    try:
+        return len(batches) if isinstance(batches, Sized) else None
+    except TypeError:
+        return None
 
 
 def size_of(batch: Any) -> int:

@@ -9,13 +9,17 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, final
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 from paceline.comm.rendezvous.environment import find_launch_info
 from paceline.core.errors import PlatformError, UsageError
+from paceline.frontends.announcements import announce
 from paceline.frontends.framework_trainers.chief_decisions import decided_by_chief
 from paceline.frontends.framework_trainers.framework_run import FrameworkWorker
 from paceline.frontends.framework_trainers.framework_settings import require_package
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 
@@ -28,14 +32,14 @@ INSTALL = (
 
 @final
 class HorovodJob:
-    """The ranks that horovodrun started, or this process alone."""
+    """The ranks that horovodrun started, or this process alone. `device`: where this rank trains, as long as
+    its process lives."""
 
     def __init__(self, *, timeline: bool = False) -> None:
         self.hvd: Any = require_package("horovod.torch", INSTALL)
         version = require_package("horovod", INSTALL).__version__
         self.framework = f"horovod {version}"
         self.is_elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
-        _refuse_other_launchers(os.environ)
         if timeline and self.hvd.is_initialized() and "HOROVOD_TIMELINE" not in os.environ:
             raise UsageError(
                 "timeline= after hvd.init(): Horovod decides there whether it can write one",
@@ -52,6 +56,8 @@ class HorovodJob:
                     remedy="start the script with horovodrun -np N --gloo; on one machine add "
                     "--network-interfaces lo",
                 ) from error
+        refuse_other_launchers(os.environ, self.size)
+        self.device = device_of_rank(self.hvd)
 
     @property
     def rank(self) -> int:
@@ -93,8 +99,24 @@ class HorovodJob:
         )
 
 
-def _refuse_other_launchers(environment: Mapping[str, str]) -> None:
-    if "HOROVOD_RANK" in environment:
+def device_of_rank(hvd: Any) -> torch.device:
+    """Return where this rank trains: on the GPU of its number on this host, or of what is left of that number
+    where ranks share GPUs or see one each; on the CPU without a GPU, or without a Horovod that sums there."""
+    import torch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not gpus:
+        return torch.device("cpu")
+    if not (hvd.cuda_built() or hvd.rocm_built()):
+        announce("Horovod was built without GPUs, and trains on the CPU: HOROVOD_GPU_OPERATIONS=NCCL has it")
+        return torch.device("cpu")
+    return torch.device("cuda", hvd.local_rank() % gpus)
+
+
+def refuse_other_launchers(environment: Mapping[str, str], size: int) -> None:
+    """Refuse a rank of a launcher that Horovod, whose job has `size` ranks, does not follow. Over MPI it
+    follows mpirun, which it does not say before it has started."""
+    if "HOROVOD_RANK" in environment or size > 1:
         return
     info = find_launch_info(environment)
     if info.world_size > 1:

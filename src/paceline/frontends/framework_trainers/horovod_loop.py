@@ -11,6 +11,7 @@ perhaps, and the first of them is the chief from then on.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import time
@@ -21,13 +22,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from paceline.frontends.framework_trainers.framework_run import (
-    FrameworkRun,
-    FrameworkWorker,
-    WorkerLoss,
-    ask_to_stop,
-    closing,
-)
+from paceline.frontends.framework_trainers.framework_ending import RunEnding
+from paceline.frontends.framework_trainers.framework_run import FrameworkRun, FrameworkWorker, WorkerLoss
 from paceline.frontends.framework_trainers.horovod_data import RankBatches, size_of
 from paceline.frontends.framework_trainers.horovod_job import HorovodJob
 from paceline.frontends.framework_trainers.horovod_state import (
@@ -41,7 +37,6 @@ from paceline.train.history import History
 from paceline.train.objective import Objective
 from paceline.train.settings.train_config import TrainConfig
 from paceline.train.step_info import StepInfo
-from paceline.train.stop_signals import OTHER_RANK, StopRequest, ending
 
 _LOST = WorkerLoss(
     phase="the all-reduce",
@@ -79,20 +74,18 @@ class HorovodLoop:
     ) -> None:
         self._job, self._state, self._objective = job, state, objective
         self._batches, self._validation, self._settings = batches, validation, settings
-        self._progress = HorovodProgress()
+        self._progress = HorovodProgress(scaled_for=state.scaled_for)
         self._run: FrameworkRun | None = None
         self._workers: list[FrameworkWorker] = []
         self._noticed: float | None = None  # when a collective failed, on time.perf_counter
-        self._stop, self._is_stopping = StopRequest(), False  # asked of this rank; agreed by all ranks
+        self._ending = RunEnding(settings.config)
 
     def run(self) -> History:
         """Train to the end, through losses of ranks where Horovod is elastic; every rank returns the chief's
         history, or raises it with the signal that stopped the run."""
-        with closing(lambda: self._run), ask_to_stop(self._stop):
-            history = self._train_elastic() if self._job.is_elastic else self._train(lambda: None)
-        if self._stop.reason is not None:
-            raise ending(self._stop.reason, history)
-        return history
+        return self._ending.run(
+            lambda: self._run, self._train_elastic if self._job.is_elastic else self._train
+        )
 
     def _train_elastic(self) -> History:
         hvd = self._job.hvd
@@ -135,69 +128,75 @@ class HorovodLoop:
                 "model": _shape_of(self._state.module),
             }
         )
-        fresh = not self._progress.folder
         job.decided_by_chief(lambda: self._open(before))
-        if fresh:
-            self._progress = self._state.share(job.hvd, self._progress)
+        # Also to ranks that join: Horovod shares weights first, and then steps a new optimizer once.
+        self._progress = self._state.share(job.hvd, self._progress)
         self._state.scale(self._progress, job.size)
         if self._run is not None:
             self._run.start_clock()
 
     def _open(self, before: Sequence[FrameworkWorker]) -> None:
-        """Open the run on the chief, or continue it after ranks came or were lost."""
+        """Open the run on the chief, or continue it after ranks came or were lost.
+
+        A rank that is lost while the ranks meet takes them back to before: the chief then has a run already
+        of which the progress does not know yet; a new chief has that run's folder only by the settings.
+        """
         settings, progress, framework = self._settings, self._progress, self._job.framework
-        here = {(one.host, one.pid) for one in self._workers}
-        gone = [one for one in before if (one.host, one.pid) not in here]
-        if not progress.folder:
-            self._run = run = FrameworkRun.open(settings.config, framework, settings.callbacks)
+        run, known = self._run, progress.folder
+        if run is None and known:
+            run = FrameworkRun.take_over(
+                known, settings.config, framework, settings.callbacks, progress.position
+            )
+        elif run is None:
+            config = settings.config
+            if before and isinstance(config.run_dir, str):
+                config = dataclasses.replace(config, resume="auto")
+            run = FrameworkRun.open(config, framework, settings.callbacks)
+        self._run = run
+        if not known:
             progress.folder, progress.position = str(run.folder.path), run.position
             if run.resumed is not None:
                 progress.scaled_for = self._state.load(run.resumed)
-        elif self._run is not None:
-            self._run.lost(gone, _LOST, self._noticed)
-            self._run.regroup(progress.position, self._workers)
+        here = {(one.host, one.pid) for one in self._workers}
+        gone = [one for one in run.workers or before if (one.host, one.pid) not in here]
+        run.lost(gone, _LOST, self._noticed)
+        if run.workers:
+            run.regroup(progress.position, self._workers)
             return
-        else:
-            self._run = run = FrameworkRun.take_over(
-                progress.folder, settings.config, framework, settings.callbacks, progress.position
-            )
-            run.lost(gone, _LOST, self._noticed)
         steps = self._batches.steps
         run.start(
             self._workers,
             lambda: self._state.contents(self._progress),
             samples=self._batches.samples,
             total_steps=None if steps is None else steps * (settings.config.epochs or 1),
-            continued=bool(before),
+            continued=bool(known),
         )
 
     # -- training
 
-    def _train(self, commit: Callable[[], None]) -> History:
+    def _train(self, commit: Callable[[], None] = lambda: None) -> History:
         # A rank lost in a step may leave only some of the others with its figures: the next step asks again.
-        self._is_stopping = False
+        self._ending.is_stopping = False
         self._meet()
-        config, chief = self._settings.config, self._run
-        while not self._is_done():
-            epoch = self._progress.position.epoch
-            for number, group in enumerate(self._groups(epoch)):
+        commit()  # what the ranks have met on: the run's folder, a version's weights, the scaled rate
+        chief, ending = self._run, self._ending
+        while not ending.is_over(self._progress.position):
+            groups = self._groups(self._progress.position.epoch)
+            for number, group in enumerate(groups):
                 self._step(group)
                 if (number + 1) % self._settings.commit_steps == 0:
                     commit()
-                if self._reached_limit() or self._is_stopping:
+                if ending.ends_after(self._progress.position.step):
                     break
-            # Launchers leave seconds to a rank that is to stop: the resumed run makes the evaluation.
-            if self._is_stopping or (self._reached_limit() and self._batches_left(epoch)):
+            if ending.leaves_epoch(self._progress.position, groups):
                 break
             self._evaluate()
             self._progress.position = self._progress.position.next_epoch()
             if chief is not None:
                 chief.end_epoch()
             commit()
-        if chief is not None and config.max_steps is not None and self._reached_limit():
-            chief.stopped = None if self._is_done_by_epochs() else f"max_steps={config.max_steps}"
-        elif chief is not None and self._is_stopping and not self._is_done_by_epochs():
-            chief.stopped = self._stop.reason
+        if chief is not None:
+            chief.stopped = ending.reason(self._progress.position)
         return self._finish()
 
     def _groups(self, epoch: int) -> Iterator[list[Any]]:
@@ -218,7 +217,7 @@ class HorovodLoop:
             (scored.loss / len(group)).backward()  # type: ignore[no-untyped-call]
             numbers = {name: float(value) for name, value in scored.metrics.items()}
             figures.append((size_of(batch), scored.loss.detach(), numbers))
-        asked = torch.tensor([float(self._stop.asked())], dtype=torch.float64)
+        asked = torch.tensor([self._ending.asked()], dtype=torch.float64)
         sums = torch.cat([asked, _summed(figures)])
         handle = hvd.allreduce_async_(sums, name="paceline.step", op=hvd.Sum)
         if self._settings.clipping is None:
@@ -229,9 +228,7 @@ class HorovodLoop:
             with optimizer.skip_synchronize():
                 optimizer.step()
         ranks_asked, samples, loss, *rest = hvd.synchronize(handle).tolist()
-        if ranks_asked:
-            self._is_stopping = True
-            self._stop.ask(OTHER_RANK)
+        self._ending.agree(ranks_asked)
         self._progress.position = position.after(int(samples), int(samples))
         if self._run is not None:
             names = sorted(figures[0][2])
@@ -265,21 +262,6 @@ class HorovodLoop:
             self._run.evaluated({"loss": loss / samples, **means}, int(samples), seconds)
 
     # -- the end
-
-    def _is_done(self) -> bool:
-        return self._is_stopping or self._reached_limit() or self._is_done_by_epochs()
-
-    def _is_done_by_epochs(self) -> bool:
-        epochs = self._settings.config.epochs
-        return epochs is not None and self._progress.position.epoch >= epochs
-
-    def _reached_limit(self) -> bool:
-        most = self._settings.config.max_steps
-        return most is not None and self._progress.position.step >= most
-
-    def _batches_left(self, epoch: int) -> bool:
-        samples = self._batches.samples
-        return samples is None or self._progress.position.offset < samples
 
     def _finish(self) -> History:
         run, digest = self._run, self._state.hash()

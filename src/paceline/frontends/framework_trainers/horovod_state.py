@@ -38,11 +38,13 @@ class HorovodProgress:
 
 @final
 class HorovodState:
-    """Model and optimizer of this rank. `distributed`: the optimizer whose step sums over the ranks."""
+    """Model and optimizer of this rank, through all of its trainings. `distributed`: the optimizer whose step
+    sums over the ranks; `scaled_for`: the number of ranks that its learning rate is scaled for."""
 
     def __init__(self, module: nn.Module, optimizer: Optimizer, rule: RateRule) -> None:
         self.module, self._plain, self._rule = module, optimizer, rule
         self.distributed: Any = optimizer
+        self.scaled_for = 1
 
     def distribute(self, hvd: Any, compression: Any, passes: int) -> None:
         """Make the optimizer one of Horovod's."""
@@ -59,7 +61,7 @@ class HorovodState:
         if factor != 1.0:
             for group in self.distributed.param_groups:
                 group["lr"] *= factor
-        progress.scaled_for = size
+        progress.scaled_for = self.scaled_for = size
 
     def share(self, hvd: Any, progress: HorovodProgress) -> HorovodProgress:
         """Give every rank the chief's weights, optimizer state and progress; all ranks call it."""

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from paceline.frontends.framework_trainers.horovod_state import RateRule
+    from paceline.frontends.framework_trainers.horovod_state import HorovodState, RateRule
     from paceline.train.history import History
 
 _HINTS = {
@@ -100,10 +100,11 @@ class HorovodTrainer:
         self._job = HorovodJob(timeline=timeline is not None)
         self._compression = _compression(self._job.hvd, compression)
         self._model, self._optimizer, self._loss = model, optimizer, loss_fn
-        self.model: nn.Module = _built(model)
+        self.model: nn.Module = _built(model).to(self._job.device)
         self._rule, self._commit_steps, self._timeline = lr_rule, commit_steps, timeline
         self._callbacks, self._verbose = as_list(callbacks), bool(verbose)
         self._averages = 0
+        self._state: HorovodState | None = None
         self.history: History | None = None
 
     @property
@@ -143,25 +144,35 @@ class HorovodTrainer:
         batch size counts the samples of one rank.
         """
         refuse_inside("fit")
+        import torch
+
         from paceline.frontends.framework_trainers.horovod_data import RankBatches
         from paceline.frontends.framework_trainers.horovod_loop import HorovodLoop, LoopSettings
         from paceline.frontends.framework_trainers.horovod_state import HorovodState
 
         job, distributed = self._job, self._settings.config
+        if job.device.type == "cuda":
+            torch.cuda.set_device(job.device)  # what the caller's code and Horovod allocate is there, too
         with speaking_as(is_first=job.is_chief):
             batches = RankBatches(job, train_loader)
-            validation = None if val_loader is None else RankBatches(job, val_loader, shuffle=False)
+            validation = (
+                None
+                if val_loader is None
+                else RankBatches(job, val_loader, "the validation data", shuffle=False)
+            )
             passes = distributed.gradient_accumulation_steps
             config = self._settings.train_config(job.size, batches.batch, epochs)
             objective = self._objective(batches)
-            state = HorovodState(self.model, self._made_optimizer(), self._rule)
+            # One for all trainings: its optimizer's rate is scaled, and Horovod's hooks stay on the weights.
+            if self._state is None:
+                self._state = HorovodState(self.model, self._made_optimizer(), self._rule)
+                self._state.distribute(job.hvd, self._compression, passes)
             if self._rule != "none" and job.size > 1:
                 announce(f"the learning rate is scaled by Horovod's {job.size} ranks: {self._rule}")
-        state.distribute(job.hvd, self._compression, passes)
         with self._traced(), progress_shown(self._verbose) as shown:
             callbacks = (*self._callbacks, *self._settings.trackers(), *shown)
             settings = LoopSettings(config, self._commit_steps, passes, config.clip_norm, callbacks)
-            loop = HorovodLoop(job, state, objective, batches, validation, settings)
+            loop = HorovodLoop(job, self._state, objective, batches, validation, settings)
             self.history = loop.run()
         return self.history
 
@@ -171,7 +182,9 @@ class HorovodTrainer:
         from paceline.frontends.chosen_parts import objective_for
         from paceline.train.objective import Objective, split_pair
 
-        return Objective(objective_for(self._loss, lambda: split_pair(batches.first)[1]))
+        objective = Objective(objective_for(self._loss, lambda: split_pair(batches.first)[1]))
+        objective.to(self._job.device)
+        return objective
 
     def _made_optimizer(self) -> Any:
         from paceline.frontends.loss_inference import default_optimizer

@@ -76,10 +76,28 @@ def named_by_environment(environment: Mapping[str, str]) -> TensorFlowCluster | 
             remedy='it looks like {"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", '
             '"index": 0}}',
         ) from error
+    return _with_task("TF_CONFIG", role, index, jobs)
+
+
+def named_by_resolver(resolver: Any) -> TensorFlowCluster | None:
+    """Return the job that a cluster resolver of TensorFlow names; None where it names no process, as in a
+    job of one."""
+    jobs = {} if resolver is None else dict(resolver.cluster_spec().as_dict())
+    if not jobs:
+        return None
+    # A job whose tasks have gaps is a mapping from their numbers.
+    hosts = {
+        job: tuple(map(str, named.values() if isinstance(named, Mapping) else named))
+        for job, named in jobs.items()
+    }
+    return _with_task(type(resolver).__name__, str(resolver.task_type), int(resolver.task_id or 0), hosts)
+
+
+def _with_task(source: str, role: str, index: int, jobs: Mapping[str, tuple[str, ...]]) -> TensorFlowCluster:
     if role not in ("chief", "worker", "ps") or not 0 <= index < len(jobs.get(role, ())):
         listed = ", ".join(f"{counted(len(hosts), job)}" for job, hosts in jobs.items())
         raise UsageError(
-            f"TF_CONFIG: this process is {role} {index}, and the cluster has {listed}",
+            f"{source}: this process is {role} {index}, and the cluster has {listed}",
             remedy="give every process the same cluster, and a task of its own in it",
         )
     return TensorFlowCluster(role, index, jobs)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final, final
 
 import numpy as np
@@ -21,13 +21,8 @@ import numpy as np
 from paceline.data.batch_plan import DataPosition
 from paceline.frontends import launcher_link
 from paceline.frontends.framework_trainers.chief_decisions import decided_by_chief
-from paceline.frontends.framework_trainers.framework_run import (
-    FrameworkRun,
-    FrameworkWorker,
-    WorkerLoss,
-    ask_to_stop,
-    closing,
-)
+from paceline.frontends.framework_trainers.framework_ending import RunEnding
+from paceline.frontends.framework_trainers.framework_run import FrameworkRun, FrameworkWorker, WorkerLoss
 from paceline.frontends.framework_trainers.tensorflow_data import EpochDataset
 from paceline.frontends.framework_trainers.tensorflow_state import KerasState
 from paceline.frontends.framework_trainers.tensorflow_steps import KerasSteps
@@ -35,7 +30,6 @@ from paceline.frontends.framework_trainers.tensorflow_strategy import TensorFlow
 from paceline.train.callbacks import Modifier, Observer
 from paceline.train.history import History
 from paceline.train.settings.train_config import TrainConfig
-from paceline.train.stop_signals import OTHER_RANK, StopRequest, ending
 
 _HANDED_ON: Final = WorkerLoss(
     phase="a step",
@@ -66,19 +60,18 @@ class TensorFlowLoop:
         self._position = DataPosition()
         self._run: FrameworkRun | None = None
         self._rate = 0.0
-        self._stop, self._is_stopping = StopRequest(), False  # asked of this process; agreed by all workers
+        self._ending = RunEnding(config)
 
     def run(self) -> History:
         """Train to the end; every worker returns the chief's history, or raises it with the signal that
         stopped the run."""
-        with closing(lambda: self._run), ask_to_stop(self._stop):
-            self._meet()
-            while not self._is_done():
-                self._epoch()
-            history = self._finish()
-        if self._stop.reason is not None:
-            raise ending(self._stop.reason, history)
-        return history
+        return self._ending.run(lambda: self._run, self._train)
+
+    def _train(self) -> History:
+        self._meet()
+        while not self._ending.is_over(self._position):
+            self._epoch()
+        return self._finish()
 
     # -- meeting
 
@@ -89,11 +82,11 @@ class TensorFlowLoop:
         group.agree("the number of weights", self._state.weights)
         processes = group.processes() if job.coordinator is None else self._served_processes()
         found = decided_by_chief(lambda: self._open(processes), group.is_chief, group.broadcast_plain)
+        if job.served is not None:
+            job.served.fitting()
         if found is None:
             return
         self._position = DataPosition(**found)
-        if job.served is not None:
-            job.served.fitting()
         payload = b""
         if self._run is not None and self._run.resumed is not None:
             payload = self._state.to_bytes(self._state.arrays_of(self._run.resumed))
@@ -139,30 +132,27 @@ class TensorFlowLoop:
         batches = self._data.of_epoch(self._position.epoch, self._position.offset)
         train = self._handed_out if self._job.coordinator is not None else self._in_step
         train(batches)
-        # Launchers leave seconds to a rank that is to stop: the resumed run makes the evaluation.
-        if self._is_stopping or (self._reached_limit() and self._position.offset != self._data.steps):
+        if self._ending.leaves_epoch(self._position, batches):
             return
         self._evaluate()
         self._position = self._position.next_epoch()
         if self._run is not None:
             self._run.end_epoch()
 
-    def _in_step(self, batches: Any) -> None:
+    def _in_step(self, batches: Iterator[Any]) -> None:
         for batch in batches:
             *figures, asked = self._steps.train(batch, self._asked()).numpy()
             self._record(figures)
-            if asked:
-                self._is_stopping = True
-                self._stop.ask(OTHER_RANK)
-            if self._reached_limit() or self._is_stopping:
+            self._ending.agree(asked)
+            if self._ending.ends_after(self._position.step):
                 return
 
-    def _handed_out(self, batches: Any) -> None:
+    def _handed_out(self, batches: Iterator[Any]) -> None:
         """Hand batches to workers; nothing is under way when a version is due, so that it holds whole
         steps."""
         coordinator, ahead = self._job.coordinator, _AHEAD * max(1, self._job.replicas)
         waiting: deque[Any] = deque()
-        most, every = self._config.max_steps, self._config.checkpoint.every_steps
+        every = self._config.checkpoint.every_steps
 
         def fetch(left: int) -> None:
             while len(waiting) > left:
@@ -172,8 +162,8 @@ class TensorFlowLoop:
             waiting.append(coordinator.schedule(self._steps.train, args=(batch, self._asked())))
             made = self._position.step + len(waiting)
             due = every is not None and made % every == 0
-            self._is_stopping = self._stop.asked()
-            over = self._is_stopping or (most is not None and made >= most)
+            self._ending.agree(self._ending.asked())
+            over = self._ending.ends_after(made)
             fetch(0 if due or over else ahead)
             self._note_losses()
             if over:
@@ -181,7 +171,7 @@ class TensorFlowLoop:
         fetch(0)
 
     def _asked(self) -> Any:
-        return self._job.tf.constant(float(self._stop.asked()), self._job.tf.float64)
+        return self._job.tf.constant(self._ending.asked(), self._job.tf.float64)
 
     def _record(self, figures: Any) -> None:
         loss, samples = float(figures[0]), int(figures[1])
@@ -216,23 +206,10 @@ class TensorFlowLoop:
 
     # -- the end
 
-    def _is_done(self) -> bool:
-        return self._is_stopping or self._reached_limit() or self._is_done_by_epochs()
-
-    def _is_done_by_epochs(self) -> bool:
-        epochs = self._config.epochs
-        return epochs is not None and self._position.epoch >= epochs
-
-    def _reached_limit(self) -> bool:
-        most = self._config.max_steps
-        return most is not None and self._position.step >= most
-
     def _finish(self) -> History:
         run, group = self._run, self._job.group
-        if run is not None and self._reached_limit() and self._position.offset:
-            run.stopped = f"max_steps={self._config.max_steps}"
-        elif run is not None and self._is_stopping and not self._is_done_by_epochs():
-            run.stopped = self._stop.reason
+        if run is not None:
+            run.stopped = self._ending.reason(self._position)
 
         def finish() -> dict[str, Any]:
             assert run is not None

@@ -18,6 +18,7 @@ from paceline.frontends.framework_trainers.tensorflow_cluster import (
     TensorFlowCluster,
     met_by_ranks,
     named_by_environment,
+    named_by_resolver,
 )
 
 INSTALL: Final = "pip install tensorflow (without a GPU: tensorflow-cpu)"
@@ -133,7 +134,7 @@ def _with_own(tf: Any, strategy: Any) -> TensorFlowJob:
         coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
         return TensorFlowJob(tf, strategy, StrategyGroup(tf, None, 0, 1), cluster, coordinator)
     if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
-        cluster = named_by_environment(os.environ)
+        cluster = named_by_resolver(strategy.cluster_resolver)  # TF_CONFIG's where it was made without one
         if cluster is not None:
             return TensorFlowJob(
                 tf, strategy, StrategyGroup(tf, strategy, cluster.rank, cluster.workers), cluster

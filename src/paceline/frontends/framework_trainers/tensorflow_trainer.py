@@ -179,7 +179,7 @@ class TensorFlowDistributedTrainer:
         if cluster.meeting is None:
             job.server.join()  # as TensorFlow has it: until the process is ended
         else:
-            from paceline.frontends.framework_trainers.framework_run import ask_to_stop
+            from paceline.frontends.framework_trainers.framework_ending import ask_to_stop
             from paceline.frontends.framework_trainers.server_ranks import serve_until_done
 
             # `paceline run` passes a signal on to all ranks: the chief saves with the help of this one.

@@ -154,11 +154,12 @@ class RayTrainer:
     def _chosen_engine(self, trial: Path | None) -> Engine | None:
         if self._engine is not None or trial is None:
             return self._engine or self.settings.engine()
+        from paceline.engines.ray.ray_connection import import_ray
         from paceline.engines.ray.ray_job import trial_group
 
         engine = self.settings.engine()
         # Without bundles for agents, all trials could hold what each other's agents wait for.
-        return engine if trial_group(engine.bundle) is not None else None
+        return engine if trial_group(import_ray(), engine.bundle) is not None else None
 
     def _optimizer_function(self) -> Callable[..., Any]:
         made = self._optimizer

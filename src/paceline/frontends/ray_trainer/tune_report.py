@@ -13,7 +13,7 @@ from typing import Any, final
 
 from paceline.core.errors import UsageError
 from paceline.train.callbacks import Observer, RunInfo
-from paceline.train.history import EpochRecord
+from paceline.train.history import EpochRecord, History, StepRecord
 
 
 def current_trial() -> Path | None:
@@ -49,40 +49,51 @@ class TuneReport(Observer):
                                        callbacks=[paceline.TuneReport()])
             trainer.fit(data, validation)
 
-    `holds_last`: the last epoch waits for `finish`, which reports it with a checkpoint.
+    `holds_last`: every epoch waits for the step that follows it; the last one, which has none, for `finish`,
+    which reports it with a checkpoint.
     """
 
     def __init__(self, *, holds_last: bool = False) -> None:
         self._holds_last = holds_last
-        self._epochs: int | None = None
         self._held: dict[str, Any] | None = None
-        self._newest: dict[str, Any] = {}
 
     def on_start(self, run: RunInfo) -> None:
-        self._epochs, self._held = run.config.epochs, None
+        self._held = None
+
+    def on_step(self, record: StepRecord) -> None:
+        self._report_held()
 
     def on_epoch(self, record: EpochRecord) -> None:
         if current_trial() is None:
             return
-        self._newest = metrics_of(record)
-        if self._holds_last and self._epochs is not None and record.epoch == self._epochs - 1:
-            self._held = self._newest
-        else:
-            _report(self._newest)
+        self._report_held()
+        self._held = metrics_of(record)
+        if not self._holds_last:
+            self._report_held()
+
+    def on_end(self, history: History) -> None:
+        # A trial that was lost after its last version trains no epoch when Tune starts it again.
+        if self._holds_last and self._held is None and history.epochs:
+            self._held = metrics_of(history.epochs[-1])
 
     def finish(self, checkpoint_folder: Path) -> None:
         """Report the end of training, with a folder that Tune keeps as the trial's checkpoint."""
         if current_trial() is None:
             return
-        from ray.tune import Checkpoint
-
-        last, self._held = self._held or self._newest, None
-        if not last:
+        if self._held is None:
             raise UsageError("a trial that trained no whole epoch", remedy="train for one epoch or more")
-        _report(last, checkpoint=Checkpoint.from_directory(str(checkpoint_folder)))
+        self._report_held(checkpoint_folder)
+
+    def _report_held(self, checkpoint_folder: Path | None = None) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            _report(held, checkpoint_folder)
 
 
-def _report(metrics: dict[str, Any], **more: Any) -> None:
+def _report(metrics: dict[str, Any], checkpoint_folder: Path | None) -> None:
     from ray import tune
 
-    tune.report(metrics, **more)
+    if checkpoint_folder is None:
+        tune.report(metrics)
+    else:
+        tune.report(metrics, checkpoint=tune.Checkpoint.from_directory(str(checkpoint_folder)))

@@ -1,0 +1,125 @@
+"""What the loops of Horovod and TensorFlow decide by themselves: when a run ends and what its history says of
+that, what becomes of a run whose ranks change, and what a second training starts from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.frontends.framework_trainers.framework_stand_ins import (
+    HERE,
+    THERE,
+    HorovodRanks,
+    Unsized,
+    horovod_loop,
+    horovod_state,
+    pairs,
+    run_config,
+    tensorflow_loop,
+)
+
+import paceline
+from paceline.checkpoint.store import CheckpointStore
+from paceline.core import events, journal
+from paceline.train.stop_signals import Stopped
+
+EVERY_STEP = paceline.CheckpointConfig(every_steps=1)
+Train = Callable[[paceline.TrainConfig], paceline.History]
+
+
+def by_horovod(batches: Any) -> Train:
+    return lambda config: horovod_loop(HorovodRanks(), horovod_state(), config, batches, pairs(1)).run()
+
+
+LOOPS: dict[str, Train] = {
+    "horovod, a list": by_horovod(pairs(4)),
+    "horovod, without a length": by_horovod(Unsized(pairs(4))),
+    "tensorflow, in step": lambda config: tensorflow_loop(config, 4).run(),
+    "tensorflow, handed out": lambda config: tensorflow_loop(config, 4, served_ranks([])).run(),
+}
+
+
+def served_ranks(told: list[str]) -> Any:
+    return SimpleNamespace(
+        fitting=lambda: told.append("fitting"), fitted=lambda: told.append("fitted"), take_lost=list
+    )
+
+
+def found(folder: Path, kind: type[Any]) -> list[Any]:
+    return [event for event in journal.iterate(folder / "journal.jsonl") if isinstance(event, kind)]
+
+
+@pytest.mark.parametrize("train", LOOPS.values(), ids=LOOPS)
+@pytest.mark.parametrize(
+    ("max_steps", "epochs", "evaluations"),
+    [(4, 1, 1), (6, 1, 1), (12, 3, 3), (20, 3, 3)],  # at an epoch's end, inside of one, at the end, never
+)
+def test_max_steps_is_the_end_of_a_run(
+    tmp_path: Path, train: Train, max_steps: int, epochs: int, evaluations: int
+) -> None:
+    history = train(run_config(tmp_path / "run", max_steps=max_steps))
+    assert history.stopped is None
+    assert [len(history.steps), len(history.epochs)] == [min(12, max_steps), epochs]
+    assert len(history.evaluations) == evaluations
+    assert found(tmp_path / "run", events.RunEnded)[0].reason == "finished"
+
+
+@pytest.mark.parametrize(("stops_at", "epochs"), [(6, 1), (8, 1)])
+def test_a_worker_that_is_to_stop_ends_all_after_its_step(tmp_path: Path, stops_at: int, epochs: int) -> None:
+    """Also in the last step of an epoch: the resumed run makes the evaluation."""
+    with pytest.raises(Stopped) as stopped:
+        tensorflow_loop(run_config(tmp_path / "run"), 4, stops_at=stops_at).run()
+    history = stopped.value.history
+    assert [len(history.steps), len(history.epochs)] == [stops_at, epochs]
+    assert found(tmp_path / "run", events.RunEnded)[0].reason == "a signal to another rank"
+
+
+def test_ranks_that_serve_are_told_of_every_training(tmp_path: Path) -> None:
+    told: list[str] = []
+    for name in ("first", "second"):
+        tensorflow_loop(run_config(tmp_path / name, epochs=1), 2, served_ranks(told)).run()
+    assert told == ["fitting", "fitted"] * 2
+
+
+@pytest.mark.parametrize("resume", [None, "auto"])
+@pytest.mark.parametrize("lost_in", ["broadcast_parameters", "synchronize"])
+def test_a_rank_that_is_lost_before_the_first_commit(
+    tmp_path: Path, lost_in: str, resume: str | None
+) -> None:
+    """In the meeting itself, and in the first step after it; of a fresh run, and of one that resumes."""
+    folder, made = tmp_path / "run", pairs(4)
+    if resume is not None:
+        begun = run_config(folder, epochs=1)
+        horovod_loop(HorovodRanks((HERE, THERE)), horovod_state(), begun, made).run()
+    job = HorovodRanks((HERE, THERE), (HERE,), elastic=True, lost_in=lost_in)
+    config = run_config(folder, epochs=2, resume=resume, checkpoint=EVERY_STEP)
+    history = horovod_loop(job, horovod_state(), config, made).run()
+    assert [record.step for record in history.steps] == list(range(1, 9))
+    assert history.steps[-1].learning_rate == 0.5  # for one rank
+    assert [record.samples for record in history.epochs] == [8, 8]
+    (verdict,) = found(folder, events.Verdict)
+    assert (verdict.rank, verdict.pid) == (THERE.rank, THERE.pid)
+    assert len(found(folder, events.RunStarted)) == 1
+    assert found(folder, events.RunResumed)[-1].step == (0 if resume is None else 4)
+    assert found(folder, events.Repaired)[0].lost == [1]
+    assert CheckpointStore(folder / "checkpoints").verify() == []
+
+
+def test_a_rank_that_joins_is_no_repair(tmp_path: Path) -> None:
+    """The first commit takes the ranks back to a meeting, at which there is one more."""
+    folder, job = tmp_path / "run", HorovodRanks((HERE,), (HERE, THERE), elastic=True, lost_in="synchronize")
+    history = horovod_loop(job, horovod_state(), run_config(folder), pairs(4)).run()
+    assert (history.workers, history.steps[-1].learning_rate) == (2, 1.0)
+    assert found(folder, events.Verdict) == found(folder, events.Repaired) == []
+    assert [one.rank for one in found(folder, events.WorkerStarted)] == [0, 1]
+
+
+def test_a_second_training_has_the_same_rate(tmp_path: Path) -> None:
+    state, job = horovod_state(), HorovodRanks((HERE, THERE))
+    for name in ("first", "second"):
+        config = run_config(tmp_path / name, epochs=1, checkpoint=EVERY_STEP)
+        history = horovod_loop(job, state, config, pairs(4)).run()
+        assert {record.learning_rate for record in history.steps} == {1.0}
