@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias, final, runtime_checkable
 
+from paceline.engines.engine import Engine
+
 NewLines: TypeAlias = Callable[[bool], Sequence[str]]
 """Returns the lines that a run wrote since the call before. The argument says whether the run is over: a last
 line without an end is given only then, because more of it may come."""
@@ -71,6 +73,25 @@ class BatchEngine(Protocol):
     def stop_batch(self, identifier: str) -> None:
         """Have the run save and leave."""
         ...
+
+
+@runtime_checkable
+class ChecksBatch(Protocol):
+    """An engine of which a hand-over needs less, or something else, than agents do."""
+
+    def check_batch(self) -> None:
+        """Raise UnavailableError or UsageError, with the remedy, where no run can be handed over from here.
+        What `submit_batch` finds out by itself need not be looked at."""
+        ...
+
+
+def check_hand_over(engine: Engine) -> None:
+    """Raise where no run can be handed over to this engine from here: by its `check_batch` where it has one,
+    else by `check`."""
+    if isinstance(engine, ChecksBatch):
+        engine.check_batch()
+    else:
+        engine.check()
 
 
 def new_lines(read: Callable[[], Mapping[str, str]]) -> NewLines:

@@ -27,7 +27,12 @@ from typing import Any, Final, Self, final
 from paceline.frontends.launcher.master_port import free_port
 
 _END_SECONDS: Final = 60.0
-_QUIET: Final = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+_QUIET: Final = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    # Ray writes a token for local clusters into the home folder, and then takes it for this cluster's own.
+    "RAY_AUTH_MODE": "disabled",
+}
 
 
 @final

@@ -6,15 +6,16 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from tests.clusters.ray.ray_lab import ROOT, RayLab
+from tests.clusters.ray import small_training
+from tests.clusters.ray.ray_lab import RayLab
 from tests.waiting import wait_for
 
 from paceline.core import events, journal
-from paceline.engines.batch import BatchSpec
 from paceline.engines.ray.ray_engine import Ray
 from paceline.testing.engine_contract.cases import ContractRun, undisturbed_hash
 
@@ -41,7 +42,7 @@ OTHER_VERSION = (
 OTHER_RAY = Path(sys.prefix) / "other-ray"
 
 
-def test_client_takes_up_added_nodes(lab: RayLab, tmp_path: Path) -> None:
+def test_client_takes_up_added_nodes_and_scales(lab: RayLab, tmp_path: Path) -> None:
     expected = undisturbed_hash(tmp_path)
     engine = Ray(address=lab.cluster.client_address, nodes=3, max_nodes=4)
     with ContractRun.started(lab, tmp_path / "run", engine) as run:
@@ -49,8 +50,21 @@ def test_client_takes_up_added_nodes(lab: RayLab, tmp_path: Path) -> None:
         assert sorted(run.nodes) == sorted(lab.cluster.nodes)
         before = run.view
         lab.add_node()
+        added = lab.cluster.nodes[-1]
+        wait_for(lambda: lab.cluster.agents(added), "the added node has an agent", seconds=10.0)
         run.until_size(4, after=before.generation)
         assert sorted(run.nodes) == sorted(lab.cluster.nodes)
+
+        def scaled(workers: int) -> None:
+            told = [sys.executable, "-m", "paceline", "scale", str(run.folder), "--workers", str(workers)]
+            subprocess.run(told, check=True, capture_output=True)
+
+        before = run.view
+        scaled(3)  # as many as at first, which nobody had asked for
+        run.until_size(3, after=before.generation)
+        before = run.view
+        scaled(6)
+        run.until_size(4, after=before.generation)
         assert run.finish() == expected
         run.check_once()
     assert not lab.left_running(), lab.left_running()
@@ -103,41 +117,63 @@ def test_another_version_than_the_clusters_is_refused(lab: RayLab) -> None:
 
 
 def test_a_run_is_handed_over_stopped_and_resumed(lab: RayLab, tmp_path: Path) -> None:
+    """By the dashboard's address alone, as `ray job submit` has it; under a limit, which stands between the
+    job's stop and the run."""
     expected, gate, folder = undisturbed_hash(tmp_path), tmp_path / "gate", tmp_path / "run"
     script = tmp_path / "script.py"
     script.write_text(
         "import sys\nfrom pathlib import Path\nfrom paceline.testing.engine_contract import run\n"
         "print('hash', run.fit(run.config_of(Path(sys.argv[1])), Path(sys.argv[2])), flush=True)\n"
     )
-    engine = Ray(dashboard=lab.cluster.dashboard, nodes=2)
-    job = BatchSpec(
-        script=str(script),
-        arguments=(str(folder), str(gate)),
-        options=("--resume", "auto"),
-        nodes=2,
-        folder=str(tmp_path),
-        python=sys.executable,
-        environment={"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "RAY_ADDRESS": lab.cluster.address},
-    )
-    first = engine.submit_batch(job)
+    environment = {**lab.cluster.environment, "RAY_ADDRESS": lab.cluster.dashboard}
+    command = [sys.executable, "-m", "paceline", "submit", str(script), "--engine", "ray", "--nodes", "2"]
+    command += ["--set", "resume=auto", "--time", "1:00:00", "--wait", str(folder), str(gate)]
+
+    def submitted() -> subprocess.Popen[str]:
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, cwd=tmp_path, env=environment, text=True, stdout=pipe, stderr=pipe)
+
+    engine = Ray(dashboard=lab.cluster.dashboard)
     file = folder / "journal.jsonl"
+    with submitted() as first:
+        assert first.stdout is not None
+        identifier = first.stdout.readline().strip()
 
-    def has_begun() -> bool:
-        assert not engine.batch_status(first).is_over, list(engine.batch_logs(first)(True))
-        told = journal.read(file).events if file.exists() else []
-        return any(isinstance(event, events.StepCommitted) for event in told)
+        def has_begun() -> bool:
+            assert first.poll() is None, first.communicate()
+            told = journal.read(file).events if file.exists() else []
+            return any(isinstance(event, events.StepCommitted) for event in told)
 
-    wait_for(has_begun, "its first step", seconds=120.0)
-    engine.stop_batch(first)
-    wait_for(lambda: engine.batch_status(first).is_over, "it saves and leaves")
-    assert engine.batch_status(first).state == "stopped"
-    assert any((folder / "checkpoints").iterdir())
+        wait_for(has_begun, "its first step", seconds=120.0)
+        engine.stop_batch(identifier)
+        printed, errors = first.communicate(timeout=90.0)
+    assert engine.batch_status(identifier).state == "stopped"
+    # Ray says of a job that was stopped how that came, and not with which code it left.
+    assert first.returncode == 1, (first.returncode, printed, errors)
+    assert f"{identifier} stopped: Job was intentionally stopped" in errors
+    told = journal.read(file).events
+    (ended,) = [event for event in told if isinstance(event, events.RunEnded)]
+    *_, saved = [event for event in told if isinstance(event, events.CheckpointSaved)]
+    assert (ended.reason, saved.step) == ("SIGTERM", ended.step)
     assert not lab.left_running(), lab.left_running()
 
     gate.touch()
-    second = engine.submit_batch(job)
-    wait_for(lambda: engine.batch_status(second).is_over, "it goes to its end", seconds=120.0)
-    log = list(engine.batch_logs(second)(True))
-    assert engine.batch_status(second).state == "succeeded", log[-20:]
-    assert f"hash {expected}" in log
+    with submitted() as second:
+        printed, errors = second.communicate(timeout=150.0)
+    assert second.returncode == 0, printed + errors
+    assert f"hash {expected}" in printed.splitlines()
+    assert not lab.left_running(), lab.left_running()
+
+
+@pytest.mark.parametrize("how", ["own", "users", "auto"])
+def test_without_an_address_agents_share_a_local_cluster(lab: RayLab, how: str, tmp_path: Path) -> None:
+    """Or have a node each of the one that runs on this machine, by address="auto"."""
+    expected = small_training.one_process(0.05).state_hash
+    printed = lab.run("local_fits", how, str(tmp_path / "run"))
+    assert json.loads(printed.splitlines()[-1]) == [expected, how == "users"]
+    told = journal.read(tmp_path / "run" / "journal.jsonl").events
+    views = [event for event in told if isinstance(event, events.ViewChanged)]
+    assert len(views[0].members) == 2, views
+    nodes = set(views[0].hosts)
+    assert nodes <= set(lab.cluster.nodes) if how == "auto" else nodes == {"caller"}
     assert not lab.left_running(), lab.left_running()

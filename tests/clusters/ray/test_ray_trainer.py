@@ -8,12 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tests.clusters.ray import small_training
 from tests.clusters.ray.ray_lab import RayLab
-from torch import nn
-
-import paceline
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -27,22 +23,9 @@ def program(lab: RayLab, name: str, folder: Path, *more: str) -> dict[str, Any]:
     return found
 
 
-def one_process(lr: float) -> paceline.History:
-    """The same training without Ray."""
-    trainer = paceline.Trainer(
-        lambda: small_training.build(small_training.SETTINGS),
-        nn.CrossEntropyLoss(),
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr),
-        config=paceline.TrainConfig(
-            global_batch=24, epochs=3, seed=5, threads=1, device="cpu", run_dir=False, progress=False
-        ),
-    )
-    return trainer.fit(small_training.data(0, 96), small_training.data(1, 48))
-
-
 def test_trials_with_agents_of_their_own_report_every_epoch(lab: RayLab, tmp_path: Path) -> None:
     found = program(lab, "tuner", tmp_path)
-    expected = one_process(0.05)
+    expected = small_training.one_process(0.05)
     assert found["iterations"] == [3, 3]
     assert found["best"]["lr"] == 0.05
     assert found["best"]["epoch"] == 2
@@ -70,7 +53,7 @@ def test_an_export_is_served(lab: RayLab, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     found = program(lab, "served", tmp_path, str(port))
-    expected = one_process(0.05)
+    expected = small_training.one_process(0.05)
     assert found["same"] == [True, True]
     assert found["hash"] == expected.state_hash
     assert found["accuracy"] == expected.best_accuracy

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paceline.core import engine_registry
 from paceline.core.errors import ConfigError, UsageError
-from paceline.engines.batch import BatchSpec
+from paceline.engines.batch import BatchEngine, BatchSpec, check_hand_over
 from paceline.engines.engine import AgentSpec
-from paceline.engines.ray import requests
-from paceline.engines.ray.job_submission import dashboard_of
+from paceline.engines.ray import job_submission, requests
+from paceline.engines.ray.job_submission import dashboard_of, status_of
 from paceline.engines.ray.ray_engine import Ray
 
 SPEC = AgentSpec(
@@ -100,7 +102,7 @@ def test_request_of_a_run_that_is_handed_over() -> None:
         environment={"DATA": "/data"},
     )
     assert json.loads(engine.batch_text(job)) == {
-        "entrypoint": "cd /project 2>/dev/null; timeout --signal=TERM --kill-after=60 7200 "
+        "entrypoint": "cd /project 2>/dev/null; timeout --preserve-status --signal=TERM --kill-after=60 7200 "
         "/opt/venv/bin/python -m paceline train 'train me.py' --engine ray --address auto --nodes 4 "
         "--workers-per-node 2 --gpus-per-node 1 --engine-set max_nodes=6 --engine-set cpus_per_worker=2.0 "
         "--epochs 3 -- --lr 0.1",
@@ -111,6 +113,15 @@ def test_request_of_a_run_that_is_handed_over() -> None:
         },
         "metadata": {"name": "resnet", "framework": "paceline"},
     }
+
+
+def test_a_run_that_saves_at_its_time_limit_ends_with_its_own_code(tmp_path: Path) -> None:
+    train = tmp_path / "train"
+    train.write_text("#!/bin/sh\ntrap 'exit 75' TERM\nwhile :; do sleep 60 & wait $!; done\n")
+    train.chmod(0o755)
+    request = requests.batch_request(Ray(), BatchSpec(script="x.py", python=str(train), time="0:01"), ())
+    done = subprocess.run(request["entrypoint"], shell=True, check=False, timeout=30)
+    assert done.returncode == 75
 
 
 @pytest.mark.parametrize(
@@ -154,6 +165,9 @@ def test_capacity() -> None:
         ({"address": "ray://head"}, "address"),
         ({"address": "head:99999"}, "address"),
         ({"address": "http://head:8265"}, "address"),
+        ({"address": "ray://fd00::1:10001"}, "address"),
+        ({"address": "fd00::1:6379"}, "address"),
+        ({"address": "[fd00::1:6379"}, "address"),
     ],
 )
 def test_settings_that_cannot_be(settings: dict[str, Any], key: str) -> None:
@@ -188,3 +202,30 @@ def test_settings_come_back_from_a_file() -> None:
 def test_dashboard(settings: dict[str, Any], where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert dashboard_of(Ray(**settings)) == where
+
+
+@pytest.mark.parametrize(
+    ("word", "code", "state"),
+    [
+        ("RUNNING", None, "running"),
+        ("SUCCEEDED", 0, "succeeded"),
+        ("STOPPED", 143, "stopped"),
+        ("FAILED", 1, "failed"),
+        ("FAILED", 137, "failed"),
+        # At the time limit: it has saved, and goes on where it is submitted again.
+        ("FAILED", 75, "stopped"),
+    ],
+)
+def test_what_became_of_a_job(word: str, code: int | None, state: str) -> None:
+    assert status_of(word, code, "").state == state
+
+
+def test_a_hand_over_needs_the_dashboard_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RAY_ADDRESS of a dashboard is what `ray job submit` wants, and no agent could use it."""
+    monkeypatch.setenv("RAY_ADDRESS", "http://head:8265")
+    asked: list[str] = []
+    monkeypatch.setattr(job_submission, "_client", lambda settings: asked.append(dashboard_of(settings)))
+    engine = Ray(nodes=2)
+    assert isinstance(engine, BatchEngine)
+    check_hand_over(engine)
+    assert asked == ["http://head:8265"]

@@ -6,6 +6,7 @@ import os
 import urllib.parse
 from typing import Any, Final
 
+from paceline.control.spool import STOPPED_EXIT_CODE
 from paceline.core.errors import UnavailableError, UsageError
 from paceline.engines.batch import BatchState, BatchStatus
 from paceline.engines.engine import EngineRequest
@@ -35,6 +36,11 @@ def dashboard_of(settings: RaySettings) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{_DASHBOARD_PORT}"
 
 
+def check(settings: RaySettings) -> None:
+    """Raise UnavailableError where no dashboard answers: nothing else of a cluster is needed to hand over."""
+    _client(settings)
+
+
 def submit(settings: RaySettings, request: EngineRequest) -> str:
     """Hand the run over; return Ray's submission id."""
     client = _client(settings)
@@ -49,8 +55,13 @@ def submit(settings: RaySettings, request: EngineRequest) -> str:
 
 def status(settings: RaySettings, identifier: str) -> BatchStatus:
     info = _asked(settings, identifier, "get_job_info")
-    state = _STATES[str(info.status.value)]
-    return BatchStatus(state, info.driver_exit_code, info.message or "")
+    return status_of(str(info.status.value), info.driver_exit_code, info.message or "")
+
+
+def status_of(word: str, code: int | None, message: str) -> BatchStatus:
+    """Return what became of a job, from Ray's word and the driver's exit code."""
+    # A run that has saved and left at its time limit or by a signal, which is a failure to Ray.
+    return BatchStatus("stopped" if code == STOPPED_EXIT_CODE else _STATES[word], code, message)
 
 
 def log(settings: RaySettings, identifier: str) -> str:

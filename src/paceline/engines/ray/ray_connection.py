@@ -16,10 +16,9 @@ from typing import Any, Final, final
 from paceline.core.errors import UnavailableError, UsageError
 from paceline.core.reachable_address import address_for_hosts
 from paceline.engines.ray import requests
-from paceline.engines.ray.ray_settings import RaySettings
+from paceline.engines.ray.ray_settings import LOCAL, RaySettings
 
 _REACH_SECONDS: Final = 5.0
-_LOCAL: Final = "local"
 _ATTEMPTS: Final = 3
 # Of a head whose process for this client did not start in time, or ended while the head looked at it.
 _BUSY_HEAD: Final = ("Starting Ray client server failed", "Initialization failure from server")
@@ -59,8 +58,8 @@ class RayConnection:
 
     @property
     def is_local(self) -> bool:
-        """Whether the cluster was started here, for this process alone."""
-        return self.is_ours and self.address == _LOCAL
+        """Whether this process started the cluster, by this module or by the user's own ray.init()."""
+        return self.address == LOCAL
 
     def living_nodes(self) -> list[dict[str, Any]]:
         return [node for node in self.ray.nodes() if node["Alive"]]
@@ -87,7 +86,7 @@ class RayConnection:
 def starts_cluster(settings: RaySettings) -> bool:
     """Return whether `connect` would start a local cluster."""
     ray = import_ray()
-    return not ray.is_initialized() and _wanted_address(settings) == _LOCAL
+    return not ray.is_initialized() and _wanted_address(settings) == LOCAL
 
 
 def connect(settings: RaySettings) -> RayConnection:
@@ -104,7 +103,7 @@ def connect(settings: RaySettings) -> RayConnection:
                 _current = _made(ray, settings)
         found = _current
     wanted = _wanted_address(settings)
-    if wanted not in ("auto", _LOCAL, found.address) and found.is_ours:
+    if wanted not in ("auto", LOCAL, found.address) and found.is_ours:
         raise UsageError(
             f"this process is connected to Ray at {found.address}, and address={wanted!r} is another cluster",
             remedy="train on one cluster at a time, or call ray.shutdown() before",
@@ -122,13 +121,17 @@ def connect(settings: RaySettings) -> RayConnection:
 def _address_in_use(ray: Any) -> str:
     if ray.util.client.ray.is_connected():
         return "ray://"
+    # Of a process that is itself the head's; Ray has no public word for that.
+    node = getattr(ray._private.worker, "_global_node", None)
+    if node is not None and node.is_head():
+        return LOCAL
     return str(ray.get_runtime_context().gcs_address)
 
 
 def _wanted_address(settings: RaySettings) -> str:
     given = settings.address
     if given in (None, "auto"):
-        return os.environ.get("RAY_ADDRESS") or given or _LOCAL
+        return os.environ.get("RAY_ADDRESS") or given or LOCAL
     return given
 
 
@@ -139,7 +142,7 @@ def _made(ray: Any, settings: RaySettings) -> RayConnection:
         "logging_level": logging.WARNING,
         "namespace": "paceline",
     }
-    if address == _LOCAL:
+    if address == LOCAL:
         # Ray counts cores; here more workers than cores are the user's own wish.
         needed = requests.bundle_of(settings)["CPU"] * max(settings.nodes, settings.max_nodes or 0)
         options |= {"num_cpus": max(os.cpu_count() or 1, int(needed + 0.999)), "include_dashboard": False}

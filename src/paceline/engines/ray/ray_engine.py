@@ -23,7 +23,8 @@ class Ray(RaySettings):
                       None: RAY_ADDRESS where that is set, else a local cluster that ends with the run. A
                       process that is connected to Ray already, as a Tune trial is, stays connected to that
     nodes             agents to begin with, one per node
-    max_nodes         agents at most: nodes that are added to the cluster are taken up until then
+    max_nodes         agents at most: nodes that are added to the cluster are taken up until then, without
+                      anyone asking, and nobody can ask for more; None: `nodes`, until someone asks for more
     workers_per_node  workers of one agent
     gpus_per_node     GPUs of one agent
     cpus_per_worker   what Ray counts for one worker
@@ -70,6 +71,11 @@ class Ray(RaySettings):
         with connection.needing_ray():
             from ray.tune import PlacementGroupFactory
         return PlacementGroupFactory([{"CPU": cpus}, *[self.bundle] * self.nodes])
+
+    def check_batch(self) -> None:
+        from paceline.engines.ray import job_submission
+
+        job_submission.check(self)
 
     def batch_text(self, job: BatchSpec) -> str:
         return requests.as_text(self._batch_request(job))

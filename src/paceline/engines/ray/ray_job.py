@@ -8,24 +8,27 @@ actor finds the node claimed and is asked for again elsewhere.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import time
 import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, final
 
+from paceline.core.clock import Clock, MonotonicClock
 from paceline.core.errors import PacelineError, UnavailableError
 from paceline.core.wording import counted
 from paceline.engines.engine import EngineRequest, LogLine, NodeState, NodeStatus
 from paceline.engines.ray import ray_connection as connection
 from paceline.engines.ray.agent_actor import AgentActor
+from paceline.engines.ray.avoided_nodes import AvoidedNodes
 from paceline.engines.ray.ray_connection import RayConnection
 from paceline.engines.ray.ray_settings import RaySettings
 
 _REPORT_SECONDS: Final = 5.0  # of one call that waits for news on the node
 _UNREACHABLE_SECONDS: Final = 3.0  # after which an actor that does not answer counts as lost
-_CLOSED: Final = ("Socket closed", "RayConnection refused")  # Ray's words where the actor's process is gone
+_CLOSED: Final = ("Socket closed", "Connection refused")  # gRPC's words where the actor's process is gone
 _LOST_NODE_SECONDS: Final = 30.0  # in which Ray may still offer a node that is gone
+_CLAIMED_NODE_SECONDS: Final = 1.0  # until the agent that was faster there has reported
 _LEAVE_SECONDS: Final = 2.0
 _LONGEST_REASON: Final = 300
 _NODE_LABEL: Final = "ray.io/node-id"
@@ -61,18 +64,23 @@ class _AskedAgent:
 def submit(settings: RaySettings, request: EngineRequest, secret: bytes) -> RayJob:
     """Ask for the agents of a request."""
     connected = connection.connect(settings)
-    connected.users += 1
-    job = RayJob(connected, request, secret)
-    try:
-        job.scale(request["nodes"])
-    except Exception as error:
-        job.stop()
-        if isinstance(error, PacelineError):
+    with contextlib.ExitStack() as undo:  # Ctrl-C may come at any point
+        connected.users += 1
+        undo.callback(connected.close)
+        job = RayJob(connected, request, secret)
+        undo.pop_all()
+        undo.callback(job.stop)
+        try:
+            # Those beyond `nodes` wait for nodes that are added.
+            job.scale(max(request["nodes"], request["max_nodes"] or 0))
+        except PacelineError:
             raise
-        raise UnavailableError(
-            f"Ray at {connected.address} refused the agents: {error}",
-            remedy="check runtime_env, resources and the cluster's state (ray status)",
-        ) from error
+        except Exception as error:
+            raise UnavailableError(
+                f"Ray at {connected.address} refused the agents: {error}",
+                remedy="check runtime_env, resources and the cluster's state (ray status)",
+            ) from error
+        undo.pop_all()
     return job
 
 
@@ -80,18 +88,21 @@ def submit(settings: RaySettings, request: EngineRequest, secret: bytes) -> RayJ
 class RayJob:
     """Agents on a cluster, as `EngineJob` has it."""
 
-    def __init__(self, connected: RayConnection, request: EngineRequest, secret: bytes) -> None:
+    def __init__(
+        self, connected: RayConnection, request: EngineRequest, secret: bytes, clock: Clock | None = None
+    ) -> None:
         self._connected = connected
         self._ray = connected.ray
         self._request = request
         self._secret = secret
-        self._trial_group = trial_group(request["placement_group"]["bundles"][0])
+        self._clock = clock if clock is not None else MonotonicClock()
+        self._trial_group = trial_group(self._ray, request["placement_group"]["bundles"][0])
         # Of a trial's bundles Ray decides, which packs them.
         one_per_node = request["one_per_node"] and not connected.is_local and self._trial_group is None
         self._claim = uuid.uuid4().hex if one_per_node else ""
         self._agents: list[_AskedAgent] = []
         self._lines: list[LogLine] = []
-        self._lost_nodes: dict[str, float] = {}
+        self._avoided_nodes = AvoidedNodes(self._clock)
         self._is_stopped = False
 
     def poll(self) -> Sequence[NodeStatus]:
@@ -108,9 +119,7 @@ class RayJob:
         return [agent.status() for agent in self._agents]
 
     def scale(self, nodes: int) -> None:
-        if nodes == self._request["nodes"]:
-            # Further groups wait for nodes that may be added, until another number is asked for.
-            nodes = max(nodes, self._request["max_nodes"] or 0)
+        nodes = min(nodes, self._request["max_nodes"] or nodes)
         there = [agent for agent in self._agents if not agent.is_over and not agent.is_leaving]
         for _ in range(nodes - len(there)):
             self._agents.append(self._asked(len(self._agents)))
@@ -132,15 +141,15 @@ class RayJob:
         if self._is_stopped:
             return
         self._is_stopped = True
-        living = [agent for agent in self._agents if not agent.is_over]
-        ending = [agent.actor.end.remote(_LEAVE_SECONDS) for agent in living if agent.state == "running"]
-        if ending:
-            self._ray.wait(ending, num_returns=len(ending), timeout=2 * _LEAVE_SECONDS)
-            self.poll()  # the last lines
-        for agent in living:
-            if not agent.is_over:
-                self._end(agent, "ended", 0, "stopped")
-        self._connected.close()
+        with contextlib.ExitStack() as at_the_end:
+            at_the_end.callback(self._connected.close)
+            at_the_end.callback(self._end_all, "running")
+            # First: what waits for a node would be asked for again while the last lines are fetched.
+            self._end_all("pending")
+            ending = [agent.actor.end.remote(_LEAVE_SECONDS) for agent in self._agents if not agent.is_over]
+            if ending:
+                self._ray.wait(ending, num_returns=len(ending), timeout=2 * _LEAVE_SECONDS)
+                self.poll()  # the last lines
 
     # inside
 
@@ -148,7 +157,12 @@ class RayJob:
         """Ask Ray for an agent: a group, an actor in it, and the call that waits for its news."""
         taken = self._taken_nodes()
         group, index = self._group(taken)
-        actor = self._actor(self._trial_group if group is None else group, index or 0)
+        try:
+            actor = self._actor(self._trial_group if group is None else group, index or 0)
+        except BaseException:
+            if group is not None:
+                self._ray.util.remove_placement_group(group)
+            raise
         # A trial's own groups say where their bundles are: nothing is avoided.
         avoided = taken if group is not None else frozenset[str]()
         news = actor.report.remote(0, _REPORT_SECONDS)
@@ -164,22 +178,21 @@ class RayJob:
             free = [n for n in range(1, self._trial_group.bundle_count) if n not in used]
             if free:
                 return None, free[0]
-        from ray.util.placement_group import placement_group
-
         wanted = self._request["placement_group"]
         selector = [{_NODE_LABEL: f"!in({','.join(sorted(taken))})"}] if taken else None
-        made = placement_group(wanted["bundles"], strategy=wanted["strategy"], bundle_label_selector=selector)
+        made = self._ray.util.placement_group(
+            wanted["bundles"], strategy=wanted["strategy"], bundle_label_selector=selector
+        )
         return made, None
 
     def _actor(self, group: Any, index: int) -> Any:
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
+        placed = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         options = {name: value for name, value in self._request["actor"].items() if value != {}}
         make = self._ray.remote(AgentActor).options(
             **options,
             # `leave` and `end` come while `report` waits.
             max_concurrency=4,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+            scheduling_strategy=placed(group, placement_group_bundle_index=index),
         )
         return make.remote(self._request["agent"], self._secret, self._claim)
 
@@ -187,9 +200,8 @@ class RayJob:
         """Return the nodes that a further agent must not be placed on."""
         if not self._claim:
             return frozenset()
-        now = time.monotonic()
-        lost = {node for node, until in self._lost_nodes.items() if until > now}
-        return frozenset(lost | {agent.node_id for agent in self._agents if agent.state == "running"})
+        own = {agent.node_id for agent in self._agents if agent.state == "running"}
+        return self._avoided_nodes.now() | own
 
     def _ask_again(self, agent: _AskedAgent) -> None:
         self._release(agent)
@@ -231,23 +243,29 @@ class RayJob:
 
     def _remember_claimed(self, agent: _AskedAgent, node_id: str) -> None:
         """Ask for the agent elsewhere: another one of this job was faster on that node."""
-        self._release(agent)
-        # The faster one may not have reported yet.
-        self._lost_nodes.setdefault(node_id, time.monotonic() + 1.0)
-        self._agents[agent.number] = self._asked(agent.number)
+        self._avoided_nodes.avoid(node_id, _CLAIMED_NODE_SECONDS)
+        self._ask_again(agent)
 
     def _note_unreachable(self, agent: _AskedAgent, reason: str) -> None:
-        now = time.monotonic()
-        agent.unreachable_since = agent.unreachable_since or now
+        now = self._clock.now()
+        if agent.unreachable_since is None:
+            agent.unreachable_since = now
         is_gone = any(word in reason for word in _CLOSED)
         if not is_gone and now - agent.unreachable_since < _UNREACHABLE_SECONDS:
             agent.news = agent.actor.report.remote(agent.next_line, _REPORT_SECONDS)
             return
         # Ray itself gives a node up after some 15 s, and offers it until then.
-        self._lost_nodes[agent.node_id] = now + _LOST_NODE_SECONDS
+        self._avoided_nodes.avoid(agent.node_id, _LOST_NODE_SECONDS)
         since = f"has not answered for {counted(round(now - agent.unreachable_since), 'second')}"
         what = "closed the connection to its actor" if is_gone else since
         self._end(agent, "lost", None, f"its node {what}: {_first_sentence(reason)}")
+
+    def _end_all(self, state: NodeState) -> None:
+        """Give back all agents of a state, also where Ray cannot be told about one of them."""
+        with contextlib.ExitStack() as each:
+            for agent in self._agents:
+                if agent.state == state:
+                    each.callback(self._end, agent, "ended", 0, "stopped")
 
     def _end(self, agent: _AskedAgent, state: NodeState, code: int | None, reason: str) -> None:
         agent.state, agent.code, agent.reason = state, code, reason
@@ -255,11 +273,11 @@ class RayJob:
 
     def _release(self, agent: _AskedAgent) -> None:
         """Give back what Ray holds for an agent."""
-        from ray.util.placement_group import remove_placement_group
-
-        self._ray.kill(agent.actor, no_restart=True)
-        if agent.group is not None:
-            remove_placement_group(agent.group)
+        try:
+            self._ray.kill(agent.actor, no_restart=True)
+        finally:
+            if agent.group is not None:
+                self._ray.util.remove_placement_group(agent.group)
 
 
 def _last_line(error: Exception) -> str:
@@ -272,9 +290,8 @@ def _first_sentence(text: str) -> str:
     return text.partition(". ")[0][:_LONGEST_REASON]
 
 
-def trial_group(bundle: dict[str, float]) -> Any:
+def trial_group(ray: Any, bundle: dict[str, float]) -> Any:
     """Return the placement group of the Tune trial that this process is, where it has bundles for agents."""
-    ray = connection.import_ray()
     if not ray.is_initialized() or ray.util.client.ray.is_connected():
         return None
     group = ray.util.get_current_placement_group()

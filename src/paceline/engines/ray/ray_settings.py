@@ -61,9 +61,12 @@ def _check_address(address: str | None) -> None:
     if address is None or address in ("auto", LOCAL):
         return
     host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
+    is_name = bool(host) and not set(host) & set("/:[]")
+    is_ipv6 = host.startswith("[") and host.endswith("]")
+    if not (is_name or is_ipv6) or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError(
             f"address={address!r} is not the address of a Ray cluster",
-            remedy='write "ray://HEAD:10001" (Ray client), "HEAD:6379" or "auto" (on a node of the cluster)',
+            remedy='write "ray://HEAD:10001" (Ray client), "HEAD:6379" or "auto" (on a node of the cluster), '
+            'an address of IPv6 in brackets: "[fd00::1]:6379"',
             key="address",
         )

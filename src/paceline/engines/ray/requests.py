@@ -76,9 +76,10 @@ def batch_request(settings: RaySettings, job: BatchSpec, further: Sequence[str])
     if job.arguments:
         command += ["--", *job.arguments]
     if job.time:
-        # Ray has no time limit of its own. SIGTERM: the run saves and leaves.
+        # Ray has no time limit of its own. SIGTERM: the run saves and leaves, with its own exit code.
         limit = str(seconds_of(job.time))
-        command = ["timeout", "--signal=TERM", f"--kill-after={_STOP_SECONDS}", limit, *command]
+        limited = ["timeout", "--preserve-status", "--signal=TERM", f"--kill-after={_STOP_SECONDS}", limit]
+        command = [*limited, *command]
     given = dict(settings.runtime_env)
     environment = {
         "RAY_JOB_STOP_WAIT_TIME_S": _STOP_SECONDS,
