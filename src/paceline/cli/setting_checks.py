@@ -31,6 +31,25 @@ def check_settings(assignments: Sequence[str], config: str | None) -> tuple[str,
     return texts
 
 
+def options_of_file(config: str | None) -> list[str]:
+    """Return --run-dir and --resume for what a file of settings says of them. Engines give both to the run's
+    command where its options lack them, and options win over a file."""
+    from paceline.frontends.ddp_trainer.config_file import PerGpuFile
+    from paceline.frontends.overrides import Overrides
+    from paceline.train.settings.train_config import TrainConfig
+
+    if config is None:
+        return []
+    per_gpu = PerGpuFile.read(config)
+    if per_gpu is not None:
+        folder, resume = per_gpu.global_settings(None).get("run_dir"), None
+    else:
+        meant = Overrides(file=config).apply(TrainConfig())
+        folder, resume = meant.run_dir, meant.resume
+    words = [] if not folder else ["--run-dir", str(folder)]
+    return words if resume is None else [*words, "--resume", str(resume)]
+
+
 def check_script(script: str) -> None:
     """Refuse a script that cannot be read."""
     try:

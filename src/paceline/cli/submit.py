@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -23,17 +21,12 @@ from paceline.cli.engine_options import (
     WorkersPerNode,
     one_of,
 )
-from paceline.core.errors import PeerLostError, UsageError
-from paceline.core.untrusted import printable
+from paceline.core.errors import UsageError
 
 if TYPE_CHECKING:
     from paceline.cli.submit_to_queue import QueueBatch
     from paceline.engines.batch import BatchEngine, BatchSpec
     from paceline.engines.engine import Engine
-
-_POLL_SECONDS: Final = 1.0
-# As SLURM writes limits: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]].
-_TIME: Final = re.compile(r"(\d+-\d+|\d+)(:\d{1,2}){0,2}")
 
 
 def submit(
@@ -71,7 +64,7 @@ def submit(
 
     Example: paceline submit train.py --engine slurm --nodes 4 --time 2:00:00 --slurm partition=gpu
     """
-    from paceline.cli.setting_checks import check_script, check_settings
+    from paceline.cli.setting_checks import check_script, check_settings, options_of_file
     from paceline.engines.batch import BatchEngine, BatchSpec
     from paceline.engines.engine import gpus_per_node as gpus_of
 
@@ -99,7 +92,8 @@ def submit(
     job = BatchSpec(
         script=script,
         arguments=tuple(arguments or []),
-        options=(*train_options, *_option("--run-dir", run_dir)),
+        # Of an option that is given twice, the last one counts.
+        options=(*train_options, *options_of_file(config), *_option("--run-dir", run_dir)),
         name=name or Path(script).stem,
         nodes=chosen.nodes,
         workers_per_node=chosen.workers_per_node,
@@ -115,10 +109,10 @@ def submit(
 
 def _check_time(text: str, slurm: list[str]) -> None:
     """Refuse a limit that is no time, or that stands twice and differs."""
-    if text and not _TIME.fullmatch(text):
-        raise UsageError(
-            f"--time {text} is not a time", remedy="write it like 2:00:00, or 1-12:00:00 for 36 hours"
-        )
+    from paceline.engines.time_limit import seconds_of
+
+    if text:
+        seconds_of(text)
     given = dict(text.split("=", 1) for text in slurm if "=" in text).get("time")
     one_of(text or None, given, "--time", "--slurm time")
 
@@ -140,44 +134,19 @@ def _hand_over(
     chosen: Engine, queue: QueueBatch | None, job: BatchSpec, *, dry_run: bool, wait: bool
 ) -> None:
     """Hand the run to the engine, or to the queue where the engine takes none."""
+    from paceline.engines.batch import check_hand_over
+
     taker = cast("BatchEngine", chosen) if queue is None else queue
     if dry_run:
         typer.echo(taker.batch_text(job), nl=False)
         return
-    chosen.check()
+    check_hand_over(chosen)
     identifier = taker.submit_batch(job)
     typer.echo(identifier)
     if wait:
-        raise typer.Exit(_follow(taker, identifier))
+        from paceline.cli.submit_wait import follow
 
-
-def _follow(engine: BatchEngine, identifier: str) -> int:
-    """Show the log of a run until it is over; return its exit code."""
-    new_lines = engine.batch_logs(identifier)
-    try:
-        while True:
-            status = engine.batch_status(identifier)
-            # An engine gives a long log in parts.
-            while lines := new_lines(status.is_over):
-                for line in lines:
-                    typer.echo(printable(line))
-            if status.is_over:
-                break
-            time.sleep(_POLL_SECONDS)
-    except KeyboardInterrupt:
-        typer.echo(f"{identifier} runs on; it is not waited for", err=True)
-        raise
-    if status.state == "succeeded":
-        return 0
-    if status.code:
-        typer.echo(f"{identifier} {status.state}: {printable(status.reason)}", err=True)
-        return status.code
-    if status.state == "failed":
-        engine.stop_batch(identifier)  # it never ran, and the engine would try it for ever
-    raise PeerLostError(
-        f"{identifier} {status.state}: {printable(status.reason) or 'the engine gives no reason'}",
-        remedy="see its log above and what the engine says about it",
-    )
+        raise typer.Exit(follow(taker, identifier))
 
 
 def _option(name: str, value: str | None) -> list[str]:

@@ -3,6 +3,7 @@ listens, and ended with the run. Must not import torch."""
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
 import sys
@@ -10,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, final
 
 from paceline.control import supervisor_address
-from paceline.core.errors import PacelineError
-from paceline.core.listen_address import is_loopback
+from paceline.core.errors import PacelineError, UsageError
+from paceline.core.listen_address import ALL_ADDRESSES, ListenAddress, is_loopback, resolves_to_loopback
 from paceline.engines.agent_fleet import AgentFleet
 from paceline.engines.engine import AgentSpec, Engine, gpus_per_node
 from paceline.train.settings.fault_tolerance import FaultTolerance
@@ -27,13 +28,22 @@ _log = logging.getLogger(__name__)
 
 def supervisor_bind(config: TrainConfig) -> str:
     """Return where the supervisor listens: where the settings say so, else where the engine's nodes reach
-    it."""
-    care = config.fault_tolerance
-    if not isinstance(config.engine, Engine):
+    it. UsageError where the settings name a loopback address and nodes are other machines."""
+    care, engine = config.fault_tolerance, config.engine
+    if not isinstance(engine, Engine):
         return care.bind
-    if care.bind != _DEFAULT_BIND or care.interface:
-        return care.bind
-    return config.engine.address_for_nodes()
+    if care.bind == _DEFAULT_BIND and not care.interface:
+        return engine.address_for_nodes()
+    own = ListenAddress(interface=care.interface or "").address(care.bind)
+    if (is_loopback(own) or resolves_to_loopback(own)) and not is_loopback(engine.address_for_nodes()):
+        name = "interface" if care.interface else "bind"
+        raise UsageError(
+            f"{name}={getattr(care, name)!r} is the loopback address {own}: no node of {engine.name} reaches "
+            "the supervisor there",
+            remedy=f"leave fault_tolerance.{name} out, or give the interface or the address that nodes reach "
+            "(`ip address` lists them)",
+        )
+    return care.bind
 
 
 def agent_spec(config: TrainConfig, address: tuple[str, int]) -> AgentSpec:
@@ -41,7 +51,7 @@ def agent_spec(config: TrainConfig, address: tuple[str, int]) -> AgentSpec:
     engine, care = config.engine, config.fault_tolerance
     assert isinstance(engine, Engine)
     host = address[0]
-    if is_loopback(host) and care.bind not in ("", _DEFAULT_BIND):
+    if care.bind in ALL_ADDRESSES and not care.interface:
         # It listens at all addresses, and names the one by which this machine reaches it.
         host = engine.address_for_nodes()
     return AgentSpec(
@@ -51,12 +61,23 @@ def agent_spec(config: TrainConfig, address: tuple[str, int]) -> AgentSpec:
         workers_per_node=engine.workers_per_node,
         gpus_per_node=gpus_per_node(engine),
         ports=care.ports or "",
+        interface=_interface_of_nodes(care.interface or ""),
         certificate=care.certificate or "",
         key=care.key or "",
         authority=care.authority or "",
         folder=os.getcwd(),
         python=sys.executable,
     )
+
+
+def _interface_of_nodes(interface: str) -> str:
+    """Return the interface at which workers on nodes listen: a name may be that of an interface of every
+    machine, and an address belongs to the supervisor's alone."""
+    try:
+        ipaddress.ip_address(interface)
+    except ValueError:
+        return interface
+    return ""
 
 
 @final
@@ -92,11 +113,16 @@ class EngineNodes:
         try:
             self._fleet.close()
         except Exception as error:
-            _log.warning(
-                "whether the agents on %s have ended is not known: %s; see what still runs there",
-                self._engine.name,
-                error.message if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}",
-            )
+            _log.warning("%s", unsure_end(self._engine.name, error))
+
+
+def unsure_end(engine: str, error: Exception) -> str:
+    """Return what is said of agents whose end failed: what is left, by its name, and how it is removed."""
+    what, remedy = f"{type(error).__name__}: {error}", "see what still runs there"
+    if isinstance(error, PacelineError):
+        what, remedy = error.message, f"try: {error.remedy}" if error.remedy else remedy
+    told = "; ".join([what, *getattr(error, "__notes__", ()), remedy])
+    return f"whether the agents on {engine} have ended is not known: {told}"
 
 
 def _show(text: str) -> None:

@@ -61,6 +61,14 @@ def check_pod_quota(store: ObjectStore, namespace: str, name: str, quota: Quota 
         raise _exceeded(quota, "pods", name, "pods=1", f"pods={quota.pods}", len(live))
 
 
+def check_service_account(namespace: str, pod: JsonObject) -> None:
+    """Refuse a pod of an account that does not exist: here none but "default" does."""
+    name, account = pod["metadata"]["name"], pod["spec"].get("serviceAccountName", "default")
+    if account != "default":
+        told = f'pods "{name}" is forbidden: error looking up service account {namespace}/{account}: '
+        raise RefusalError(403, "Forbidden", f'{told}serviceaccount "{account}" not found')
+
+
 def check_change(before: JsonObject, after: JsonObject) -> None:
     """Refuse changes of what cannot be changed."""
     if before["kind"] == "Job":

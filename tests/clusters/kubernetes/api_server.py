@@ -93,6 +93,7 @@ class ApiServer:
             raise RefusalError(404, "NotFound", "the server could not find the requested resource")
         namespace, resource, name = match["namespace"], match["resource"], match["name"]
         if resource is None:
+            self._check_rights(method, "namespaces", namespace)
             if namespace not in self.namespaces:
                 raise RefusalError(404, "NotFound", f'namespaces "{namespace}" not found')
             return {"kind": "Namespace", "apiVersion": "v1", "metadata": {"name": namespace}}

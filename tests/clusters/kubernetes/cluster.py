@@ -186,7 +186,7 @@ class Cluster:
         node = one.node
         node.ready = False
         self.hosts.cut(node.host)
-        one.process.kill()
+        sandbox.kill(one.process)
 
         def change(pod: JsonObject) -> None:
             pod["metadata"].update(deletionTimestamp=now(), deletionGracePeriodSeconds=30)

@@ -12,7 +12,12 @@ import time
 import uuid
 from typing import Any
 
-from tests.clusters.kubernetes.admission import Quota, RefusalError, check_pod_quota
+from tests.clusters.kubernetes.admission import (
+    Quota,
+    RefusalError,
+    check_pod_quota,
+    check_service_account,
+)
 from tests.clusters.kubernetes.object_store import JsonObject, ObjectStore, event, now
 
 _INDEX = "batch.kubernetes.io/job-completion-index"
@@ -41,12 +46,15 @@ class Controllers:
 
     def _job(self, job: JsonObject) -> None:
         status = job["status"]
-        if status["conditions"]:
-            return None
         pods = self._store.pods_of(job)
-        self._count_ends(job, pods)
+        if not status["conditions"]:
+            self._count_ends(job, pods)
+        for pod in pods:
+            # Those that are to go were kept until they were counted.
+            if _has_ended(pod) and "deletionTimestamp" in pod["metadata"]:
+                self._store.remove(pod)
         if status["conditions"]:
-            return None  # the failure policy ended it
+            return None  # it was over, or the failure policy has ended it
         done = _indexes(status.get("completedIndexes", ""))
         if _succeeded(job["spec"], done):
             return self._end(job, pods, "Complete", "", "")
@@ -57,7 +65,7 @@ class Controllers:
         taken = set()
         for pod in pods:
             index = int(pod["metadata"]["annotations"][_INDEX])
-            if pod["status"]["phase"] in ("Succeeded", "Failed"):
+            if _has_ended(pod):
                 continue
             taken.add(index)  # podReplacementPolicy Failed: a pod that terminates still has its index
             if index >= spec["completions"] and "deletionTimestamp" not in pod["metadata"]:
@@ -73,14 +81,13 @@ class Controllers:
     def _count_ends(self, job: JsonObject, pods: list[JsonObject]) -> None:
         uid, done = job["metadata"]["uid"], _indexes(job["status"].get("completedIndexes", ""))
         for pod in pods:
-            phase = pod["status"]["phase"]
-            if phase not in ("Succeeded", "Failed") or pod["metadata"]["uid"] in self._counted:
+            if not _has_ended(pod) or pod["metadata"]["uid"] in self._counted:
                 continue
             self._counted.add(pod["metadata"]["uid"])
             index = int(pod["metadata"]["annotations"][_INDEX])
             if index >= job["spec"]["completions"]:
                 continue
-            if phase == "Succeeded":
+            if pod["status"]["phase"] == "Succeeded":
                 done.add(index)
                 continue
             action = _policy(job["spec"], pod)
@@ -107,7 +114,7 @@ class Controllers:
 
         self._store.update(job, change)
         for pod in pods:
-            if pod["status"]["phase"] not in ("Succeeded", "Failed"):
+            if not _has_ended(pod):
                 self._store.begin_deletion(pod)
 
     # StatefulSets
@@ -129,12 +136,17 @@ class Controllers:
     def _make(self, owner: JsonObject, pod: JsonObject) -> bool:
         namespace, name = owner["metadata"]["namespace"], pod["metadata"]["name"]
         try:
+            check_service_account(namespace, pod)
             check_pod_quota(self._store, namespace, name, self.quota)
         except RefusalError as refusal:
             event(self._store, owner, "FailedCreate", f"Error creating: {refusal.message}")
             return False
         self._store.add(pod, namespace)
         return True
+
+
+def _has_ended(pod: JsonObject) -> bool:
+    return pod["status"]["phase"] in ("Succeeded", "Failed")
 
 
 def new_status(kind: str) -> JsonObject:

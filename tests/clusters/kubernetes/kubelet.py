@@ -14,11 +14,12 @@ import signal
 import subprocess
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tests.clusters.kubernetes import sandbox
+from tests.clusters.kubernetes.admission import RefusalError
 from tests.clusters.kubernetes.object_store import JsonObject, ObjectStore, now
 from tests.clusters.kubernetes.sandbox import ROOT, Container
 
@@ -33,6 +34,7 @@ class Node:
     host: int
     ready: bool = True
     schedulable: bool = True
+    labels: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -68,7 +70,7 @@ class Kubelets:
 
     def close(self) -> None:
         for one in self.running.values():
-            one.process.kill()
+            sandbox.kill(one.process)
             one.process.wait()
             one.reader.join()
         self.running.clear()
@@ -81,6 +83,11 @@ class Kubelets:
         raise LookupError(f"no pod {hostname} runs")
 
     def log_lines(self, pod: JsonObject) -> list[str]:
+        node = self._node(pod)
+        if node is not None and not node.ready:
+            # The API server asks the kubelet of the pod's node.
+            told = f'Get "https://{node.name}:10250/containerLogs": dial tcp {node.name}:10250: i/o timeout'
+            raise RefusalError(500, "InternalError", told)
         path = self._log_path(pod)
         return path.read_text(errors="replace").splitlines() if path.exists() else []
 
@@ -92,14 +99,23 @@ class Kubelets:
             for one in self._store.every("Pod")
             if one["status"]["phase"] in ("Pending", "Running")
         }
-        free = next((n for n in self.nodes if n.ready and n.schedulable and n.name not in busy), None)
+        wanted = pod["spec"].get("nodeSelector", {}).items()
+        fitting = [node for node in self.nodes if wanted <= node.labels.items()]
+        free = next((n for n in fitting if n.ready and n.schedulable and n.name not in busy), None)
+        claim = self._missing_claim(pod)
 
         def change(one: JsonObject) -> None:
-            if free is not None:
+            if free is not None and not claim:
                 one["spec"]["nodeName"] = free.name
                 one["status"]["conditions"] = [{"type": "PodScheduled", "status": "True"}]
                 return
-            told = f"0/{len(self.nodes)} nodes are available: {len(self.nodes)} Insufficient cpu."
+            count = len(self.nodes)
+            why = claim or (
+                f"{count} Insufficient cpu."
+                if fitting
+                else f"{count} node(s) didn't match Pod's node affinity/selector."
+            )
+            told = f"0/{count} nodes are available: {why}"
             one["status"]["conditions"] = [
                 {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": told}
             ]
@@ -131,9 +147,13 @@ class Kubelets:
             name = volume.get("secret", {}).get("secretName")
             if name and self._store.find("Secret", namespace, name) is None:
                 return f'MountVolume.SetUp failed: secret "{name}" not found'
+        return ""
+
+    def _missing_claim(self, pod: JsonObject) -> str:
+        for volume in pod["spec"]["volumes"]:
             claim = volume.get("persistentVolumeClaim", {}).get("claimName")
             if claim and claim not in self.claims:
-                return f'persistentvolumeclaim "{claim}" not found'
+                return f'persistentvolumeclaim "{claim}" not found.'
         return ""
 
     def _run(self, pod: JsonObject, node: Node) -> None:
@@ -219,7 +239,7 @@ class Kubelets:
         gone = self._store.find("Pod", pod["metadata"]["namespace"], pod["metadata"]["name"]) is not pod
         if code is None:
             if gone:
-                one.process.kill()
+                sandbox.kill(one.process)
             elif "deletionTimestamp" in pod["metadata"]:
                 self._terminate(one)
             else:
@@ -233,7 +253,8 @@ class Kubelets:
         ended = {"exitCode": code, "reason": "Error" if code else "Completed", "finishedAt": now()}
         if "deletionTimestamp" in pod["metadata"]:
             self._set_container(pod, {"terminated": ended}, "Failed" if code else "Succeeded")
-            self._store.remove(pod)
+            if not self._store.is_kept(pod):
+                self._store.remove(pod)
         elif pod["spec"]["restartPolicy"] == "Always":
             count = self._restarts.get(pod["metadata"]["uid"], (0, {}))[0]
             self._restarts[pod["metadata"]["uid"]] = (count + 1, {"terminated": ended})
@@ -247,7 +268,7 @@ class Kubelets:
             if pid := sandbox.first_process(one.process.pid):
                 os.kill(pid, signal.SIGTERM)
         elif time.monotonic() > one.asked_at + one.pod["metadata"]["deletionGracePeriodSeconds"]:
-            one.process.kill()
+            sandbox.kill(one.process)
 
     def _probe(self, one: RunningPod) -> None:
         """Run the readiness probe in the pod's namespaces."""

@@ -77,11 +77,19 @@ class ObjectStore:
     def pods_of(self, owner: JsonObject) -> list[JsonObject]:
         return [one for one in self.owned_by(owner["metadata"]["uid"]) if one["kind"] == "Pod"]
 
+    def is_kept(self, pod: JsonObject) -> bool:
+        """Return whether a Job is there that has to count this pod once it has ended: its finalizer keeps the
+        pod until then."""
+        owners = {owner["uid"] for owner in pod["metadata"].get("ownerReferences", ())}
+        return any(job["metadata"]["uid"] in owners for job in self.every("Job"))
+
     def begin_deletion(self, pod: JsonObject, grace: int | None = None) -> None:
-        """Ask the kubelet to end a pod; the object is there until its container has ended."""
+        """Ask the kubelet to end a pod; the object is there until its container has ended, and its Job has
+        counted that."""
         seconds = pod["spec"].get("terminationGracePeriodSeconds", 30) if grace is None else grace
         has_ended = pod["status"]["phase"] in ("Succeeded", "Failed")
-        if seconds == 0 or has_ended or not pod["spec"].get("nodeName"):
+        is_gone = has_ended and not self.is_kept(pod)
+        if seconds == 0 or is_gone or not pod["spec"].get("nodeName"):
             self.remove(pod)
             return
 
@@ -117,10 +125,11 @@ def now() -> str:
 
 
 def event(store: ObjectStore, about: JsonObject, reason: str, message: str) -> None:
-    """Write an Event about an object, once for equal ones."""
+    """Write an Event about an object; equal ones are one, with the time of the last."""
     namespace = about["metadata"]["namespace"]
     for known in store.every("Event", namespace):
         if known["involvedObject"]["uid"] == about["metadata"]["uid"] and known["message"] == message:
+            store.update(known, lambda one: one.update(lastTimestamp=now()))
             return
     store.add(
         {
@@ -134,6 +143,8 @@ def event(store: ObjectStore, about: JsonObject, reason: str, message: str) -> N
             },
             "reason": reason,
             "message": message,
+            "firstTimestamp": now(),
+            "lastTimestamp": now(),
             "type": "Warning",
         },
         namespace,

@@ -6,10 +6,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,6 +88,15 @@ def first_process(unshare: int) -> int | None:
     except OSError:
         return None
     return int(text[0]) if text else None
+
+
+def kill(process: subprocess.Popen[Any]) -> None:
+    """Kill a container. `--kill-child` of unshare does not: the kernel forgets it as process 1 becomes an
+    ordinary user."""
+    with suppress(ProcessLookupError):
+        if (first := first_process(process.pid)) is not None:
+            os.kill(first, signal.SIGKILL)
+    process.kill()
 
 
 def path_variable() -> str:

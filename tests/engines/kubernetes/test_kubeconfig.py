@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 import yaml
+from tests.engines.kubernetes.scripted_api import ScriptedApi
+from tests.virtual_clock import VirtualClock
 
 from paceline.core.errors import UnavailableError, UsageError
 from paceline.engines.kubernetes import kubeconfig
 from paceline.engines.kubernetes.access_check import own_address
+from paceline.engines.kubernetes.api_client import ApiError
+from paceline.engines.kubernetes.credential_plugin import CredentialPlugin
 from paceline.engines.kubernetes.kubeconfig import find_cluster
 
 
@@ -95,3 +101,35 @@ def test_the_address_on_the_way_to_the_server() -> None:
     assert own_address("https://127.0.0.1:6443") == "127.0.0.1"
     with pytest.raises(UnavailableError, match="no way leads"):
         own_address("https://no-such-host.invalid:6443")
+
+
+def plugin_that_counts(folder: Path, **more: object) -> dict[str, object]:
+    """A plugin whose token is the number of times that it was asked."""
+    program = (
+        "import json, pathlib, sys; file = pathlib.Path(sys.argv[1]);"
+        "count = int(file.read_text()) + 1 if file.exists() else 1; file.write_text(str(count));"
+        "print(json.dumps({'status': {'token': str(count), **json.loads(sys.argv[2])}}))"
+    )
+    return {"command": sys.executable, "args": ["-c", program, str(folder / "count"), json.dumps(more)]}
+
+
+def test_a_plugin_is_asked_once_until_its_answer_expires(tmp_path: Path) -> None:
+    clock = VirtualClock(datetime(2026, 1, 2, 3, 0, tzinfo=UTC).timestamp())
+    plugin = CredentialPlugin(plugin_that_counts(tmp_path, expirationTimestamp="2026-01-02T04:00:00Z"), clock)
+    assert [plugin.answer("here")["token"] for _ in range(3)] == ["1", "1", "1"]
+    clock.advance(3600.0)
+    assert plugin.answer("here")["token"] == "2"
+
+
+def test_a_plugin_is_asked_again_when_the_server_refuses_its_token(tmp_path: Path, api: ScriptedApi) -> None:
+    user = {"exec": plugin_that_counts(tmp_path)}
+    pods = "/api/v1/namespaces/ml/pods"
+    for _ in range(2):
+        api.client(user).get(pods)  # also another client of this process
+    refused = iter([401, None])
+    api.fault = lambda method, path: next(refused)
+    assert api.client(user).get(pods) == {"items": []}
+    assert api.tokens == ["Bearer 1", "Bearer 1", "Bearer 1", "Bearer 2"]
+    api.fault = lambda method, path: 401
+    with pytest.raises(ApiError, match="401"):
+        api.client(user).get(pods)

@@ -14,7 +14,6 @@ from paceline.core.errors import ConfigError, UsageError
 from paceline.engines.batch import BatchSpec
 from paceline.engines.engine import AgentSpec
 from paceline.engines.kubernetes import manifests
-from paceline.engines.kubernetes.batch_manifests import seconds_of
 
 FOLDER = Path(__file__).parent
 KINDS = ("job", "statefulset", "jobset")
@@ -98,19 +97,29 @@ def test_names_are_those_of_kubernetes(text: str, name: str) -> None:
     assert manifests.object_name(text) == name
 
 
-def test_another_name_is_everywhere_but_in_the_container() -> None:
-    request = settings(image="run-7").request(agents())
-    again = manifests.renamed(request["objects"][0], "run-7", "run-7-abc")
-    assert again["spec"]["template"]["spec"]["volumes"][0]["secret"]["secretName"] == "run-7-abc-token"
-    assert again["spec"]["template"]["metadata"]["labels"] == {manifests.RUN_LABEL: "run-7-abc"}
-    assert again["spec"]["template"]["spec"]["containers"][0]["image"] == "run-7"
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"), [("90", 5400), ("5:30", 330), ("2:00:00", 7200), ("1-12", 129600), ("1-0:30", 88200)]
-)
-def test_time_limits_are_read_as_slurm_reads_them(text: str, seconds: int) -> None:
-    assert seconds_of(text) == seconds
+@pytest.mark.parametrize("kind", ["job", "statefulset"])
+def test_another_name_is_the_objects_own_and_what_the_user_chose_stays(kind: str) -> None:
+    """A run is called "train" by default, and so are claims, pools and namespaces."""
+    chosen: dict[str, Any] = {
+        "namespace": "train",
+        "volumes": {"/runs": "train"},
+        "node_selector": {"pool": "train"},
+        "service_account": "train",
+        "image_pull_secret": "train-token",
+        "labels": {"app": "train"},
+        "image": "train",
+    }
+    (owner,) = settings(kind=kind, **chosen).request(agents(run="train"))["objects"]
+    again = manifests.renamed(owner, "train-abc")
+    # Under the other name everything is as if the run had that name.
+    (expected,) = settings(kind=kind, **chosen).request(agents(run="train-abc"))["objects"]
+    assert again == expected
+    assert owner["metadata"]["name"] == "train"
+    pod = again["spec"]["template"]["spec"]
+    assert again["metadata"]["namespace"] == "train"
+    assert pod["volumes"][-1]["persistentVolumeClaim"] == {"claimName": "train"}
+    assert pod["nodeSelector"] == {"pool": "train"}
+    assert again["metadata"]["labels"] == {manifests.RUN_LABEL: "train-abc", "app": "train"}
 
 
 @pytest.mark.parametrize(
@@ -127,6 +136,11 @@ def test_time_limits_are_read_as_slurm_reads_them(text: str, seconds: int) -> No
 def test_settings_that_cannot_be(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         settings(**changes)
+
+
+def test_a_job_set_that_has_ended_is_not_kept_for_ever() -> None:
+    (one,) = yaml.safe_load_all(printed("jobset"))
+    assert one["spec"]["ttlSecondsAfterFinished"] == manifests.KEPT_SECONDS
 
 
 def test_no_image_no_pod() -> None:

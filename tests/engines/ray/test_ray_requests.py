@@ -124,20 +124,6 @@ def test_a_run_that_saves_at_its_time_limit_ends_with_its_own_code(tmp_path: Pat
     assert done.returncode == 75
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [("90", 5400), ("30:00", 1800), ("2:00:00", 7200), ("1-00:00:00", 86400), ("1-12", 129600)],
-)
-def test_times(text: str, seconds: int) -> None:
-    assert requests.seconds_of(text) == seconds
-
-
-@pytest.mark.parametrize("text", ["", "soon", "1:2:3:4", "-5", "1h"])
-def test_times_that_are_none(text: str) -> None:
-    with pytest.raises(UsageError, match="is not a time"):
-        requests.seconds_of(text)
-
-
 def test_capacity() -> None:
     nodes = [{"CPU": 8.0, "memory": 1e9}, {"CPU": 2.0, "GPU": 1.0}]
     requests.check_capacity({"CPU": 8.0}, nodes, "head:6379")

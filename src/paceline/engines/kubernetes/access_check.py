@@ -3,13 +3,14 @@ this user create what is needed there."""
 
 from __future__ import annotations
 
+import http
 import socket
 import urllib.parse
 from typing import Final
 
 from paceline.core.errors import UnavailableError, UsageError
 from paceline.core.wording import listed
-from paceline.engines.kubernetes.api_client import ApiClient
+from paceline.engines.kubernetes.api_client import ApiClient, ApiError
 
 JOBSET_API: Final = "/apis/jobset.x-k8s.io/v1alpha2"
 _OLDEST: Final = (1, 31)
@@ -18,7 +19,6 @@ _NEEDED: Final = (
     ("list", "", "pods", ""),
     ("delete", "", "pods", ""),
     ("get", "", "pods", "log"),
-    ("list", "", "events", ""),
 )
 _OWNERS: Final = {
     "job": ("batch", "jobs"),
@@ -31,7 +31,7 @@ def check(client: ApiClient, namespace: str, kind: str) -> None:
     """Raise one clear error where a run could not be made in the namespace."""
     _check_version(client)
     place = namespace or client.access.namespace
-    if client.find(f"/api/v1/namespaces/{place}") is None:
+    if not _may_exist(client, place):
         raise UsageError(
             f"there is no namespace {place!r} in the cluster of {client.access.source}",
             remedy=f"kubectl create namespace {place}, or give another --namespace",
@@ -73,6 +73,16 @@ def own_address(server: str) -> str:
             f"no way leads from here to the API server {server}: {error}",
             remedy="give the address that pods reach this machine at: Kubernetes(address=...)",
         ) from error
+
+
+def _may_exist(client: ApiClient, namespace: str) -> bool:
+    """Return whether there is such a namespace, as far as this user may know."""
+    try:
+        return client.find(f"/api/v1/namespaces/{namespace}") is not None
+    except ApiError as error:
+        if error.status != http.HTTPStatus.FORBIDDEN:
+            raise
+        return True  # a role inside a namespace does not let its users read the namespace itself
 
 
 def _check_version(client: ApiClient) -> None:

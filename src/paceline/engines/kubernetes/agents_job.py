@@ -21,17 +21,24 @@ from paceline.core.clock import Clock, MonotonicClock
 from paceline.core.errors import UnavailableError
 from paceline.engines.engine import EngineRequest, LogLine, NodeStatus
 from paceline.engines.kubernetes import pod_status
-from paceline.engines.kubernetes.api_client import ApiClient, ApiError, JsonObject, is_quota
-from paceline.engines.kubernetes.controller_events import refusal_of_pods
+from paceline.engines.kubernetes.api_client import ApiClient, ApiError, JsonObject
 from paceline.engines.kubernetes.job_progress import completions_for, is_over
-from paceline.engines.kubernetes.manifests import RUN_LABEL, renamed, secret_name
+from paceline.engines.kubernetes.manifests import renamed, secret_name
 from paceline.engines.kubernetes.object_creation import PATHS, create_all
 from paceline.engines.kubernetes.pod_logs import PodLogs
+from paceline.engines.kubernetes.pod_queries import (
+    REFUSAL_SECONDS,
+    pods_of_run,
+    refusal_error,
+    refusal_of_pods,
+)
+from paceline.engines.kubernetes.quotas import is_quota
 
 _log = logging.getLogger("paceline.engines")
 
 _LOOK_SECONDS: Final = 1.0
-_QUOTA_SECONDS: Final = 20.0
+_REMOVE_SECONDS: Final = 30.0
+_REMOVE_PAUSE_SECONDS: Final = 2.0
 _END_GRACE: Final = 5
 _END_SECONDS: Final = 10.0
 _END_POLL_SECONDS: Final = 0.2
@@ -54,7 +61,7 @@ class AgentsJob:
         self._client, self._namespace = client, namespace
         self._request, self._secret = request, secret
         self._clock = clock or MonotonicClock()
-        self._logs = PodLogs(client, namespace)
+        self._logs = PodLogs(client, namespace, self._clock)
         self._owner: JsonObject = {}
         self._numbers: dict[tuple[str, int], int] = {}
         self._states: dict[int, pod_status.PodState] = {}
@@ -116,10 +123,22 @@ class AgentsJob:
             return
         with suppress(ApiError):  # what cannot be read must not keep anything from being deleted
             self._kept += self._guarded(self._new_lines) or []
-        self._remove()
+        self._remove_in_time()
         self._stopped = True
         with suppress(ApiError, UnavailableError):  # the pods are being deleted in any case
             self._see_pods_off()
+
+    def _remove_in_time(self) -> None:
+        """Delete everything; an API server that does not answer is asked for a while, as nobody else will
+        end the pods."""
+        deadline = self._clock.now() + _REMOVE_SECONDS
+        while True:
+            try:
+                return self._remove()
+            except UnavailableError:
+                if self._clock.now() >= deadline:
+                    raise
+            self._clock.sleep(_REMOVE_PAUSE_SECONDS)
 
     def _remove(self) -> None:
         kind = self._owner["kind"]
@@ -150,28 +169,17 @@ class AgentsJob:
         try:
             found = call()
         except UnavailableError as error:
-            self._complain(error.message)
-            return None
-        except ApiError as error:
-            if error.status < 500 and error.status != 429:
-                raise
-            self._complain(error.message)
+            if not self._complained:
+                _log.warning("%s; training goes on, and agents are looked for again", error.message)
+                self._complained = True
             return None
         self._complained = False
         return found
 
-    def _complain(self, message: str) -> None:
-        if not self._complained:
-            _log.warning("%s; training goes on, and agents are looked for again", message)
-            self._complained = True
+    def _pods(self) -> list[JsonObject]:
+        return pods_of_run(self._client, self._namespace, self.name)
 
-    def _pods(self) -> list[Mapping[str, Any]]:
-        selector = f"{RUN_LABEL}={self.name}"
-        listed = self._client.get(PATHS["Pod"].format(self._namespace), labelSelector=selector)
-        pods: list[Mapping[str, Any]] = listed["items"]
-        return sorted(pods, key=lambda pod: (pod["metadata"]["creationTimestamp"], pod["metadata"]["name"]))
-
-    def _look(self) -> list[Mapping[str, Any]]:
+    def _look(self) -> list[JsonObject]:
         pods = self._pods()
         present = set()
         for pod in pods:
@@ -204,10 +212,12 @@ class AgentsJob:
     def _check_hopeless(self, pods: Sequence[Mapping[str, Any]]) -> None:
         self._waits_for = ""
         if self._expected:
-            self._waits_for = refusal_of_pods(self._client, self._namespace, self._owner)
+            self._waits_for = refusal_of_pods(self._client, self._namespace, self._owner).message
             waited = self._clock.now() - self._began_at
-            if not self._ran and is_quota(self._waits_for) and waited > _QUOTA_SECONDS:
-                raise pod_status.quota_error(self._waits_for)
+            # The refusal may be an old one where pods were made since; that of a quota is not.
+            counts = is_quota(self._waits_for) or (self._waits_for and not self._numbers)
+            if not self._ran and counts and waited > REFUSAL_SECONDS:
+                raise refusal_error(self._waits_for)
         if not self._ran and (error := pod_status.hopeless(pods)):
             raise error
 
@@ -241,7 +251,7 @@ class AgentsJob:
     def _begin(self, nodes: int) -> None:
         """Create the objects under a name that no other start of the run has."""
         name = f"{self._request['name']}-{secrets.token_hex(3)}"
-        owner = renamed(self._request["objects"][0], self._request["name"], name)
+        owner = renamed(self._request["objects"][0], name)
         counts = ("replicas",) if owner["kind"] == "StatefulSet" else ("completions", "parallelism")
         owner["spec"].update(dict.fromkeys(counts, nodes))
         self._indexes = nodes
@@ -259,8 +269,9 @@ class AgentsJob:
     def _new_lines(self) -> list[LogLine]:
         if not self._states and not self._stopped:
             self._look()
-        found: list[LogLine] = []
-        for number, state in sorted(self._states.items()):
-            if state.state != "pending" and state.reason != _DELETED:
-                found += [LogLine(number, line) for line in self._logs.new_lines(state.name)]
-        return found
+        numbers = {
+            state.name: number
+            for number, state in sorted(self._states.items())
+            if state.state != "pending" and state.reason != _DELETED
+        }
+        return [LogLine(numbers[pod], line) for pod, line in self._logs.of_all(numbers)]

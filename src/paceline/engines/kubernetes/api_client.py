@@ -11,9 +11,10 @@ import urllib.request
 from collections.abc import Mapping
 from typing import Any, Final, final
 
-from paceline.core.errors import PlatformError, ResourceError, UnavailableError, UsageError
+from paceline.core.errors import PacelineError, PlatformError, UnavailableError
 from paceline.core.untrusted import printable
 from paceline.engines.kubernetes.kubeconfig import ClusterAccess
+from paceline.engines.kubernetes.quotas import is_quota, quota_error
 
 _SECONDS: Final = 15.0
 _MOST_BYTES: Final = 64 << 20
@@ -28,7 +29,8 @@ JsonObject = dict[str, Any]
 
 @final
 class ApiError(PlatformError):
-    """The API server refused a request; `status` is HTTP's number, `reason` Kubernetes' own word."""
+    """The API server refused a request, and would refuse it again; `status` is HTTP's number, `reason`
+    Kubernetes' own word. UnavailableError instead: it could not answer now."""
 
     def __init__(self, message: str, *, status: int = 0, reason: str = "", remedy: str = "") -> None:
         super().__init__(message, remedy=remedy, status=status, reason=reason)
@@ -42,7 +44,7 @@ class ApiClient:
     def __init__(self, access: ClusterAccess) -> None:
         self.access = access
         self._tls: ssl.SSLContext | None = None
-        self._has_tls = False
+        self._tls_is_for: Mapping[str, str] | None = None
 
     def get(self, path: str, **query: str) -> JsonObject:
         return self._json("GET", path, query)
@@ -107,6 +109,17 @@ class ApiClient:
     def _request(
         self, method: str, path: str, query: Mapping[str, str], data: bytes | None, content: str
     ) -> bytes:
+        try:
+            return self._answer(method, path, query, data, content)
+        except ApiError as error:
+            # A plugin's token may be withdrawn before it expires. Who is not known changed nothing.
+            if error.status != http.HTTPStatus.UNAUTHORIZED or not self.access.forget():
+                raise
+        return self._answer(method, path, query, data, content)
+
+    def _answer(
+        self, method: str, path: str, query: Mapping[str, str], data: bytes | None, content: str
+    ) -> bytes:
         url = self.access.server + path + ("?" + urllib.parse.urlencode(query) if query else "")
         headers = {"Accept": "application/json", **self.access.headers()}
         if data is not None:
@@ -127,20 +140,25 @@ class ApiClient:
             ) from error
 
     def _context(self) -> ssl.SSLContext | None:
-        if not self._has_tls:
-            self._tls, self._has_tls = self.access.tls(), True
+        """Return the connection's settings; a plugin's new answer may have another certificate."""
+        answer = self.access.from_plugin()
+        if self._tls_is_for is None or answer is not self._tls_is_for:
+            self._tls, self._tls_is_for = self.access.tls(), answer
         return self._tls
 
 
-def _refusal(
-    method: str, path: str, code: int, body: bytes, access: ClusterAccess
-) -> ApiError | ResourceError | UsageError:
+def _refusal(method: str, path: str, code: int, body: bytes, access: ClusterAccess) -> PacelineError:
     try:
         status = json.loads(body)
         told, reason = str(status["message"]), str(status.get("reason", ""))
     except (ValueError, KeyError, TypeError):
         told, reason = body[:500].decode("utf-8", "replace").strip(), ""
     told = printable(told)
+    if code >= http.HTTPStatus.INTERNAL_SERVER_ERROR or code == http.HTTPStatus.TOO_MANY_REQUESTS:
+        return UnavailableError(
+            f"the Kubernetes API server {access.server} cannot answer now: {method} {path}: {code} {told}",
+            remedy="try again; if it stays so, `kubectl get --raw /readyz?verbose` says what is wrong there",
+        )
     if code == http.HTTPStatus.UNAUTHORIZED:
         return ApiError(
             f"{access.server} does not accept the credentials of {access.source} (401 {told})",
@@ -149,12 +167,7 @@ def _refusal(
             remedy="log in to the cluster again (its token may have expired); `kubectl get pods` must work",
         )
     if code == http.HTTPStatus.FORBIDDEN and is_quota(told):
-        return ResourceError(
-            f"the namespace's quota is used up: {told}",
-            remedy="ask for fewer nodes, CPUs or GPUs, delete what is no longer used "
-            "(kubectl get resourcequota), or have the quota raised",
-            status=code,
-        )
+        return quota_error(told, status=code)
     if code == http.HTTPStatus.FORBIDDEN:
         return ApiError(f"this user may not: {told}", status=code, reason=reason, remedy=_REMEDY_OF_ACCESS)
     if code == http.HTTPStatus.CONFLICT and reason == "AlreadyExists":
@@ -172,8 +185,3 @@ def _refusal(
             remedy="look at it with --dry-run; Kubernetes 1.31 or later is needed",
         )
     return ApiError(f"{method} {path}: {code} {told}", status=code, reason=reason)
-
-
-def is_quota(told: str) -> bool:
-    """Return whether the text is the refusal of a ResourceQuota or a LimitRange."""
-    return "exceeded quota" in told or "usage per" in told

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
+from paceline.control.spool import STOPPED_EXIT_CODE, SUPERVISOR_LOST_EXIT_CODE
 from paceline.control.supervisor_address import new_secret
 from paceline.core.errors import UsageError
 from paceline.engines.batch import BatchSpec, BatchStatus, NewLines
 from paceline.engines.kubernetes import pod_status
 from paceline.engines.kubernetes.api_client import ApiClient
 from paceline.engines.kubernetes.batch_manifests import HEAD, batch_objects
-from paceline.engines.kubernetes.controller_events import refusal_of_pods
 from paceline.engines.kubernetes.job_progress import condition
-from paceline.engines.kubernetes.manifests import RUN_LABEL, secret_name
+from paceline.engines.kubernetes.manifests import MISTAKE_EXIT_CODE, secret_name
 from paceline.engines.kubernetes.object_creation import PATHS, create_all
 from paceline.engines.kubernetes.pod_logs import PodLogs
+from paceline.engines.kubernetes.pod_queries import pods_of_run, refusal_error, refusal_of_pods
 from paceline.engines.kubernetes.pod_settings import PodSettings
 
-_KINDS = {"job": "Job", "statefulset": "StatefulSet", "jobset": "JobSet"}
+_KINDS: Final = {"job": "Job", "statefulset": "StatefulSet", "jobset": "JobSet"}
+_NO_FAILURES: Final = (0, STOPPED_EXIT_CODE, SUPERVISOR_LOST_EXIT_CODE)
 
 
 def submit(client: ApiClient, settings: PodSettings, job: BatchSpec) -> str:
@@ -29,31 +31,59 @@ def submit(client: ApiClient, settings: PodSettings, job: BatchSpec) -> str:
     return f"{settings.kind}/{owner['metadata']['name']}"
 
 
-def status(client: ApiClient, namespace: str, identifier: str) -> BatchStatus:
+def status(client: ApiClient, settings: PodSettings, identifier: str) -> BatchStatus:
     """Return what became of the run; pod 0, which has the supervisor, decides."""
-    place = namespace or client.access.namespace
+    place = settings.namespace or client.access.namespace
     kind, name = _parsed(identifier)
     owner = client.find(f"{PATHS[kind].format(place)}/{name}")
     if owner is None:
         return BatchStatus("stopped", reason=f"there is no {identifier} in namespace {place}")
-    pods = _pods(client, place, name)
+    # An answer of the API server does not always repeat the kind.
+    owner = {"kind": kind, **owner}
+    pods = pods_of_run(client, place, name)
     first = next((pod for pod in reversed(pods) if _is_first(pod)), None)
-    found = pod_status.read_pod(first) if first is not None else None
+    if over := _ended(owner, first, settings.retries):
+        return over
+    if first is None:
+        refusal = refusal_of_pods(client, place, owner)
+        if refusal.lasts and not _has_run(pods):
+            return BatchStatus("failed", reason=str(refusal_error(refusal.message)))
+        return BatchStatus("pending", reason=refusal.message)
+    found = pod_status.read_pod(first)
+    if found.state == "running":
+        return BatchStatus("running")
+    # An image that another pod's node cannot pull just now is that pod's trouble.
+    if (error := pod_status.hopeless([first])) and not _has_run(pods):
+        return BatchStatus("failed", reason=str(error))
+    return BatchStatus("pending", reason=found.reason)
+
+
+def _ended(owner: Mapping[str, Any], first: pod_status.Pod | None, retries: int) -> BatchStatus | None:
+    """Return how a run ended; None where it has not."""
     if condition(owner, "Complete", "SuccessCriteriaMet", "Completed"):
         return BatchStatus("succeeded", 0)
     if failed := condition(owner, "Failed", "FailureTarget"):
         reason = ": ".join(filter(None, (failed.get("reason"), failed.get("message"))))
-        return BatchStatus("failed", found.code if found is not None else None, reason)
-    if first is not None and kind == "StatefulSet":
-        earlier = pod_status.read_earlier_life(first)
-        if earlier is not None and earlier.code == 0:
-            return BatchStatus("succeeded", 0, "a StatefulSet starts it again: delete it")
-    if error := pod_status.hopeless(pods):
-        return BatchStatus("failed", reason=str(error))
-    if found is not None and found.state == "running":
-        return BatchStatus("running")
-    reason = found.reason if found is not None else refusal_of_pods(client, place, owner)
-    return BatchStatus("pending", reason=reason)
+        return BatchStatus("failed", None if first is None else pod_status.read_pod(first).code, reason)
+    earlier = pod_status.read_earlier_life(first) if first is not None else None
+    if first is None or earlier is None or owner["kind"] != "StatefulSet":
+        return None
+    # A StatefulSet ends nothing by itself: these are the rules of a Job.
+    if earlier.code == 0:
+        return BatchStatus("succeeded", 0, "a StatefulSet starts it again: delete it")
+    is_down = pod_status.read_pod(first).state != "running"
+    is_tried = earlier.restarts + 1 > retries and earlier.code not in _NO_FAILURES
+    if earlier.code == MISTAKE_EXIT_CODE or (is_tried and is_down):
+        return BatchStatus("failed", earlier.code, "a StatefulSet tries it again and again: delete it")
+    return None
+
+
+def _has_run(pods: Sequence[pod_status.Pod]) -> bool:
+    """Return whether any container of a run has begun: what keeps one from beginning now may pass."""
+    return any(
+        pod_status.read_pod(pod).state != "pending" or pod_status.read_earlier_life(pod) is not None
+        for pod in pods
+    )
 
 
 def logs(client: ApiClient, namespace: str, identifier: str) -> NewLines:
@@ -64,11 +94,12 @@ def logs(client: ApiClient, namespace: str, identifier: str) -> NewLines:
 
     def fresh(is_over: bool) -> list[str]:
         # The API server gives whole lines.
-        found: list[str] = []
-        for pod in sorted(_pods(client, place, name), key=lambda pod: not _is_first(pod)):
-            prefix = "" if _is_first(pod) else f"[{pod['metadata']['name']}] "
-            found += [prefix + line for line in reader.new_lines(pod["metadata"]["name"])]
-        return found
+        pods = sorted(pods_of_run(client, place, name), key=lambda pod: not _is_first(pod))
+        names = [str(pod["metadata"]["name"]) for pod in pods]
+        prefixes = {
+            name: "" if _is_first(pod) else f"[{name}] " for name, pod in zip(names, pods, strict=True)
+        }
+        return [prefixes[pod] + line for pod, line in reader.of_all(names, at_once=is_over)]
 
     return fresh
 
@@ -90,11 +121,6 @@ def _parsed(identifier: str) -> tuple[str, str]:
             f"{identifier!r} is no run of Kubernetes", remedy="give what `paceline submit` printed: job/NAME"
         )
     return _KINDS[kind], name
-
-
-def _pods(client: ApiClient, namespace: str, name: str) -> list[Mapping[str, Any]]:
-    found = client.get(PATHS["Pod"].format(namespace), labelSelector=f"{RUN_LABEL}={name}")["items"]
-    return sorted(found, key=lambda pod: (pod["metadata"]["creationTimestamp"], pod["metadata"]["name"]))
 
 
 def _is_first(pod: Mapping[str, Any]) -> bool:

@@ -7,7 +7,6 @@ JOB_COMPLETION_INDEX and a StatefulSet into the pod's name. A JobSet has a Job f
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Sequence
 from typing import Final
@@ -17,6 +16,7 @@ import yaml
 from paceline.core.errors import UsageError
 from paceline.engines.batch import BatchSpec
 from paceline.engines.kubernetes.manifests import (
+    KEPT_SECONDS,
     TOKEN_FILE,
     TOKEN_KEY,
     Manifest,
@@ -31,6 +31,7 @@ from paceline.engines.kubernetes.manifests import (
     stateful_set,
 )
 from paceline.engines.kubernetes.pod_settings import PodSettings
+from paceline.engines.time_limit import seconds_of
 
 _WAIT_SECONDS: Final = 3600
 HEAD: Final = "head"
@@ -137,7 +138,7 @@ def _job_set(settings: PodSettings, job: BatchSpec, name: str) -> Manifest:
     jobs = []
     for part, nodes, script in parts:
         spec = indexed_job(name, _template(settings, job, name, script), nodes, settings.retries)["spec"]
-        del spec["ttlSecondsAfterFinished"]  # the JobSet's own
+        del spec["ttlSecondsAfterFinished"]  # the JobSet has it
         if job.time:
             spec["activeDeadlineSeconds"] = seconds_of(job.time)
         jobs.append({"name": part, "replicas": 1, "template": {"spec": spec}})
@@ -149,6 +150,7 @@ def _job_set(settings: PodSettings, job: BatchSpec, name: str) -> Manifest:
             "network": {"enableDNSHostnames": True, "subdomain": name, "publishNotReadyAddresses": True},
             "successPolicy": {"operator": "All", "targetReplicatedJobs": [HEAD]},
             "failurePolicy": {"maxRestarts": 0},
+            "ttlSecondsAfterFinished": KEPT_SECONDS,
             "replicatedJobs": jobs,
         },
     }
@@ -162,19 +164,6 @@ def _run_folder(settings: PodSettings, job: BatchSpec) -> str:
 
 def _has(options: Sequence[str], name: str) -> bool:
     return any(option == name or option.startswith(f"{name}=") for option in options)
-
-
-def seconds_of(text: str) -> int:
-    """Read a time limit as SLURM does: minutes, minutes:seconds, hours:minutes:seconds, days-hours:..."""
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text.strip())
-    if match is None:
-        raise UsageError(f"--time {text}: not a time", remedy="write hours:minutes:seconds, e.g. 2:00:00")
-    days, first, second, third = (None if part is None else int(part) for part in match.groups())
-    if days is not None:
-        return ((days * 24 + (first or 0)) * 60 + (second or 0)) * 60 + (third or 0)
-    if third is not None:
-        return ((first or 0) * 60 + (second or 0)) * 60 + third
-    return (first or 0) * 60 + (second or 0)
 
 
 class _ManifestDumper(yaml.SafeDumper):

@@ -1,8 +1,8 @@
 """Find the API server and the credentials for it: a kubeconfig file, or the service account of the pod that
 this process runs in. `kubectl` and this module come to the same answer.
 
-Credentials are read when a request is made and not before: tokens of service accounts and of cloud providers
-expire within the hour.
+Credentials are read when a request is made and not before: tokens of service accounts expire within the hour,
+and those of cloud providers too (credential_plugin.py).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import base64
 import json
 import os
 import ssl
-import subprocess
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,11 +20,11 @@ from typing import Any, Final, final
 import yaml
 
 from paceline.core.errors import UnavailableError, UsageError
+from paceline.engines.kubernetes.credential_plugin import CredentialPlugin, plugin_of
 
 IN_CLUSTER: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _DEFAULT_FILE: Final = "~/.kube/config"
-_PLUGIN_SECONDS: Final = 60.0
-_EXEC_INFO: Final = "KUBERNETES_EXEC_INFO"
+_NOTHING: Final[Mapping[str, str]] = {}
 
 
 @final
@@ -77,7 +76,7 @@ class ClusterAccess:
                 ) from error
         if token := self.user.get("token"):
             return str(token)
-        return str(self._from_plugin().get("token", ""))
+        return str(self.from_plugin().get("token", ""))
 
     def _load_certificate(self, context: ssl.SSLContext) -> None:
         given = {**self.user, **self._plugin_certificate()}
@@ -96,9 +95,7 @@ class ClusterAccess:
                 context.load_cert_chain(*files)
 
     def _plugin_certificate(self) -> dict[str, str]:
-        if self.user.get("token") or self.user.get("tokenFile"):
-            return {}
-        found = self._from_plugin()
+        found = self.from_plugin()
         names = {"clientCertificateData": "client-certificate-data", "clientKeyData": "client-key-data"}
         return {
             field: base64.b64encode(found[name].encode()).decode()
@@ -106,33 +103,21 @@ class ClusterAccess:
             if found.get(name)
         }
 
-    def _from_plugin(self) -> Mapping[str, str]:
-        """Ask the credential plugin (`exec` of a kubeconfig file: EKS, GKE, AKS, OIDC)."""
-        plugin = self.user.get("exec")
-        if not plugin:
-            return {}
-        version = plugin.get("apiVersion", "client.authentication.k8s.io/v1")
-        info = {"apiVersion": version, "kind": "ExecCredential", "spec": {"interactive": False}}
-        environment = {entry["name"]: entry["value"] for entry in plugin.get("env") or ()}
-        command = [str(plugin.get("command", "")), *(plugin.get("args") or ())]
-        try:
-            done = subprocess.run(
-                command,
-                env={**os.environ, **environment, _EXEC_INFO: json.dumps(info)},
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=_PLUGIN_SECONDS,
-                check=True,
-            )
-            return dict(json.loads(done.stdout)["status"])
-        except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError) as error:
-            told = getattr(error, "stderr", "") or str(error)
-            raise UnavailableError(
-                f"the credential plugin `{command[0]}` of {self.source} gave no credentials: {told.strip()}",
-                remedy=plugin.get("installHint")
-                or "log in to the cluster again; `kubectl get pods` must work",
-            ) from error
+    def from_plugin(self) -> Mapping[str, str]:
+        """Return what the credential plugin gave, the same object while it is valid; empty where the user
+        has credentials of another kind."""
+        plugin = self._plugin()
+        return _NOTHING if plugin is None else plugin.answer(self.source)
+
+    def forget(self) -> bool:
+        """Have a plugin asked anew: the cluster refused what it gave. False where there is none."""
+        plugin = self._plugin()
+        return plugin is not None and plugin.forget()
+
+    def _plugin(self) -> CredentialPlugin | None:
+        if self.user.get("token") or self.user.get("tokenFile") or not self.user.get("exec"):
+            return None
+        return plugin_of(json.dumps(self.user["exec"], sort_keys=True))
 
     def _path(self, entry: Mapping[str, Any], name: str) -> str | None:
         value = entry.get(name)

@@ -92,7 +92,7 @@ class Kubernetes(PodSettings):
     def batch_status(self, identifier: str) -> BatchStatus:
         from paceline.engines.kubernetes import batch_job
 
-        return batch_job.status(self.client(), self.namespace, identifier)
+        return batch_job.status(self.client(), self, identifier)
 
     def batch_logs(self, identifier: str) -> NewLines:
         from paceline.engines.kubernetes import batch_job

@@ -24,6 +24,7 @@ RUN_LABEL: Final = "paceline/run"
 TOKEN_FOLDER: Final = "/var/run/paceline"
 TOKEN_KEY: Final = "token"
 TOKEN_FILE: Final = f"{TOKEN_FOLDER}/{TOKEN_KEY}"
+_TOKEN_VOLUME: Final = "token"
 GPU: Final = "nvidia.com/gpu"
 NODE_LOSS_SECONDS: Final = 30
 AGENT_RETRIES: Final = 100
@@ -142,13 +143,13 @@ def pod_template(
 def _volumes(settings: PodSettings, name: str) -> tuple[list[Manifest], list[Manifest]]:
     """Return where the container mounts volumes, and the volumes."""
     mounts: list[Manifest] = [
-        {"name": "token", "mountPath": TOKEN_FOLDER, "readOnly": True},
+        {"name": _TOKEN_VOLUME, "mountPath": TOKEN_FOLDER, "readOnly": True},
         {"name": "tmp", "mountPath": "/tmp"},
         {"name": "shared-memory", "mountPath": "/dev/shm"},
     ]
     volumes: list[Manifest] = [
         # 256 in YAML and JSON, which have no octal numbers; fsGroup makes it 0440 for the container's user.
-        {"name": "token", "secret": {"secretName": secret_name(name), "defaultMode": 0o400}},
+        {"name": _TOKEN_VOLUME, "secret": {"secretName": secret_name(name), "defaultMode": 0o400}},
         {"name": "tmp", "emptyDir": {}},
         {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": settings.shared_memory}},
     ]
@@ -284,18 +285,21 @@ def labelled(manifest: Manifest, name: str, settings: PodSettings) -> Manifest:
     return manifest
 
 
-def renamed(manifest: Mapping[str, Any], old: str, new: str) -> Manifest:
-    """Return a copy of an object under another name: in its labels, selectors and the Secret's name too."""
-    names = {old: new, secret_name(old): secret_name(new)}
-
-    def walk(value: Any, key: str = "") -> Any:
-        if key == "containers":
-            return deepcopy(value)
-        if isinstance(value, dict):
-            return {name: walk(inner, name) for name, inner in value.items()}
-        if isinstance(value, list):
-            return [walk(inner) for inner in value]
-        return names.get(value, value) if isinstance(value, str) else value
-
-    found: Manifest = walk(dict(manifest))
+def renamed(owner: Mapping[str, Any], name: str) -> Manifest:
+    """Return a copy of a Job or a StatefulSet under another name. What a user chose may read like the name
+    (a claim, a namespace, a label's value), and stays."""
+    found: Manifest = deepcopy(dict(owner))
+    metadata, spec = found["metadata"], found["spec"]
+    template, pod = spec["template"], spec["template"]["spec"]
+    metadata["name"] = name
+    tables = [metadata["labels"], template["metadata"]["labels"]]
+    tables += [one["labelSelector"]["matchLabels"] for one in pod["topologySpreadConstraints"]]
+    if found["kind"] == "StatefulSet":
+        spec["serviceName"] = name
+        tables.append(spec["selector"]["matchLabels"])
+    for labels in tables:
+        labels[RUN_LABEL] = name
+    for volume in pod["volumes"]:
+        if volume["name"] == _TOKEN_VOLUME:
+            volume["secret"]["secretName"] = secret_name(name)
     return found

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import base64
+import http
+import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
-from paceline.core.errors import PacelineError
-from paceline.engines.kubernetes.api_client import ApiClient, JsonObject
+from paceline.core.errors import PacelineError, UnavailableError
+from paceline.engines.kubernetes.api_client import ApiClient, ApiError, JsonObject
 from paceline.engines.kubernetes.manifests import RUN_LABEL, TOKEN_KEY, secret_name
 
 PATHS: Final = {
@@ -20,6 +22,7 @@ PATHS: Final = {
     "Pod": "/api/v1/namespaces/{}/pods",
     "Event": "/api/v1/namespaces/{}/events",
 }
+_START: Final = "paceline/start"  # annotation: which call of `create_all` made an object
 
 
 def create_all(
@@ -32,13 +35,13 @@ def create_all(
     """Create the Secret, the other objects and the owner of the pods; return the owner. Deleting the owner
     deletes all of them. What was created is deleted again where this raises."""
     first = [_secret_object(owner, secret), *others]
+    start = secrets.token_hex(8)
     created: list[str] = []
     try:
-        for one in first:
-            client.create(PATHS[one["kind"]].format(namespace), one)
+        made: JsonObject = {}
+        for one in (*first, owner):
+            made = _create(client, namespace, one, start)
             created.append(object_path(namespace, one))
-        made = client.create(PATHS[owner["kind"]].format(namespace), owner)
-        created.append(object_path(namespace, owner))
         reference = {
             "apiVersion": owner["apiVersion"],
             "kind": owner["kind"],
@@ -55,6 +58,36 @@ def create_all(
         raise
     # An answer of the API server does not always repeat these.
     return {"apiVersion": owner["apiVersion"], "kind": owner["kind"], **made}
+
+
+def _create(client: ApiClient, namespace: str, one: Mapping[str, Any], start: str) -> JsonObject:
+    """Create an object; where the answer does not come, delete what may have been made."""
+    metadata = one["metadata"]
+    marked = {
+        **one,
+        "metadata": {**metadata, "annotations": {**metadata.get("annotations", {}), _START: start}},
+    }
+    try:
+        return client.create(PATHS[one["kind"]].format(namespace), marked)
+    except (UnavailableError, KeyboardInterrupt) as error:
+        if not _is_gone(client, object_path(namespace, one), start):
+            what = f"{one['kind'].lower()}/{metadata['name']}"
+            error.add_note(f"whether it was made is not known: kubectl -n {namespace} get {what}")
+        raise
+
+
+def _is_gone(client: ApiClient, path: str, start: str) -> bool:
+    """Delete an object that `start` made; another run's of the same name stays. False: it is not known."""
+    with suppress(PacelineError):
+        try:
+            # Changes nothing and returns the object: who makes Secrets need not be allowed to read them.
+            found = client.patch(path, {})["metadata"]
+        except ApiError as error:
+            return error.status == http.HTTPStatus.NOT_FOUND
+        if found.get("annotations", {}).get(_START) == start:
+            client.delete(path, uid=found["uid"])
+        return True
+    return False
 
 
 def object_path(namespace: str, one: Mapping[str, Any]) -> str:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import http
 import re
+from collections.abc import Iterable
 from datetime import datetime, timedelta
 from typing import Final, final
 
-from paceline.core.errors import PacelineError
+from paceline.core.clock import Clock, MonotonicClock
+from paceline.core.errors import PacelineError, UnavailableError
 from paceline.engines.kubernetes.api_client import ApiClient, ApiError
 from paceline.engines.kubernetes.manifests import CONTAINER
 
@@ -19,15 +21,36 @@ _MOST_BYTES: Final = 4 << 20
 _LARGEST_ANSWER: Final = 32 << 20  # of one second, or of one line; what is more is left out
 _TIME: Final = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?Z")  # RFC 3339, as the API server writes it
 _LAST_FRACTION: Final = ".999999999Z"
+_TROUBLE_SECONDS: Final = 30.0  # until a pod whose log could not be had is asked for it again
 
 
 @final
 class PodLogs:
     """Lines of the pods of one namespace, each once."""
 
-    def __init__(self, client: ApiClient, namespace: str) -> None:
+    def __init__(self, client: ApiClient, namespace: str, clock: Clock | None = None) -> None:
         self._client, self._namespace = client, namespace
+        self._clock = clock or MonotonicClock()
         self._seen: dict[str, str] = {}  # pod -> time of its last line
+        self._ask_at: dict[str, float] = {}  # pods whose logs could not be had
+
+    def of_all(self, pods: Iterable[str], *, at_once: bool = False) -> list[tuple[str, str]]:
+        """Return the new lines of these pods, each with its pod. A pod whose node does not answer has none,
+        and is asked again after a while; one such pod ends the call, which may take as long as its request.
+        `at_once`: all are asked, for what they wrote last."""
+        found: list[tuple[str, str]] = []
+        for pod in pods:
+            if self._clock.now() < self._ask_at.get(pod, float("-inf")) and not at_once:
+                continue
+            try:
+                found += [(pod, line) for line in self.new_lines(pod)]
+            except UnavailableError:
+                # What was read of the others is noted as read: it is given. The API server asks the pod's
+                # node, and may be away itself.
+                self._ask_at[pod] = self._clock.now() + _TROUBLE_SECONDS
+                if not at_once:
+                    break
+        return found
 
     def new_lines(self, pod: str) -> list[str]:
         """Return the lines of a pod since the last call, some 4 MiB of them at most; none while it has not

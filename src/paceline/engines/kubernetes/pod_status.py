@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
-from paceline.core.errors import PacelineError, ResourceError, UsageError
+from paceline.core.errors import PacelineError, UsageError
 from paceline.engines.engine import NodeState
 
 Pod = Mapping[str, Any]
@@ -137,15 +137,6 @@ def hopeless(pods: Sequence[Pod]) -> PacelineError | None:
                 remedy=f"kubectl describe pod {pod['metadata']['name']} says more",
             )
     return None
-
-
-def quota_error(told: str) -> PacelineError:
-    """Return the error of a quota that lets no pod be made."""
-    return ResourceError(
-        f"the namespace's quota lets no pod be made: {told}",
-        remedy="ask for fewer nodes, CPUs, memory or GPUs, delete what is no longer used "
-        "(kubectl get resourcequota), or have the quota raised",
-    )
 
 
 def _why(ended: Mapping[str, Any]) -> str:

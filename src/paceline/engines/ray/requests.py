@@ -12,6 +12,7 @@ from paceline.core.errors import UsageError
 from paceline.engines.batch import BatchSpec
 from paceline.engines.engine import AgentSpec, EngineRequest
 from paceline.engines.ray.ray_settings import RaySettings
+from paceline.engines.time_limit import seconds_of
 
 PYTHON: Final = "$PYTHON"
 """Stands in a command for the interpreter of the node's actor, which differs between nodes."""
@@ -105,22 +106,6 @@ def batch_request(settings: RaySettings, job: BatchSpec, further: Sequence[str])
 def as_text(request: EngineRequest) -> str:
     """Return a request for people."""
     return json.dumps(request, indent=2, default=str) + "\n"
-
-
-def seconds_of(text: str) -> int:
-    """Return the seconds of "2:00:00", "30:00", "90" (minutes) or "1-00:00:00" (days), as SLURM reads it."""
-    days, dash, rest = text.strip().rpartition("-")
-    parts = rest.split(":")
-    if not all(part.isdecimal() for part in (*parts, *([days] if dash else []))) or len(parts) > 3:
-        raise UsageError(f"time={text!r} is not a time", remedy='write it like "2:00:00" or "1-00:00:00"')
-    numbers = [int(part) for part in parts]
-    if dash:  # days-hours[:minutes[:seconds]]
-        hours, minutes, seconds = (*numbers, 0, 0)[:3]
-    elif len(numbers) == 3:
-        hours, minutes, seconds = numbers
-    else:  # minutes[:seconds]
-        hours, (minutes, seconds) = 0, (*numbers, 0)[:2]
-    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def check_capacity(bundle: Mapping[str, float], nodes: Sequence[Mapping[str, float]], where: str) -> None:
