@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cli import main
+from paceline.core import engine_registry
 from paceline.core.events import Event
 from paceline.core.journal import Journal
 from paceline.train.settings.train_config import TrainConfig
@@ -26,6 +27,18 @@ def write_run(path: Path, journal: Iterable[Event], **settings: object) -> Path:
 def write_log(run: Path, rank: int, *lines: str) -> None:
     with (run / "logs" / f"rank-{rank}.log").open("a") as file:
         file.writelines(f"{line}\n" for line in lines)
+
+
+def register_process_engine(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Register the engine whose nodes are processes of this machine by the name `process`, as another package
+    would: by an entry point."""
+    entry = folder / "process_engine-1.dist-info"
+    entry.mkdir(parents=True)
+    (entry / "METADATA").write_text("Metadata-Version: 2.1\nName: process-engine\nVersion: 1\n")
+    (entry / "entry_points.txt").write_text(
+        f"[{engine_registry.ENTRY_POINTS}]\nprocess = paceline.testing.process_engine:ProcessEngine\n"
+    )
+    monkeypatch.syspath_prepend(folder)
 
 
 class Command:

@@ -7,7 +7,8 @@ import importlib.util
 import shutil
 
 import pytest
-from tests.cli.made_runs import Command
+import yaml
+from tests.cli.made_runs import Command, register_process_engine
 
 from paceline.core import engine_registry
 
@@ -83,6 +84,9 @@ TRAIN = [
     ("script.py --address ray://head:10001", "add --engine ray"),
     ("script.py --num-nodes 2", "add --engine with --nodes 2"),
     (f"script.py --engine ssh {HOSTS} --set wokers=2", "did you mean workers?"),
+    (f"script.py --engine ssh {HOSTS} --set wokers=2 --dry-run", "did you mean workers?"),
+    (f"script.py --engine ssh {HOSTS} --config missing.toml --dry-run", "missing.toml cannot be read"),
+    ("missing.py --engine slurm", "the script missing.py cannot be read: No such file"),
 ]
 
 SUBMIT = [
@@ -155,6 +159,50 @@ def test_equal_numbers_do_not_contradict(place, paceline):
         return
     assert (code, "host: 127.0.0.2" in out) == (0, True), err
     assert not (place / "ran").exists()
+
+
+@pytest.fixture
+def process_engine(monkeypatch, tmp_path_factory):
+    """Options of the engine whose nodes are processes of this machine."""
+    register_process_engine(monkeypatch, tmp_path_factory.mktemp("packages"))
+    return ["--engine", "process", "--nodes", "2", "--engine-set", "most=2", "--workers-per-node", "3"]
+
+
+def test_a_dry_run_prints_the_ports_and_the_addresses_of_the_settings(place, paceline, process_engine):
+    (place / "settings.toml").write_text('[fault_tolerance]\nports = "42000-42100"\nport = 41000\n')
+    options = [*process_engine, "--config", "settings.toml", "--set", "fault_tolerance.port=41001"]
+    code, out, err = paceline("train", "script.py", *options, "--dry-run")
+    assert code == 0, err
+    words = yaml.safe_load(out)["commands"][1]["command"]
+    assert "127.0.0.1:41001" in words
+    assert words[words.index("--ports") + 1] == "42000-42100"
+    code, out, err = paceline(
+        "train", "script.py", *options, "--set", "fault_tolerance.bind=::1", "--dry-run"
+    )
+    assert (code, "'[::1]:41001'" in out) == (0, True), err
+    assert not (place / "ran").exists()
+
+
+def test_every_task_of_an_srun_refuses_what_the_first_one_refuses(place, paceline, monkeypatch):
+    """The first would never train, and the others would wait for it."""
+    variables = "JOB_ID=17 JOB_NODELIST=n[1-2] JOB_NUM_NODES=2 STEP_ID=0 PROCID=1 STEP_NUM_TASKS=2"
+    for name, _, value in (text.partition("=") for text in variables.split()):
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    code, _, err = paceline("train", "script.py", "--set", "wokers=2")
+    assert (code, "did you mean workers?" in err) == (2, True), err
+    code, _, err = paceline("train", "missing.py")
+    assert (code, "the script missing.py cannot be read" in err) == (2, True), err
+
+
+def test_the_size_of_the_engine_wins_over_the_scripts_workers(place, paceline, process_engine):
+    (place / "script.py").write_text(
+        "from paceline.frontends import overrides\nimport paceline\n"
+        "print(overrides.current().apply(paceline.TrainConfig(workers=4)).workers)\n"
+    )
+    (place / "settings.toml").write_text("workers = 5\n")
+    for more in ([], ["--config", "settings.toml"]):
+        code, out, err = paceline("train", "script.py", *process_engine, *more)
+        assert (code, out) == (0, "6\n"), err
 
 
 def test_what_a_queue_would_run_for_an_engine_that_takes_no_run_over(place, paceline):

@@ -9,11 +9,14 @@ from pathlib import Path
 
 import pytest
 import typer
+from tests.cli.made_runs import register_process_engine, write_run
 
 from paceline.cli import main
 from paceline.cli.replay import replay
 from paceline.core import events, journal
 from paceline.core.journal import Journal
+from paceline.frontends import overrides, recomputation
+from paceline.train.state.run_folder import RunFolder
 
 SCRIPT = """
 import sys
@@ -71,6 +74,34 @@ def test_the_recorded_script_is_run_and_the_bits_agree(run, capsys):
     assert "on rank 1" in out
     assert out.endswith("step 8, shard 3: the same bits\n")
     assert sorted(path.name for path in run.parent.iterdir()) == before
+
+
+def test_a_run_on_an_engine_is_computed_again_here(tmp_path, capsys, monkeypatch):
+    """Also one whose folder names the engine: older versions recorded it."""
+    register_process_engine(monkeypatch, tmp_path / "packages")
+    monkeypatch.chdir(tmp_path)
+    Path("script.py").write_text(SCRIPT.replace("workers=2, ", ""))
+    assert main.invoke(main.app, ["train", "script.py", "--engine", "process", "--nodes", "2", "5"]) == 0
+    record = json.loads(Path("run/command.json").read_text())
+    assert record["settings"] == ["workers=2"]
+    older = {**record, "settings": ["engine=Process(name='process', nodes=2)", *record["settings"]]}
+    del older["tag"]
+    for text in (json.dumps(record), json.dumps(recomputation.signed(older))):
+        Path("run/command.json").write_text(text)
+        assert paceline("run", "--step", 4, "--shard", 3) == 0, capsys.readouterr().err
+        assert capsys.readouterr().out.endswith("step 4, shard 3: the same bits\n")
+
+
+def test_a_file_that_names_the_engine_is_recorded_without_it(tmp_path):
+    secret = '{name = "ray", runtime_env = {env_vars = {HF_TOKEN = "hf_1"}}}'
+    command = overrides.Command("/s.py", (), "/", ("seed=3", f"engine={secret}", "workers=2"))
+    folder = write_run(tmp_path / "run", [])
+    with overrides.in_force(overrides.Overrides(command=command)):
+        recomputation.record_command(RunFolder(folder))
+    found, own = recomputation.recorded_command(folder)
+    assert own
+    assert found is not None
+    assert found.settings == ("seed=3", "workers=2")
 
 
 def test_json(run, capsys):

@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import signal
+import subprocess
 import sys
 
 import pytest
@@ -43,6 +44,12 @@ def test_a_program_exits_with_75_and_its_process_group_may_be_signalled(tmp_path
     assert fit(settings(folder, 3, resume="auto")).state_hash == quiet
 
 
+def has_ended_by_another(process: subprocess.Popen[str], number: signal.Signals) -> bool:
+    """Send a signal once more; return whether the program has ended."""
+    process.send_signal(number)
+    return process.poll() is not None
+
+
 @pytest.mark.parametrize("care", ["yes", "no"])
 def test_the_second_signal_exits_at_once_and_leaves_no_process(tmp_path, quiet, care):
     folder = tmp_path / "run"
@@ -54,7 +61,9 @@ def test_the_second_signal_exits_at_once_and_leaves_no_process(tmp_path, quiet, 
             if care == "no":
                 wait_for((folder / "stop").exists)
                 assert process.poll() is None
-            process.send_signal(signal.SIGUSR1)
+                process.send_signal(signal.SIGUSR1)
+            else:  # soon after the first it is the same request
+                wait_for(lambda: has_ended_by_another(process, signal.SIGUSR1))
             process.communicate(timeout=60)
             # Python may see both at once, and then takes the one with the lower number first.
             assert process.returncode in {128 + signal.SIGUSR1, 128 + signal.SIGTERM}
@@ -113,7 +122,8 @@ def test_inside_torchrun(tmp_path, quiet, to):
 
 
 def test_a_signal_to_every_process_of_the_job(tmp_path, quiet):
-    """As a scheduler does that knows the processes of a job and not who started whom."""
+    """As a scheduler does that knows the processes of a job and not who started whom: a program that started
+    others passes the same signal on."""
     folder = tmp_path / "run"
     with program(folder, "2", "hold=10") as process:
         wait_for_step(folder, 6, process)
@@ -121,6 +131,7 @@ def test_a_signal_to_every_process_of_the_job(tmp_path, quiet):
         with watch(pids) as processes:
             for pid in random.Random(0).sample(pids, len(pids)):
                 os.kill(pid, signal.SIGTERM)
+            process.send_signal(signal.SIGUSR1)  # of another number, so that the kernel does not merge them
             _, err = process.communicate(timeout=60)
             assert process.returncode == paceline.STOPPED_EXIT_CODE, err
             assert all_gone(processes, 10)

@@ -5,15 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass, field
-from typing import Annotated, Any, TypeVar, cast, final
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast, final
 
 import typer
 
 from paceline.core import config as core_config, engine_registry
 from paceline.core.engine_registry import EngineSettings
 from paceline.core.errors import ConfigError, UsageError
+from paceline.core.listen_address import ListenAddress
 from paceline.core.wording import counted, listed
 from paceline.engines.engine import Engine
+
+if TYPE_CHECKING:
+    from paceline.frontends.overrides import Overrides
 
 T = TypeVar("T")
 
@@ -34,8 +38,6 @@ EngineAssignments = Annotated[
     list[str] | None,
     typer.Option("--engine-set", metavar="KEY=VALUE", help="Any setting of the engine; repeatable."),
 ]
-
-_SUPERVISOR_PORT = 0  # any free one: only the run itself knows it
 
 
 @final
@@ -150,15 +152,19 @@ def _loaded(cls: type[EngineSettings], table: dict[str, Any], texts: list[str]) 
         ) from None
 
 
-def request_text(engine: Engine) -> str:
-    """Return what a run in the foreground would ask the engine for, as YAML. The port is not known before."""
+def request_text(engine: Engine, settings: Overrides) -> str:
+    """Return what a run in the foreground would ask the engine for, as YAML. `settings`: those of the command
+    line and its file, `engine` among them; what the script itself sets is not known. Without a port in them
+    any free one is taken, which only the run itself knows: 0 stands for it."""
     import yaml
 
-    from paceline.frontends.engine_nodes import agent_spec
+    from paceline.frontends.engine_nodes import agent_spec, supervisor_bind
     from paceline.train.settings.train_config import TrainConfig
 
+    config = settings.apply(TrainConfig())
     engine.check()
-    agents = agent_spec(TrainConfig(engine=engine), (engine.address_for_nodes(), _SUPERVISOR_PORT))
+    address = ListenAddress(interface=config.fault_tolerance.interface or "").address(supervisor_bind(config))
+    agents = agent_spec(config, (address, config.fault_tolerance.port))
     request = dict(engine.request(agents))
     return str(yaml.safe_dump(request, sort_keys=False, width=110, default_flow_style=False))
 

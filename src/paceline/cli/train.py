@@ -49,6 +49,8 @@ from paceline.core.errors import PacelineError, UsageError
 
 if TYPE_CHECKING:
     from paceline.engines.engine import Engine
+    from paceline.engines.slurm.allocation import StepTask
+    from paceline.frontends.overrides import Overrides
 
 
 def train(
@@ -85,14 +87,15 @@ def train(
 
     Example: paceline train script.py --workers 4 --chaos "kill rank=2 step=20" --set checkpoint.keep_last=5
     """
-    from paceline.cli.setting_checks import check_script, checked_assignments
+    from paceline.cli.setting_checks import checked_assignments
     from paceline.cli.train_layout import backend_settings, number_of_workers, settings_of_file
     from paceline.core.chaos_spec import Chaos
+    from paceline.frontends.overrides import Overrides
 
     file, rest = _chosen_script(script, script_file, arguments or [])
     if backend == "ray":
         engine, backend = one_of(engine, "ray", "--engine", "--backend"), None
-    if (step := _slurm_step()) is not None:
+    if (task := _slurm_task()) is not None:
         engine = engine or "slurm"
     chosen = EngineOptions(
         engine,
@@ -105,12 +108,9 @@ def train(
         slurm or [],
     ).chosen()
     if chosen is not None:
-        address = num_nodes = gpus_per_node = None
         check_size_and_backend(chosen, workers, num_gpus, backend)
-    if dry_run:
-        check_script(file)
-        _print_request(chosen)
-        return
+        address = num_nodes = num_gpus = gpus_per_node = None
+        workers = chosen.nodes * chosen.workers_per_node
     texts, layout = checked_assignments(assignments or []), (workers, num_gpus, num_nodes, gpus_per_node)
     of_file: dict[str, Any] = {}
     if config is None:
@@ -118,10 +118,9 @@ def train(
     else:
         number, of_file, per_gpu = settings_of_file(config, layout, address, backend)
         texts, config = (*per_gpu, *texts), None if per_gpu else config
-    texts = (*texts, *backend_settings(backend))
     given: dict[str, Any] = {
         "engine": chosen,
-        "workers": number if chosen is None else None,
+        "workers": number,
         "epochs": epochs,
         "run_dir": run_dir,
         "resume": int(resume) if resume is not None and resume.isdigit() else resume,
@@ -129,53 +128,60 @@ def train(
         "fault_tolerance.min_workers": min_workers,
     }
     options = {**of_file, **{name: value for name, value in given.items() if value is not None}}
-    with contextlib.nullcontext() if step is None else step:
-        _train(file, rest, options, texts, config)
+    asked = Overrides(options, (*texts, *backend_settings(backend)), file=config and os.path.abspath(config))
+    if dry_run:
+        _print_request(chosen, asked)
+    else:
+        _train(file, rest, asked, task)
 
 
-def _slurm_step() -> contextlib.AbstractContextManager[None] | None:
-    """Return what the first of several tasks of an srun trains in; None where there is one task. The others
-    wait for its end, and end here."""
+def _slurm_task() -> StepTask | None:
+    """Return which task of an srun of several this process is; None where there is one task."""
     if "SLURM_STEP_ID" not in os.environ:
         return None
     from paceline.engines.slurm.allocation import StepTask
+
+    return StepTask.from_environment()
+
+
+def _slurm_step(task: StepTask | None) -> contextlib.AbstractContextManager[None]:
+    """Return what the first task of an srun trains in. The other tasks wait for its end, and end here."""
+    if task is None:
+        return contextlib.nullcontext()
     from paceline.engines.slurm.step_tasks import first_task, wait_for_first_task
 
-    task = StepTask.from_environment()
-    if task is None or task.rank == 0:
-        return None if task is None else first_task(task, Path.cwd())
+    if task.rank == 0:
+        return first_task(task, Path.cwd())
     wait_for_first_task(task, Path.cwd())
     raise typer.Exit(0)
 
 
-def _train(
-    script: str, arguments: list[str], options: dict[str, Any], texts: tuple[str, ...], config: str | None
-) -> None:
+def _train(script: str, arguments: list[str], chosen: Overrides, task: StepTask | None) -> None:
     from paceline.frontends import overrides
 
-    named = tuple(f"{name}={value}" for name, value in options.items())
-    chosen = overrides.Overrides(options, texts, file=None if config is None else os.path.abspath(config))
+    # An engine is an object, and no assignment; where a run ran is no part of what made its weights.
+    named = tuple(f"{name}={value}" for name, value in chosen.options.items() if name != "engine")
     command = overrides.Command(
         script=os.path.abspath(script),
         arguments=tuple(arguments),
         folder=os.getcwd(),
-        settings=(*chosen.assigned_by_file(), *named, *texts),
+        settings=(*chosen.assigned_by_file(), *named, *chosen.assignments),
     )
     chosen = dataclasses.replace(chosen, command=command)
-    with overrides.in_force(chosen):
+    with _slurm_step(task), overrides.in_force(chosen):
         code = _run(script, command.arguments)
         if code == 0 and chosen and not overrides.applied():
             typer.echo(
                 f"warning: {script} ended without Trainer.fit, so no setting given here had an effect",
                 err=True,
             )
-        elif code == 0 and (what := _without_effect(texts, overrides.per_gpu_applied())):
+        elif code == 0 and (what := _without_effect(chosen.assignments, overrides.per_gpu_applied())):
             typer.echo(f"warning: {script} {what} had no effect", err=True)
     if code:
         raise typer.Exit(code)
 
 
-def _print_request(engine: Engine | None) -> None:
+def _print_request(engine: Engine | None, settings: Overrides) -> None:
     from paceline.cli.engine_options import request_text
 
     if engine is None:
@@ -183,7 +189,7 @@ def _print_request(engine: Engine | None) -> None:
             "--dry-run prints what an engine would be asked for, and none is chosen",
             remedy="add --engine; --set dry_run=true tries a few steps on this machine",
         )
-    typer.echo(request_text(engine), nl=False)
+    typer.echo(request_text(engine, settings), nl=False)
 
 
 def _without_effect(texts: tuple[str, ...], was_read: bool) -> str:
@@ -195,15 +201,20 @@ def _without_effect(texts: tuple[str, ...], was_read: bool) -> str:
 
 
 def _chosen_script(script: str | None, named: str | None, arguments: list[str]) -> tuple[str, list[str]]:
-    """Return the script and its arguments; with --script the first argument is the script's, too."""
+    """Return the script, which can be read, and its arguments; with --script the first argument is the
+    script's, too."""
+    from paceline.cli.setting_checks import check_script
+
     if named is not None:
-        return named, arguments if script is None else [script, *arguments]
-    if script is None:
+        arguments = arguments if script is None else [script, *arguments]
+    chosen = script if named is None else named
+    if chosen is None:
         raise UsageError(
             "no script is given",
             remedy="name the file that trains: paceline train train.py, or --script FILE",
         )
-    return script, arguments
+    check_script(chosen)
+    return chosen, arguments
 
 
 def _run(script: str, arguments: tuple[str, ...]) -> int:

@@ -76,17 +76,25 @@ def named_hosts(engine: EngineSettings) -> int:
     return len(lines()) if lines is not None else 0
 
 
+def most_nodes(engine: EngineSettings, nodes: int) -> int:
+    """Return how many nodes a run asks for until a person asks for another number: beyond its own `nodes`,
+    those that the engine may add."""
+    return max(nodes, getattr(engine, "max_nodes", None) or 0)
+
+
 @final
 @dataclass(frozen=True)
 class NodeStatus:
     """What became of one agent. `node` counts the agents of a job from 0 and is never used twice; `host` is
-    the engine's name of the machine, empty while there is none; `reason` is its own word for an end."""
+    the engine's name of the machine, empty while there is none; `reason` is its own word for an end, or for
+    a wait; `remedy`: what to do about it, where the engine knows."""
 
     node: int
     state: NodeState
     host: str = ""
     code: int | None = None
     reason: str = ""
+    remedy: str = ""
 
 
 @final
@@ -107,7 +115,8 @@ class EngineJob(Protocol):
 
     def scale(self, nodes: int) -> None:
         """Have this many agents pending or running: ask for those that are missing, replacing ended and lost
-        ones; or end the newest ones where there are too many (SIGTERM: they leave at a step boundary)."""
+        ones; or end the newest ones where there are too many (SIGTERM: they leave at a step boundary). Raise
+        where the engine refuses them, or none can come."""
         ...
 
     def logs(self) -> Iterable[LogLine]:

@@ -39,7 +39,7 @@ from paceline.train.loop.training_thread import PRELOAD
 from paceline.train.state.run_folder import RunFolder
 from paceline.train.state.run_lock import held
 from paceline.train.step_info import StepInfo
-from paceline.train.stop_signals import ending, interrupted, listening, write_stop_file
+from paceline.train.stop_signals import SAME_SIGNAL_SECONDS, ending, interrupted, listening, write_stop_file
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -165,7 +165,8 @@ def fit_supervised(job: TrainJob) -> FitResult:
         observers = [stack.enter_context(progress_display())] if job.config.progress else []
         with _naming_part_of(job):
             running = stack.enter_context(SupervisedRun(job, observers))
-        stack.enter_context(listening(signals.append, ctrl_c=True))
+        # A cluster that ends a job signals all of its processes, some of which pass the signal on.
+        stack.enter_context(listening(signals.append, ctrl_c=True, same_seconds=SAME_SIGNAL_SECONDS))
         try:
             while not running.wait(_POLL_SECONDS):
                 if signals:

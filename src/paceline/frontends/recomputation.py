@@ -41,6 +41,8 @@ T = TypeVar("T")
 _COMMAND_FILE = "command.json"
 _TAG: Final = "tag"
 _KEY_BYTES: Final = 32
+_PLACE: Final = "engine"  # where a run ran, which no result depends on
+_OF_ONE_START: Final = (_PLACE, "run_dir", "resume", "workers", "fault_tolerance")
 
 
 class FitParts(Protocol):
@@ -109,11 +111,13 @@ def record_command(folder: RunFolder) -> None:
     command = overrides.command()
     if command is None:
         return
-    # Without secrets: folders of runs are published. `paceline replay` asks for such arguments again.
+    # Without secrets: folders of runs are published. `paceline replay` asks for such arguments again. An
+    # engine has secrets in any of its settings, such as the environment of its workers.
+    settings = [text for text in command.settings if not text.startswith(_PLACE)]
     plain = {
         **command.to_plain(),
         "arguments": list(untrusted.redact_secrets(command.arguments)),
-        "settings": [untrusted.redact_credentials(text) for text in command.settings],
+        "settings": [untrusted.redact_credentials(text) for text in settings],
     }
     with contextlib.suppress(PlatformError):  # a full disk: the run itself is not in danger
         record = json.dumps(signed(plain)).encode()
@@ -272,7 +276,6 @@ def compute_in_script(command: overrides.Command, compute: Callable[[FitParts, A
 
 def _repeatable(settings: Sequence[str]) -> tuple[str, ...]:
     """Return the overrides of the recorded command, without those that are about that start only."""
-    about_the_start = ("run_dir", "resume", "workers", "fault_tolerance")
     return tuple(
-        text for text in settings if not text.startswith(about_the_start) and untrusted.REDACTED not in text
+        text for text in settings if not text.startswith(_OF_ONE_START) and untrusted.REDACTED not in text
     )

@@ -13,30 +13,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, final
 
-from paceline.core.version import VERSION
-from paceline.engines.agent_commands import AgentCommands, CommandEnd
+from paceline.engines.agent_commands import AgentCommands, CommandEnd, watched_command
 from paceline.engines.engine import AgentSpec, EngineJob, EngineRequest
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class ProcessEngine:
-    """`most` nodes can be had; those beyond `nodes` replace lost ones."""
+    """`most` nodes can be had; those beyond `nodes` replace lost ones. `address`: where the supervisor
+    listens for them."""
 
     name: Literal["process"] = "process"
     nodes: int = 1
     workers_per_node: int = 1
     most: int = 8
+    address: str = "127.0.0.1"
 
     def check(self) -> None:
         """Nothing is needed."""
 
     def address_for_nodes(self) -> str:
-        return "127.0.0.1"
+        return self.address
 
     def request(self, agents: AgentSpec) -> EngineRequest:
-        runner = [sys.executable, "-m", "paceline.engines.remote_agent", VERSION]
-        command = [*runner, *agents.command("/dev/stdin")]
+        command = watched_command(agents, sys.executable)
         hosts = [f"node{number}" for number in range(max(self.most, agents.nodes))]
         return {
             "nodes": agents.nodes,

@@ -20,16 +20,21 @@ _DAEMONS = ("slurmd", "slurmctld", "munged")
 
 
 class SlurmLab(EngineLab):
-    """A cluster in which each agent is a job of its own."""
+    """A cluster in which each agent is a job of its own. `usable`: the nodes that agents may be on; None: all
+    of them, of which runs leave some unused."""
 
-    def __init__(self, cluster: SlurmCluster, folder: Path) -> None:
+    def __init__(self, cluster: SlurmCluster, folder: Path, usable: int | None = None) -> None:
         self.cluster, self.folder = cluster, folder
+        self.has_spare_node = usable is None
+        excluded = [f"n{number + 1}" for number in range(usable or cluster.nodes, cluster.nodes)]
+        self._options = {"exclude": ",".join(excluded)} if excluded else {}
         self._lost: list[int] = []
 
     def engine(self, nodes: int, workers_per_node: int) -> paceline.Slurm:
         return paceline.Slurm(
-            nodes=nodes, workers_per_node=workers_per_node, folder=str(self.folder), poll_seconds=0.25
-        )
+            nodes=nodes, workers_per_node=workers_per_node, folder=str(self.folder), poll_seconds=0.25,
+            options=self._options,
+        )  # fmt: skip
 
     def start(self, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
         return self.cluster.start(command, env=ENVIRONMENT, cwd=self.folder, **options)

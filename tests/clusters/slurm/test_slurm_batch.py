@@ -131,6 +131,53 @@ def test_srun_trains_on_the_nodes_of_its_allocation(cluster, tmp_path, undisturb
     assert not lab.left_running()
 
 
+@pytest.mark.timeout(300)
+def test_tasks_of_an_array_are_queued_again_each_for_itself(cluster, tmp_path):
+    """SLURM's signal to the batch shells, as it comes before a time limit."""
+    command = [*PACELINE, "submit", SCRIPT, "--engine", "slurm", "--name", "two", "--nodes", "1", "--wait"]
+    process = SlurmLab(cluster, tmp_path).start(
+        [*command, "--slurm", "array=0-1", str(tmp_path / "gate")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    runs: list[ContractRun] = []
+
+    def have_begun() -> bool:
+        runs[:] = [ContractRun(process, folder, tmp_path / "gate") for folder in tmp_path.glob("runs/two-*")]
+        return len(runs) == 2 and all(run.last_step > 2 for run in runs)
+
+    wait_until(have_begun, "both tasks train")
+    array = runs[0].folder.name.removeprefix("two-").partition("_")[0]
+    assert sorted(run.folder.name for run in runs) == [f"two-{array}_0", f"two-{array}_1"]
+    cluster.run(["scancel", "--signal=TERM", "--batch", array])
+    for run in runs:
+        until_resumed(run, 1)
+    runs[0].finish()
+    for run in runs:
+        run.check_once()
+        assert [event.reason for event in run.of(events.RunEnded)] == ["SIGTERM", "finished"]
+    assert not SlurmLab(cluster, tmp_path).left_running()
+
+
+@pytest.mark.timeout(150)
+def test_a_run_is_handed_over_from_inside_of_an_allocation(cluster, tmp_path):
+    """The job is not part of the allocation, and may be larger."""
+    command = [*PACELINE, "submit", SCRIPT, "--engine", "slurm", "--nodes", "4", "--slurm", "hold=", "gate"]
+    process = SlurmLab(cluster, tmp_path).start(
+        ["salloc", "--quiet", "--nodes=1", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, printed
+    queued = ["squeue", "--noheader", "--states=PENDING", "--format=%i %D"]
+    assert cluster.run(queued).split() == [printed.strip(), "4"]
+    cluster.run(["scancel", printed.strip()])
+    assert not SlurmLab(cluster, tmp_path).left_running()
+
+
 @pytest.mark.timeout(150)
 def test_a_run_that_was_handed_over_is_stopped_and_not_queued_again(cluster, tmp_path):
     run = handed_over(cluster, tmp_path, "--nodes", "1", "--name", "night")

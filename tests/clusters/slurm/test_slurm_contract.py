@@ -10,7 +10,7 @@ from paceline.testing import engine_contract
 
 @pytest.mark.timeout(200)
 def test_worker_agent_and_node_are_lost_and_a_node_is_added(cluster, tmp_path):
-    run = engine_contract.check_faults(SlurmLab(cluster, tmp_path), tmp_path)
+    run = engine_contract.check_faults(SlurmLab(cluster, tmp_path, usable=2), tmp_path)
     assert "SLURM says NODE_FAIL" in run.output
 
 
@@ -24,7 +24,9 @@ def test_stop_and_resume_on_another_number_of_nodes(cluster, tmp_path):
 
 @pytest.mark.timeout(200)
 def test_the_caller_is_killed(cluster, tmp_path):
-    engine_contract.check_caller_killed(SlurmLab(cluster, tmp_path), tmp_path)
+    lab = SlurmLab(cluster, tmp_path)
+    engine_contract.check_caller_killed(lab, tmp_path)
+    assert not lab.left_files()  # the second caller removes what the first had to leave
 
 
 @pytest.mark.timeout(200)

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from tests.waiting import wait_for
 
 import paceline
+from paceline.core.atomic_file import replace_file
 from paceline.engines.engine import LogLine
-from paceline.engines.slurm import batch_jobs, slurm_commands
+from paceline.engines.slurm import batch_jobs, slurm_commands, step_tasks
 from paceline.engines.slurm.allocation import Allocation, StepTask
-from paceline.engines.slurm.job_agents import status_of
+from paceline.engines.slurm.job_agents import JobAgents, status_of
 from paceline.engines.slurm.shared_folder import SharedFolder, folder_for
 from paceline.engines.slurm.slurm_commands import JobRecord
 from paceline.engines.slurm.step_command import explain_step
@@ -138,6 +142,52 @@ def test_the_secret_is_in_a_file_for_its_owner_and_goes_with_the_folder(tmp_path
     assert os.listdir(tmp_path) == []
 
 
+def test_the_folder_above_goes_with_the_last_run(tmp_path):
+    first, second = (SharedFolder(folder_for(str(tmp_path), name, ("n1", 1)), b"s") for name in "ab")
+    first.remove()
+    assert Path(second.path, "token").exists()
+    second.remove()
+    second.remove()  # what is gone already is no error
+    assert os.listdir(tmp_path) == []
+
+
+# Job 17 is of the first test process, job 18 of the next one.
+STAND_IN_QUEUE = """#!/bin/sh
+case "$0" in
+  */sbatch) cat > /dev/null; [ -e "$HERE/asked" ] && echo 18 || echo 17; touch "$HERE/asked";;
+  */squeue) echo "17|0|$STATE|||0|"; echo "17|1|COMPLETED|||0|";;
+  */scancel) echo "$@" >> "$HERE/cancelled";;
+esac
+"""
+ASKS_AND_IS_KILLED = """
+import os, signal, sys
+from paceline.engines.slurm.job_agents import JobAgents
+from paceline.engines.slurm.shared_folder import SharedFolder
+JobAgents("#!/bin/sh", SharedFolder(sys.argv[1], b"s" * 32), 2, 1.0)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("state", ["PENDING", "RUNNING"])
+def test_what_a_killed_caller_left_in_the_queue_is_taken_off_by_the_next(tmp_path, monkeypatch, state):
+    """The queue is a stand-in here; tests/clusters/slurm has the real one."""
+    for name in ("sbatch", "squeue", "scancel"):
+        (tmp_path / name).write_text(STAND_IN_QUEUE)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("HERE", str(tmp_path))
+    monkeypatch.setenv("STATE", state)
+    left, lives, own = (Path(folder_for(str(tmp_path), name, ("n1", 1))) for name in ("left", "lives", "own"))
+    killed = subprocess.run([sys.executable, "-c", ASKS_AND_IS_KILLED, str(left)], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    SharedFolder(str(lives), b"s" * 32).note_jobs(["19"])
+    JobAgents("#!/bin/sh", SharedFolder(str(own), b"s" * 32), 1, 1.0)
+    assert [path.exists() for path in (left, lives, own)] == [state == "RUNNING", True, True]
+    cancelled = tmp_path / "cancelled"
+    # Agents that run save first.
+    assert (cancelled.read_text() if cancelled.exists() else "") == ("17_0\n" if state == "PENDING" else "")
+
+
 def test_lines_of_logs_come_once_and_whole(tmp_path):
     folder = SharedFolder(str(tmp_path / "x"), b"s" * 32)
     log = folder.watch(2, "agent-17_0.log")
@@ -168,6 +218,41 @@ def test_other_tasks_wait_for_the_end_of_the_first(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+def test_a_first_task_that_cannot_write_for_a_while_goes_on_writing(tmp_path, monkeypatch):
+    attempts, original = threading.Semaphore(0), replace_file
+
+    def attempt(*arguments: Any, **options: Any) -> None:
+        try:
+            original(*arguments, **options)
+        finally:
+            attempts.release()
+
+    monkeypatch.setattr(step_tasks, "replace_file", attempt)
+    file = sign_of_life(TASK, tmp_path)
+    in_the_way = file.with_name(f"{file.name}.tmp")  # a folder, as which the file cannot be written
+
+    def is_in_the_way() -> bool:
+        with suppress(FileExistsError):
+            in_the_way.mkdir()
+        return in_the_way.is_dir()
+
+    with first_task(TASK, tmp_path, 0.005):
+        wait_for(is_in_the_way)
+        content = file.read_bytes()
+        while attempts.acquire(blocking=False):
+            pass
+        assert attempts.acquire(timeout=30)
+        assert attempts.acquire(timeout=30)
+        assert file.read_bytes() == content
+        in_the_way.rmdir()
+        wait_for(lambda: file.read_bytes() != content)
+
+
+def test_a_sign_of_life_that_cannot_be_read_is_no_end_of_the_first_task(tmp_path):
+    sign_of_life(TASK, tmp_path).mkdir(parents=True)
+    wait_for_first_task(TASK, tmp_path, silence_seconds=0.05, look_seconds=0.005)
+
+
 def test_a_first_task_that_was_killed_is_noticed(tmp_path):
     file = sign_of_life(TASK, tmp_path)
     file.parent.mkdir()
@@ -189,7 +274,43 @@ SAVES = (
 )
 
 
-@pytest.mark.parametrize("via", ["batch shell", "step", "person"])
+def test_a_command_of_slurm_is_not_ended_by_the_callers_ctrl_c():
+    """The terminal sends it to the caller's process group."""
+    command = [sys.executable, "-c", "import os; print(os.getpgrp() == os.getpid())"]
+    assert slurm_commands.call(command) == "True\n"
+
+
+def test_output_files_may_have_spaces_in_their_names():
+    shown = (
+        "JobId=17 JobName=a StdErr=/home/my runs/a-17.log StdIn=/dev/null StdOut=/home/my runs/a-17.log "
+        "Power=\nJobId=18 JobName=b StdIn=/dev/null StdOut=/home/b-18.log\n"
+    )
+    assert batch_jobs.output_files(shown) == ["/home/my runs/a-17.log", "/home/b-18.log"]
+
+
+STAND_IN_SCONTROL = """#!/bin/sh
+[ -e "$HERE/forgotten" ] && { echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1; }
+echo "JobId=17 StdIn=/dev/null StdOut=$HERE/a 17.log Power="
+"""
+
+
+def test_the_log_of_a_job_that_slurm_has_forgotten_is_still_read(tmp_path, monkeypatch):
+    (tmp_path / "scontrol").write_text(STAND_IN_SCONTROL)
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("HERE", str(tmp_path))
+    read = batch_jobs.log_reader("17")
+    assert read() == {}  # it has not begun
+    log = tmp_path / "a 17.log"
+    log.write_text("one\n")
+    assert read() == {str(log): "one\n"}
+    (tmp_path / "forgotten").touch()
+    log.write_text("one\ntwo\n")
+    assert read() == {str(log): "one\ntwo\n"}
+    assert batch_jobs.log_reader("17")() == {}
+
+
+@pytest.mark.parametrize("via", ["SIGTERM", "SIGUSR2", "SIGHUP", "step", "person"])
 def test_only_a_job_that_slurm_signalled_is_queued_again(tmp_path, via):
     """srun and scontrol are stand-ins here; tests/clusters/slurm has the real ones."""
     for name in ("srun", "scontrol"):
@@ -212,8 +333,10 @@ def test_only_a_job_that_slurm_signalled_is_queued_again(tmp_path, via):
     if via == "person":
         (command,) = [one for one in psutil.Process(main.pid).children() if SAVES in one.cmdline()]
         command.terminate()
-    else:
-        os.kill(main.pid if via == "batch shell" else int(step.read_text()), 15)
+    elif via == "step":
+        os.kill(int(step.read_text()), signal.SIGTERM)
+    else:  # to the batch shell
+        main.send_signal(signal.Signals[via])
     _, said = main.communicate(timeout=30)
     assert main.returncode == 75
     asked = tmp_path / "asked"

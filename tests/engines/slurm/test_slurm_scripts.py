@@ -10,7 +10,6 @@ import paceline
 from paceline.core.version import VERSION
 from paceline.engines.batch import BatchSpec
 from paceline.engines.engine import AgentSpec
-from paceline.engines.slurm import directives
 from paceline.engines.slurm.step_command import step_command
 
 AGENTS = AgentSpec(
@@ -114,6 +113,36 @@ def test_options_of_a_user_win_and_leave_out():
     assert "#SBATCH --partition=gpu\n" in text
 
 
+@pytest.mark.parametrize("signal", ["USR2@300", "R:HUP@60", "SIGINT", "B:10@90"])
+def test_a_signal_on_which_a_run_saves_goes_to_the_batch_shell(signal):
+    text = paceline.Slurm(options={"signal": signal}).batch_text(RUN)
+    assert f"#SBATCH --signal=B:{signal.split(':')[-1]}\n" in text
+
+
+@pytest.mark.parametrize("signal", ["KILL@60", "CONT", "9@60", "@60"])
+def test_a_signal_that_would_end_the_run_is_refused(signal):
+    with pytest.raises(paceline.ConfigError, match="does not save on"):
+        paceline.Slurm(options={"signal": signal}).batch_text(RUN)
+
+
+def test_the_size_of_a_run_is_none_of_its_agents():
+    options = {"nodes": "3", "ntasks": "6", "ntasks-per-node": "2", "qos": "high"}
+    engine = paceline.Slurm(options=options)
+    assert engine.nodes == 3
+    assert paceline.Slurm(options={"nodes": "2-4"}).nodes == 2
+    script = engine.request(AGENTS)["script"]
+    assert "#SBATCH --nodes=1\n#SBATCH --ntasks=1\n" in script
+    assert "ntasks-per-node" not in script
+    assert "#SBATCH --qos=high\n" in script
+    handed_over = engine.batch_text(dataclasses.replace(RUN, nodes=engine.nodes))
+    assert "#SBATCH --nodes=3\n#SBATCH --ntasks-per-node=2\n" in handed_over
+
+
+def test_the_interface_of_the_supervisor_is_that_of_a_run_that_is_handed_over():
+    text = paceline.Slurm(interface="eth1", folder="/scratch/my runs").batch_text(RUN)
+    assert " --gpus-per-node 2 --engine-set 'interface=\"eth1\"' --run-dir " in text
+
+
 def test_each_task_of_an_array_has_its_own_run_and_log():
     text = paceline.Slurm(options={"array": "0-3%2"}).batch_text(RUN)
     assert "#SBATCH --array=0-3%2\n" in text
@@ -154,14 +183,6 @@ def test_a_step_keeps_an_agent_on_a_host():
     assert set(command[1:where:2]) == {"-u"}
 
 
-def test_options_are_read_from_texts():
-    assert directives.options_from_texts(["qos=high", "--exclusive", "comment=a=b"]) == {
-        "qos": "high",
-        "exclusive": "",
-        "comment": "a=b",
-    }
-
-
 @pytest.mark.parametrize(
     "options", [{"a b": "1"}, {"": "1"}, {"comment": "one\n#SBATCH --uid=0"}, {"-p": "x"}]
 )
@@ -170,8 +191,25 @@ def test_what_could_not_be_a_line_is_refused(options):
         paceline.Slurm(options=options)
 
 
-def test_values_that_cannot_be_are_refused():
-    with pytest.raises(paceline.ConfigError, match="nodes=-1 cannot be"):
-        paceline.Slurm(nodes=-1)
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"nodes": -1}, "nodes=-1 cannot be"),
+        ({"nodes": "2"}, "nodes='2' cannot be"),
+        ({"nodes": 2.5}, "nodes=2.5 cannot be"),
+        ({"poll_seconds": "2"}, "poll_seconds='2' cannot be"),
+        ({"options": {"mem": 4000}}, "the option mem is 4000, and not text"),
+        ({"time": 30}, "the option time is 30, and not text"),
+        ({"options": {"nodes": "many"}}, "the option nodes=many is no number of nodes"),
+        ({"nodes": 2, "options": {"nodes": "3"}}, "nodes=2 and the option nodes=3 contradict each other"),
+    ],
+)
+def test_values_that_cannot_be_are_refused(settings, said):
+    with pytest.raises(paceline.ConfigError, match=said) as refused:
+        paceline.Slurm(**settings)
+    assert refused.value.remedy
+
+
+def test_a_time_is_one_line():
     with pytest.raises(paceline.ConfigError):
         paceline.Slurm(time="1:00\n#SBATCH --uid=0")

@@ -6,9 +6,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
+from typing import Final
 
 from paceline.engines.engine import AgentSpec
 from paceline.engines.slurm import directives
+
+# Of a run that is handed over as one job; an agent is one task on one node, and a job of its own.
+_SIZE_OF_A_RUN: Final = ("nodes", "ntasks", "ntasks-per-node")
 
 
 def agent_options(
@@ -23,7 +27,8 @@ def agent_options(
         table["gres"] = f"gpu:{agents.gpus_per_node}"
     # Another agent is asked for when this one is lost, so that SLURM need not start it again.
     table["no-requeue"] = ""
-    return directives.merged({**table, **settings}, options)
+    given = {name: value for name, value in options.items() if name not in _SIZE_OF_A_RUN}
+    return directives.merged({**table, **settings}, given)
 
 
 def agent_script(agents: AgentSpec, folder: str, table: Mapping[str, str]) -> str:

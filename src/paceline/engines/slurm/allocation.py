@@ -8,9 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, final
 
-# What srun needs of its environment; the other variables describe the step of the caller, and srun would take
-# its own options from them.
-_KEPT: Final = ("SLURM_CONF", "SLURM_JOB_ID", "SLURM_JOBID", "SLURM_CLUSTERS", "SLURM_WORKING_CLUSTER")
 _COUNT: Final = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
@@ -63,15 +60,6 @@ class StepTask:
         if not (job and step.isdigit() and rank.isdigit() and size.isdigit()) or int(size) < 2:
             return None
         return cls(job, step, int(rank), int(size))
-
-
-def environment_for_steps(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment for an srun that begins another step of the same allocation."""
-    return {
-        name: value
-        for name, value in environment.items()
-        if name in _KEPT or not name.startswith(("SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMIX_"))
-    }
 
 
 def _counts(text: str) -> tuple[int, ...]:

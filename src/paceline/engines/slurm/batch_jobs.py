@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -66,14 +66,28 @@ def _accounted(identifier: str) -> BatchStatus:
     return BatchStatus("lost", None, f"SLURM has no record of job {identifier} any more")
 
 
-def logs(identifier: str) -> dict[str, str]:
-    """Return what a job, or each task of an array, wrote so far, by the name of its file."""
-    text = commands.call(["scontrol", "--oneliner", "show", "job", identifier])
-    texts: dict[str, str] = {}
-    for path in re.findall(r" StdOut=(\S+)", text):
-        with suppress(FileNotFoundError):  # it has not begun
-            texts[path] = Path(path).read_text(errors="replace")
-    return texts
+def log_reader(identifier: str) -> Callable[[], dict[str, str]]:
+    """Return a function that returns what a job, or each task of an array, wrote so far, by the name of its
+    file: also once SLURM has forgotten the job."""
+    paths: list[str] = []
+
+    def read() -> dict[str, str]:
+        nonlocal paths
+        with suppress(UsageError):
+            paths = output_files(commands.call(["scontrol", "--oneliner", "show", "job", identifier]))
+        texts: dict[str, str] = {}
+        for path in paths:
+            with suppress(FileNotFoundError):  # it has not begun
+                texts[path] = Path(path).read_text(errors="replace")
+        return texts
+
+    return read
+
+
+def output_files(text: str) -> list[str]:
+    """Return the files of standard output in what `scontrol --oneliner show job` says; a path may have
+    spaces."""
+    return re.findall(r" StdOut=(.+?)(?= [A-Za-z]\w*=|$)", text, re.MULTILINE)
 
 
 def stop(identifier: str) -> None:

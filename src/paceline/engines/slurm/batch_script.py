@@ -6,11 +6,14 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
+from paceline.core.errors import ConfigError
+from paceline.core.wording import listed
 from paceline.engines.batch import BatchSpec
 from paceline.engines.slurm import directives
+from paceline.engines.slurm.requeue_on_signal import SIGNALS
 
 _LEAVE_SECONDS: Final = 60  # before the time limit, to save
 
@@ -37,12 +40,28 @@ def batch_options(job: BatchSpec, settings: Mapping[str, str], options: Mapping[
     merged = directives.merged(table, options)
     # To the batch shell alone: a signal to the steps would end the agents under the run that saves.
     if "signal" in merged:
-        merged["signal"] = "B:" + re.sub(r"^[BR]{1,2}:", "", merged["signal"])
+        merged["signal"] = f"B:{_checked_signal(merged['signal'])}"
     return merged
 
 
-def batch_script(job: BatchSpec, table: Mapping[str, str]) -> str:
-    """Return the script."""
+def _checked_signal(text: str) -> str:
+    """Return the signal and the seconds of --signal; ConfigError for one that would end the batch shell, and
+    the run with it."""
+    signal = re.sub(r"^[BR]{1,2}:", "", text)
+    name = signal.partition("@")[0].upper().removeprefix("SIG")
+    known = {number.name.removeprefix("SIG"): str(int(number)) for number in SIGNALS}
+    if name not in (*known, *known.values()):
+        raise ConfigError(
+            f"signal={text}: a run that is handed over does not save on {name or 'no signal'}",
+            remedy=f"choose one of {listed([*known])}, like signal=USR1@300",
+            key="options.signal",
+        )
+    return signal
+
+
+def batch_script(job: BatchSpec, table: Mapping[str, str], further: Sequence[str] = ()) -> str:
+    """Return the script. `further`: settings KEY=VALUE of the engine that `paceline train` has no option of
+    its own for."""
     lines = ["#!/bin/bash", *directives.lines(table), ""]
     if job.folder:
         lines += [f"cd {shlex.quote(job.folder)} || exit 1"]
@@ -52,18 +71,19 @@ def batch_script(job: BatchSpec, table: Mapping[str, str]) -> str:
         "# The supervisor runs here, on the first node of the allocation, and starts an agent on each node.",
         "# Before the time limit and before a preemption it saves and leaves; the job is queued again.",
         f"exec {python} -m paceline.engines.slurm.requeue_on_signal \\",
-        f"  {python} -m paceline train {_train_arguments(job, is_array='array' in table)}",
+        f"  {python} -m paceline train {_train_arguments(job, further, is_array='array' in table)}",
         "",
     ]
     return "\n".join(lines)
 
 
-def _train_arguments(job: BatchSpec, *, is_array: bool) -> str:
+def _train_arguments(job: BatchSpec, further: Sequence[str], *, is_array: bool) -> str:
     """Return the arguments of `paceline train` for a shell."""
     words = [shlex.quote(job.script), "--engine slurm", '--nodes "$SLURM_JOB_NUM_NODES"']
     words += [f"--workers-per-node {job.workers_per_node}"]
     if job.gpus_per_node:
         words += [f"--gpus-per-node {job.gpus_per_node}"]
+    words += [f"--engine-set {shlex.quote(text)}" for text in further]
     given = {option.partition("=")[0] for option in job.options}
     if "--run-dir" not in given:
         # The same after a requeue: the run goes on where it was.

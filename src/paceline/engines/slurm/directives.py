@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Final
 
 from paceline.core.errors import ConfigError
@@ -12,23 +12,19 @@ LEFT_OUT: Final = "no"
 _NAME: Final = re.compile(r"[A-Za-z][A-Za-z0-9-]*")
 
 
-def options_from_texts(texts: Iterable[str]) -> dict[str, str]:
-    """Return the options in `--slurm key=value` and `--slurm key`."""
-    return check_options(dict(_pair(text) for text in texts))
-
-
-def _pair(text: str) -> tuple[str, str]:
-    name, _, value = text.partition("=")
-    return name.strip().removeprefix("--"), value.strip()
-
-
-def check_options(options: Mapping[str, str]) -> dict[str, str]:
-    """Return the options; ConfigError for what could not be a line of a script."""
+def check_options(options: Mapping[str, str]) -> None:
+    """Raise ConfigError for what could not be a line of a script."""
     for name, value in options.items():
-        if not _NAME.fullmatch(name):
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise ConfigError(
                 f"{name!r} is not the long name of an option of sbatch",
-                remedy="write it like qos=high, as in `man sbatch`; without a value it is the name alone",
+                remedy="write it like qos=high, as in `man sbatch`, and one without a value like hold=",
+                key=f"options.{name}",
+            )
+        if not isinstance(value, str):
+            raise ConfigError(
+                f"the option {name} is {value!r}, and not text",
+                remedy=f'give it as text: {{"{name}": "{value}"}}',
                 key=f"options.{name}",
             )
         if any(ord(character) < 32 for character in value):
@@ -37,7 +33,36 @@ def check_options(options: Mapping[str, str]) -> dict[str, str]:
                 remedy="give it in one line",
                 key=f"options.{name}",
             )
-    return dict(options)
+
+
+def least_nodes(options: Mapping[str, str]) -> int:
+    """Return the nodes that the option `nodes` asks for, of a range the least; 0 where it is not given."""
+    return _nodes(options)[0]
+
+
+def check_nodes(options: Mapping[str, str], nodes: int) -> None:
+    """Raise ConfigError where the option `nodes` says something else than the engine."""
+    least, most = _nodes(options)
+    if least and not least <= nodes <= most:
+        raise ConfigError(
+            f"nodes={nodes} and the option nodes={options['nodes']} contradict each other",
+            remedy="give one of them",
+            key="options.nodes",
+        )
+
+
+def _nodes(options: Mapping[str, str]) -> tuple[int, int]:
+    text = options.get("nodes", LEFT_OUT)
+    if text == LEFT_OUT:
+        return 0, 0
+    match = re.fullmatch(r"([1-9]\d*)(?:-(\d+))?", text)
+    if match is None:
+        raise ConfigError(
+            f"the option nodes={text} is no number of nodes",
+            remedy="write it like nodes=4, or nodes=2-4 for a run that is handed over",
+            key="options.nodes",
+        )
+    return int(match[1]), int(match[2] or match[1])
 
 
 def merged(defaults: Mapping[str, str], options: Mapping[str, str]) -> dict[str, str]:

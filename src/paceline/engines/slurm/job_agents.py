@@ -7,12 +7,13 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, final
 
 from paceline.core.errors import CommTimeoutError, PacelineError, UnavailableError, UsageError
 from paceline.engines.engine import LogLine, NodeState, NodeStatus
 from paceline.engines.slurm import slurm_commands as commands
-from paceline.engines.slurm.shared_folder import SharedFolder
+from paceline.engines.slurm.shared_folder import SharedFolder, abandoned, remove_folder
 from paceline.engines.slurm.slurm_commands import JobRecord
 
 _log = logging.getLogger(__name__)
@@ -79,6 +80,7 @@ class JobAgents:
         self._stopped = False
         self._last_lines: list[LogLine] = []
         try:
+            _end_abandoned(folder.path.parent)
             self._ask(nodes)
         except BaseException:
             folder.remove()
@@ -91,6 +93,7 @@ class JobAgents:
             node = len(self._agents)
             self._agents.append(_AgentJob(job, str(task), NodeStatus(node, "pending")))
             self._folder.watch(node, f"agent-{job}_{task}.log")
+        self._folder.note_jobs(sorted({agent.job for agent in self._agents}))
         self._asked_at = 0.0
 
     def poll(self) -> Sequence[NodeStatus]:
@@ -171,6 +174,23 @@ class JobAgents:
                 time.sleep(_PAUSE_SECONDS)
         except PacelineError as error:
             _log.warning("whether the agents' jobs have ended is not known: %s", error.message)
+
+
+def _end_abandoned(parent: Path) -> None:
+    """Take jobs off the queue whose caller was killed, and remove their folder. Agents that run then end by
+    themselves once their run is saved."""
+    for path, jobs in abandoned(parent):
+        try:
+            found = commands.records(jobs)
+            for record in found:
+                if record.state in PENDING_STATES:
+                    commands.cancel(f"{record.job}_{record.task}" if record.task else record.job)
+            if all(record.state in PENDING_STATES or _is_over(record) for record in found):
+                remove_folder(path)
+        except PacelineError as error:
+            _log.warning(
+                "jobs %s of a caller that was killed may be left: %s", ", ".join(jobs), error.message
+            )
 
 
 def _is_over(record: JobRecord) -> bool:

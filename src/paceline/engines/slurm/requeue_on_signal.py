@@ -23,9 +23,9 @@ from paceline.control.spool import STOPPED_EXIT_CODE
 from paceline.core.errors import PacelineError
 from paceline.engines.slurm import slurm_commands as commands
 
-_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT)
 _LOOK_SECONDS: Final = 0.1
-_SIGNALLED: Final = tuple(128 + number for number in _SIGNALS)  # codes of an srun whose task a signal ended
+_SIGNALLED: Final = tuple(128 + number for number in SIGNALS)  # codes of an srun whose task a signal ended
 _KILLED_SECONDS: Final = 120.0  # within which SLURM ends a job that it has queued again
 
 
@@ -36,7 +36,7 @@ class _RequeuedCommand:
     def __init__(self, command: list[str]) -> None:
         self.got: int | None = None
         self._pending: int | None = None
-        for number in _SIGNALS:
+        for number in SIGNALS:
             signal.signal(number, self._note)
         self._process = subprocess.Popen(command)
 
@@ -89,7 +89,7 @@ def _requeue(why: str) -> int:
         )
         return STOPPED_EXIT_CODE
     print(f"the run has saved after {why}; job {job} is queued again and goes on from there", flush=True)
-    for number in _SIGNALS:
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     time.sleep(_KILLED_SECONDS)  # SLURM ends this job now
     return STOPPED_EXIT_CODE

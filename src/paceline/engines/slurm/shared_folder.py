@@ -1,23 +1,31 @@
 """The folder through which agents get the job's secret and hand their output back. On a file system that
 login and compute nodes share; its files can be read by their owner only.
+
+It also says which process asked for which jobs: a caller that is killed cannot cancel those that have not
+begun, and the next one in its place does (`abandoned`).
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, final
 
 from paceline.core.atomic_file import replace_file
 from paceline.core.errors import PlatformError, UsageError
-from paceline.core.untrusted import is_owned_by_user
+from paceline.core.host import host_identity
+from paceline.core.process_state import start_time
+from paceline.core.untrusted import is_owned_by_user, read_regular
 from paceline.engines.engine import LogLine
 
 FOLDER: Final = ".paceline-slurm"
 TOKEN: Final = "token"
+_CALLER: Final = "caller.json"
 _MOST_BYTES: Final = 1 << 20  # of one agent's output in one call
 
 
@@ -25,6 +33,29 @@ def folder_for(shared: str, run: str, address: tuple[str, int]) -> str:
     """Return the folder for the agents of a run: no other run has its supervisor at the same address."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", f"{Path(run).name}-{address[0]}-{address[1]}")
     return str(Path(shared).absolute() / FOLDER / name)
+
+
+def abandoned(parent: Path) -> Iterator[tuple[Path, list[str]]]:
+    """Return the folders beside each other in `parent` whose callers were killed on this host, and the jobs
+    of their agents. Whether a caller on another login node lives is not known here."""
+    for path in sorted(parent.iterdir()) if parent.is_dir() else ():
+        try:
+            caller = json.loads(read_regular(path / _CALLER))
+            on_this_host = caller["host"] == host_identity() and is_owned_by_user(path)
+            if on_this_host and start_time(int(caller["pid"])) != caller["started"]:
+                yield path, [str(int(job)) for job in caller["jobs"]]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # no folder of agents, or one whose caller has asked for nothing yet
+
+
+def remove_folder(path: Path) -> None:
+    """Remove the folder of a run's agents. The folder above it goes with the last one."""
+    # A network file system keeps a file that a node has open under another name: what is left is a log.
+    (path / TOKEN).unlink(missing_ok=True)
+    shutil.rmtree(path, ignore_errors=True)
+    if path.parent.name == FOLDER:
+        with suppress(OSError):  # another run has files in it, or has removed it
+            path.parent.rmdir()
 
 
 @final
@@ -50,6 +81,13 @@ class SharedFolder:
             ) from error
         replace_file(self.path / TOKEN, secret.hex().encode() + b"\n", mode=0o600)
 
+    def note_jobs(self, jobs: Sequence[str]) -> None:
+        """Record the jobs that this process has asked for."""
+        caller = {"host": host_identity(), "pid": os.getpid(), "started": start_time(os.getpid())}
+        record = json.dumps({**caller, "jobs": [*jobs]}).encode()
+        with suppress(PlatformError):  # a full disk: only a killed caller needs the record
+            replace_file(self.path / _CALLER, record, mode=0o600)
+
     def watch(self, node: int, name: str) -> Path:
         """Read what this agent writes to the file `name`, which may not exist yet."""
         file = self.path / name
@@ -74,9 +112,5 @@ class SharedFolder:
                 yield LogLine(node, line.decode(errors="replace"))
 
     def remove(self) -> None:
-        """Remove the folder. The folder above it goes with the last one."""
-        # A network file system keeps a file that a node has open under another name: what is left is a log.
-        (self.path / TOKEN).unlink(missing_ok=True)
-        shutil.rmtree(self.path, ignore_errors=True)
-        if self.path.parent.name == FOLDER and self.path.parent.is_dir() and not os.listdir(self.path.parent):
-            shutil.rmtree(self.path.parent, ignore_errors=True)
+        """Remove the folder."""
+        remove_folder(self.path)

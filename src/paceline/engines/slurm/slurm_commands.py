@@ -99,6 +99,7 @@ def call(
             timeout=_SECONDS,
             check=False,
             env={**os.environ, "LC_ALL": "C"},
+            process_group=0,  # Ctrl-C is for the caller, which then has these commands end its jobs
         )
     except FileNotFoundError:
         raise UnavailableError(
@@ -176,13 +177,6 @@ def records(jobs: Sequence[str]) -> list[JobRecord]:
             JobRecord(job, task if task.isdigit() else "", state, nodes, reason, int(status) if status else 0)
         )
     return found
-
-
-def steps(job: str) -> dict[str, str]:
-    """Return the running steps of a job: name to number, such as "agent-3" to "17.4"."""
-    text = call(["squeue", "--noheader", "--steps", f"--jobs={job}", "--format=%i|%j"])
-    pairs = (line.split("|", 1) for line in text.splitlines() if "|" in line)
-    return {name.strip(): number.strip() for number, name in pairs}
 
 
 def cancel(target: str, *, signal: str = "", batch: bool = False) -> None:

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Final, Literal, final
 
+from paceline.core import config as core_config
 from paceline.core.errors import ConfigError, UsageError
 from paceline.core.reachable_address import address_for_hosts
 from paceline.engines.agent_commands import AgentCommands
@@ -32,12 +32,23 @@ from paceline.engines.slurm.step_command import explain_step, step_command
 _NOTHING: Final = "#!/bin/bash\ntrue\n"
 
 
+def _check(key: str, value: object, kind: type[float]) -> None:
+    known = (int,) if kind is int else (int, float)
+    if isinstance(value, bool) or not isinstance(value, known) or value < 0:
+        raise ConfigError(
+            f"{key}={value!r} cannot be",
+            remedy=f"give a {'whole ' if kind is int else ''}number, 0 or more",
+            key=key,
+        )
+
+
 @final
 @dataclass(frozen=True, kw_only=True)
 class Slurm:
     """Settings of the SLURM engine.
 
-    nodes             agents to begin with; 0: every node of the allocation that this process runs in, else 1
+    nodes             agents to begin with; 0: `nodes` of the options, else every node of the allocation that
+                      this process runs in, else 1
     workers_per_node  workers of each; 0: the tasks per node of the allocation, else the GPUs, else 1
     gpus_per_node     GPUs of each node (--gres=gpu:N)
     partition, time   as sbatch takes them; empty: the cluster's own
@@ -61,13 +72,15 @@ class Slurm:
     poll_seconds: float = 2.0
 
     def __post_init__(self) -> None:
-        for key in ("nodes", "workers_per_node", "gpus_per_node", "poll_seconds"):
-            if getattr(self, key) < 0:
-                raise ConfigError(f"{key}={getattr(self, key)} cannot be", remedy="give 0 or more", key=key)
+        for key in ("nodes", "workers_per_node", "gpus_per_node"):
+            _check(key, getattr(self, key), int)
+        _check("poll_seconds", self.poll_seconds, float)
         directives.check_options({**self.options, "partition": self.partition, "time": self.time})
         allocation = Allocation.from_environment()
         if not self.nodes:
-            object.__setattr__(self, "nodes", allocation.node_count if allocation else 1)
+            in_allocation = allocation.node_count if allocation else 1
+            object.__setattr__(self, "nodes", directives.least_nodes(self.options) or in_allocation)
+        directives.check_nodes(self.options, self.nodes)
         if not self.workers_per_node:
             tasks = allocation.tasks_per_node if allocation and allocation.tasks_per_node > 1 else 0
             object.__setattr__(self, "workers_per_node", tasks or self.gpus_per_node or 1)
@@ -136,15 +149,22 @@ class Slurm:
 
     # a run that is handed over
 
-    def _batch_table(self, job: BatchSpec) -> dict[str, str]:
-        return batch_options(job, self._settings, self.options)
+    def check_batch(self) -> None:
+        commands.call(["sbatch", "--version"])  # `submit_batch` has SLURM judge the job itself
+
+    def _batch(self, job: BatchSpec) -> tuple[dict[str, str], str]:
+        """Return the options of the job, and its script."""
+        table = batch_options(job, self._settings, self.options)
+        # The others are about agents that are jobs of their own; here agents are steps.
+        interface = core_config.assignments(Slurm, {"interface": self.interface}) if self.interface else ()
+        return table, batch_script(job, table, interface)
 
     def batch_text(self, job: BatchSpec) -> str:
-        return batch_script(job, self._batch_table(job))
+        return self._batch(job)[1]
 
     def submit_batch(self, job: BatchSpec) -> str:
-        table = self._batch_table(job)
-        script = batch_script(job, table)
+        table, script = self._batch(job)
+        self._test(table)
         folder = Path(job.folder or os.getcwd())
         command = ["sbatch", "--parsable", f"--chdir={folder}"]
         return commands.call(command, stdin=script, options=table).strip().split(";")[0]
@@ -153,7 +173,7 @@ class Slurm:
         return batch_jobs.status(identifier)
 
     def batch_logs(self, identifier: str) -> NewLines:
-        return new_lines(partial(batch_jobs.logs, identifier))
+        return new_lines(batch_jobs.log_reader(identifier))
 
     def stop_batch(self, identifier: str) -> None:
         batch_jobs.stop(identifier)

@@ -6,9 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
-from paceline.core.version import VERSION
 from paceline.engines import remote_agent
-from paceline.engines.agent_commands import CommandEnd
+from paceline.engines.agent_commands import CommandEnd, watched_command
 from paceline.engines.engine import AgentSpec
 
 # Of the step that the caller may be in; srun would take its own options from them.
@@ -48,8 +47,7 @@ def step_command(agents: AgentSpec, job: str, host: str, cpus: int, run: str) ->
         command += [f"--chdir={agents.folder}"]
     if agents.environment:
         command += ["env", *(f"{name}={value}" for name, value in sorted(agents.environment.items()))]
-    command += [agents.python, "-m", "paceline.engines.remote_agent", VERSION]
-    return [*command, *agents.command("/dev/stdin")]
+    return [*command, *watched_command(agents, agents.python)]
 
 
 def explain_step(host: str, code: int, lines: Sequence[str], was_running: bool) -> CommandEnd:

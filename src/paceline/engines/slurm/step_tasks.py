@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from paceline.core.atomic_file import replace_file
-from paceline.core.errors import PeerLostError
+from paceline.core.errors import PeerLostError, PlatformError
 from paceline.engines.slurm.allocation import StepTask
 from paceline.engines.slurm.shared_folder import FOLDER
 
@@ -38,7 +38,8 @@ def first_task(task: StepTask, folder: Path, write_seconds: float = WRITE_SECOND
         number = 0
         while not over.is_set():
             number += 1
-            replace_file(file, str(number).encode(), mode=0o600)
+            with contextlib.suppress(PlatformError):  # a full disk, a file server that is away for a while
+                replace_file(file, str(number).encode(), mode=0o600)
             over.wait(write_seconds)
 
     replace_file(file, b"0", mode=0o600)  # raises here where the folder cannot be written to
@@ -70,6 +71,8 @@ def wait_for_first_task(
             if seen:
                 return
             content = b""  # it has not begun, or has ended before this task looked
+        except OSError:
+            content = last  # a file server that is away for a while, or that has put another file there
         if content != last:
             last, changed_at = content, time.monotonic()
         if time.monotonic() - changed_at > silence_seconds:

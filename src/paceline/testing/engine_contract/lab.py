@@ -14,6 +14,10 @@ class EngineLab(ABC):
     """A cluster of at least three nodes. Names of nodes are the host names in the run's journal, i.e.
     PACELINE_HOST of the agents or the node's own name."""
 
+    has_spare_node = True
+    """Whether the cluster has a node that `check_faults` leaves unused: it then replaces the lost node at
+    once. Where there is none, the run stays smaller until `add_node`."""
+
     @abstractmethod
     def engine(self, nodes: int, workers_per_node: int) -> Engine:
         """Return the engine's settings; they are pickled for the caller's process."""

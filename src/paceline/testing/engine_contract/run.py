@@ -24,7 +24,7 @@ from paceline.train.callbacks import Modifier
 from paceline.train.settings.train_config import CheckpointConfig, FaultTolerance, TrainConfig
 
 STEPS: Final = 120
-_PAUSE_SECONDS: Final = 0.3
+_PAUSE_SECONDS: Final = 0.5
 
 
 @final
