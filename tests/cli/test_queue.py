@@ -16,7 +16,9 @@ import pytest
 from tests.cli.made_runs import Command
 from tests.waiting import wait_for
 
+from paceline.cli.submit_to_queue import QueueBatch
 from paceline.core.available_resources import cores
+from paceline.engines.batch import BatchSpec
 from paceline.frontends.run_queue.queue_folder import QueueFolder
 from paceline.frontends.run_queue.queued_run import QueuedRun
 from paceline.frontends.run_queue.train_command import train_command
@@ -103,6 +105,27 @@ def test_variables_travel_by_name_and_their_values_are_not_shown(place, paceline
     assert "hush" not in out
 
 
+def test_a_run_on_an_engine_keeps_how_this_login_reaches_its_nodes(place, paceline, monkeypatch):
+    """The server may be of another login, whose ssh agent is gone."""
+    reaches = {"SSH_AUTH_SOCK": "/run/agent.2", "OMPI_MCA_plm_rsh_agent": "ssh -p 2222"}
+    for name, value in {**reaches, "OMPI_COMM_WORLD_SIZE": "1", "MY_KEY": "hush"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("XDG_STATE_HOME", str(place / "state"))
+    monkeypatch.setattr("paceline.cli.submit_to_queue.start_server", lambda folder: False)
+    engine = ["--engine", "ssh", "--engine-set", "hosts=node1"]
+    add(paceline, "script.py")
+    assert not reaches.keys() & only(place).request.environment.keys()
+    add(paceline, "script.py", *engine, "--workers", "1")
+    added = folder(place).read().runs[-1]
+    spec = BatchSpec(script="script.py", environment={"WANDB_MODE": "offline"})
+    QueueBatch(["script.py", *engine], spec).submit_batch(spec)
+    (submitted,) = QueueFolder.at(str(place / "state" / "paceline" / "submitted")).read().runs
+    for kept in (added.request.environment, submitted.request.environment):
+        assert reaches.items() <= kept.items()
+        assert not {"OMPI_COMM_WORLD_SIZE", "MY_KEY"} & set(kept)
+    assert submitted.request.environment["WANDB_MODE"] == "offline"
+
+
 def test_a_run_on_an_engine_has_whole_nodes(place, paceline):
     add(paceline, "script.py", "--engine", "ray", "--workers-per-node", "2", "--workers", "2-4")
     request = only(place).request
@@ -111,6 +134,15 @@ def test_a_run_on_an_engine_has_whole_nodes(place, paceline):
         *("script.py", "--engine", "ray", "--workers-per-node", "2", "--nodes", "2", "--min-workers", "2"),
         *("--set", "fault_tolerance.max_workers=4", "--run-dir", request.run_dir, "--resume", "auto"),
     ]
+
+
+def test_another_size_of_a_run_on_an_engine_has_whole_nodes_too(place, paceline):
+    add(paceline, "script.py", "--engine", "ray", "--workers-per-node", "2", "--workers", "2-4")
+    code, _, err = paceline("queue", "set", "1", "--workers", "3", "--no-server")
+    assert (code, "--workers 3-3: a node of this run has 2 workers, which come and go" in err) == (2, True)
+    assert only(place).request.size == "2-4"
+    assert paceline("queue", "set", "1", "--workers", "4", "--no-server")[0] == 0
+    assert only(place).request.size == "4"
 
 
 def test_the_order_is_that_of_the_workers(place, paceline):
@@ -292,3 +324,14 @@ def test_two_servers_and_the_end_of_one(place, paceline):
         child.communicate(timeout=60)
         assert child.returncode == 0
     assert not folder(place).is_served
+
+
+def test_a_server_whose_log_has_no_room_serves_on(place, paceline):
+    add(paceline, "script.py")
+    with open("/dev/full", "w") as full:
+        served = subprocess.run(
+            [sys.executable, "-m", "paceline", "queue", "serve", "--until-empty"],
+            cwd=place, env=_environment(), stdout=full, stderr=subprocess.PIPE, text=True, timeout=60,
+        )  # fmt: skip
+    assert (served.returncode, served.stderr) == (0, "")
+    assert only(place).state == "finished"

@@ -40,8 +40,10 @@ class ScriptedJob:
     def stop(self) -> None:
         self.stopped += 1
 
-    def put(self, node: int, state: NodeState, code: int | None = None, reason: str = "") -> None:
-        status = NodeStatus(node, state, f"host{node}", code, reason)
+    def put(
+        self, node: int, state: NodeState, code: int | None = None, reason: str = "", remedy: str = ""
+    ) -> None:
+        status = NodeStatus(node, state, f"host{node}", code, reason, remedy)
         self.agents = [status if one.node == node else one for one in self.agents]
         if node not in [one.node for one in self.agents]:
             self.agents.append(status)
@@ -232,6 +234,50 @@ def test_a_wait_is_mentioned_once_with_the_engines_reason():
     it.turn(6.0)
     it.turn(6.0)
     assert [line for line in it.said if "wait" in line] == ["1 agent waits for a node of scripted: Resources"]
+
+
+def test_a_reason_that_the_engine_finds_out_later_is_mentioned():
+    it = Fleet()
+    it.job.put(0, "pending")
+    it.turn()
+    it.turn(11.0)
+    it.job.put(0, "pending", reason="exceeded quota")
+    it.turn()
+    it.job.put(0, "pending", reason="Unschedulable")
+    it.turn()
+    it.turn(30.0)
+    waits = "1 agent waits for a node of scripted"
+    assert it.said == [waits, f"{waits}: exceeded quota"]
+    it.turn(40.0)
+    assert it.said[2:] == [f"{waits}: Unschedulable"]
+    it.job.put(0, "running")
+    it.turn()
+    # A node is lost, and the next wait is one of its own.
+    it.job.put(1, "pending", reason="Unschedulable")
+    it.turn()
+    it.turn(11.0)
+    assert it.said[3:] == ["agent 0 runs on host0", f"{waits}: Unschedulable"]
+    it.fleet.close()
+    it.fleet.close()
+    assert it.said[5:] == [f"at the end {waits}: Unschedulable"]
+
+
+def test_what_to_do_about_a_host_is_the_errors_remedy_or_is_said_while_others_train():
+    it = Fleet(hosts=4)
+    it.job.put(0, "ended", reason="host0: no folder", remedy="make it")
+    it.turn()
+    assert it.said == ["agent 0 on host0 is ended: host0: no folder"]
+    it.job.put(1, "running")
+    it.turn()
+    it.turn()
+    assert it.said[1:] == ["agent 1 runs on host1", "to have host0 again: make it"]
+    it.job.put(1, "lost")
+    for node in range(2, 5):
+        it.job.put(node, "lost", reason=f"host{node}: no sshd", remedy="start it")
+    it.turn()
+    assert it.fleet.failure is not None
+    assert it.fleet.failure.remedy == "start it"
+    assert sum("start it" in line for line in [*it.said, it.fleet.failure.message]) == 0
 
 
 def test_the_output_of_agents_names_the_node_and_carries_no_control_characters():

@@ -30,7 +30,10 @@ def join(
     wait: Annotated[float, typer.Option(help="Seconds to wait for a job that does not listen yet.")] = 0.0,
     until_finished: Annotated[
         bool,
-        typer.Option(help="Exit with 75 where the job stops before its end: an engine starts both again."),
+        typer.Option(
+            help="Exit with 75 where the job stops, or this machine leaves it, before its end: an engine "
+            "starts them again."
+        ),
     ] = False,
 ) -> None:
     """Add this machine to a job: its workers take part from the next step on, until the job ends. Ctrl-C

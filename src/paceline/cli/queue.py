@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from typing import Annotated, Any, cast
 
@@ -148,8 +149,10 @@ def serve(
         folder.wake()
 
     def tell(line: str) -> None:
-        echo(f"{time.strftime('%H:%M:%S')} {line}")
-        sys.stdout.flush()
+        # The log lies on the queue's disk: where that is full, runs are served without it.
+        with suppress(OSError):
+            echo(f"{time.strftime('%H:%M:%S')} {line}")
+            sys.stdout.flush()
 
     before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
@@ -305,7 +308,7 @@ def change(
     Example: paceline queue set 7 --priority 10 --workers 2-4
     """
     from paceline.cli.queue_request import parse_size
-    from paceline.frontends.run_queue.queue_client import change_run, check_size
+    from paceline.frontends.run_queue.queue_client import change_run, check_size, check_unit
     from paceline.frontends.run_queue.queue_folder import QueueFolder
     from paceline.frontends.run_queue.queued_run import ENDED, QueuedRun
 
@@ -320,7 +323,9 @@ def change(
         if run.state in ENDED:
             raise UsageError(f"{run.label} has ended: {run.state}", remedy="add it again, with --run-dir")
         request = run.request if priority is None else replace(run.request, priority=priority)
-        request = request if size is None else replace(request, least=size[0], most=size[1])
+        if size is not None:
+            check_unit(*size, request.per_node)
+            request = replace(request, least=size[0], most=size[1])
         text = f"set to priority {request.priority}, workers {request.size}"
         return replace(run, request=request).noted(time.time(), text)
 

@@ -13,8 +13,7 @@ import typer
 
 from paceline.cli.setting_checks import check_script, check_settings
 from paceline.core.errors import UsageError
-from paceline.core.wording import counted
-from paceline.frontends.run_queue.queue_client import kept_environment
+from paceline.frontends.run_queue.queue_client import check_unit, kept_environment
 from paceline.frontends.run_queue.queued_run import RunRequest
 
 _SIZE: Final = re.compile(r"(\d+)(?:-(\d+))?")
@@ -50,19 +49,14 @@ def new_request(
     per_node = _workers_per_node(given)
     unit = per_node or 1
     least, most = (unit, max(unit, capacity // unit * unit)) if workers is None else parse_size(workers)
-    if least % unit or most % unit:
-        raise UsageError(
-            f"--workers {least}-{most}: a node of this engine has {counted(unit, 'worker')}, which come "
-            "and go together",
-            remedy=f"give multiples of {unit}, or another --workers-per-node",
-        )
+    check_unit(least, most, per_node)
     return RunRequest(
         script=script,
         options=tuple(words),
         arguments=arguments,
         folder=os.getcwd(),
         python=sys.executable,
-        environment=kept_environment(env),
+        environment=kept_environment(env, has_engine=per_node > 0),
         run_dir="",
         name="",
         least=least,

@@ -38,7 +38,8 @@ class QueueBatch:
 
     def __init__(self, words: Sequence[str], job: BatchSpec, run_dir: str | None = None) -> None:
         size = str(job.nodes * job.workers_per_node)
-        request = new_request(words, job.arguments, size, _UNLIMITED, [])
+        env = [f"{name}={value}" for name, value in job.environment.items()]
+        request = new_request(words, job.arguments, size, _UNLIMITED, env)
         where = "" if run_dir is None else str(Path(run_dir).absolute())
         self._request = replace(request, name=run_name(job.name, job.script), run_dir=where)
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Final, final
 
 from paceline.core.clock import Clock, MonotonicClock
-from paceline.core.errors import PacelineError, UsageError
+from paceline.core.errors import PacelineError, UnavailableError, UsageError
 from paceline.core.version import VERSION
 from paceline.engines import remote_agent
 from paceline.engines.engine import AgentSpec, EngineRequest, LogLine, NodeState, NodeStatus
@@ -30,18 +30,27 @@ _END_SECONDS: Final = 12.0  # remote_agent kills what does not leave within 5 s
 _KILL_SECONDS: Final = 2.0
 _READ_BYTES: Final = 64 * 1024
 _KEPT_LINES: Final = 60  # of each agent, to explain its end: mpirun says a lot after ssh did
+_QUOTED_LINES: Final = 3
 _UNREAD_LINES: Final = 20_000  # of all agents, for a caller that does not ask for them
 _LONGEST_PAUSE_SECONDS: Final = 30.0
+_NAMED_HOSTS: Final = 5  # in an error
 
 
 @final
 @dataclass(frozen=True)
 class CommandEnd:
-    """Why a command is over. `is_host_unusable`: another try on this host would fail in the same way."""
+    """Why a command is over, and what to do about it, where that is known. `is_host_unusable`: another try on
+    this host would fail in the same way."""
 
     state: NodeState
     reason: str
     is_host_unusable: bool = False
+    remedy: str = ""
+
+
+def last_words(lines: Sequence[str]) -> str:
+    """Return the last lines that a command wrote, to be put behind why it ended."""
+    return f": {' | '.join(line.strip() for line in lines[-_QUOTED_LINES:])}" if lines else ""
 
 
 def watched_command(agents: AgentSpec, python: str) -> list[str]:
@@ -62,7 +71,7 @@ class _Host:
     command: list[str]
     failures: int = 0
     retry_at: float = 0.0
-    unusable: bool = False
+    unusable: CommandEnd | None = None
     agent: _AgentCommand | None = None
 
 
@@ -76,6 +85,7 @@ class _AgentCommand:
     leaving: bool = False
     code: int | None = None
     reason: str = ""
+    remedy: str = ""
     machine: str = ""
     rest: bytes = b""
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT_LINES))
@@ -120,16 +130,23 @@ class AgentCommands:
         with self._lock:
             return [
                 NodeStatus(
-                    agent.node, agent.state, agent.machine or agent.host.name, agent.code, agent.reason
+                    agent.node,
+                    agent.state,
+                    agent.machine or agent.host.name,
+                    agent.code,
+                    agent.reason,
+                    agent.remedy,
                 )
                 for agent in self._agents
             ]
 
     def scale(self, nodes: int) -> None:
         """See EngineJob. Where all hosts are in use, or failed a moment ago, fewer are asked for: call
-        again."""
+        again. Raise where no agent is left, and no host that is worth another try."""
         with self._lock:
             active = [agent for agent in self._agents if not agent.is_over and not agent.leaving]
+            if not active:
+                self._check_hopeless()
             for agent in active[nodes:]:
                 agent.leaving = True
                 agent.say("leave")
@@ -169,15 +186,28 @@ class AgentCommands:
                 self._close(agent)
             self._selector.close()
 
+    def _check_hopeless(self) -> None:
+        ends = [host.unusable for host in self._hosts if host.unusable is not None]
+        if len(ends) == len(self._hosts):
+            raise UnavailableError(
+                f"no host can be used: {'; '.join(end.reason for end in ends[:_NAMED_HOSTS])}"
+                + (f"; and {len(ends) - _NAMED_HOSTS} more" if len(ends) > _NAMED_HOSTS else ""),
+                remedy=next((end.remedy for end in ends if end.remedy), "see what the agents wrote"),
+            )
+
     def _free_host(self) -> _Host | None:
-        """Return the host to use next: one that never failed, else the most hopeful one."""
+        """Return the host to use next: one that never failed, else the most hopeful one. One that could not
+        be used may be mended while agents run elsewhere; before any has, what is wrong is reported."""
         now = self._clock.now()
+        has_run = any(agent.machine for agent in self._agents)
         free = [
             host
             for host in self._hosts
-            if host.retry_at <= now and (host.agent is None or host.agent.is_over)
+            if host.retry_at <= now
+            and (host.agent is None or host.agent.is_over)
+            and (host.unusable is None or has_run)
         ]
-        return min(free, key=lambda host: (host.unusable, host.failures), default=None)
+        return min(free, key=lambda host: (host.unusable is not None, host.failures), default=None)
 
     def _start(self, host: _Host) -> None:
         try:
@@ -254,9 +284,12 @@ class AgentCommands:
             found = self._explain(host.name, code, tuple(agent.last_lines), was_running)
         except PacelineError as error:
             found = CommandEnd("ended", str(error))
-        agent.state, agent.code, agent.reason = found.state, code, found.reason
-        if code and not agent.leaving:
-            host.unusable = found.is_host_unusable
+        agent.state, agent.reason, agent.remedy = found.state, found.reason, found.remedy
+        # Without an agent a code of 0 says that a shell ended, and not that an agent left.
+        has_left = code == 0 and was_running
+        agent.code = code if has_left or code else None
+        if not has_left and not agent.leaving:
+            host.unusable = found if found.is_host_unusable else None
             host.failures += 1
             host.retry_at = self._clock.now() + min(_LONGEST_PAUSE_SECONDS, 0.5 * 2.0**host.failures)
         self._close(agent)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
@@ -18,7 +18,7 @@ from paceline.core.clock import Clock, MonotonicClock
 from paceline.core.errors import PacelineError, PeerLostError, UnavailableError
 from paceline.core.untrusted import printable
 from paceline.core.wording import counted
-from paceline.engines.engine import AgentSpec, Engine, EngineJob, NodeStatus, named_hosts
+from paceline.engines.engine import AgentSpec, Engine, EngineJob, NodeStatus, most_nodes, named_hosts
 
 POLL_SECONDS: Final = 0.25
 _FIRST_BACKOFF_SECONDS: Final = 0.5
@@ -52,14 +52,16 @@ class AgentFleet:
         self._engine, self._spec, self._secret, self._say = engine, spec, secret, say
         self._clock = clock or MonotonicClock()
         self._job: EngineJob | None = None
-        self._nodes = spec.nodes
+        self._nodes = most_nodes(engine, spec.nodes)
         self._max_failures = max(_MAX_FAILURES, named_hosts(engine))
         self._known: dict[int, _Known] = {}
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self._failures = 0
         self._ask_at = 0.0
-        self._began_at = 0.0
-        self._noticed_wait = False
+        self._wait_noticed: str | None = None  # why, as it was said last; None: no wait was mentioned
+        self._waits = ""  # how many wait, and why, as it was said last
+        self._wait_again_at = 0.0
+        self._remedies: dict[str, str] = {}  # of hosts, not said yet
         self._trouble, self._say_again_at = "", 0.0  # what was said last
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -69,7 +71,6 @@ class AgentFleet:
         """Ask the engine for the agents; raise where it refuses."""
         request = self._engine.request(self._spec)
         self._job = self._engine.submit(request, self._secret)
-        self._began_at = self._clock.now()
         self._thread = threading.Thread(target=self._attend, name="paceline-agents", daemon=True)
         self._thread.start()
 
@@ -84,6 +85,11 @@ class AgentFleet:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        running = sum(known.status.state == "running" for known in self._known.values())
+        if self._waits and running < self._spec.nodes:
+            # The run may have ended for that, after hours: the supervisor does not know why no agent came.
+            self._say(f"at the end {self._waits}")
+        self._waits = ""
         if self._job is not None:
             job, self._job = self._job, None
             try:
@@ -134,7 +140,9 @@ class AgentFleet:
         elif active != self._nodes and now >= self._ask_at:
             job.scale(self._nodes)
             self._ask_at = now + POLL_SECONDS
-        self._notice_wait(now)
+        if any(status.state == "running" for status in statuses):
+            self._say_remedies()
+        self._notice_wait(statuses, now)
 
     def _may_stay(self, status: NodeStatus, now: float) -> bool:
         """Return whether an agent runs, or is being started on a host."""
@@ -146,6 +154,7 @@ class AgentFleet:
     def _note(self, status: NodeStatus, now: float) -> None:
         before = self._known.get(status.node)
         if before is not None and before.status.state == status.state:
+            before.status = status  # the engine may find out later where an agent is, or why it waits
             return
         since = now if before is None or before.status.state == "pending" else before.since
         self._known[status.node] = _Known(status, since)
@@ -162,6 +171,15 @@ class AgentFleet:
                     f"it ended with code {status.code}" if status.code is not None else ""
                 )
                 self._say(f"agent {status.node}{_on(status)} is {status.state}: {printable(why)}")
+                if status.remedy:
+                    self._remedies[status.host] = status.remedy
+
+    def _say_remedies(self) -> None:
+        """Say what can be done about hosts that are lost to a run which goes on; the error of one that does
+        not has the remedy itself."""
+        for host, remedy in self._remedies.items():
+            self._say(f"to have {host} again: {printable(remedy)}")
+        self._remedies.clear()
 
     def _show(self, job: EngineJob) -> None:
         for line in job.logs():
@@ -171,28 +189,39 @@ class AgentFleet:
             self._lines.append(text)
             self._say(f"[{where}] {text}")
 
-    def _notice_wait(self, now: float) -> None:
-        """Say once that the engine has given no node for a while, and why if it says so."""
-        if self._noticed_wait or now - self._began_at < _WAIT_NOTICE_SECONDS:
+    def _notice_wait(self, statuses: Sequence[NodeStatus], now: float) -> None:
+        """Say that the engine has given no node for a while, and why if it says so: when it first does, and
+        from time to time where that changes."""
+        pending = [
+            status
+            for status in statuses
+            if status.state == "pending" and now - self._known[status.node].since >= _WAIT_NOTICE_SECONDS
+        ]
+        if not pending:
+            self._wait_noticed, self._waits = None, ""
             return
-        pending = [known.status for known in self._known.values() if known.status.state == "pending"]
-        if pending:
-            self._noticed_wait = True
-            why = next((f": {status.reason}" for status in pending if status.reason), "")
-            self._say(
-                f"{counted(len(pending), 'agent', 'waits', 'wait')} for a node of {self._engine.name}{why}"
-            )
+        why = next((status.reason for status in pending if status.reason), "")
+        if why == self._wait_noticed or (self._wait_noticed and (not why or now < self._wait_again_at)):
+            return
+        self._wait_noticed, self._wait_again_at = why, now + _SAY_AGAIN_SECONDS
+        waits = f"{counted(len(pending), 'agent', 'waits', 'wait')} for a node of {self._engine.name}"
+        self._waits = f"{waits}: {printable(why)}" if why else waits
+        self._say(self._waits)
 
     def _hopeless(self) -> PacelineError:
         last = [known.status for known in self._known.values() if known.status.state in ("ended", "lost")]
-        why = next((status.reason for status in reversed(last) if status.reason), "")
+        named = next((status for status in reversed(last) if status.reason), None)
+        why = "" if named is None else named.reason
         code = last[-1].code if last else None
-        tail = "\n".join(f"  {line}" for line in list(self._lines)[-8:])
+        remedy = "" if named is None else named.remedy
+        # What agents wrote is for the reader where the engine itself does not know what to do.
+        tail = "" if remedy else "\n".join(f"  {line}" for line in list(self._lines)[-8:])
         wrote = f"; the agents' last lines:\n{tail}" if tail else ""
         how = why or (f"exit code {code}" if code is not None else "no reason was given")
         return PeerLostError(
             f"no agent of {self._engine.name} stayed, the last of {len(self._known)}: {how}{wrote}",
-            remedy="see that Paceline is installed on the nodes in the same version, that they reach "
+            remedy=remedy
+            or "see that Paceline is installed on the nodes in the same version, that they reach "
             f"{self._spec.address[0]}:{self._spec.address[1]}, and what the engine's own log says",
         )
 

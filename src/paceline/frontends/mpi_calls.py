@@ -34,6 +34,7 @@ from paceline.frontends.mpi_meeting import (
     OUTCOME,
     LeadingRank,
     MeetingPlace,
+    own_trouble,
     read_outcome,
 )
 from paceline.frontends.portable_errors import portable
@@ -140,10 +141,10 @@ class MpiRanks:
         address, secret, self.folder = own_ranks.decode_call(store.get(AGENTS) or b"")
         rank, said = self.place.rank, list[str]()
         policy = ListenAddress.from_environment(self.place.environment)
-        agent = Agent(address, secret, 1, say=said.append, listening=policy)
         store.set(f"agent/{rank}", b"")
         try:
-            code = agent.run()
+            with own_trouble("its agent cannot run"):
+                code = Agent(address, secret, 1, say=said.append, listening=policy).run()
         except PacelineError as error:
             code = 1
             said.append(error.message)

@@ -12,7 +12,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, final
@@ -20,7 +20,7 @@ from typing import Any, Final, final
 from paceline.comm import tensor_pickling
 from paceline.comm.rendezvous.key_value_store import MAX_VALUE, StoreClient, StoreServer
 from paceline.core.atomic_file import create_once, replace_file
-from paceline.core.errors import PacelineError, RendezvousError
+from paceline.core.errors import PacelineError, RendezvousError, ResourceError
 from paceline.core.listen_address import ListenAddress
 from paceline.core.reachable_address import address_towards, own_address
 from paceline.core.sandbox_fallbacks import memory_file
@@ -201,15 +201,30 @@ def _status(
 
 
 def read_outcome(store: StoreClient) -> tuple[bool, Any]:
+    """Return the result of the leading rank's call, or False and its error."""
     head = json.loads(store.get(OUTCOME) or b"")
-    file = memory_file("paceline-outcome")
+    what = "the outcome of a call of all ranks cannot be read here"
+    with own_trouble(what):
+        file = memory_file("paceline-outcome")
     try:
         for number in range(int(head["chunks"])):
             data = store.get(f"{OUTCOME}/{number}") or b""
-            os.pwrite(file, data, number * MAX_VALUE)
-        return bool(head["ok"]), memfd_pickle.load(file)
+            with own_trouble(what):
+                os.pwrite(file, data, number * MAX_VALUE)
+        with own_trouble(what):
+            return bool(head["ok"]), memfd_pickle.load(file)
     finally:
         os.close(file)
+
+
+@contextlib.contextmanager
+def own_trouble(what: str) -> Iterator[None]:
+    """Raise a ResourceError for an OSError of this rank's own doing: one of the store says that the leading
+    rank is gone."""
+    try:
+        yield
+    except OSError as error:
+        raise ResourceError(f"{what}: {error}") from error
 
 
 def _read_meeting(file: Path) -> dict[str, Any] | None:

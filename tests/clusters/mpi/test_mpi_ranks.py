@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.clusters.mpi import front_doors
 from tests.clusters.mpi.mpirun import ROOT, find_mpirun, mpi_run
 from tests.train import small_run
 
@@ -56,6 +57,9 @@ def test_the_front_doors(tmp_path: Path) -> None:
     alone = small_run.fit(small_run.settings(tmp_path / "alone", 1, fault_tolerance=small_run.UNATTENDED))
     assert {one["fit"] for one in found} == {alone.state_hash}
     assert len({one["ddp"] for one in found}) == 1
+    with paceline.DistributedContext(1, 0) as one_rank:
+        for name, trained in front_doors.on_a_context(one_rank).items():
+            assert {one[name] for one in found} == {trained}, name
     assert {one["orchestrator"] for one in found} == {asyncio.run(_orchestrated(tmp_path))}
     assert "start it with mpirun --" in done.stderr  # what lets the others live
 

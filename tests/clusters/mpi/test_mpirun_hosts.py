@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, final
@@ -13,9 +14,11 @@ import pytest
 from tests.clusters.mpi.mpirun import MARK, mpi_run
 from tests.clusters.ssh import ssh_hosts
 from tests.clusters.ssh.ssh_hosts import PORT, ROOT, SshHosts
-from tests.clusters.ssh.test_ssh_contract import SshLab
+from tests.clusters.ssh.test_ssh_contract import SshLab, check_refused_at_once
 from tests.waiting import wait_for
 
+from paceline.core.version import VERSION
+from paceline.engines import agent_commands
 from paceline.engines.engine import AgentSpec
 from paceline.engines.mpi.mpi_engine import Mpi
 from paceline.testing.engine_contract import check_caller_killed, check_faults, check_stop_and_resume
@@ -91,23 +94,36 @@ def test_ranks_of_one_mpirun_on_two_hosts(lab: _MpiLab, tmp_path: Path) -> None:
     assert not lab.left_running()
 
 
+def test_no_host_has_the_python_of_the_command(lab: _MpiLab, tmp_path: Path) -> None:
+    engine = _engine(lab.hosts, [1, 2], python="/nowhere/python3")
+    reasons = [f"{host}: it has no program /nowhere/python3" for host in engine.hosts]
+    check_refused_at_once(lab, tmp_path, engine, f"{'; '.join(reasons)}\n  try: give the path of Python")
+
+
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
         ({"hosts": ("10.77.0.99",)}, "10.77.0.99: it cannot be reached; try: check that the machine is up"),
         ({"python": "/nowhere/python3"}, "it has no program /nowhere/python3; try: give the path"),
         ({"folder": "/nowhere"}, "the run's folder is not there"),
+        ({"version": "9.9"}, f"Paceline {VERSION} is installed here, and the job runs 9.9"),
     ],
 )
-def test_hosts_that_cannot_be_used(lab: _MpiLab, settings: dict[str, Any], reason: str) -> None:
+def test_hosts_that_cannot_be_used(
+    lab: _MpiLab, settings: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hosts = lab.hosts
+    if "version" in settings:
+        monkeypatch.setattr(agent_commands, "VERSION", settings["version"])
+        settings = {"python": sys.executable}
     engine = _engine(hosts, [1], **settings)
     spec = AgentSpec(run="run", address=(hosts.hosts.addresses[0], 9), nodes=1, workers_per_node=1)
     with hosts.on_first():
         job = engine.submit(engine.request(spec), bytes(32))
         try:
             wait_for(lambda: job.poll()[0].state in ("ended", "lost"), "mpirun gives up")
-            assert reason in job.poll()[0].reason
+            status = job.poll()[0]
+            assert reason in f"{status.reason}; try: {status.remedy}", status
         finally:
             job.stop()
     assert not lab.left_running()

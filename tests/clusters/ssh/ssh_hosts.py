@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import shutil
 import signal
@@ -21,11 +23,12 @@ from paceline.testing.netns import Hosts
 ROOT = Path(__file__).parents[3]
 PORT = 2222
 _SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
+# Beside the user's key one with which sshd runs `true` in the place of any command.
 _CONFIG = """
 Port {port}
 ListenAddress {address}
 HostKey {folder}/host_key
-AuthorizedKeysFile {folder}/user_key.pub
+AuthorizedKeysFile {folder}/user_key.pub {folder}/forced_keys
 PidFile none
 StrictModes no
 UsePAM no
@@ -50,10 +53,11 @@ class SshHosts:
         self.hosts, self.folder = hosts, folder
         self._sshd: dict[int, subprocess.Popen[Any]] = {}
         Path("/run/sshd").mkdir(exist_ok=True)
-        for name in ("host_key", "user_key", "other_key"):
+        for name in ("host_key", "user_key", "other_key", "forced_key"):
             subprocess.run(
                 ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True
             )
+        (folder / "forced_keys").write_text(f'command="true" {(folder / "forced_key.pub").read_text()}')
         self.known_hosts = folder / "known_hosts"
         key = (folder / "host_key.pub").read_text()
         # An empty file for tests of a host that nobody knows.
@@ -121,6 +125,17 @@ class SshHosts:
                 yield
             finally:
                 netns.enter_namespace(before.fileno())
+
+
+def engine_words(engine: Any) -> list[str]:
+    """Return the options of `paceline train` for an engine: its settings that are not the usual ones."""
+    words = ["--engine", engine.name]
+    for each in dataclasses.fields(engine):
+        value = getattr(engine, each.name)
+        if each.name not in ("name", "nodes") and value != each.default:
+            text = value if isinstance(value, str) else json.dumps(value)
+            words.append(f"--engine-set={each.name}={text}")
+    return words
 
 
 @contextmanager

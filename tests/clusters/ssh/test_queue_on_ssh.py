@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -91,13 +90,4 @@ def test_a_run_is_handed_over_and_waited_for(tmp_path):
 
 
 def _options(hosts: lab.SshHosts, folder: Path) -> list[str]:
-    engine = hosts.engine(1, 2)
-    settings = {
-        "hosts": json.dumps(engine.hosts),
-        "options": json.dumps(engine.options),
-        "identity": engine.identity,
-        "python": engine.python,
-        "folder": str(folder),
-    }
-    words = [f"--engine-set={name}={value}" for name, value in settings.items()]
-    return ["--engine", "ssh", *words]
+    return lab.engine_words(hosts.engine(1, 2, folder=str(folder)))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.clusters.ssh import ssh_hosts as lab
-from tests.clusters.ssh.ssh_hosts import ROOT, SshHosts
+from tests.clusters.ssh.ssh_hosts import ROOT, SshHosts, engine_words
 
 from paceline.engines.ssh.ssh_engine import Ssh
 from paceline.testing.engine_contract import (
@@ -20,6 +21,12 @@ from paceline.testing.engine_contract import (
     check_faults,
     check_stop_and_resume,
 )
+
+_SCRIPT = """
+from tests.train import small_run
+if __name__ == "__main__":
+    small_run.fit(small_run.settings("unused", 1))
+"""
 
 _WHY_NOT = lab.why_not()
 
@@ -83,6 +90,22 @@ def _number(node: str) -> int:
     return "abcdefgh".index(node)
 
 
+def check_refused_at_once(lab: SshLab, folder: Path, engine: Any, reason: str) -> None:
+    """Train by the command on hosts of which none can be used: one error, one remedy, and nothing is left."""
+    script = folder / "script.py"
+    script.write_text(_SCRIPT)
+    command = [sys.executable, "-m", "paceline", "train", str(script), "--run-dir", str(folder / "run")]
+    process = lab.start(
+        [*command, *engine_words(engine)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    _, said = process.communicate(timeout=100)
+    assert process.returncode == 1, said
+    assert f"error: no host can be used: {reason}" in said, said
+    assert (said.count("try:"), said.count(" is ended: ")) == (1, len(engine.hosts)), said
+    assert not lab.left_running()
+
+
 @pytest.fixture
 def ssh_lab(tmp_path: Path) -> Iterator[SshLab]:
     with lab.ssh_hosts(3, tmp_path) as hosts:
@@ -91,7 +114,7 @@ def ssh_lab(tmp_path: Path) -> Iterator[SshLab]:
 
 def test_faults(ssh_lab: SshLab, tmp_path: Path) -> None:
     run = check_faults(ssh_lab, tmp_path)
-    # What agents write is shown with the name of their host, and the secret is nowhere.
+    # What agents write is shown with the name of their host.
     assert "[b] joined the job" in run.output
     assert "is lost: " in run.output
 
@@ -102,3 +125,10 @@ def test_stop_and_resume_on_another_number_of_hosts(ssh_lab: SshLab, tmp_path: P
 
 def test_the_caller_is_killed(ssh_lab: SshLab, tmp_path: Path) -> None:
     check_caller_killed(ssh_lab, tmp_path)
+
+
+def test_no_host_lets_the_command_in(ssh_lab: SshLab, tmp_path: Path) -> None:
+    engine = ssh_lab.hosts.engine(1, 2, identity=str(ssh_lab.hosts.folder / "other_key"))
+    first, second = engine.hosts
+    reason = f"{first}: permission denied; {second}: permission denied\n  try: let ssh get in"
+    check_refused_at_once(ssh_lab, tmp_path, engine, reason)

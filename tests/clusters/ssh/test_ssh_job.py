@@ -17,6 +17,8 @@ from tests.network.joined_runs import Run
 from tests.waiting import wait_for
 
 from paceline.core import events
+from paceline.core.version import VERSION
+from paceline.engines import agent_commands
 from paceline.engines.engine import AgentSpec, EngineJob, NodeStatus
 from paceline.engines.ssh.ssh_engine import Ssh
 
@@ -77,6 +79,14 @@ def _until(run: Run, hosts: str, after: int) -> None:
     wait_for(is_there, f"a view of {hosts}")
 
 
+def _shown(pid: int) -> str:
+    """Return what the system shows of a process: its command line and its environment."""
+    try:
+        return "".join(Path(f"/proc/{pid}/{name}").read_text() for name in ("cmdline", "environ"))
+    except OSError:
+        return ""  # it has ended
+
+
 def _only_end(job: EngineJob) -> NodeStatus:
     wait_for(lambda: all(state in ("ended", "lost") for state in _states(job)), "the agent ends")
     (status,) = job.poll()
@@ -89,11 +99,25 @@ def test_agents_join_are_replaced_by_a_spare_host_and_leave(
     run = Run(hosts.hosts, tmp_path, "bind=0.0.0.0")
     secret = bytes.fromhex(run.token.read_text())
     engine = hosts.engine(1, 2, nodes=1)
+    with _submitted(hosts, engine, bytes(32), nodes=1, port=run.port) as job:
+        status = _only_end(job)
+        assert (status.state, status.code) == ("ended", 1)
+        assert "it does not know this secret" in status.reason
     with _submitted(hosts, engine, secret, nodes=1, port=run.port) as job:
         _until(run, "aab", 0)
         assert _states(job) == ["running"]
         assert job.poll()[0].host == "b"
-        wait_for(lambda: any("joined the job" in line.text for line in job.logs()), "its log")
+        lines: list[str] = []
+
+        def has_joined() -> bool:
+            lines.extend(line.text for line in job.logs())
+            return any("joined the job" in line for line in lines)
+
+        wait_for(has_joined, "its log")
+        # The secret came through ssh's standard input: other users of the machines can see it nowhere.
+        assert len(hosts.hosts.pids(1)) > 2
+        shown = "".join(_shown(pid) for number in (0, 1) for pid in hosts.hosts.pids(number))
+        assert secret.hex() not in shown + "".join(lines)
 
         # The agent is killed: the spare host takes its place.
         generation = run.view.generation
@@ -160,12 +184,21 @@ def test_a_cut_link_is_a_lost_node_and_stop_leaves_nothing(
         ({"python": "/nowhere/python3"}, "ended", "it has no program /nowhere/python3"),
         ({"folder": "/nowhere"}, "ended", "it has no folder /nowhere"),
         ({"options": ("NoSuchOption=1",)}, "ended", "ssh does not understand its options"),
+        ({"identity": "forced_key"}, "ended", "its shell ended before the agent was started; try: see what"),
+        ({"version": "9.9"}, "ended", f"Paceline {VERSION} is installed here, and the job runs 9.9"),
     ],
 )
 def test_hosts_that_cannot_be_used(
-    shared_hosts: SshHosts, settings: dict[str, Any], state: str, reason: str
+    shared_hosts: SshHosts,
+    settings: dict[str, Any],
+    state: str,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     hosts = shared_hosts
+    if "version" in settings:
+        monkeypatch.setattr(agent_commands, "VERSION", settings["version"])
+        settings = {}
     if "identity" in settings:
         settings = {"identity": str(hosts.folder / settings["identity"])}
     elif settings.get("options") == ("UserKnownHostsFile=none_known",):
@@ -173,5 +206,6 @@ def test_hosts_that_cannot_be_used(
     with _submitted(hosts, hosts.engine(1, **settings), nodes=1) as job:
         status = _only_end(job)
         assert status.state == state
-        assert re.search(reason, status.reason), status.reason
+        assert re.search(reason, f"{status.reason}; try: {status.remedy}"), status
+        assert status.code != 0  # of an agent that left
     assert not hosts.agents(1)

@@ -76,13 +76,15 @@ def test_hosts_of_a_file_of_mpirun(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (137, "killed", True, "ended", "the agent ended with code 137: killed"),
         (1, "Permission denied (publickey).", False, "ended", "permission denied; try: "),
         (1, "Host key verification failed.", False, "ended", "its host key is not known here"),
+        (0, "", False, "ended", "its shell ended before the agent was started; try: "),
         (134, "mpirun was unable to find the specified executable file: could not find executable x",
          False, "ended", "it has no program /opt/python"),
         (1, "/opt/python: No module named paceline", False, "ended", "/opt/python has no Paceline there"),
-        (79, "Paceline 0.0.9 is installed here, and the job runs 0.1.0", False, "ended", "another version"),
+        (79, "Paceline 0.0.9 is installed here, and the job runs 0.1.0\nmpirun: a process ended, code 79",
+         False, "ended", "of Paceline (Paceline 0.0.9 is installed here, and the job runs 0.1.0);"),
     ],
 )  # fmt: skip
 def test_why_an_agent_ended(code: int, text: str, was_running: bool, state: str, reason: str) -> None:
     found = explain_end("node1", code, ["-" * 40, *text.splitlines(), ""], was_running, python="/opt/python")
     assert found.state == state
-    assert reason in found.reason
+    assert reason in f"{found.reason}; try: {found.remedy}"

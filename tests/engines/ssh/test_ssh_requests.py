@@ -118,6 +118,14 @@ def test_what_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (255, "kex_exchange_identification: Connection reset", "lost", "ssh could not connect: kex", False),
         (126, "", "ended", "it has no program py", True),
         (1, "py: No module named paceline", "ended", "py has no Paceline there; try: 'py -m pip", True),
+        (0, "Welcome!", "ended", "its shell ended before the agent was started: Welcome!; try: ", True),
+        (
+            255,
+            "ssh: Could not resolve hostname a: Temporary failure in name resolution",
+            "lost",
+            "now",
+            False,
+        ),
         (1, "py: No module named paceline.engines.remote_agent", "ended", "another version", True),
         (79, "Paceline 9 is installed here, and the job runs 1", "ended", "version of Paceline (Pac", True),
         (2, "SyntaxError", "ended", "did not start (code 2): SyntaxError; try: ", True),
@@ -127,7 +135,7 @@ def test_why_no_agent_came(code: int, text: str, state: str, reason: str, unusab
     found = explain_end("me@node1:22", code, text.splitlines(), False, python="py", folder="/work")
     assert (found.state, found.is_host_unusable) == (state, unusable)
     assert found.reason.startswith("me@node1:22: ")
-    assert reason in found.reason
+    assert reason in f"{found.reason}; try: {found.remedy}"
 
 
 def test_a_run_that_is_refused_leaves_no_folder(tmp_path):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 import signal
 
+import psutil
 import pytest
 from tests.frontends.run_queue.training_queue import check_undisturbed, members, training, undisturbed_hash
 from tests.train.small_run import steps_of
+from tests.waiting import wait_for
 
 from paceline.frontends.run_queue import run_observation
 
@@ -55,6 +59,43 @@ def test_preempted_and_killed_runs_leave_no_trace(tmp_path, expected):
         queue.until_state(low, "finished")
         assert queue.run(low).attempt == 3
         check_undisturbed(queue.run_dir(low), expected)
+
+
+@pytest.mark.timeout(600)
+def test_everything_is_killed_at_once_and_the_next_server_continues_the_run(tmp_path, expected, monkeypatch):
+    mark = secrets.token_hex(8)
+    monkeypatch.setenv("PACELINE_TEST_QUEUE", mark)
+    with training(tmp_path, capacity=2) as queue:
+        name = queue.add("run", "2", 5, 12)
+        queue.open_gate(name, 5)
+        queue.at_gate(name, 12)
+        there = marked(mark)
+        words = [" ".join(process.cmdline()) for process in there]
+        for part in ("queue serve", "run_host", "paceline train"):
+            assert any(part in line for line in words)
+        assert len(there) >= 6  # and its supervisor, and two workers
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # none sees the end of another
+            for process in there:
+                process.send_signal(number)
+        assert queue.server is not None
+        queue.server.wait()
+        wait_for(lambda: not marked(mark), "all are gone")
+        assert queue.run(name).state == "running"
+        queue.open_gate(name, 12)
+        queue.serve()
+        queue.until_state(name, "finished")
+        assert queue.run(name).attempt == 2
+        check_undisturbed(queue.run_dir(name), expected)
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """Processes that were started with this mark in their environment."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("PACELINE_TEST_QUEUE") == mark:
+                found.append(process)
+    return found
 
 
 @pytest.mark.timeout(600)

@@ -52,7 +52,8 @@ _EXIT_SECONDS: Final = 0.5  # within which the fork server reports the exit stat
 class Agent:
     """One host's part in a job. `run` returns an exit code: 0 the job is over or this host left, 1 this
     host is refused, 76 the supervisor is gone. `first_wait`: seconds to wait for a job that does not listen
-    yet; `until_finished`: 75 in place of 0 where the job ends before its training does."""
+    yet; `until_finished`: 75 in place of 0 where the job ends, or this host leaves it, before its training
+    has come to its end."""
 
     address: tuple[str, int]
     secret: bytes
@@ -101,7 +102,8 @@ class Agent:
                 if self._leaving and not self._workers:
                     self._send(self._hello(0))
                     self.say("this host has left the job")
-                    return 0
+                    # 0 would tell the engine that no other host is needed in the place of this one.
+                    return STOPPED_EXIT_CODE if self.until_finished else 0
                 if self._channel is None and not self._reconnect():
                     self.say("the supervisor is gone and the workers have ended")
                     return SUPERVISOR_LOST_EXIT_CODE

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, Protocol, final
 
-from paceline.engines.agent_commands import AgentCommands, CommandEnd, watched_command
+from paceline.engines.agent_commands import AgentCommands, CommandEnd, last_words, watched_command
 from paceline.engines.engine import AgentSpec, EngineRequest, LogLine, NodeStatus
 
 
@@ -105,10 +105,10 @@ class RankJob:
 
 
 def _explain(host: str, code: int, lines: Sequence[str], was_running: bool) -> CommandEnd:
-    quoted = f": {' | '.join(lines[-3:])}" if lines else ""
-    if code == 0:
+    if code == 0 and was_running:
         return CommandEnd("ended", lines[-1] if lines else "")
-    return CommandEnd("ended", f"the agent of {host} ended with code {code}{quoted}", not was_running)
+    # What keeps an agent from starting on this machine, where Python runs, may pass.
+    return CommandEnd("ended", f"the agent of {host} ended with code {code}{last_words(lines)}")
 
 
 def encode_call(address: tuple[str, int], secret: bytes, folder: str) -> bytes:

@@ -8,7 +8,7 @@ from typing import Final
 
 from paceline.core.version import VERSION
 from paceline.engines import remote_agent
-from paceline.engines.agent_commands import CommandEnd
+from paceline.engines.agent_commands import CommandEnd, last_words
 
 NO_FOLDER_CODE: Final = 72
 _SSH_CODE: Final = 255  # ssh's own failure; agents end with other codes
@@ -31,7 +31,7 @@ _UNUSABLE: Final = (
         "let ssh get in without a password: 'ssh-copy-id {name}', identity= or user=",
     ),
     (
-        r"Could not resolve hostname",
+        r"Could not resolve hostname (?!.*Temporary failure)",
         "its name is not known",
         "correct the name in the host file, or give the host's address",
     ),
@@ -49,6 +49,11 @@ _LOST: Final = (
         "start sshd there, or give the right port (port=)",
     ),
     (
+        r"Temporary failure in name resolution",
+        "its name cannot be looked up now",
+        "check the name, and that this machine reaches its name server; or give the host's address",
+    ),
+    (
         r"timed out|No route to host|Network is unreachable|not responding",
         "it cannot be reached",
         "check that the machine is up and that a firewall lets ssh pass",
@@ -63,13 +68,13 @@ def explain_end(
     text = "\n".join(lines)
     if code == _SSH_CODE:
         return _explain_ssh(host, text, was_running)
-    if code == 0:
+    if code == 0 and was_running:
         return CommandEnd("ended", lines[-1] if lines else "")
     if code < 0:
         return CommandEnd("lost", f"{host}: its ssh was ended by signal {-code}")
     if not was_running:
         return explain_start(host, code, text, python, folder)
-    return CommandEnd("ended", f"{host}: the agent ended with code {code}{_quoted(lines)}")
+    return CommandEnd("ended", f"{host}: the agent ended with code {code}{last_words(lines)}")
 
 
 def _explain_ssh(host: str, text: str, was_running: bool) -> CommandEnd:
@@ -79,7 +84,7 @@ def _explain_ssh(host: str, text: str, was_running: bool) -> CommandEnd:
             "lost", f"{host}: its ssh connection ended: the host, its network or its sshd is gone"
         )
     found = explain_connection(host, text)
-    return found or CommandEnd("lost", f"{host}: ssh could not connect{_quoted(text.splitlines())}")
+    return found or CommandEnd("lost", f"{host}: ssh could not connect{last_words(text.splitlines())}")
 
 
 def explain_connection(host: str, text: str) -> CommandEnd | None:
@@ -87,10 +92,10 @@ def explain_connection(host: str, text: str) -> CommandEnd | None:
     name = re.sub(r":\d+$", "", host)
     for pattern, reason, remedy in _UNUSABLE:
         if re.search(pattern, text):
-            return CommandEnd("ended", f"{host}: {reason}; try: {remedy.format(name=name)}", True)
+            return CommandEnd("ended", f"{host}: {reason}", True, remedy.format(name=name))
     for pattern, reason, remedy in _LOST:
         if re.search(pattern, text):
-            return CommandEnd("lost", f"{host}: {reason}; try: {remedy}")
+            return CommandEnd("lost", f"{host}: {reason}", remedy=remedy)
     return None
 
 
@@ -107,13 +112,14 @@ def explain_start(host: str, code: int, text: str, python: str, folder: str = ""
         reason = f"{python} has no Paceline there"
         remedy = f"'{python} -m pip install paceline=={VERSION}' there, or python="
     elif code == remote_agent.OTHER_VERSION_CODE or "No module named paceline.engines" in text:
-        reason = f"it has another version of Paceline ({text.splitlines()[-1] if text else ''})"
+        # mpirun says something of its own behind it.
+        both = re.search(r"Paceline \S+ is installed here, and the job runs \S+", text)
+        reason = "it has another version of Paceline" + (f" ({both[0]})" if both else "")
         remedy = f"install paceline=={VERSION} there"
+    elif code == 0:
+        reason = f"its shell ended before the agent was started{last_words(text.splitlines())}"
+        remedy = "see what ends it there: an 'exit' in ~/.bashrc, or a command= of the key in authorized_keys"
     else:
-        reason = f"its agent did not start (code {code}){_quoted(text.splitlines())}"
+        reason = f"its agent did not start (code {code}){last_words(text.splitlines())}"
         remedy = "run the command of 'paceline train --dry-run' by hand"
-    return CommandEnd("ended", f"{host}: {reason}; try: {remedy}", True)
-
-
-def _quoted(lines: Sequence[str]) -> str:
-    return f": {' | '.join(line.strip() for line in lines[-3:])}" if lines else ""
+    return CommandEnd("ended", f"{host}: {reason}", True, remedy)

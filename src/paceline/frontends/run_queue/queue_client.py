@@ -24,6 +24,10 @@ KEPT_VARIABLES: Final = (
     "PATH", "PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_DEFAULT_ENV", "LD_LIBRARY_PATH",
     "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS",
 )  # fmt: skip
+# By which this machine reaches an engine's nodes. The server may have been started in another login, whose
+# ssh agent and tickets are gone by now.
+_ENGINE_VARIABLES: Final = ("SSH_AUTH_SOCK", "KRB5CCNAME", "KUBECONFIG", "RAY_ADDRESS", "SLURM_CONF")
+_ENGINE_PREFIXES: Final = ("OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_")  # settings of mpirun
 
 
 def capacity_of(content: QueueContent) -> int:
@@ -32,9 +36,13 @@ def capacity_of(content: QueueContent) -> int:
     return content.capacity or visible_gpus() or cores()
 
 
-def kept_environment(named: Iterable[str], environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+def kept_environment(
+    named: Iterable[str], *, has_engine: bool = False, environment: Mapping[str, str] = os.environ
+) -> dict[str, str]:
     """Return the variables that a run keeps from the shell that adds it; `named`: NAME or NAME=VALUE."""
-    kept = {name: environment[name] for name in KEPT_VARIABLES if name in environment}
+    names = {*KEPT_VARIABLES, *_ENGINE_VARIABLES} if has_engine else set(KEPT_VARIABLES)
+    prefixes = _ENGINE_PREFIXES if has_engine else ()
+    kept = {name: value for name, value in environment.items() if name in names or name.startswith(prefixes)}
     for text in named:
         name, equals, value = text.partition("=")
         if not name or (not equals and name not in environment):
@@ -84,6 +92,16 @@ def check_size(least: int, most: int, content: QueueContent) -> None:
             f"--workers {least}-{most}: this queue has {counted(capacity, 'worker')}",
             remedy=f"give at most {capacity}, or serve the queue with more: paceline queue serve "
             f"--workers {most}",
+        )
+
+
+def check_unit(least: int, most: int, per_node: int) -> None:
+    """Refuse a number of workers that is not one of whole nodes; `per_node` 0: the run has none."""
+    if per_node and (least % per_node or most % per_node):
+        raise UsageError(
+            f"--workers {least}-{most}: a node of this run has {counted(per_node, 'worker')}, which come "
+            "and go together",
+            remedy=f"give multiples of {per_node}, or add the run with another --workers-per-node",
         )
 
 
