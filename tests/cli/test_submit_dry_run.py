@@ -33,12 +33,12 @@ def test_a_manifest_can_be_written_to_a_file(
 
 @pytest.mark.parametrize("engine", ["slurm", "kubernetes"])
 @pytest.mark.parametrize(
-    ("file", "further", "folder", "resume"),
+    ("file", "further", "folder"),
     [
-        ('run_dir = "runs/mine"\nresume = 3\n', "", "runs/mine", "3"),
-        ('run_dir = "runs/mine"\n', "--run-dir runs/given", "runs/given", "auto"),
-        ('batch_size = 8\ncheckpoint_dir = "runs/mine"\n', "", "runs/mine", "auto"),
-        ("epochs = 1\n", "", None, "auto"),
+        ('run_dir = "runs/mine"\nresume = "auto"\n', "", "runs/mine"),
+        ('run_dir = "runs/mine"\n', "--run-dir runs/given", "runs/given"),
+        ('batch_size = 8\ncheckpoint_dir = "runs/mine"\n', "", "runs/mine"),
+        ("epochs = 1\n", "", None),
     ],
 )
 def test_the_folder_of_a_file_is_that_of_the_run(
@@ -49,7 +49,6 @@ def test_the_folder_of_a_file_is_that_of_the_run(
     file: str,
     further: str,
     folder: str | None,
-    resume: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -67,10 +66,20 @@ def test_the_folder_of_a_file_is_that_of_the_run(
         (job,) = [one for one in yaml.safe_load_all(out) if one["kind"] == "Job"]
         (text,) = job["spec"]["template"]["spec"]["containers"][0]["command"][-1:]
         command = shlex.split(text)
-    # Of an option that is given twice, the last one counts.
-    last = {word: after for word, after in itertools.pairwise(command) if word in ("--run-dir", "--resume")}
-    assert last["--resume"] == resume
-    if folder is not None:
-        assert last["--run-dir"] == folder
-    else:
-        assert last["--run-dir"] not in ("", "runs/mine")
+    given = [after for word, after in itertools.pairwise(command) if word == "--run-dir"]
+    assert len(given) == 1
+    assert given[0] == folder or (folder is None and given[0] not in ("", "runs/mine"))
+
+
+@pytest.mark.parametrize("where", ["file", "assignment"])
+def test_a_version_to_continue_from_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], where: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").write_text("")
+    (tmp_path / "settings.toml").write_text("resume = 3\n" if where == "file" else "epochs = 1\n")
+    words = ["submit", "script.py", "--engine", "slurm", "--config", "settings.toml", "--dry-run"]
+    code, out, err = Command(capsys)(*words, *([] if where == "file" else ["--set", "resume=3"]))
+    assert (code, out) == (2, "")
+    assert "resume=3" in err
+    assert err.count("try:") == 1

@@ -31,23 +31,29 @@ def check_settings(assignments: Sequence[str], config: str | None) -> tuple[str,
     return texts
 
 
-def options_of_file(config: str | None) -> list[str]:
-    """Return --run-dir and --resume for what a file of settings says of them. Engines give both to the run's
-    command where its options lack them, and options win over a file."""
+def folder_of_handed_over_run(assignments: Sequence[str], config: str | None) -> str | None:
+    """Return the run's folder of a file of settings: engines choose one where their options lack it, and
+    options win over a file. Refuse a version to continue from: each start of a run that is handed over
+    continues from the newest one."""
     from paceline.frontends.ddp_trainer.config_file import PerGpuFile
-    from paceline.frontends.overrides import Overrides
+    from paceline.frontends.overrides import PER_GPU, Overrides
     from paceline.train.settings.train_config import TrainConfig
 
-    if config is None:
-        return []
-    per_gpu = PerGpuFile.read(config)
+    per_gpu = None if config is None else PerGpuFile.read(config)
+    texts = tuple(text for text in assignments if not text.startswith(PER_GPU))
     if per_gpu is not None:
-        folder, resume = per_gpu.global_settings(None).get("run_dir"), None
+        config = None
+        folder = per_gpu.global_settings(None).get("run_dir")
     else:
-        meant = Overrides(file=config).apply(TrainConfig())
-        folder, resume = meant.run_dir, meant.resume
-    words = [] if not folder else ["--run-dir", str(folder)]
-    return words if resume is None else [*words, "--resume", str(resume)]
+        folder = Overrides(file=config).apply(TrainConfig()).run_dir
+    resume = Overrides({}, texts, file=config).apply(TrainConfig()).resume
+    if resume not in (None, "auto"):
+        raise UsageError(
+            f"resume={resume!r}: each start of a run that is handed over continues from the newest version "
+            "in its folder; the engine starts it again where it was lost, and would go back each time",
+            remedy="leave it out; `paceline train --resume VERSION` goes back to one",
+        )
+    return str(folder) if folder else None
 
 
 def check_script(script: str) -> None:

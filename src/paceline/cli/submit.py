@@ -64,7 +64,7 @@ def submit(
 
     Example: paceline submit train.py --engine slurm --nodes 4 --time 2:00:00 --slurm partition=gpu
     """
-    from paceline.cli.setting_checks import check_script, check_settings, options_of_file
+    from paceline.cli.setting_checks import check_script, check_settings, folder_of_handed_over_run
     from paceline.engines.batch import BatchEngine, BatchSpec
     from paceline.engines.engine import gpus_per_node as gpus_of
 
@@ -87,13 +87,13 @@ def submit(
     check_script(script)
     check_settings(assignments or [], config)
     _check_time(time_limit, slurm or [])
+    of_file = folder_of_handed_over_run(assignments or [], config)
     train_options = [part for text in assignments or [] for part in ("--set", text)]
     train_options += _option("--config", config)
     job = BatchSpec(
         script=script,
         arguments=tuple(arguments or []),
-        # Of an option that is given twice, the last one counts.
-        options=(*train_options, *options_of_file(config), *_option("--run-dir", run_dir)),
+        options=(*train_options, *_option("--run-dir", run_dir or of_file)),
         name=name or Path(script).stem,
         nodes=chosen.nodes,
         workers_per_node=chosen.workers_per_node,
