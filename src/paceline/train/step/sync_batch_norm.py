@@ -115,7 +115,7 @@ def _move_running(layer: nn.SyncBatchNorm, found: GlobalStatistics) -> None:
     factor = layer.momentum if layer.momentum is not None else 1.0 / float(batches)
     unbiased = found.var * (found.count / (found.count - 1))
     for running, now in ((mean, found.mean), (var, unbiased)):
-        running.mul_(1.0 - factor).add_(now.to(running.dtype), alpha=factor)
+        running.mul_(1.0 - factor).add_(now.to(running), alpha=factor)
 
 
 # numbers
