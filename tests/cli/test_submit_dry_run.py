@@ -31,7 +31,7 @@ def test_a_manifest_can_be_written_to_a_file(
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("engine", ["slurm", "kubernetes"])
+@pytest.mark.parametrize("engine", ["slurm", "kubernetes", "ssh"])
 @pytest.mark.parametrize(
     ("file", "further", "folder"),
     [
@@ -57,16 +57,23 @@ def test_the_folder_of_a_file_is_that_of_the_run(
     words = f"submit script.py --engine {engine} --config settings.toml --dry-run {further}".split()
     if engine == "kubernetes":
         words += ["--image", "a"]
+    if engine == "ssh":
+        words += ["--engine-set", 'hosts=["a"]']
     code, out, err = Command(capsys)(*words)
     assert (code, err) == (0, "")
     if engine == "slurm":
         (line,) = [line for line in out.splitlines() if " -m paceline train " in line]
         command = shlex.split(line)
+    elif engine == "ssh":
+        command = shlex.split(out)
     else:
         (job,) = [one for one in yaml.safe_load_all(out) if one["kind"] == "Job"]
         (text,) = job["spec"]["template"]["spec"]["containers"][0]["command"][-1:]
         command = shlex.split(text)
     given = [after for word, after in itertools.pairwise(command) if word == "--run-dir"]
+    if engine == "ssh":  # the queue makes the folder's name when the run begins
+        assert given == ([] if folder is None else [str(tmp_path / folder)])
+        return
     assert len(given) == 1
     assert given[0] == folder or (folder is None and given[0] not in ("", "runs/mine"))
 

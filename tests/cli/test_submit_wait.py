@@ -17,9 +17,12 @@ AWAY = UnavailableError("the server cannot be reached", remedy="wait")
 class ScriptedBatch:
     """A `BatchEngine` whose run has these states, one after the other; the last for ever."""
 
-    def __init__(self, *states: BatchStatus | PacelineError, stop: PacelineError | None = None) -> None:
+    def __init__(
+        self, *states: BatchStatus | PacelineError, stop: PacelineError | None = None, chatty: bool = False
+    ) -> None:
         self.states, self.asked, self.stopped = list(states), 0, 0
         self.stop_error = stop
+        self.chatty = chatty  # a run that writes without a pause
 
     def batch_text(self, job: BatchSpec) -> str:
         return ""
@@ -38,7 +41,8 @@ class ScriptedBatch:
         given: list[str] = []
 
         def fresh(is_over: bool) -> Sequence[str]:
-            lines = [f"line {self.asked}"] if f"line {self.asked}" not in given else []
+            is_new = f"line {self.asked}" not in given or (self.chatty and not is_over)
+            lines = [f"line {self.asked}"] if is_new else []
             given.extend(lines)
             return lines
 
@@ -98,6 +102,19 @@ def test_a_run_that_has_run_is_not_deleted() -> None:
     with pytest.raises(PeerLostError, match="no such image"):
         wait(engine)
     assert engine.stopped == 0
+
+
+def test_a_run_whose_first_pod_comes_again_has_not_failed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its node was drained, and no pod is left that would tell that it has run."""
+    guess = BatchStatus("failed", reason="the image cannot be pulled", never_ran=True)
+    assert wait(ScriptedBatch(RUNNING, guess, guess, RUNNING, DONE)) == 0
+    assert capsys.readouterr().err == "job/run waits: the image cannot be pulled\n"
+
+
+def test_the_state_of_a_run_that_writes_without_a_pause_is_asked_for() -> None:
+    engine = ScriptedBatch(*[RUNNING] * 50, DONE, chatty=True)
+    assert wait(engine) == 0
+    assert engine.asked == 51
 
 
 def test_what_cannot_be_deleted_is_said_beside_the_reason() -> None:

@@ -23,7 +23,12 @@ from paceline.engines.remote_agent import OTHER_VERSION_CODE
 from paceline.engines.ssh.ssh_errors import explain_end
 
 _EXPLAIN = partial(explain_end, python="python3", folder="/work")
-_RUNS = "read -r secret; echo paceline-agent-runs far 1; read -r word; exit 0"
+# Empty lines are signs of life.
+_RUNS = """
+read -r secret; echo paceline-agent-runs far 1
+while read -r word && [ -z "$word" ]; do :; done
+exit 0
+"""
 _DENIED = "echo 'me@host: Permission denied (publickey).'; exit 255"
 
 
@@ -94,6 +99,12 @@ class _Engine:
     nodes = 2
     workers_per_node = 1
 
+    def __init__(self, hosts: int) -> None:
+        self._hosts = hosts
+
+    def host_lines(self) -> Sequence[str]:
+        return [f"host{number}" for number in range(self._hosts)]
+
     def check(self) -> None: ...
 
     def address_for_nodes(self) -> str:
@@ -101,27 +112,28 @@ class _Engine:
 
     def request(self, agents: AgentSpec) -> EngineRequest:
         command = ["sh", "-c", _DENIED]
-        hosts = [{"host": f"host{number}", "command": command} for number in range(3)]
+        hosts = [{"host": host, "command": command} for host in self.host_lines()]
         return {"nodes": agents.nodes, "commands": hosts}
 
     def submit(self, request: EngineRequest, secret: bytes) -> EngineJob:
         return AgentCommands(request, secret, _EXPLAIN)
 
 
-def test_a_run_without_a_host_that_can_be_used_ends_at_once_with_one_remedy():
+@pytest.mark.parametrize("hosts", [3, 5])
+def test_a_run_without_a_host_that_can_be_used_ends_at_once_with_one_remedy(hosts):
     said: list[str] = []
     spec = AgentSpec(run="run", address=("127.0.0.1", 9), nodes=2, workers_per_node=1)
-    fleet = AgentFleet(_Engine(), spec, bytes(32), said.append)
+    fleet = AgentFleet(_Engine(hosts), spec, bytes(32), said.append)
     fleet.start()
     try:
         wait_for(lambda: fleet.failure is not None, "the run is given up")
     finally:
         fleet.close()
+    denied = "; ".join(f"host{number}: permission denied" for number in range(hosts))
     assert str(fleet.failure) == (
-        "no host can be used: host0: permission denied; host1: permission denied; "
-        "host2: permission denied\n"
+        f"no host can be used: {denied}\n"
         "  try: let ssh get in without a password: 'ssh-copy-id host0', identity= or user="
     )
     # Each was tried once, and nothing but the error says what to do.
-    assert sum("is ended" in line for line in said) == 3
+    assert sum("is ended" in line for line in said) == hosts
     assert not any("ssh-copy-id" in line for line in said)

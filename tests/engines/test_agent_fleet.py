@@ -132,7 +132,7 @@ def test_agents_that_fail_at_once_are_asked_for_less_and_less_often_and_then_giv
 def test_every_host_that_is_named_is_tried_before_the_run_is_given_up():
     it = Fleet(hosts=6)
     it.fleet.scale(1)
-    for node in range(6):
+    for node in range(7):
         assert it.fleet.failure is None, node
         it.job.agents.clear()
         it.job.put(node, "running")
@@ -314,3 +314,17 @@ def test_the_command_of_an_agent():
         "/opt/python -m paceline join '[fd77::1]:4000' --token-file /dev/stdin --workers 3 "
         "--ports 42000-42100"
     )
+
+
+def test_waiting_for_a_node_is_no_work_of_an_agent_that_then_fails_at_once():
+    it = Fleet()
+    it.fleet.scale(1)
+    for node in range(4):
+        assert it.fleet.failure is None, node
+        it.job.agents.clear()
+        it.job.put(node, "pending")
+        it.turn()
+        it.turn(60.0)  # a cluster that is busy
+        it.job.put(node, "ended", 1, "no module named paceline")
+        it.turn()
+    assert "the last of 4: no module named paceline" in str(it.fleet.failure)

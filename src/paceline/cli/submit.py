@@ -87,13 +87,13 @@ def submit(
     check_script(script)
     check_settings(assignments or [], config)
     _check_time(time_limit, slurm or [])
-    of_file = folder_of_handed_over_run(assignments or [], config)
+    folder = run_dir or folder_of_handed_over_run(assignments or [], config)
     train_options = [part for text in assignments or [] for part in ("--set", text)]
     train_options += _option("--config", config)
     job = BatchSpec(
         script=script,
         arguments=tuple(arguments or []),
-        options=(*train_options, *_option("--run-dir", run_dir or of_file)),
+        options=(*train_options, *_option("--run-dir", folder)),
         name=name or Path(script).stem,
         nodes=chosen.nodes,
         workers_per_node=chosen.workers_per_node,
@@ -103,7 +103,7 @@ def submit(
         folder=os.getcwd(),
         python=sys.executable,
     )
-    queue = None if isinstance(chosen, BatchEngine) else _local_queue(options, job, train_options, run_dir)
+    queue = None if isinstance(chosen, BatchEngine) else _local_queue(options, job, train_options, folder)
     _hand_over(chosen, queue, job, dry_run=dry_run, wait=wait)
 
 

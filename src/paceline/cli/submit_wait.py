@@ -25,10 +25,16 @@ def follow(engine: BatchEngine, identifier: str, clock: Clock | None = None) -> 
         while True:
             try:
                 status = engine.batch_status(identifier)
-                # An engine gives a long log in parts.
-                while lines := new_lines(status.is_over):
+                has_run |= status.state == "running"
+                # A pod that was drained takes what was known of its run along.
+                is_over = status.is_over and not (status.never_ran and has_run)
+                answered_at = clock.now()
+                # An engine gives a long log in parts. The rest of a log that grows comes with the next look.
+                while lines := new_lines(is_over):
                     for line in lines:
                         typer.echo(printable(line))
+                    if not is_over:
+                        break
             except (UnavailableError, CommTimeoutError) as error:
                 # The run does not need this terminal, nor what is asked about it.
                 if clock.now() - answered_at > _AWAY_SECONDS:
@@ -36,11 +42,9 @@ def follow(engine: BatchEngine, identifier: str, clock: Clock | None = None) -> 
                     raise
                 told = _say(f"{error.message}; it is asked again", told)
             else:
-                answered_at = clock.now()
-                if status.is_over:
+                if is_over:
                     break
-                has_run |= status.state == "running"
-                waits = status.state == "pending" and bool(status.reason)
+                waits = status.state != "running" and bool(status.reason)
                 told = _say(f"{identifier} waits: {status.reason}" if waits else "", told)
             clock.sleep(_POLL_SECONDS)
     except KeyboardInterrupt:

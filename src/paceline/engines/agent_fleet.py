@@ -23,7 +23,7 @@ from paceline.engines.engine import AgentSpec, Engine, EngineJob, NodeStatus, mo
 POLL_SECONDS: Final = 0.25
 _FIRST_BACKOFF_SECONDS: Final = 0.5
 _MOST_BACKOFF_SECONDS: Final = 30.0
-_MAX_FAILURES: Final = 4  # in a row, of agents that did not stay; as many as hosts where they are named
+_MAX_FAILURES: Final = 4  # in a row, of agents that did not stay
 _START_SECONDS: Final = 30.0  # that an agent may take on its host until it runs
 _STAY_SECONDS: Final = 20.0  # after which an agent's end is a loss, and not a failed start
 _WAIT_NOTICE_SECONDS: Final = 10.0
@@ -53,7 +53,8 @@ class AgentFleet:
         self._clock = clock or MonotonicClock()
         self._job: EngineJob | None = None
         self._nodes = most_nodes(engine, spec.nodes)
-        self._max_failures = max(_MAX_FAILURES, named_hosts(engine))
+        # Where hosts are named each has a try, and with the next one the engine says that none is left.
+        self._max_failures = max(_MAX_FAILURES, named_hosts(engine) + 1)
         self._known: dict[int, _Known] = {}
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self._failures = 0
@@ -161,7 +162,8 @@ class AgentFleet:
         if status.state == "running" and status.host:
             self._say(f"agent {status.node} runs on {status.host}")
         elif status.state in ("ended", "lost"):
-            stayed = before is not None and now - before.since >= _STAY_SECONDS
+            has_run = before is not None and before.status.state == "running"
+            stayed = has_run and now - since >= _STAY_SECONDS
             left = status.state == "ended" and status.code == 0
             self._failures = 0 if stayed or left else self._failures + 1
             wait = min(_MOST_BACKOFF_SECONDS, _FIRST_BACKOFF_SECONDS * 2.0 ** (self._failures - 1))

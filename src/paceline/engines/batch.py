@@ -39,11 +39,13 @@ class BatchSpec:
 @final
 @dataclass(frozen=True)
 class BatchStatus:
-    """What became of a run that was handed over; `reason` is the engine's own word."""
+    """What became of a run that was handed over; `reason` is the engine's own word. `never_ran`: the failure
+    is concluded from what keeps the run from beginning, and wrong of a run that was seen to run."""
 
     state: BatchState
     code: int | None = None
     reason: str = ""
+    never_ran: bool = False
 
     @property
     def is_over(self) -> bool:

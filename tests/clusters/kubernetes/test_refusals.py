@@ -243,7 +243,7 @@ IN_THE_FOREGROUND: dict[str, tuple[str, list[str]]] = {
         "didn't match Pod's node affinity/selector",
         [
             *("--image", IMAGE, "--engine-set", 'node_selector={gpu = "h200"}'),
-            *("--set", "fault_tolerance.node_wait=15"),
+            *("--set", "fault_tolerance.node_wait=40"),
         ],
     ),
 }

@@ -51,7 +51,7 @@ def test_client_takes_up_added_nodes_and_scales(lab: RayLab, tmp_path: Path) -> 
         before = run.view
         lab.add_node()
         added = lab.cluster.nodes[-1]
-        wait_for(lambda: lab.cluster.agents(added), "the added node has an agent", seconds=10.0)
+        wait_for(lambda: lab.cluster.agents(added), "the added node has an agent")
         run.until_size(4, after=before.generation)
         assert sorted(run.nodes) == sorted(lab.cluster.nodes)
 

@@ -40,6 +40,8 @@ pytestmark = [
 class SshLab(EngineLab):
     """See EngineLab. Hosts 1, 2, 3 are called b, c, d."""
 
+    has_spare_node = False
+
     def __init__(self, hosts: SshHosts) -> None:
         self.hosts = hosts
         self._lost: list[int] = []

@@ -16,6 +16,7 @@ from paceline.engines.kubernetes import batch_job
 from paceline.engines.kubernetes.agents_job import AgentsJob
 from paceline.engines.kubernetes.pod_status import INDEX_ANNOTATION
 
+JOBS = "/apis/batch/v1/namespaces/ml/jobs"
 PODS, EVENTS = "/api/v1/namespaces/ml/pods", "/api/v1/namespaces/ml/events"
 SPEC = AgentSpec(run="train", address=("10.0.0.9", 41000), nodes=3, workers_per_node=1)
 
@@ -65,7 +66,9 @@ def test_the_last_lines_of_a_run_are_those_of_all_pods_that_answer(api: Scripted
     api.fault = lambda method, path: 500 if path == f"{PODS}/train-1/log" else None
     fresh = batch_job.logs(api.client(), "ml", "job/train")
     assert list(fresh(False)) == ["hello from 0"]
-    assert list(fresh(True)) == ["[train-2] hello from 2"]
+    missing, last = fresh(True)
+    assert missing.startswith("[train-1] (its last lines cannot be had: the Kubernetes API server")
+    assert last == "[train-2] hello from 2"
     assert list(fresh(True)) == []
 
 
@@ -115,3 +118,40 @@ def test_agents_that_no_pod_is_made_for_are_given_up(
         job.poll()
     assert told in str(error.value)
     job.stop()
+
+
+def test_pods_that_are_there_are_waited_for_where_a_quota_admits_no_more(api: ScriptedApi) -> None:
+    """Their image may take minutes."""
+    job, clock = submitted(api)
+    (owner,) = [one for one in api.objects.values() if one["kind"] == "Job"]
+    about = {"involvedObject": {"uid": owner["metadata"]["uid"]}, "reason": "FailedCreate"}
+    api.put(EVENTS, {"metadata": {"name": "e"}, "message": REFUSALS[0][0], **about})
+    put_pods(api, *[{"waiting": {"reason": "ContainerCreating"}}] * 2)
+    for _ in range(3):
+        clock.advance(25.0)
+        assert [status.reason for status in job.poll()][2:] == [REFUSALS[0][0]]
+    job.stop()
+
+
+def test_agents_whose_start_was_not_answered_are_deleted(
+    api: ScriptedApi, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The server goes away behind the creation of a Job, before it is the Secret's owner."""
+    caplog.set_level(logging.CRITICAL, "paceline.engines")
+    job, _ = submitted(api)
+    api.objects.pop(f"{JOBS}/{job.name}")  # by someone else
+    away: list[str] = []
+
+    def fault(method: str, path: str) -> str | None:
+        if method == "PATCH":
+            away.append(path)
+        return "drop" if away else None
+
+    api.fault = fault
+    job.scale(3)
+    assert len(api.left("Job")) == 1
+    api.fault = lambda method, path: None
+    job.scale(3)
+    assert api.left("Job") == [job.name]
+    job.stop()
+    assert (api.left("Job"), api.left("Secret")) == ([], [])

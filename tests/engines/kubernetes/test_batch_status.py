@@ -68,7 +68,7 @@ def test_an_image_that_no_node_can_pull_ends_a_run_that_never_began(api: Scripte
     assert status(api).state == "pending"  # pod 0 has it
     put_pod(api, 0, PULLING)
     found = status(api)
-    assert (found.state, found.code) == ("failed", None)
+    assert (found.state, found.code, found.never_ran) == ("failed", None, True)
     assert "cannot be pulled" in found.reason
 
 
@@ -86,6 +86,8 @@ EXCEEDED = "is forbidden: exceeded quota: team, requested: pods=1,requests.cpu=2
         ("maximum memory usage per Container is 1Gi, but limit is 2Gi", "06", "failed"),
         ('serviceaccount "trainer" not found', "06", "pending"),
         ('serviceaccount "trainer" not found', "59", "failed"),
+        ("Internal error occurred: failed calling webhook: connection refused", "59", "pending"),
+        ("is forbidden: status unknown for quota: team, resources: pods", "59", "pending"),
     ],
 )
 def test_refusals_that_pass_and_those_that_do_not(api: ScriptedApi, told: str, last: str, state: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import traceback
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -64,6 +65,14 @@ def test_a_plugin_that_fails_says_why(tmp_path: Path) -> None:
     found = find_cluster(str(written(tmp_path / "config", {"exec": plugin})))
     with pytest.raises(UnavailableError, match="please log in"):
         found.headers()
+
+
+def test_arguments_of_a_plugin_are_in_no_message(tmp_path: Path) -> None:
+    plugin = {"command": sys.executable, "args": ["-c", "raise SystemExit(3)", "--client-secret=hunter2"]}
+    found = find_cluster(str(written(tmp_path / "config", {"exec": plugin})))
+    with pytest.raises(UnavailableError, match="it ended with code 3") as told:
+        found.headers()
+    assert "hunter2" not in "".join(traceback.format_exception(told.value))
 
 
 def test_several_files_are_one(tmp_path: Path) -> None:

@@ -153,3 +153,11 @@ def test_no_image_no_pod() -> None:
 if __name__ == "__main__":
     for each in KINDS:
         (FOLDER / f"{each}.yaml").write_text(printed(each))
+
+
+@pytest.mark.parametrize("kind", ["job", "jobset"])
+def test_a_limit_of_0_is_none(kind: str) -> None:
+    text = paceline.Kubernetes(image="i", kind=kind).batch_text(BatchSpec(script="train.py", time="0"))
+    assert "activeDeadlineSeconds" not in text
+    text = paceline.Kubernetes(image="i", kind=kind).batch_text(BatchSpec(script="train.py", time="0:30"))
+    assert "activeDeadlineSeconds: 30" in text

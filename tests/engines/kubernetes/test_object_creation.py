@@ -70,5 +70,17 @@ def test_what_may_be_left_is_named(api: ScriptedApi) -> None:
     api.fault = fault
     with pytest.raises(UnavailableError) as told:
         create(api)
-    (note,) = told.value.__notes__
-    assert "kubectl -n ml get job/run" in note
+    unknown, left = told.value.__notes__
+    assert "kubectl -n ml get job/run" in unknown
+    assert left == f"still there, delete it: kubectl delete --raw {SECRETS}/run-token"
+
+
+def test_what_could_not_be_deleted_is_named(api: ScriptedApi) -> None:
+    """The server goes away when all objects are made."""
+    api.fault = lambda method, path: "drop" if method in ("PATCH", "DELETE") else None
+    with pytest.raises(UnavailableError) as told:
+        create(api)
+    assert told.value.__notes__ == [
+        f"still there, delete it: kubectl delete --raw {path}"
+        for path in (f"{JOBS}/run", f"{SECRETS}/run-token")
+    ]

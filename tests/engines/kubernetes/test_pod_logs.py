@@ -6,6 +6,7 @@ import http.server
 import threading
 import urllib.parse
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ class LogServer:
     """One container's log: lines with their times, from a whole second on, cut off after `limitBytes`."""
 
     def __init__(self) -> None:
-        self.lines: list[str] = []
+        self.lines: list[tuple[datetime, str]] = []  # with the second that each was written in
         self.limits: list[int] = []
         state = self
 
@@ -41,12 +42,13 @@ class LogServer:
 
     def answer(self, query: dict[str, str]) -> bytes:
         self.limits.append(int(query["limitBytes"]))
-        since = query.get("sinceTime", "")
-        text = "".join(f"{line}\n" for line in self.lines if line[:19] >= since[:19])
+        since = datetime.fromisoformat(query.get("sinceTime", "2000-01-01T00:00:00Z"))
+        text = "".join(f"{line}\n" for time, line in self.lines if time >= since)
         return text.encode()[: self.limits[-1]]
 
-    def write(self, second: int, fraction: str, line: str) -> None:
-        self.lines.append(f"2026-01-02T03:04:{second:02}{fraction}Z {line}")
+    def write(self, second: int, fraction: str, line: str, zone: str = "Z") -> None:
+        time = f"2026-01-02T03:04:{second:02}"
+        self.lines.append((datetime.fromisoformat(time + zone), f"{time}{fraction}{zone} {line}"))
 
     def reader(self) -> PodLogs:
         address = f"http://127.0.0.1:{self.http.server_port}"
@@ -74,6 +76,20 @@ def test_lines_of_the_second_that_comes_again_are_given_once(server: LogServer) 
     server.write(5, ".250000001", "b")  # zeros at the end of a fraction are left out
     server.write(5, ".3", "c")
     assert reader.new_lines("run-0") == ["b", "c"]
+    assert reader.new_lines("run-0") == []
+
+
+@pytest.mark.parametrize("zone", ["+08:00", "-05:30"])
+def test_a_node_writes_times_of_its_own_zone(server: LogServer, zone: str) -> None:
+    reader = server.reader()
+    server.write(5, ".25", "a", zone)
+    assert reader.new_lines("run-0") == ["a"]
+    server.write(5, ".3", "b", zone)
+    server.write(7, "", "y" * 1000, zone)  # more than the largest answer
+    server.write(8, "", "after", zone)
+    assert reader.new_lines("run-0") == ["b"]
+    assert [line[:10] for line in reader.new_lines("run-0")] == ["(more than"]
+    assert reader.new_lines("run-0") == ["after"]
     assert reader.new_lines("run-0") == []
 
 

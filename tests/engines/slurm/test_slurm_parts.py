@@ -248,9 +248,28 @@ def test_a_first_task_that_cannot_write_for_a_while_goes_on_writing(tmp_path, mo
         wait_for(lambda: file.read_bytes() != content)
 
 
-def test_a_sign_of_life_that_cannot_be_read_is_no_end_of_the_first_task(tmp_path):
-    sign_of_life(TASK, tmp_path).mkdir(parents=True)
-    wait_for_first_task(TASK, tmp_path, silence_seconds=0.05, look_seconds=0.005)
+@pytest.mark.parametrize("was_seen", [False, True])
+def test_a_sign_of_life_that_cannot_be_read_is_no_end_of_the_first_task(tmp_path, was_seen):
+    file, unreadable = sign_of_life(TASK, tmp_path), tmp_path / "unreadable"
+    file.parent.mkdir()
+    unreadable.symlink_to(file)  # a link to itself, once it has that name
+    has_raised = threading.Event()
+
+    def wait() -> None:
+        with pytest.raises(paceline.PeerLostError, match="has stopped"):
+            wait_for_first_task(TASK, tmp_path, silence_seconds=0.3, look_seconds=0.005)
+        has_raised.set()
+
+    if was_seen:
+        file.write_bytes(b"7")
+    else:
+        unreadable.replace(file)
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    if was_seen:
+        unreadable.replace(file)
+    waiter.join()
+    assert has_raised.is_set()
 
 
 def test_a_first_task_that_was_killed_is_noticed(tmp_path):

@@ -32,7 +32,6 @@ from paceline.engines.kubernetes.pod_queries import (
     refusal_error,
     refusal_of_pods,
 )
-from paceline.engines.kubernetes.quotas import is_quota
 
 _log = logging.getLogger("paceline.engines")
 
@@ -63,6 +62,7 @@ class AgentsJob:
         self._clock = clock or MonotonicClock()
         self._logs = PodLogs(client, namespace, self._clock)
         self._owner: JsonObject = {}
+        self._begun: list[str] = []  # names under which objects were created, or may have been
         self._numbers: dict[tuple[str, int], int] = {}
         self._states: dict[int, pod_status.PodState] = {}
         self._expected: deque[int] = deque()
@@ -142,14 +142,16 @@ class AgentsJob:
 
     def _remove(self) -> None:
         kind = self._owner["kind"]
-        try:
-            self._client.delete(f"{PATHS[kind].format(self._namespace)}/{self.name}")
-            # Its owner is gone, so that Kubernetes removes it too; now is better than soon.
-            self._client.delete(f"{PATHS['Secret'].format(self._namespace)}/{secret_name(self.name)}")
-        except (ApiError, UnavailableError) as error:
-            error.add_note(f"still there: {kind.lower()}/{self.name} in namespace {self._namespace}")
-            error.remedy = f"kubectl -n {self._namespace} delete {kind.lower()}/{self.name}"
-            raise
+        for name in list(self._begun):
+            try:
+                self._client.delete(f"{PATHS[kind].format(self._namespace)}/{name}")
+                # Its owner is gone, so that Kubernetes removes it too; now is better than soon.
+                self._client.delete(f"{PATHS['Secret'].format(self._namespace)}/{secret_name(name)}")
+            except (ApiError, UnavailableError) as error:
+                error.add_note(f"still there: {kind.lower()}/{name} in namespace {self._namespace}")
+                error.remedy = f"kubectl -n {self._namespace} delete {kind.lower()}/{name}"
+                raise
+            self._begun.remove(name)
 
     def _see_pods_off(self) -> None:
         """Wait until the pods are gone, for some seconds. The run is over, so that an agent has nothing to
@@ -212,12 +214,13 @@ class AgentsJob:
     def _check_hopeless(self, pods: Sequence[Mapping[str, Any]]) -> None:
         self._waits_for = ""
         if self._expected:
-            self._waits_for = refusal_of_pods(self._client, self._namespace, self._owner).message
+            refusal = refusal_of_pods(self._client, self._namespace, self._owner)
+            self._waits_for = refusal.message
             waited = self._clock.now() - self._began_at
-            # The refusal may be an old one where pods were made since; that of a quota is not.
-            counts = is_quota(self._waits_for) or (self._waits_for and not self._numbers)
-            if not self._ran and counts and waited > REFUSAL_SECONDS:
-                raise refusal_error(self._waits_for)
+            # Where pods were made, training begins with those.
+            is_rule = bool(refusal.message) and not refusal.passes
+            if is_rule and not self._numbers and waited > REFUSAL_SECONDS:
+                raise refusal_error(refusal.message)
         if not self._ran and (error := pod_status.hopeless(pods)):
             raise error
 
@@ -255,6 +258,7 @@ class AgentsJob:
         counts = ("replicas",) if owner["kind"] == "StatefulSet" else ("completions", "parallelism")
         owner["spec"].update(dict.fromkeys(counts, nodes))
         self._indexes = nodes
+        self._begun.append(name)
         self._owner = create_all(self._client, self._namespace, owner, [], self._secret)
 
     def _expect(self, nodes: int) -> None:

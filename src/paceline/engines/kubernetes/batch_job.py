@@ -47,14 +47,14 @@ def status(client: ApiClient, settings: PodSettings, identifier: str) -> BatchSt
     if first is None:
         refusal = refusal_of_pods(client, place, owner)
         if refusal.lasts and not _has_run(pods):
-            return BatchStatus("failed", reason=str(refusal_error(refusal.message)))
+            return BatchStatus("failed", reason=str(refusal_error(refusal.message)), never_ran=True)
         return BatchStatus("pending", reason=refusal.message)
     found = pod_status.read_pod(first)
     if found.state == "running":
         return BatchStatus("running")
     # An image that another pod's node cannot pull just now is that pod's trouble.
     if (error := pod_status.hopeless([first])) and not _has_run(pods):
-        return BatchStatus("failed", reason=str(error))
+        return BatchStatus("failed", reason=str(error), never_ran=True)
     return BatchStatus("pending", reason=found.reason)
 
 
@@ -79,7 +79,7 @@ def _ended(owner: Mapping[str, Any], first: pod_status.Pod | None, retries: int)
 
 
 def _has_run(pods: Sequence[pod_status.Pod]) -> bool:
-    """Return whether any container of a run has begun: what keeps one from beginning now may pass."""
+    """Return whether any container of the present pods has begun: what keeps one from beginning may pass."""
     return any(
         pod_status.read_pod(pod).state != "pending" or pod_status.read_earlier_life(pod) is not None
         for pod in pods

@@ -59,8 +59,8 @@ def batch_objects(settings: PodSettings, job: BatchSpec) -> list[Manifest]:
         raise UsageError(
             "a StatefulSet has no time limit", remedy='leave --time out, or use kind="job"', key="time"
         )
-    if job.time and settings.kind == "job":
-        owner["spec"]["activeDeadlineSeconds"] = seconds_of(job.time)
+    if settings.kind == "job":
+        owner["spec"] |= _deadline(job)
     return [labelled(one, name, settings) for one in (*others, owner)]
 
 
@@ -129,6 +129,12 @@ def _template(settings: PodSettings, job: BatchSpec, name: str, script: str) -> 
     return template
 
 
+def _deadline(job: BatchSpec) -> Manifest:
+    """Return the time limit of a Job; 0 is none, as with SLURM."""
+    seconds = seconds_of(job.time) if job.time else 0
+    return {"activeDeadlineSeconds": seconds} if seconds else {}
+
+
 def _job_set(settings: PodSettings, job: BatchSpec, name: str) -> Manifest:
     supervisor = f"{name}-{HEAD}-0-0.{name}"
     parts = [(HEAD, 1, _train(settings, job))]
@@ -139,8 +145,7 @@ def _job_set(settings: PodSettings, job: BatchSpec, name: str) -> Manifest:
     for part, nodes, script in parts:
         spec = indexed_job(name, _template(settings, job, name, script), nodes, settings.retries)["spec"]
         del spec["ttlSecondsAfterFinished"]  # the JobSet has it
-        if job.time:
-            spec["activeDeadlineSeconds"] = seconds_of(job.time)
+        spec |= _deadline(job)
         jobs.append({"name": part, "replicas": 1, "template": {"spec": spec}})
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",

@@ -63,13 +63,17 @@ class CredentialPlugin:
             found = dict(json.loads(done.stdout)["status"])
             self._has_expired(found)  # a time that cannot be read is a mistake of the plugin
             return found
-        except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError) as error:
-            told = getattr(error, "stderr", "") or str(error)
-            raise UnavailableError(
-                f"the credential plugin `{command[0]}` of {source} gave no credentials: {told.strip()}",
-                remedy=plugin.get("installHint")
-                or "log in to the cluster again; `kubectl get pods` must work",
-            ) from error
+        # What the standard library says of a command that failed has its arguments, which may be secrets.
+        except subprocess.TimeoutExpired:
+            told = f"it did not end within {_PLUGIN_SECONDS:g} s (does it wait for a login?)"
+        except subprocess.CalledProcessError as error:
+            told = str(error.stderr).strip() or f"it ended with code {error.returncode}"
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            told = str(error)
+        raise UnavailableError(
+            f"the credential plugin `{command[0]}` of {source} gave no credentials: {told}",
+            remedy=plugin.get("installHint") or "log in to the cluster again; `kubectl get pods` must work",
+        )
 
 
 @functools.lru_cache(maxsize=16)

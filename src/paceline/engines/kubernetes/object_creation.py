@@ -50,11 +50,13 @@ def create_all(
         }
         for one in first:
             client.patch(object_path(namespace, one), {"metadata": {"ownerReferences": [reference]}})
-    except BaseException:
+    except BaseException as error:
         for path in reversed(created):
             # The first error says what is wrong.
-            with suppress(PacelineError):
+            try:
                 client.delete(path)
+            except PacelineError:
+                error.add_note(f"still there, delete it: kubectl delete --raw {path}")
         raise
     # An answer of the API server does not always repeat these.
     return {"apiVersion": owner["apiVersion"], "kind": owner["kind"], **made}

@@ -1,7 +1,7 @@
 """Read what pods wrote since the last look.
 
 The API server gives lines with their times and takes a time to begin at, in whole seconds: lines of that
-second come again and are left out here.
+second come again and are left out here. A node writes times in its own zone; here they are in UTC.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import http
 import re
 from collections.abc import Iterable
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Final, final
 
 from paceline.core.clock import Clock, MonotonicClock
@@ -19,7 +19,7 @@ from paceline.engines.kubernetes.manifests import CONTAINER
 
 _MOST_BYTES: Final = 4 << 20
 _LARGEST_ANSWER: Final = 32 << 20  # of one second, or of one line; what is more is left out
-_TIME: Final = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?Z")  # RFC 3339, as the API server writes it
+_TIME: Final = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(\.\d+)?(Z|[+-]\d\d:\d\d)")  # RFC 3339
 _LAST_FRACTION: Final = ".999999999Z"
 _TROUBLE_SECONDS: Final = 30.0  # until a pod whose log could not be had is asked for it again
 
@@ -33,23 +33,27 @@ class PodLogs:
         self._clock = clock or MonotonicClock()
         self._seen: dict[str, str] = {}  # pod -> time of its last line
         self._ask_at: dict[str, float] = {}  # pods whose logs could not be had
+        self._named: set[str] = set()  # pods whose last lines were said to be missing
 
     def of_all(self, pods: Iterable[str], *, at_once: bool = False) -> list[tuple[str, str]]:
         """Return the new lines of these pods, each with its pod. A pod whose node does not answer has none,
         and is asked again after a while; one such pod ends the call, which may take as long as its request.
-        `at_once`: all are asked, for what they wrote last."""
+        `at_once`: all are asked, for what they wrote last, and a pod that does not answer is named."""
         found: list[tuple[str, str]] = []
         for pod in pods:
             if self._clock.now() < self._ask_at.get(pod, float("-inf")) and not at_once:
                 continue
             try:
                 found += [(pod, line) for line in self.new_lines(pod)]
-            except UnavailableError:
+            except UnavailableError as error:
                 # What was read of the others is noted as read: it is given. The API server asks the pod's
                 # node, and may be away itself.
                 self._ask_at[pod] = self._clock.now() + _TROUBLE_SECONDS
                 if not at_once:
                     break
+                if pod not in self._named:
+                    self._named.add(pod)
+                    found.append((pod, f"(its last lines cannot be had: {error.message})"))
         return found
 
     def new_lines(self, pod: str) -> list[str]:
@@ -63,7 +67,9 @@ class PodLogs:
                 return lines
             # What is new begins behind the end: so much was written in the second that comes again.
             if limit >= _LARGEST_ANSWER:
-                self._seen[pod] = _end_of_second(self._seen.get(pod) or text[:19])
+                unfinished = _utc(text.rpartition("\n")[2].partition(" ")[0])
+                if second := unfinished or self._seen.get(pod, ""):
+                    self._seen[pod] = _end_of_second(second)
                 return [f"(more than {limit >> 20} MiB of one second are left out here)"]
             limit *= 2
 
@@ -88,8 +94,9 @@ class PodLogs:
             entries.pop()  # it comes whole with the next call
         last, lines = self._seen.get(pod, ""), []
         for entry in entries:
-            time, _, line = entry.partition(" ")
-            if _TIME.fullmatch(time) and _ordered(time) > _ordered(last):
+            word, _, line = entry.partition(" ")
+            time = _utc(word)
+            if time and _ordered(time) > _ordered(last):
                 lines.append(line)
                 self._seen[pod] = time
         return lines
@@ -101,6 +108,15 @@ class PodLogs:
             return self._client.text(f"/api/v1/namespaces/{self._namespace}/pods/{pod}/log", **query).strip()
         except PacelineError:
             return ""
+
+
+def _utc(text: str) -> str:
+    """Return a time of a line in UTC, with its fraction; empty where the text is no time."""
+    match = _TIME.fullmatch(text)
+    if match is None:
+        return ""
+    second = datetime.fromisoformat(match[1] + match[3]).astimezone(UTC)
+    return f"{second:%Y-%m-%dT%H:%M:%S}{match[2] or ''}Z"
 
 
 def _end_of_second(time: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http
+import re
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, Final, NamedTuple
@@ -15,7 +16,13 @@ from paceline.engines.kubernetes.object_creation import PATHS
 from paceline.engines.kubernetes.quotas import is_quota, never_fits, quota_error
 
 REFUSAL_SECONDS: Final = 20.0
-"""For which a refusal has to last: one that a controller or a webhook gives as it starts passes."""
+"""For which a refusal has to last: one that a controller gives as it starts passes."""
+_TROUBLES: Final = re.compile(
+    "internal error|failed calling webhook|status unknown for quota|etcdserver|timeout|timed out|"
+    "deadline exceeded|connection refused|too many requests|unavailable",
+    re.IGNORECASE,
+)
+"""Of refusals that are no rules of the cluster: what could not answer does so later."""
 
 
 class Refusal(NamedTuple):
@@ -26,12 +33,17 @@ class Refusal(NamedTuple):
     seconds: float = 0.0
 
     @property
+    def passes(self) -> bool:
+        """Whether something could not answer, which is no rule."""
+        return bool(_TROUBLES.search(self.message))
+
+    @property
     def lasts(self) -> bool:
         """Whether no pod of a run will come that has none yet. What another run takes of a quota may come
         back."""
         if is_quota(self.message):
             return never_fits(self.message)
-        return self.seconds >= REFUSAL_SECONDS
+        return not self.passes and self.seconds >= REFUSAL_SECONDS
 
 
 def pods_of_run(client: ApiClient, namespace: str, name: str) -> list[JsonObject]:

@@ -94,8 +94,8 @@ def connect(settings: RaySettings) -> RayConnection:
     global _current
     ray = import_ray()
     with _lock:
-        if _current is not None and not ray.is_initialized():
-            _current = None  # the user shut Ray down
+        if _current is not None and not (ray.is_initialized() and (_current.is_ours or _current.users)):
+            _current = None  # the user shut Ray down, and may be connected elsewhere since
         if _current is None:
             if ray.is_initialized():
                 _current = RayConnection(ray, _address_in_use(ray), is_ours=False)

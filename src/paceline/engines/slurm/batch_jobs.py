@@ -77,7 +77,7 @@ def log_reader(identifier: str) -> Callable[[], dict[str, str]]:
             paths = output_files(commands.call(["scontrol", "--oneliner", "show", "job", identifier]))
         texts: dict[str, str] = {}
         for path in paths:
-            with suppress(FileNotFoundError):  # it has not begun
+            with suppress(OSError):  # it has not begun, or its file server is away
                 texts[path] = Path(path).read_text(errors="replace")
         return texts
 

@@ -78,23 +78,42 @@ class JobAgents:
         self._asked_at = 0.0
         self._trouble = ""
         self._stopped = False
+        self._is_unanswered = False  # whether SLURM may have taken a request whose answer did not come
         self._last_lines: list[LogLine] = []
         try:
             _end_abandoned(folder.path.parent)
             self._ask(nodes)
         except BaseException:
+            self._end_jobs()
             folder.remove()
             raise
 
     def _ask(self, count: int) -> None:
+        self._cancel_unanswered()
         command = ["sbatch", "--parsable", f"--array=0-{count - 1}"]
-        job = commands.call(command, stdin=self._script).strip().split(";")[0]
+        self._is_unanswered = True
+        try:
+            job = commands.call(command, stdin=self._script).strip().split(";")[0]
+        except UsageError:
+            self._is_unanswered = False  # a refusal is an answer
+            raise
+        self._is_unanswered = False
         for task in range(count):
             node = len(self._agents)
             self._agents.append(_AgentJob(job, str(task), NodeStatus(node, "pending")))
             self._folder.watch(node, f"agent-{job}_{task}.log")
         self._folder.note_jobs(sorted({agent.job for agent in self._agents}))
         self._asked_at = 0.0
+
+    def _cancel_unanswered(self) -> None:
+        """Cancel the jobs of requests whose answers did not come: nothing else would end them. No other run
+        has its output in this folder."""
+        if self._is_unanswered:
+            known = {agent.job for agent in self._agents}
+            for job in commands.jobs_writing_to(str(self._folder.path)):
+                if job not in known:
+                    commands.cancel(job)
+            self._is_unanswered = False
 
     def poll(self) -> Sequence[NodeStatus]:
         now = time.monotonic()
@@ -165,6 +184,7 @@ class JobAgents:
         jobs = sorted({agent.job for agent in self._agents})
         deadline = time.monotonic() + _STOP_SECONDS
         try:
+            self._cancel_unanswered()
             for job in jobs:
                 commands.cancel(job)
             while any(not _is_over(record) for record in commands.records(jobs)):
@@ -187,10 +207,9 @@ def _end_abandoned(parent: Path) -> None:
                     commands.cancel(f"{record.job}_{record.task}" if record.task else record.job)
             if all(record.state in PENDING_STATES or _is_over(record) for record in found):
                 remove_folder(path)
-        except PacelineError as error:
-            _log.warning(
-                "jobs %s of a caller that was killed may be left: %s", ", ".join(jobs), error.message
-            )
+        except (PacelineError, OSError) as error:
+            why = error.message if isinstance(error, PacelineError) else error.strerror
+            _log.warning("jobs %s of a caller that was killed may be left: %s", ", ".join(jobs), why)
 
 
 def _is_over(record: JobRecord) -> bool:

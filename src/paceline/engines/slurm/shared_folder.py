@@ -38,7 +38,11 @@ def folder_for(shared: str, run: str, address: tuple[str, int]) -> str:
 def abandoned(parent: Path) -> Iterator[tuple[Path, list[str]]]:
     """Return the folders beside each other in `parent` whose callers were killed on this host, and the jobs
     of their agents. Whether a caller on another login node lives is not known here."""
-    for path in sorted(parent.iterdir()) if parent.is_dir() else ():
+    try:
+        folders = sorted(parent.iterdir())
+    except OSError:
+        return  # there is none, or its file server is away
+    for path in folders:
         try:
             caller = json.loads(read_regular(path / _CALLER))
             on_this_host = caller["host"] == host_identity() and is_owned_by_user(path)

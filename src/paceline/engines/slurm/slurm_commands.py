@@ -179,6 +179,14 @@ def records(jobs: Sequence[str]) -> list[JobRecord]:
     return found
 
 
+def jobs_writing_to(folder: str) -> list[str]:
+    """Return this user's jobs whose output goes to a folder."""
+    form = "ArrayJobID:|,STDOUT:|"
+    command = ["squeue", "--noheader", "--array", f"--user={os.geteuid()}", "--states=all", "-O", form]
+    found = (line.split("|")[:2] for line in call(command).splitlines())
+    return sorted({job.strip() for job, file in found if file.strip().startswith(f"{folder}/")})
+
+
 def cancel(target: str, *, signal: str = "", batch: bool = False) -> None:
     """End a job or a step, or send it a signal; one that is over already is no error."""
     command = [

@@ -75,6 +75,9 @@ class Slurm:
         for key in ("nodes", "workers_per_node", "gpus_per_node"):
             _check(key, getattr(self, key), int)
         _check("poll_seconds", self.poll_seconds, float)
+        for key in ("partition", "time"):
+            if not isinstance(value := getattr(self, key), str):
+                raise ConfigError(f"{key}={value!r} is not text", remedy=f'write {key}="{value}"', key=key)
         directives.check_options({**self.options, "partition": self.partition, "time": self.time})
         allocation = Allocation.from_environment()
         if not self.nodes:

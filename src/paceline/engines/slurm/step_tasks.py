@@ -62,7 +62,8 @@ def wait_for_first_task(
     look_seconds: float = _LOOK_SECONDS,
 ) -> None:
     """Wait until the first task of this step has ended; PeerLostError where it has stopped writing."""
-    file, last, changed_at, seen = sign_of_life(task, folder), b"", time.monotonic(), False
+    file, last, changed_at = sign_of_life(task, folder), b"", time.monotonic()
+    seen = unreadable = False
     while True:
         try:
             content = file.read_bytes()
@@ -72,11 +73,11 @@ def wait_for_first_task(
                 return
             content = b""  # it has not begun, or has ended before this task looked
         except OSError:
-            content = last  # a file server that is away for a while, or that has put another file there
+            content, unreadable = last, True  # a file server that is away for a while
         if content != last:
             last, changed_at = content, time.monotonic()
         if time.monotonic() - changed_at > silence_seconds:
-            if not seen:
+            if not seen and not unreadable:
                 return
             raise PeerLostError(
                 f"the first task of step {task.job}.{task.step} has stopped without a word",
