@@ -1,13 +1,14 @@
 """A search on a Ray cluster, as a program: python -m tests.clusters.tune.ray_search ADDRESS FOLDER [resume]
 
 Says by the file FOLDER/connected that it is connected to Ray. Trials from number 2 on wait for the file
-FOLDER/open, and say so by FOLDER/at-NUMBER. Prints a line TRIALS with the trials as JSON; Ray prints
-others.
+FOLDER/open, and say so by FOLDER/at-NUMBER, which holds the name of their host. Prints a line TRIALS with
+the trials as JSON; Ray prints others.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from tests.waiting import wait_for
 
 import paceline
+from paceline.core.atomic_file import replace_file
 
 TRIALS = 6
 
@@ -23,7 +25,7 @@ def search(folder: Path, engine: Any = "local") -> paceline.DistributedTuner:
     def train(params: dict[str, float]) -> float:
         number = int(paceline.tune.folder().name)
         if number >= 2:
-            (folder / f"at-{number}").touch()
+            replace_file(folder / f"at-{number}", os.environ.get("PACELINE_HOST", "").encode())
             wait_for((folder / "open").exists, "the gate is opened")
         return params["x"]
 

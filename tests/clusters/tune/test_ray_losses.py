@@ -39,12 +39,12 @@ def cluster() -> Iterator[RayCluster]:
 
 def _start_connected(cluster: RayCluster, folder: Path) -> subprocess.Popen[str]:
     """Start a search that is connected to the head's raylet, and then add two nodes with a CPU each: a search
-    whose own raylet is killed is a killed search."""
+    whose own raylet is killed is a killed search. Two trials wait at the gate, wherever Ray has put them."""
     process = _start(cluster, folder)
     wait_for((folder / "connected").exists, "the search is connected", 60)
     for name in "ab":
         cluster.add(name)
-    wait_for(lambda: len([*folder.glob("at-*")]) == 2, "a trial on each node", 120)
+    wait_for(lambda: len([*folder.glob("at-*")]) == 2, "two trials are under way", 120)
     return process
 
 
@@ -74,8 +74,10 @@ def _undisturbed(folder: Path) -> list[list[Any]]:
 
 def test_a_lost_node_repeats_its_trial(cluster: RayCluster, tmp_path: Path) -> None:
     process = _start_connected(cluster, tmp_path)
-    cluster.kill("b")
+    victim = (tmp_path / "at-2").read_text()
+    cluster.kill(victim)
     cluster.add("c")
+    wait_for(lambda: (tmp_path / "at-2").read_text() != victim, "the trial runs again elsewhere", 120)
     (tmp_path / "open").touch()
     assert _trials(process) == _undisturbed(tmp_path / "alone")
 

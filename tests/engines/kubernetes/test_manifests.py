@@ -156,7 +156,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("kind", ["job", "jobset"])
-def test_a_limit_of_0_is_none(kind: str) -> None:
+def test_a_limit_of_0_is_none(kind: Any) -> None:
     text = paceline.Kubernetes(image="i", kind=kind).batch_text(BatchSpec(script="train.py", time="0"))
     assert "activeDeadlineSeconds" not in text
     text = paceline.Kubernetes(image="i", kind=kind).batch_text(BatchSpec(script="train.py", time="0:30"))

@@ -3,7 +3,7 @@ that, what becomes of a run whose ranks change, and what a second training start
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -75,6 +75,46 @@ def test_a_worker_that_is_to_stop_ends_all_after_its_step(tmp_path: Path, stops_
     history = stopped.value.history
     assert [len(history.steps), len(history.epochs)] == [stops_at, epochs]
     assert found(tmp_path / "run", events.RunEnded)[0].reason == "a signal to another rank"
+
+
+def test_a_signal_in_the_last_step_of_a_run_leaves_nothing_out(tmp_path: Path) -> None:
+    """No resumed run would evaluate."""
+    with pytest.raises(Stopped) as stopped:
+        tensorflow_loop(run_config(tmp_path / "run", max_steps=8), 4, stops_at=8).run()
+    history = stopped.value.history
+    assert [len(history.steps), len(history.epochs), len(history.evaluations)] == [8, 2, 2]
+    assert found(tmp_path / "run", events.RunEnded)[0].reason == "finished"
+
+
+def test_a_run_that_is_stopped_is_saved_in_any_case(tmp_path: Path) -> None:
+    never = paceline.CheckpointConfig(at_end=False, every_steps=100)
+    with pytest.raises(Stopped):
+        tensorflow_loop(run_config(tmp_path / "run", checkpoint=never), 4, stops_at=6).run()
+    version = CheckpointStore(tmp_path / "run" / "checkpoints").newest_good()
+    assert version is not None
+    assert version.manifest.info.step == 6
+
+
+def test_a_rank_goes_on_in_its_own_data_behind_what_it_has_trained_on(tmp_path: Path) -> None:
+    """Stopped in step 6 of 4 an epoch, when ranks with larger batches had passed more samples together."""
+    made, folder, seen = pairs(4), tmp_path / "run", list[Any]()
+    whole = horovod_loop(HorovodRanks(), horovod_state(), run_config(tmp_path / "whole"), made).run()
+
+    class Watched(Unsized):
+        def __iter__(self) -> Iterator[Any]:
+            for number, batch in enumerate(super().__iter__()):
+                seen.append(number)
+                yield batch
+
+    first = run_config(folder, checkpoint=EVERY_STEP, max_steps=6)
+    horovod_loop(HorovodRanks((HERE, THERE)), horovod_state(), first, made).run()
+    seen.clear()
+    rest = run_config(folder, resume="auto", checkpoint=EVERY_STEP)
+    history = horovod_loop(HorovodRanks((HERE, THERE)), horovod_state(), rest, Watched(made)).run()
+    assert len(history.steps) == len(whole.steps) == 12
+    assert history.steps[6].epoch == 1
+    assert seen == [0, 1, 2, 3] * 2
+    assert [record.samples for record in history.epochs] == [8, 8, 8]
 
 
 def test_ranks_that_serve_are_told_of_every_training(tmp_path: Path) -> None:

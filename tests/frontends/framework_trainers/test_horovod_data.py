@@ -35,8 +35,10 @@ def test_a_dataset_without_a_length() -> None:
     made = batches(DataLoader(Stream(6), batch_size=4))
     assert (made.steps, made.samples, made.batch) == (None, None, 4)
     for epoch in range(2):
-        assert [one.tolist() for one in made.of_epoch(epoch, 0)] == [[0, 1, 2, 3], [4, 5]]
-    assert [one.tolist() for one in made.of_epoch(0, 4)] == [[4, 5]]
+        assert [one.tolist() for one in made.of_epoch(epoch)] == [[0, 1, 2, 3], [4, 5]]
+    # By the batches that this rank has passed: others had larger ones, or were lost since.
+    assert [one.tolist() for one in made.of_epoch(0, offset=13, passed=1)] == [[4, 5]]
+    assert [*made.of_epoch(0, offset=13, passed=2)] == []
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from paceline.frontends.tuner.trial_engine import (
 )
 from paceline.frontends.tuner.trial_record import TrialRecord
 from paceline.frontends.tuner.trial_schedule import TrialSchedule
-from paceline.frontends.tuner.trial_value import TrialResultError
+from paceline.frontends.tuner.trial_value import TrialResultError, TrialSetupError
 from paceline.frontends.tuner.tuning_study import TuningStudy
 
 Objective = Callable[[Mapping[str, Any]], float]
@@ -64,7 +64,7 @@ class InlineTrials:
         except ArithmeticError as error:
             self._drop(trial)
             return [Raised(number, f"Traceback\n{error}")]
-        except TrialResultError as error:
+        except (TrialResultError, TrialSetupError) as error:
             self._drop(trial)
             return [Raised(number, error.message, error)]
         if step < _STEPS and number not in self._pruned:

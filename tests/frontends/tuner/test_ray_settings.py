@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import paceline
-from paceline.frontends.tuner.ray_trials import gpu_share, settings_of
+from paceline.frontends.tuner.ray_trials import cpu_share, gpu_share, settings_of
 
 
 def test_what_means_something_for_trials_is_kept():
@@ -41,3 +41,9 @@ def test_a_trial_has_its_gpus_on_one_node():
     with pytest.raises(paceline.UsageError, match=r"needs 4 GPUs of one node, and no node .* more than 2"):
         gpu_share(0.25, nodes, autoscales=False)
     assert gpu_share(0.25, nodes, autoscales=True) == {"num_gpus": 4}
+
+
+def test_a_trial_has_the_cpus_of_a_slot_or_one_where_nodes_are_to_come():
+    assert cpu_share(8, 16, autoscales=False) == {"num_cpus": 0.5}
+    assert cpu_share(8, 2, autoscales=False) == {"num_cpus": 1.0}
+    assert cpu_share(1, 8, autoscales=True) == {"num_cpus": 1.0}

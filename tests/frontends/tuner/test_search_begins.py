@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 from tests.frontends.tuner import trial_functions
-from tests.frontends.tuner.inline_trials import InlineTrials, search
+from tests.frontends.tuner.inline_trials import InlineTrials, outcome, search
 from tests.virtual_clock import VirtualClock
 
 import paceline
 from paceline.frontends.tuner.population_settings import PopulationTraining
 from paceline.frontends.tuner.search_space import SearchSpace
-from paceline.frontends.tuner.trial_value import TrialResultError
+from paceline.frontends.tuner.trial_engine import Raised, Returned
+from paceline.frontends.tuner.trial_value import TrialResultError, TrialSetupError
 from paceline.frontends.tuner.tuning_study import TuningStudy
 
 X = {"x": paceline.tune.uniform(-3, 3)}
@@ -90,6 +91,40 @@ def test_one_trial_without_a_value_fails_alone(tmp_path):
     # The first one: no trial of this function may have a value.
     with pytest.raises(TrialResultError):
         search(tmp_path / "b", objective, 4, space={"x": [0]}, sampler="random")
+
+
+def test_a_place_that_can_run_no_trial_costs_none(tmp_path):
+    """A node without the script, where others have it: the search ends, and goes on with that trial."""
+    broken = [5]
+
+    def objective(params) -> float:
+        if len(calls.attempts) > broken[0]:
+            raise TrialSetupError("the script is not on node b")
+        return float(params["x"])
+
+    calls = InlineTrials(objective)
+    with pytest.raises(TrialSetupError, match="not on node b"):
+        search(tmp_path, objective, 8, space=X, engine=calls, sampler="random", seed=2)
+    broken[0] = 100
+    trials = search(tmp_path, objective, 8, space=X, engine=calls, sampler="random", seed=2)
+    whole = InlineTrials(lambda params: float(params["x"]))
+    alone = search(tmp_path / "alone", objective, 8, space=X, engine=whole, sampler="random", seed=2)
+    assert outcome(trials) == outcome(alone)
+
+
+def test_ends_that_come_with_the_end_of_the_search_are_recorded(tmp_path):
+    class Together(InlineTrials):
+        def wait(self, seconds=None):
+            error = TrialSetupError("no room")
+            return [Raised(0, "no room", error), Returned(1, 4.0)]
+
+    engine = Together(lambda params: 1.0)
+    with pytest.raises(TrialSetupError):
+        search(tmp_path, lambda params: 1.0, 2, space=X, engine=engine, slots=2, sampler="random")
+    study = TuningStudy(tmp_path, SearchSpace.of(X), "min", None, resume=True)
+    assert [(trial.number, trial.state, trial.value) for trial in study.records()][1] == (1, "complete", 4.0)
+    assert study.unfinished == [0]
+    study.close()
 
 
 def test_folders_are_absolute(tmp_path, monkeypatch):

@@ -123,9 +123,10 @@ class FrameworkCheckpoints:
         }
         self._versions.begin(position, RunContents(tensors, {}, state), dict(metrics))
 
-    def finish(self, position: DataPosition, metrics: Mapping[str, float]) -> None:
-        """Save the last state where the settings ask for it; wait until nothing is under way."""
-        if self._config.checkpoint.at_end:
+    def finish(self, position: DataPosition, metrics: Mapping[str, float], *, is_stopped: bool) -> None:
+        """Save the last state where the settings ask for it or the run was stopped before its end; wait until
+        nothing is under way."""
+        if is_stopped or self._config.checkpoint.at_end:
             self.save(position, metrics)
         self._versions.drain()
 

@@ -58,9 +58,12 @@ class RunEnding:
         """Return whether the run ends inside of its epoch, which a resumed run then evaluates and ends.
 
         `batches` are those that are left of the epoch: whether there is one is only known by taking it where
-        the data has no length. A process that is to stop has seconds, and leaves the evaluation out as well.
+        the data has no length. A process that is to stop has seconds, and leaves the evaluation out as well;
+        but for that of the run's last step, after which no resumed run would make it.
         """
-        return self.is_stopping or (self._has_all_steps(position.step) and next(batches, None) is not None)
+        if self._has_all_steps(position.step):
+            return next(batches, None) is not None
+        return self.is_stopping
 
     def reason(self, position: DataPosition) -> str | None:
         """Return why the run ends before its end; None: it has come to it."""

@@ -299,7 +299,8 @@ class FrameworkRun:
     def finish(self, state_hash: str) -> History:
         """Save the last state, write the last line, and return the history of all starts of the run."""
         if self._versions is not None:
-            self._versions.finish(self.position, self._version_metrics())
+            is_stopped = self.stopped is not None
+            self._versions.finish(self.position, self._version_metrics(), is_stopped=is_stopped)
         self._tell(
             events.RunEnded(
                 time=time.time(),

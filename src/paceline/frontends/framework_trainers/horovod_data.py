@@ -2,7 +2,7 @@
 
 A DataLoader is taken as its dataset, batch size and collation: Horovod's ElasticSampler gives each rank its
 share from a position on, so that a run goes on where it was with more ranks or fewer. Whatever else yields
-batches is used as it is, on every rank.
+batches is the rank's own and used as it is: all ranks have passed the same number of them.
 """
 
 from __future__ import annotations
@@ -60,20 +60,20 @@ class RankBatches:
         """The first batch, for what is inferred from the data."""
         return next(iter(self._loader))
 
-    def of_epoch(self, epoch: int, offset: int) -> Iterator[Any]:
+    def of_epoch(self, epoch: int, offset: int = 0, passed: int = 0) -> Iterator[Any]:
         """Yield the batches of an epoch from a position on, on this rank's device; all ranks make the same
-        number of steps."""
+        number of steps. `offset`: samples of the dataset that all ranks have passed; `passed`: batches that
+        this rank has, of data of its own."""
         if self._sampler is not None:
             self._sampler.load_state_dict({"epoch": epoch, "processed_num": offset})
             for batch in self._loader:
                 yield to_device(batch, self._job.device)
             return
-        done = 0
-        for batch in self._in_step(iter(self._loader)):
-            done += size_of(batch) * self._job.size
-            if done > offset:
+        number = -1
+        for number, batch in enumerate(self._in_step(iter(self._loader))):
+            if number >= passed:
                 yield to_device(batch, self._job.device)
-        if not done:
+        if number < 0:
             raise self._empty()
 
     def _in_step(self, batches: Iterator[Any]) -> Iterator[Any]:

@@ -11,7 +11,6 @@ perhaps, and the first of them is the chief from then on.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import itertools
 import time
@@ -139,7 +138,7 @@ class HorovodLoop:
         """Open the run on the chief, or continue it after ranks came or were lost.
 
         A rank that is lost while the ranks meet takes them back to before: the chief then has a run already
-        of which the progress does not know yet; a new chief has that run's folder only by the settings.
+        of which the progress does not know yet; a new chief begins it anew, as no step of it was made.
         """
         settings, progress, framework = self._settings, self._progress, self._job.framework
         run, known = self._run, progress.folder
@@ -148,15 +147,12 @@ class HorovodLoop:
                 known, settings.config, framework, settings.callbacks, progress.position
             )
         elif run is None:
-            config = settings.config
-            if before and isinstance(config.run_dir, str):
-                config = dataclasses.replace(config, resume="auto")
-            run = FrameworkRun.open(config, framework, settings.callbacks)
+            run = FrameworkRun.open(settings.config, framework, settings.callbacks)
         self._run = run
         if not known:
             progress.folder, progress.position = str(run.folder.path), run.position
             if run.resumed is not None:
-                progress.scaled_for = self._state.load(run.resumed)
+                self._state.load(run.resumed, progress)
         here = {(one.host, one.pid) for one in self._workers}
         gone = [one for one in run.workers or before if (one.host, one.pid) not in here]
         run.lost(gone, _LOST, self._noticed)
@@ -191,7 +187,7 @@ class HorovodLoop:
             if ending.leaves_epoch(self._progress.position, groups):
                 break
             self._evaluate()
-            self._progress.position = self._progress.position.next_epoch()
+            self._progress.turn_epoch()
             if chief is not None:
                 chief.end_epoch()
             commit()
@@ -201,7 +197,8 @@ class HorovodLoop:
 
     def _groups(self, epoch: int) -> Iterator[list[Any]]:
         """Yield the batches of each step: as many as it has forward passes."""
-        batches = self._batches.of_epoch(epoch, self._progress.position.offset)
+        progress = self._progress
+        batches = self._batches.of_epoch(epoch, progress.position.offset, progress.batches)
         while group := list(itertools.islice(batches, self._settings.passes)):
             yield group
 
@@ -229,7 +226,7 @@ class HorovodLoop:
                 optimizer.step()
         ranks_asked, samples, loss, *rest = hvd.synchronize(handle).tolist()
         self._ending.agree(ranks_asked)
-        self._progress.position = position.after(int(samples), int(samples))
+        self._progress.pass_batches(len(group), int(samples))
         if self._run is not None:
             names = sorted(figures[0][2])
             self._run.step(

@@ -27,13 +27,23 @@ RateRule = Literal["none", "linear", "sqrt"]
 class HorovodProgress:
     """How far the ranks have come together: equal on all of them after every commit.
 
+    batches     of this epoch that each rank has trained on: where it is in data of its own
     folder      of the run; empty before the chief has made it
     scaled_for  the number of ranks that the learning rate is scaled for
     """
 
     position: DataPosition = field(default_factory=DataPosition)
+    batches: int = 0
     folder: str = ""
     scaled_for: int = 1
+
+    def pass_batches(self, batches: int, samples: int) -> None:
+        """Count a step: the batches of one rank, and the samples of all."""
+        self.position = self.position.after(samples, samples)
+        self.batches += batches
+
+    def turn_epoch(self) -> None:
+        self.position, self.batches = self.position.next_epoch(), 0
 
 
 @final
@@ -83,16 +93,18 @@ class HorovodState:
             "model": model_state.model_names(self.module),
             "complex": pairs,
             "scaled_for": progress.scaled_for,
+            "batches": progress.batches,
         }
 
-    def load(self, found: Checkpoint) -> int:
-        """Load a version; return the number of ranks that its learning rate is scaled for."""
+    def load(self, found: Checkpoint, progress: HorovodProgress) -> None:
+        """Load a version, and what it says of the progress."""
         tensors = model_state.from_pairs(found.tensors(), found.state["complex"])
         model_state.load_model(self.module, tensors)
         owner = self._owner()
         optimizers.load([owner], self.module, found.state["optimizers"], tensors, scheduled=True)
         self.distributed.load_state_dict(owner.state_dict())
-        return int(found.state["scaled_for"])
+        progress.scaled_for = int(found.state["scaled_for"])
+        progress.batches = int(found.state["batches"])
 
     def hash(self) -> str:
         return model_state.state_hash(self.module)
@@ -109,4 +121,4 @@ def plain(progress: HorovodProgress) -> dict[str, Any]:
 
 
 def from_plain(data: Mapping[str, Any]) -> HorovodProgress:
-    return HorovodProgress(DataPosition(**data["position"]), str(data["folder"]), int(data["scaled_for"]))
+    return HorovodProgress(**{**data, "position": DataPosition(**data["position"])})

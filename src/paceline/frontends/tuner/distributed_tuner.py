@@ -241,7 +241,7 @@ class DistributedTuner:
             settings = settings_of(self.engine, self.ray_address)
             if self.preload:
                 self._say("preload has no effect on Ray, whose workers import what a trial imports")
-            with open_ray(call, settings, self.num_gpus, self.trials_per_gpu) as (engine, slots):
+            with open_ray(call, settings, self.num_gpus, self.trials_per_gpu, self._say) as (engine, slots):
                 yield engine, slots
             return
         from paceline.frontends.tuner.local_trials import LocalTrials

@@ -35,7 +35,7 @@ from paceline.frontends.tuner.trial_engine import (
 )
 from paceline.frontends.tuner.trial_process import start_to_plain
 from paceline.frontends.tuner.trial_slots import TrialSlot
-from paceline.frontends.tuner.trial_value import TrialResultError
+from paceline.frontends.tuner.trial_value import TrialResultError, TrialSetupError
 
 _ENTRY: Final = "paceline.frontends.tuner.trial_process:main"
 _PRELOAD: Final = (
@@ -164,7 +164,7 @@ class LocalTrials:
             return Pruned(number) if value is None else Returned(number, value)
         if worker.failed:
             raised = RankRaised.load(number, worker.pid, 0.0, worker.failed, self._call.classes)
-            ends = raised.error if isinstance(raised.error, TrialResultError) else None
+            ends = raised.error if isinstance(raised.error, TrialResultError | TrialSetupError) else None
             return Raised(number, raised.report.traceback_text, ends)
         how = how_ended(worker.status) if worker.status is not None else "was lost with the fork server"
         return LostTrial(number, f"its process (pid {worker.pid}) {how}")

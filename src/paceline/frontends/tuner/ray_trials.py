@@ -9,13 +9,13 @@ anything: a task whose worker or node died is a lost trial. When this process en
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from typing import Any, Final, final
 
 from paceline.core.errors import ConfigError, UnavailableError, UsageError
-from paceline.core.wording import first_line, listed
+from paceline.core.wording import counted, first_line, listed
 from paceline.engines.ray import ray_connection
 from paceline.engines.ray.ray_settings import LOCAL, RaySettings
 from paceline.frontends.tuner import trial_slots
@@ -30,7 +30,7 @@ from paceline.frontends.tuner.trial_engine import (
     TrialStart,
 )
 from paceline.frontends.tuner.trial_on_ray import Mailbox, MailedReport, run_on_ray
-from paceline.frontends.tuner.trial_value import TrialResultError
+from paceline.frontends.tuner.trial_value import TrialResultError, TrialSetupError
 
 _CLOSE_SECONDS: Final = 10.0
 # Of paceline.Ray, what means something for trials; the rest is the size of agents, which trials have none of.
@@ -63,7 +63,11 @@ def settings_of(engine: object, address: object) -> RaySettings:
 
 @contextmanager
 def open_ray(
-    call: TrialCall, settings: RaySettings, num_gpus: int | None, trials_per_gpu: float
+    call: TrialCall,
+    settings: RaySettings,
+    num_gpus: int | None,
+    trials_per_gpu: float,
+    say: Callable[[str], object] = lambda text: None,
 ) -> Iterator[tuple[RayTrials, int]]:
     """Connect to a cluster, or use the connection that this process has; yield the engine and the number of
     trials at once."""
@@ -77,7 +81,8 @@ def open_ray(
         if gpus:
             share = gpu_share(trials_per_gpu, nodes, autoscales=settings.autoscales)
         else:
-            share = {"num_cpus": max(0.01, min(1.0, cpus / slots))}
+            share = cpu_share(cpus, slots, autoscales=settings.autoscales)
+            say(f"no GPU in the Ray cluster: {counted(slots, 'trial')} at once on CPUs")
         trials = RayTrials(ray, call, share, settings.runtime_env)
         try:
             yield trials, slots
@@ -87,17 +92,18 @@ def open_ray(
 
 @contextmanager
 def _connected(settings: RaySettings) -> Iterator[Any]:
-    """Yield Ray, connected. A connection or a local cluster that was made here ends with the block."""
-    ray = ray_connection.import_ray()
-    if ray.is_initialized():
-        yield ray
-        return
+    """Yield Ray, connected. A connection or a local cluster that was made here ends with its last user."""
     connection = ray_connection.connect(settings)
     connection.users += 1
     try:
-        yield ray
+        yield connection.ray
     finally:
         connection.close()
+
+
+def cpu_share(cpus: int, slots: int, *, autoscales: bool) -> dict[str, float]:
+    """Return the CPUs of a trial. The nodes that an autoscaler is to add are not those of now."""
+    return {"num_cpus": 1.0 if autoscales else max(0.01, min(1.0, cpus / slots))}
 
 
 def gpu_share(
@@ -213,7 +219,8 @@ class RayTrials:
                 return Raised(number, str(error), _unprepared("a Ray worker cannot load train_fn", error))
             return LostTrial(number, f"its Ray task ended with {type(error).__name__}: {first_line(error)}")
         if "ends_search" in result:
-            ends = TrialResultError(result["ends_search"], remedy=result["remedy"])
+            kind = {one.__name__: one for one in (TrialResultError, TrialSetupError)}[result["kind"]]
+            ends = kind(result["ends_search"], remedy=result["remedy"])
             return Raised(number, result["ends_search"], ends)
         if "error" in result:
             return Raised(number, result["error"])

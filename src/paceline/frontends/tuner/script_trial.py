@@ -13,7 +13,7 @@ from paceline.core.host import host_name
 from paceline.engines.local import script_main
 from paceline.frontends.tuner import current_trial
 from paceline.frontends.tuner.trial_process import leaving_well
-from paceline.frontends.tuner.trial_value import TrialResultError
+from paceline.frontends.tuner.trial_value import TrialResultError, TrialSetupError
 
 _PLACE = re.compile(r"\{(\w+)\}")
 
@@ -31,7 +31,7 @@ class ScriptTrial:
         __tracebackhide__ = True
         arguments = [self._filled(text, params) for text in self.arguments]
         if not os.path.isfile(self.script):
-            raise TrialResultError(
+            raise TrialSetupError(
                 f"the script {self.script} is not in {os.getcwd()} on {host_name()}",
                 remedy="search in a folder that all nodes see under the same path",
             )

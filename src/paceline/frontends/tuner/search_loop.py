@@ -23,6 +23,7 @@ from paceline.frontends.tuner.trial_engine import (
 )
 from paceline.frontends.tuner.trial_record import trial_folder
 from paceline.frontends.tuner.trial_schedule import StartTrial, TrialSchedule
+from paceline.frontends.tuner.trial_value import TrialResultError
 
 if TYPE_CHECKING:
     from paceline.frontends.tuner.tuning_study import TuningStudy
@@ -51,7 +52,8 @@ class SearchLoop:
             while (start := self.schedule.start_next()) is not None:
                 self._start(start)
             if self.schedule.running:
-                for event in self.engine.wait():
+                # The others are recorded before the one that ends the search, which is the last of its trial.
+                for event in sorted(self.engine.wait(), key=_ends_search):
                     self._handle(event)
 
     def _start(self, start: StartTrial) -> None:
@@ -87,8 +89,10 @@ class SearchLoop:
             times = counted(self.schedule.max_attempts, "attempt")
             self.study.fail(number, f"{event.how}; lost in {times}, the trial is not repeated again")
         elif isinstance(event, Raised):
-            # Where the function gave other trials a value, only this one has none.
-            if event.ends_search is not None and not self.study.has_values:
+            # Where the function gave other trials a value, only this one has none. A trial that could not
+            # begin stays asked for: a resumed search repeats it.
+            is_own = isinstance(event.ends_search, TrialResultError) and self.study.has_values
+            if event.ends_search is not None and not is_own:
                 raise event.ends_search
             self.study.fail(number, event.text)
         elif isinstance(event, Pruned):
@@ -97,3 +101,7 @@ class SearchLoop:
             self.study.finish(number, event.value)
         self.schedule.end(number)
         self.on_end(number)
+
+
+def _ends_search(event: TrialEvent) -> bool:
+    return isinstance(event, Raised) and event.ends_search is not None

@@ -18,7 +18,7 @@ from paceline.engines.local.fork_server import ForkedRanks
 from paceline.frontends.tuner.trial_engine import TrialCall, TrialStart
 from paceline.frontends.tuner.trial_process import run_trial
 from paceline.frontends.tuner.trial_record import OUTPUT
-from paceline.frontends.tuner.trial_value import TrialResultError
+from paceline.frontends.tuner.trial_value import TrialResultError, TrialSetupError
 
 
 @final
@@ -111,8 +111,8 @@ def _run_with_output(call: TrialCall, start: TrialStart, attempt: int, mailbox: 
     ):
         try:
             return {"value": run_trial(call, start, send)}
-        except TrialResultError as error:
-            return {"ends_search": error.message, "remedy": error.remedy}
+        except (TrialResultError, TrialSetupError) as error:
+            return {"ends_search": error.message, "remedy": error.remedy, "kind": type(error).__name__}
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 raise

@@ -16,6 +16,11 @@ class TrialResultError(UsageError):
 
 
 @final
+class TrialSetupError(UsageError):
+    """The trial cannot begin where it was sent: this says nothing about its parameters."""
+
+
+@final
 class TrialValueError(ValueError):
     """A value of this trial alone that cannot be compared, such as nan: the trial failed."""
 
