@@ -129,8 +129,8 @@ class AgentsJob:
             self._see_pods_off()
 
     def _remove_in_time(self) -> None:
-        """Delete everything; an API server that does not answer is asked for a while, as nobody else will
-        end the pods."""
+        """Delete everything; an API server that does not answer is asked again for a while: without this
+        request the pods would run on."""
         deadline = self._clock.now() + _REMOVE_SECONDS
         while True:
             try:

@@ -16,8 +16,8 @@ class AvoidedNodes:
         self._until: dict[str, float] = {}
 
     def avoid(self, node_id: str, seconds: float) -> None:
-        """Avoid a node for at least that long from now on. An empty id is that of an agent which was lost
-        before its first report: which node that is, nobody knows."""
+        """Avoid a node for at least that long from now on. An empty id, of an agent that was lost
+        before its first report, names no node."""
         if node_id:
             self._until[node_id] = max(self._until.get(node_id, 0.0), self._clock.now() + seconds)
 

@@ -23,8 +23,9 @@ class Ray(RaySettings):
                       None: RAY_ADDRESS where that is set, else a local cluster that ends with the run. A
                       process that is connected to Ray already, as a Tune trial is, stays connected to that
     nodes             agents to begin with, one per node
-    max_nodes         agents at most: nodes that are added to the cluster are taken up until then, without
-                      anyone asking, and nobody can ask for more; None: `nodes`, until someone asks for more
+    max_nodes         agents at most: nodes that are added to the cluster are taken up until then by
+                      themselves, and `paceline scale` gets no more; None: `nodes`, until `scale` asks for
+                      more
     workers_per_node  workers of one agent
     gpus_per_node     GPUs of one agent
     cpus_per_worker   what Ray counts for one worker

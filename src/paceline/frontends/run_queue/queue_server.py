@@ -121,7 +121,7 @@ class QueueServer:
         if watch.agreed == run.workers:  # else the run has not been asked for its size yet
             watch.reserved = max(found, run.workers)
         if late and found > run.workers:
-            watch.agreed = None  # someone else has scaled it: it is asked again
+            watch.agreed = None  # another caller has scaled the run: ask it again
 
     def _ended(self, content: QueueContent) -> QueueContent:
         """Note which runs have ended, and what users want of runs that have no process."""
