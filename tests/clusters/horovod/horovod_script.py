@@ -108,4 +108,4 @@ found = {
     "weights": [value for one in model.parameters() for value in one.flatten().tolist()],
     "average": trainer.metric_average(float(trainer.rank), name="rank"),
 }
-print("FOUND " + json.dumps(found), flush=True)
+print("FOUND " + json.dumps(found) + "\n", end="", flush=True)  # one write, also unbuffered

@@ -101,4 +101,5 @@ if __name__ == "__main__":
     found.update(neural())
     found["orchestrator"] = asyncio.run(orchestrator(where))
     found["session"] = session(where)  # last: its group stays
-    print("FOUND " + json.dumps({"rank": RANK, **found}), flush=True)
+    line = json.dumps({"rank": RANK, **found})
+    print(f"FOUND {line}\n", end="", flush=True)  # one write, also unbuffered

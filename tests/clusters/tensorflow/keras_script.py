@@ -101,4 +101,4 @@ found = {
     "evaluated": trainer.evaluate(validation),
     "last_evaluation": history.evaluations[-1].metrics,
 }
-print("FOUND " + json.dumps(found), flush=True)
+print("FOUND " + json.dumps(found) + "\n", end="", flush=True)  # one write, also unbuffered

@@ -82,7 +82,9 @@ def test_surroundings_and_variables(
 def test_the_names_of_all_variables_are_torchruns(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = write(tmp_path, "import os, json; print(json.dumps(sorted(os.environ)))")
+    # One write: torchrun's ranks share a pipe, and an unbuffered print writes its end of line by itself.
+    line = "(json.dumps(sorted(os.environ)) + chr(10)).encode()"
+    script = write(tmp_path, f"import os, json; os.write(1, {line})")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
     with_torchrun = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
