@@ -18,6 +18,7 @@ from paceline.core.reachable_address import address_for_hosts
 from paceline.engines.ray import requests
 from paceline.engines.ray.ray_settings import LOCAL, RaySettings
 
+_CLIENT: Final = "ray://"
 _REACH_SECONDS: Final = 5.0
 _ATTEMPTS: Final = 3
 # Of a head whose process for this client did not start in time, or ended while the head looked at it.
@@ -120,7 +121,7 @@ def connect(settings: RaySettings) -> RayConnection:
 
 def _address_in_use(ray: Any) -> str:
     if ray.util.client.ray.is_connected():
-        return "ray://"
+        return _CLIENT
     # Of a process that is itself the head's; Ray has no public word for that.
     node = getattr(ray._private.worker, "_global_node", None)
     if node is not None and node.is_head():
@@ -140,7 +141,6 @@ def _made(ray: Any, settings: RaySettings) -> RayConnection:
     options: dict[str, Any] = {
         "log_to_driver": False,
         "logging_level": logging.WARNING,
-        "namespace": "paceline",
     }
     if address == LOCAL:
         # Ray counts cores; here more workers than cores are the user's own wish.
@@ -155,7 +155,12 @@ def _made(ray: Any, settings: RaySettings) -> RayConnection:
     for attempt in range(1, _ATTEMPTS + 1):
         try:
             with _handlers_kept():
-                ray.init(address=address, **options)
+                if address.startswith(_CLIENT):
+                    # By ray.init the settings of a job travel as a pickled object, at which a head of another
+                    # version fails before versions are compared.
+                    ray.util.connect(address.removeprefix(_CLIENT), ray_init_kwargs=options)
+                else:
+                    ray.init(address=address, namespace="paceline", **options)
             break
         except Exception as error:
             with contextlib.suppress(Exception):
@@ -189,8 +194,8 @@ def _explained(address: str, error: Exception) -> Exception:
 
 def _check_reachable(address: str) -> None:
     """Raise UnavailableError where nothing answers like Ray: its own attempts take most of a minute."""
-    target = address.removeprefix("ray://")
-    kind = "a Ray client server" if address.startswith("ray://") else "a Ray head"
+    target = address.removeprefix(_CLIENT)
+    kind = "a Ray client server" if address.startswith(_CLIENT) else "a Ray head"
     if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
         return  # its own certificates are needed to ask
     with needing_ray():

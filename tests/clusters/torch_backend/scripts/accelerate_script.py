@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from tests.clusters.torch_backend.scripts.common import BACKEND, hash_of, task
+from tests.clusters.torch_backend.scripts.common import BACKEND, hash_of, leave, task
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
@@ -24,3 +24,4 @@ assert len(accelerator.gather(loss.detach().reshape(1))) == accelerator.num_proc
 if accelerator.is_main_process:
     print("trained", dist.get_backend(), hash_of(accelerator.unwrap_model(model).state_dict()))
 accelerator.end_training()
+leave()

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.clusters.torch_backend.scripts.common import BACKEND, hash_of, task
+from tests.clusters.torch_backend.scripts.common import BACKEND, hash_of, leave, task
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -25,3 +25,4 @@ for epoch in range(2):
 if dist.get_rank() == 0:
     print("trained", dist.get_backend(), hash_of(model.state_dict()))
 dist.destroy_process_group()
+leave()

@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from tests.clusters.torch_backend.scripts.common import BACKEND, hash_of, task
+from tests.clusters.torch_backend.scripts.common import BACKEND, hash_of, leave, task
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -25,3 +25,4 @@ state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=Tru
 if dist.get_rank() == 0:
     print("trained", dist.get_backend(), hash_of(state))
 dist.destroy_process_group()
+leave()

@@ -7,7 +7,7 @@ import lightning
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
-from tests.clusters.torch_backend.scripts.common import BACKEND, hash_of, task
+from tests.clusters.torch_backend.scripts.common import BACKEND, hash_of, leave, task
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
@@ -48,3 +48,4 @@ classifier = Classifier()
 trainer.fit(classifier)
 if trainer.is_global_zero:
     print("trained", dist.get_backend(), hash_of(classifier.model.state_dict()))
+leave()
