@@ -154,7 +154,9 @@ def test_a_run_is_handed_over_stopped_and_resumed(lab: RayLab, tmp_path: Path) -
     told = journal.read(file).events
     (ended,) = [event for event in told if isinstance(event, events.RunEnded)]
     *_, saved = [event for event in told if isinstance(event, events.CheckpointSaved)]
-    assert (ended.reason, saved.step) == ("SIGTERM", ended.step)
+    # Ray signals the caller and its supervisor at once: the one that acts first is named.
+    assert ended.reason in ("SIGTERM", "the supervisor got SIGTERM")
+    assert saved.step == ended.step
     assert not lab.left_running(), lab.left_running()
 
     gate.touch()
