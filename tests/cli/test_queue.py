@@ -19,6 +19,7 @@ from tests.waiting import wait_for
 from paceline.cli.submit_to_queue import QueueBatch
 from paceline.core.available_resources import cores
 from paceline.engines.batch import BatchSpec
+from paceline.frontends.run_queue import queue_client
 from paceline.frontends.run_queue.queue_folder import QueueFolder
 from paceline.frontends.run_queue.queued_run import QueuedRun
 from paceline.frontends.run_queue.train_command import train_command
@@ -85,13 +86,20 @@ def test_what_is_added_is_listed_and_shown(place, paceline):
     assert json.loads(paceline("queue", "show", "script", "--json")[1])["notes"][0]["text"] == "added"
 
 
-def test_a_run_without_a_size_may_use_all_workers(place, paceline):
+def test_a_run_without_a_size_may_use_all_workers(place, paceline, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     add(paceline, "script.py")
     assert only(place).request.size == "1-4"
     assert "1-4 of 4 workers" in add(paceline, "--epochs", "3", "script.py")  # in any order
     folder(place).change(lambda content: replace(content, capacity=0))
     added = json.loads(add(paceline, "script.py", "--json"))
     assert (added["id"], added["max_workers"], added["state"]) == (3, cores(), "waiting")
+
+
+def test_a_queue_has_a_worker_for_each_gpu_of_its_machine(place, paceline, monkeypatch):
+    monkeypatch.setattr(queue_client, "visible_gpus", lambda: 3)
+    folder(place).change(lambda content: replace(content, capacity=0))
+    assert json.loads(add(paceline, "script.py", "--json"))["max_workers"] == 3
 
 
 def test_variables_travel_by_name_and_their_values_are_not_shown(place, paceline, monkeypatch):

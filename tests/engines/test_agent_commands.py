@@ -12,9 +12,11 @@ from contextlib import contextmanager
 from functools import partial
 
 import pytest
+from tests.virtual_clock import VirtualClock
 from tests.waiting import wait_for
 
-from paceline.core.errors import UnavailableError
+from paceline.core.clock import Clock
+from paceline.core.errors import UsageError
 from paceline.core.version import VERSION
 from paceline.engines.agent_commands import AgentCommands
 from paceline.engines.agent_fleet import AgentFleet
@@ -33,11 +35,11 @@ _DENIED = "echo 'me@host: Permission denied (publickey).'; exit 255"
 
 
 @contextmanager
-def commands(*programs: str, nodes: int = 1) -> Iterator[AgentCommands]:
+def commands(*programs: str, nodes: int = 1, clock: Clock | None = None) -> Iterator[AgentCommands]:
     made = [
         {"host": f"host{number}", "command": ["sh", "-c", program]} for number, program in enumerate(programs)
     ]
-    job = AgentCommands({"nodes": nodes, "commands": made}, bytes(32), _EXPLAIN)
+    job = AgentCommands({"nodes": nodes, "commands": made}, bytes(32), _EXPLAIN, clock)
     try:
         yield job
     finally:
@@ -60,7 +62,7 @@ def test_a_shell_that_ends_with_0_before_the_agent_is_there_is_no_agent_that_lef
         assert (status.state, status.code) == ("ended", None)
         assert status.reason == "host0: its shell ended before the agent was started"
         assert "~/.bashrc" in status.remedy
-        with pytest.raises(UnavailableError, match="no host can be used: host0: its shell ended") as error:
+        with pytest.raises(UsageError, match="no host can be used: host0: its shell ended") as error:
             job.scale(1)
         assert error.value.remedy == status.remedy
         assert len(job.poll()) == 1
@@ -92,6 +94,33 @@ def test_hosts_that_cannot_be_used_end_nothing_while_another_may_serve():
         wait_for(lambda: after_scale(job, 1)[-1].state == "running", "the third host is used")
         assert [status.code for status in job.poll()[:2]] == [255, 9]
         job.scale(2)
+
+
+def test_the_pause_of_a_host_is_doubled_and_starts_anew_after_an_agent_that_stayed(
+    tmp_path,
+):
+    gate = tmp_path / "gate"
+    clock = VirtualClock()
+    program = f"""
+read -r secret; echo paceline-agent-runs far 1
+until [ -e {gate} ]; do sleep 0.01; done
+rm {gate}; exit 3
+"""
+    with commands(program, clock=clock) as job:
+
+        def pause_after(seconds: float) -> float:
+            """Have the agent run so long and fail; return how long its host is left alone then."""
+            wait_for(lambda: job.poll()[-1].state == "running", "the agent is there")
+            clock.advance(seconds)
+            gate.touch()
+            wait_for(lambda: job.poll()[-1].state == "ended", "the agent has failed")
+            there, begun = len(job.poll()), clock.now()
+            while len(after_scale(job, 1)) == there:
+                clock.advance(0.25)
+            return clock.now() - begun
+
+        assert [pause_after(1.0), pause_after(1.0), pause_after(1.0)] == [1.0, 2.0, 4.0]
+        assert pause_after(20.0) == 1.0
 
 
 class _Engine:

@@ -9,7 +9,7 @@ import pytest
 from tests.virtual_clock import VirtualClock
 
 from paceline.core.errors import CommTimeoutError, UnavailableError, UsageError
-from paceline.engines.agent_fleet import AgentFleet
+from paceline.engines.agent_fleet import POLL_SECONDS, AgentFleet
 from paceline.engines.engine import AgentSpec, EngineJob, EngineRequest, LogLine, NodeState, NodeStatus
 
 SPEC = AgentSpec(run="r", address=("10.0.0.1", 4000), nodes=2, workers_per_node=1)
@@ -142,6 +142,20 @@ def test_every_host_that_is_named_is_tried_before_the_run_is_given_up():
     assert it.fleet.failure is not None
 
 
+def test_hosts_that_are_named_are_tried_one_after_the_other_without_a_pause():
+    it = Fleet(hosts=20)
+    it.fleet.scale(1)
+    begun = it.clock.now()
+    for node in range(20):
+        it.job.put(node, "ended", 255, "permission denied")
+        it.turn(POLL_SECONDS)
+        assert it.job.asked == [1] * (node + 1)
+    it.job.broken = UsageError("no host can be used: permission denied")
+    it.turn(POLL_SECONDS)
+    assert it.fleet.failure is it.job.broken
+    assert it.clock.now() - begun < 10.0
+
+
 def test_no_run_is_given_up_while_an_agent_is_being_started():
     it = Fleet()
     for node in range(4):
@@ -225,6 +239,42 @@ def test_an_engine_that_is_away_with_no_agent_left_is_the_runs_failure():
     it.turn()
     assert isinstance(it.fleet.failure, UnavailableError)
     assert "scripted cannot be asked about the agents: ConnectionError" in it.fleet.failure.message
+
+
+def test_an_engine_that_is_away_when_the_last_agent_is_lost_has_some_time_to_come_back():
+    it = Fleet()
+    it.fleet.scale(1)
+    it.job.put(0, "running")
+    it.turn()
+    it.turn(30.0)
+    it.job.put(0, "lost", reason="preempted")
+    it.job.broken = CommTimeoutError("the controller does not answer", waiting_for=[], remedy="wait")
+    for _ in range(20):
+        it.turn(5.1)
+    assert it.fleet.failure is None
+    assert it.said[-1] == "the controller does not answer; what the run lacks is asked for again"
+    it.job.broken = None
+    it.turn(5.1)
+    assert it.job.asked == [1]
+    # The next absence has as much time, and one that lasts ends the run.
+    it.job.broken = UnavailableError("the controller is away", remedy="wait")
+    for _ in range(20):
+        it.turn(5.1)
+    assert it.fleet.failure is None
+    for _ in range(5):
+        it.turn(5.1)
+    assert it.fleet.failure is it.job.broken
+
+
+def test_an_engine_that_refuses_when_the_last_agent_is_lost_ends_the_run_at_once():
+    it = Fleet()
+    it.job.put(0, "running")
+    it.turn()
+    it.turn(30.0)
+    it.job.put(0, "lost")
+    it.job.broken = UsageError("the account has no hours left")
+    it.turn()
+    assert it.fleet.failure is it.job.broken
 
 
 def test_a_wait_is_mentioned_once_with_the_engines_reason():

@@ -25,6 +25,7 @@ import msgpack
 
 from paceline.control import message_codec
 from paceline.control.messages import ControlMessage
+from paceline.core.backoff import doubled
 from paceline.core.errors import RendezvousError, UsageError, WireError
 from paceline.core.handshake import CONTROL, Connector, HandshakeError
 from paceline.core.session_auth import TAG_BYTES, SessionKeys
@@ -199,7 +200,7 @@ def pause_after_drops(drops: int, first: float, most: float) -> float:
     """Return the seconds to wait before the next connection to a supervisor that has accepted and dropped
     this end `drops` times in a row without a message: it speaks another version, or has no use for this end.
     The pause doubles from `first` to `most`."""
-    return min(first * 2.0 ** min(drops, 32), most) if drops else 0.0
+    return doubled(first, drops, most) if drops else 0.0
 
 
 def authenticate(

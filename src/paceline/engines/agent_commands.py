@@ -19,11 +19,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, final
 
+from paceline.core.backoff import doubled
 from paceline.core.clock import Clock, MonotonicClock
-from paceline.core.errors import PacelineError, UnavailableError, UsageError
+from paceline.core.errors import PacelineError, UsageError
 from paceline.core.version import VERSION
 from paceline.engines import remote_agent
-from paceline.engines.engine import AgentSpec, EngineRequest, LogLine, NodeState, NodeStatus
+from paceline.engines.engine import STAY_SECONDS, AgentSpec, EngineRequest, LogLine, NodeState, NodeStatus
 
 _TICK_SECONDS: Final = 0.1
 _END_SECONDS: Final = 12.0  # remote_agent kills what does not leave within 5 s
@@ -32,6 +33,7 @@ _READ_BYTES: Final = 64 * 1024
 _KEPT_LINES: Final = 60  # of each agent, to explain its end: mpirun says a lot after ssh did
 _QUOTED_LINES: Final = 3
 _UNREAD_LINES: Final = 20_000  # of all agents, for a caller that does not ask for them
+_FIRST_PAUSE_SECONDS: Final = 0.5
 _LONGEST_PAUSE_SECONDS: Final = 30.0
 _NAMED_HOSTS: Final = 5  # in an error
 
@@ -87,6 +89,7 @@ class _AgentCommand:
     reason: str = ""
     remedy: str = ""
     machine: str = ""
+    runs_since: float = 0.0
     rest: bytes = b""
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT_LINES))
 
@@ -189,7 +192,7 @@ class AgentCommands:
     def _check_hopeless(self) -> None:
         ends = [host.unusable for host in self._hosts if host.unusable is not None]
         if len(ends) == len(self._hosts):
-            raise UnavailableError(
+            raise UsageError(
                 f"no host can be used: {'; '.join(end.reason for end in ends[:_NAMED_HOSTS])}"
                 + (f"; and {len(ends) - _NAMED_HOSTS} more" if len(ends) > _NAMED_HOSTS else ""),
                 remedy=next((end.remedy for end in ends if end.remedy), "see what the agents wrote"),
@@ -271,7 +274,7 @@ class AgentCommands:
     def _take(self, agent: _AgentCommand, line: str) -> None:
         words = line.split()
         if words and words[0] == remote_agent.MARK and agent.state == "pending":
-            agent.state, agent.machine = "running", words[1]
+            agent.state, agent.machine, agent.runs_since = "running", words[1], self._clock.now()
         elif line:
             agent.last_lines.append(line)
             self._unread.append(LogLine(agent.node, line))
@@ -279,7 +282,7 @@ class AgentCommands:
     def _end(self, agent: _AgentCommand, code: int) -> None:
         while self._read(agent):
             pass  # what it wrote before it ended
-        host, was_running = agent.host, agent.state == "running"
+        host, was_running, now = agent.host, agent.state == "running", self._clock.now()
         try:
             found = self._explain(host.name, code, tuple(agent.last_lines), was_running)
         except PacelineError as error:
@@ -290,8 +293,9 @@ class AgentCommands:
         agent.code = code if has_left or code else None
         if not has_left and not agent.leaving:
             host.unusable = found if found.is_host_unusable else None
-            host.failures += 1
-            host.retry_at = self._clock.now() + min(_LONGEST_PAUSE_SECONDS, 0.5 * 2.0**host.failures)
+            stayed = was_running and now - agent.runs_since >= STAY_SECONDS
+            host.failures = 1 if stayed else host.failures + 1
+            host.retry_at = now + doubled(_FIRST_PAUSE_SECONDS, host.failures, _LONGEST_PAUSE_SECONDS)
         self._close(agent)
 
     def _close(self, agent: _AgentCommand) -> None:

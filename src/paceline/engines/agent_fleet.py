@@ -14,20 +14,29 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
+from paceline.core.backoff import doubled
 from paceline.core.clock import Clock, MonotonicClock
-from paceline.core.errors import PacelineError, PeerLostError, UnavailableError
+from paceline.core.errors import CommTimeoutError, PacelineError, PeerLostError, UnavailableError
 from paceline.core.untrusted import printable
 from paceline.core.wording import counted
-from paceline.engines.engine import AgentSpec, Engine, EngineJob, NodeStatus, most_nodes, named_hosts
+from paceline.engines.engine import (
+    STAY_SECONDS,
+    AgentSpec,
+    Engine,
+    EngineJob,
+    NodeStatus,
+    most_nodes,
+    named_hosts,
+)
 
 POLL_SECONDS: Final = 0.25
 _FIRST_BACKOFF_SECONDS: Final = 0.5
 _MOST_BACKOFF_SECONDS: Final = 30.0
 _MAX_FAILURES: Final = 4  # in a row, of agents that did not stay
 _START_SECONDS: Final = 30.0  # that an agent may take on its host until it runs
-_STAY_SECONDS: Final = 20.0  # after which an agent's end is a loss, and not a failed start
 _WAIT_NOTICE_SECONDS: Final = 10.0
 _TROUBLE_SECONDS: Final = 5.0  # until a request that failed is made again
+_AWAY_SECONDS: Final = 120.0  # that an engine may be away while no agent runs: a controller that restarts
 _SAY_AGAIN_SECONDS: Final = 60.0
 _KEPT_LINES: Final = 30
 
@@ -54,11 +63,14 @@ class AgentFleet:
         self._job: EngineJob | None = None
         self._nodes = most_nodes(engine, spec.nodes)
         # Where hosts are named each has a try, and with the next one the engine says that none is left.
-        self._max_failures = max(_MAX_FAILURES, named_hosts(engine) + 1)
+        self._hosts = named_hosts(engine)
+        self._max_failures = max(_MAX_FAILURES, self._hosts + 1)
         self._known: dict[int, _Known] = {}
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self._failures = 0
         self._ask_at = 0.0
+        self._away_since: float | None = None  # since when no agent runs, and none could be asked for
+        self._has_run = False  # an agent
         self._wait_noticed: str | None = None  # why, as it was said last; None: no wait was mentioned
         self._waits = ""  # how many wait, and why, as it was said last
         self._wait_again_at = 0.0
@@ -119,14 +131,20 @@ class AgentFleet:
 
     def _note_trouble(self, error: PacelineError) -> None:
         """Go on while agents run: an engine that is away for a while, or refuses a further agent, takes
-        nothing from them. Where none runs, none will come."""
+        nothing from them. Where the last one was lost, an engine that is away has some time to come back;
+        where none has ever run, none will come."""
         now = self._clock.now()
         self._ask_at = now + _TROUBLE_SECONDS
-        if not any(known.status.state == "running" for known in self._known.values()):
+        trains = any(known.status.state == "running" for known in self._known.values())
+        if trains or self._away_since is None:
+            self._away_since = now
+        may_pass = isinstance(error, UnavailableError | CommTimeoutError) and self._has_run
+        if not trains and not (may_pass and now - self._away_since < _AWAY_SECONDS):
             self.failure = error
         elif error.message != self._trouble or now >= self._say_again_at:
             self._trouble, self._say_again_at = error.message, now + _SAY_AGAIN_SECONDS
-            self._say(f"{printable(error.message)}; training goes on, and what it lacks is asked for again")
+            goes_on = "training goes on, and what it lacks" if trains else "what the run lacks"
+            self._say(f"{printable(error.message)}; {goes_on} is asked for again")
 
     def _look(self, job: EngineJob) -> None:
         """Show what was written, note ends, and ask for what is missing."""
@@ -138,9 +156,11 @@ class AgentFleet:
         active = sum(status.state in ("pending", "running") for status in statuses)
         if self._failures >= self._max_failures and not any(self._may_stay(one, now) for one in statuses):
             self.failure = self._hopeless()
-        elif active != self._nodes and now >= self._ask_at:
+        elif active == self._nodes:
+            self._away_since = None
+        elif now >= self._ask_at:
             job.scale(self._nodes)
-            self._ask_at = now + POLL_SECONDS
+            self._ask_at, self._away_since = now + POLL_SECONDS, None
         if any(status.state == "running" for status in statuses):
             self._say_remedies()
         self._notice_wait(statuses, now)
@@ -159,15 +179,15 @@ class AgentFleet:
             return
         since = now if before is None or before.status.state == "pending" else before.since
         self._known[status.node] = _Known(status, since)
+        self._has_run |= status.state == "running"
         if status.state == "running" and status.host:
             self._say(f"agent {status.node} runs on {status.host}")
         elif status.state in ("ended", "lost"):
             has_run = before is not None and before.status.state == "running"
-            stayed = has_run and now - since >= _STAY_SECONDS
+            stayed = has_run and now - since >= STAY_SECONDS
             left = status.state == "ended" and status.code == 0
             self._failures = 0 if stayed or left else self._failures + 1
-            wait = min(_MOST_BACKOFF_SECONDS, _FIRST_BACKOFF_SECONDS * 2.0 ** (self._failures - 1))
-            self._ask_at = now + (wait if self._failures else 0.0)
+            self._ask_at = now + self._pause()
             if not left:
                 why = status.reason or (
                     f"it ended with code {status.code}" if status.code is not None else ""
@@ -175,6 +195,13 @@ class AgentFleet:
                 self._say(f"agent {status.node}{_on(status)} is {status.state}: {printable(why)}")
                 if status.remedy:
                     self._remedies[status.host] = status.remedy
+
+    def _pause(self) -> float:
+        """Return the seconds until the next agent is asked for. A host that is named has a pause of its own,
+        which keeps no other host from its try."""
+        if self._failures == 0 or self._hosts:
+            return 0.0
+        return doubled(_FIRST_BACKOFF_SECONDS, self._failures - 1, _MOST_BACKOFF_SECONDS)
 
     def _say_remedies(self) -> None:
         """Say what can be done about hosts that are lost to a run which goes on; the error of one that does

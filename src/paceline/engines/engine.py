@@ -17,12 +17,15 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeAlias, final, runtime_checkable
+from typing import Any, Final, Literal, Protocol, TypeAlias, final, runtime_checkable
 
 from paceline.core.engine_registry import EngineSettings
 
 EngineRequest: TypeAlias = Mapping[str, Any]
 """A request as plain data: str, int, float, bool, None, lists and dicts with text keys."""
+
+STAY_SECONDS: Final = 20.0
+"""For how long an agent has to run for its end to be a loss, and not a failed start."""
 
 NodeState: TypeAlias = Literal["pending", "running", "ended", "lost"]
 """`pending`: asked for, no agent runs yet; `ended`: the agent's process is over, and its exit code is known;
@@ -107,7 +110,9 @@ class LogLine:
 
 
 class EngineJob(Protocol):
-    """Agents that were asked for. All methods return at once or within seconds; one thread calls them."""
+    """Agents that were asked for. All methods return at once or within seconds; one thread calls them.
+    UnavailableError and CommTimeoutError say that the engine could not answer now, and may at the next call;
+    any other error is final where no agent runs."""
 
     def poll(self) -> Sequence[NodeStatus]:
         """Return every agent that was asked for, also those that are over."""

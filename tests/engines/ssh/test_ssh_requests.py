@@ -112,7 +112,7 @@ def test_what_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("code", "text", "state", "reason", "unusable"),
     [
-        (255, "WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!", "ended", "ssh-keygen -R me@node1", True),
+        (255, "WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!", "ended", "ssh-keygen -R node1'", True),
         (255, "ssh: Could not resolve hostname node1: Name or service not known", "ended", "not known", True),
         (255, "ssh: connect to host node1 port 22: No route to host", "lost", "cannot be reached", False),
         (255, "kex_exchange_identification: Connection reset", "lost", "ssh could not connect: kex", False),
@@ -136,6 +136,24 @@ def test_why_no_agent_came(code: int, text: str, state: str, reason: str, unusab
     assert (found.state, found.is_host_unusable) == (state, unusable)
     assert found.reason.startswith("me@node1:22: ")
     assert reason in f"{found.reason}; try: {found.remedy}"
+
+
+@pytest.mark.parametrize(
+    ("host", "login", "known"),
+    [
+        ("node1", "node1", "node1"),
+        ("me@node1:2222", "-p 2222 me@node1", '"[node1]:2222"'),
+        ("root@fd77::2", "root@fd77::2", "fd77::2"),
+        ("root@[fd77::2]:2222", "-p 2222 root@fd77::2", '"[fd77::2]:2222"'),
+    ],
+)
+def test_remedies_name_a_host_as_the_commands_of_ssh_take_it(host: str, login: str, known: str) -> None:
+    denied = explain_end(host, 255, ["Permission denied (publickey)."], False, python="py", folder="")
+    assert f"'ssh-copy-id {login}'" in denied.remedy
+    changed = explain_end(
+        host, 255, ["REMOTE HOST IDENTIFICATION HAS CHANGED!"], False, python="py", folder=""
+    )
+    assert f"'ssh-keygen -R {known}'" in changed.remedy
 
 
 def test_a_run_that_is_refused_leaves_no_folder(tmp_path):

@@ -6,10 +6,12 @@ from __future__ import annotations
 import errno
 import os
 import signal
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from tests.frontends.run_queue.queue_parts import Served, served
+from tests.virtual_clock import VirtualClock
 from tests.waiting import wait_for
 
 from paceline.core import atomic_file
@@ -280,6 +282,24 @@ def test_many_runs_in_a_row(tmp_path):
         for number in numbers:
             queue.until_state(number, "finished")
         assert (tmp_path / "order").read_text().split() == ["3", "4", "5", "0", "1", "2"]
+
+
+def test_a_server_that_ends_with_its_runs_outlives_a_queue_that_cannot_be_locked_for_a_while(tmp_path):
+    lines: list[str] = []
+    folder = QueueFolder.at(str(tmp_path / "queue"))
+    impatient = QueueFolder(folder.path, VirtualClock(autojump=True))
+    with ExitStack() as held:
+
+        def hold_for_one_look() -> bool:
+            if any(line.startswith("error: ") for line in lines):
+                held.close()
+            else:
+                held.enter_context(folder.locked())
+            return False
+
+        serve(impatient, 3, lines.append, until_empty=True, is_over=hold_for_one_look)
+    assert lines[1].startswith(f"error: another command has held {folder.lock_file} for 30 s")
+    assert lines[2:] == ["the queue can be written again", "all runs have ended"]
 
 
 def test_serve_ends_when_all_is_done_and_gives_the_lock_back(tmp_path):

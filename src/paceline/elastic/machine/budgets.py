@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+from paceline.core.backoff import doubled
 from paceline.elastic.machine.actions import FailureKind
 from paceline.elastic.machine.settings import LOCAL_AGENT, MachineSettings
 from paceline.elastic.machine.state import Slot
@@ -20,8 +21,7 @@ def wait_before_start(settings: MachineSettings, slot: int, failures: int, total
     """Return the seconds until the replacement after this number of failures in a row is started."""
     if failures < 2:
         return 0.0
-    # The exponent is bounded because 2.0**1024 overflows.
-    wait = min(settings.backoff * 2.0 ** min(failures - 2, 64), settings.backoff_most)
+    wait = doubled(settings.backoff, failures - 2, settings.backoff_most)
     drawn = random.Random(f"{settings.seed}:{slot}:{total}").random()
     return wait * (1.0 - settings.jitter + settings.jitter * drawn)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 from math import inf
 from typing import Literal, final
 
+from paceline.core.backoff import doubled
 from paceline.core.wording import ranks
 from paceline.elastic.machine.link_faults import broken_link
 from paceline.elastic.machine.liveness import interpreter_is_held, probe_limit, silence_limit
@@ -53,7 +54,7 @@ def _hang_least(job: JobState) -> float:
     commit: a sample that takes long each time it is read would otherwise cost one worker after the other, and
     then the job."""
     least = job.settings.hang_least
-    return min(least * 2.0 ** min(job.hangs, 30), max(least, job.settings.slow_phase_seconds))
+    return doubled(least, job.hangs, max(least, job.settings.slow_phase_seconds))
 
 
 def phase_limit(job: JobState, worker: Worker) -> float:

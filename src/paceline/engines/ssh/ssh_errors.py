@@ -9,6 +9,7 @@ from typing import Final
 from paceline.core.version import VERSION
 from paceline.engines import remote_agent
 from paceline.engines.agent_commands import CommandEnd, last_words
+from paceline.engines.host_file import parse_hosts
 
 NO_FOLDER_CODE: Final = 72
 _SSH_CODE: Final = 255  # ssh's own failure; agents end with other codes
@@ -18,17 +19,17 @@ _UNUSABLE: Final = (
     (
         r"REMOTE HOST IDENTIFICATION HAS CHANGED",
         "its host key is not the one that is known",
-        "make sure that it is the right machine, then 'ssh-keygen -R {name}' and connect once by hand",
+        "make sure that it is the right machine, then 'ssh-keygen -R {known}' and connect once by hand",
     ),
     (
         r"Host key verification failed|No \S+ host key is known",
         "its host key is not known here",
-        "connect once by hand ('ssh {name}') and check the key, or add it with ssh-keyscan",
+        "connect once by hand ('ssh {login}') and check the key, or add it with ssh-keyscan",
     ),
     (
         r"Permission denied \(|Too many authentication failures",
         "permission denied",
-        "let ssh get in without a password: 'ssh-copy-id {name}', identity= or user=",
+        "let ssh get in without a password: 'ssh-copy-id {login}', identity= or user=",
     ),
     (
         r"Could not resolve hostname (?!.*Temporary failure)",
@@ -89,10 +90,15 @@ def _explain_ssh(host: str, text: str, was_running: bool) -> CommandEnd:
 
 def explain_connection(host: str, text: str) -> CommandEnd | None:
     """Return why ssh did not get in, from what it wrote; None where it wrote nothing that is known."""
-    name = re.sub(r":\d+$", "", host)
+    (line,) = parse_hosts((host,), "the hosts")
+    login = f"{line.user}@{line.host}" if line.user else line.host
+    names = {
+        "login": f"-p {line.port} {login}" if line.port else login,
+        "known": f'"[{line.host}]:{line.port}"' if line.port not in (0, 22) else line.host,
+    }
     for pattern, reason, remedy in _UNUSABLE:
         if re.search(pattern, text):
-            return CommandEnd("ended", f"{host}: {reason}", True, remedy.format(name=name))
+            return CommandEnd("ended", f"{host}: {reason}", True, remedy.format_map(names))
     for pattern, reason, remedy in _LOST:
         if re.search(pattern, text):
             return CommandEnd("lost", f"{host}: {reason}", remedy=remedy)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Final
 
 from paceline.core.clock import Clock, MonotonicClock
-from paceline.core.errors import PlatformError
+from paceline.core.errors import PacelineError, PlatformError
 from paceline.core.wording import counted
 from paceline.frontends.run_queue.queue_client import capacity_of
 from paceline.frontends.run_queue.queue_folder import QueueFolder, WakeUps
@@ -41,14 +41,24 @@ def serve(
         server = QueueServer(folder, size, tell)
         while not is_over():
             pause = server.look()
-            if until_empty:
-                with folder.locked():
-                    # Under the lock: a command that adds a run after this sees that no server is there.
-                    if not folder.read().has_work:
-                        tell("all runs have ended")
-                        closing.close()
-                        return
+            if until_empty and _ended_empty(folder, closing):
+                tell("all runs have ended")
+                return
             wakes.wait(pause)
+
+
+def _ended_empty(folder: QueueFolder, served: ExitStack) -> bool:
+    """End the service of a queue without work; False where it has some, or cannot be read now: the server
+    has said why, and looks again."""
+    try:
+        with folder.locked():
+            # Under the lock: a command that adds a run after this sees that no server is there.
+            if folder.read().has_work:
+                return False
+            served.close()
+            return True
+    except PacelineError:
+        return False
 
 
 def start_server(folder: QueueFolder, clock: Clock | None = None) -> bool:
