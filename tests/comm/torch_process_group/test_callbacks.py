@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.comm.torch_process_group.torch_ranks import torch_ranks
+from tests.comm.torch_process_group.torch_ranks import gloo_group, torch_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -16,7 +16,7 @@ LARGE = 2_000_000
 
 def low_rank(rank: int) -> float:
     """Train with PowerSGD, whose callbacks wait for collectives; return the largest difference from Gloo."""
-    gloo = dist.new_group(backend="gloo")
+    gloo = gloo_group()
     inputs = torch.randn(8, 32, generator=torch.Generator().manual_seed(rank))
 
     def trained(group: Any, bucket_cap_mb: float) -> list[torch.Tensor]:
@@ -45,7 +45,7 @@ def test_power_sgd_trains_as_with_gloo():
 def in_one_order(rank: int) -> list[Any]:
     """The call of a callback comes right behind the call that it is of, on the rank that has queued another
     one by then as on the rank that has not."""
-    gloo = dist.new_group(backend="gloo")
+    gloo = gloo_group()
 
     def again(future: torch.futures.Future[Any]) -> Any:
         (summed,) = future.value()

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.comm.torch_process_group.torch_ranks import failure_of, torch_ranks
+from tests.comm.torch_process_group.torch_ranks import failure_of, gloo_group, torch_ranks
 from torch import nn
 from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
@@ -223,7 +223,7 @@ def test_tensors_of_another_device_go_to_the_backend_that_was_named_for_it(tmp_p
 
 
 def gradients(rank: int) -> bool:
-    gloo = dist.new_group(backend="gloo")
+    gloo = gloo_group()
     inputs = torch.randn(8, 32, generator=torch.Generator().manual_seed(rank))
 
     def trained(group: Any) -> list[torch.Tensor]:

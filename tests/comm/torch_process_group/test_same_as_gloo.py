@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.comm.torch_process_group.torch_ranks import torch_ranks
+from tests.comm.torch_process_group.torch_ranks import gloo_group, torch_ranks
 from torch import Tensor
 from torch.distributed import ReduceOp
 
@@ -38,7 +38,7 @@ def compare(run: Callable[[Any], Any], other: Any) -> None:
 
 
 def reductions(rank: int) -> None:
-    gloo = dist.new_group(backend="gloo")
+    gloo = gloo_group()
 
     def reduced(group: Any, op: Any, dtype: torch.dtype, count: int) -> list[Tensor]:
         summed, at_root = values(rank, count, dtype), values(rank, count, dtype)
@@ -105,7 +105,7 @@ def test_sparse_sums_of_16_bits_are_rounded_once():
 
 
 def movements(rank: int) -> None:
-    gloo = dist.new_group(backend="gloo")
+    gloo = gloo_group()
     size = dist.get_world_size()
 
     def moved(group: Any, count: int, dtype: torch.dtype) -> list[Tensor]:

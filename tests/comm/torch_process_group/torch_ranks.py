@@ -14,6 +14,7 @@ import torch.distributed as dist
 from paceline.comm.context import DistributedContext
 from paceline.frontends.spawn import spawn
 
+_KEPT: list[object] = []  # to the end of a rank
 PRELOAD = ("paceline.torch_backend", "paceline.comm.torch_process_group.group_creation")
 
 
@@ -61,6 +62,14 @@ def _in_group(
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def gloo_group() -> Any:
+    """Make a group over Gloo that stays to the end of its process: torch 2.13 aborts one in which the last
+    reference to such a group ends in a thread of the group's own, as with a communication hook's callback."""
+    group = dist.new_group(backend="gloo")
+    _KEPT.append(group)
+    return group
 
 
 def failure_of(call: Callable[[], Any]) -> tuple[str, str, bool]:
