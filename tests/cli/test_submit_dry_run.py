@@ -78,14 +78,20 @@ def test_the_folder_of_a_file_is_that_of_the_run(
     assert given[0] == folder or (folder is None and given[0] not in ("", "runs/mine"))
 
 
+@pytest.mark.parametrize("further", ["", "--run-dir runs/given"])
 @pytest.mark.parametrize("where", ["file", "assignment"])
 def test_a_version_to_continue_from_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], where: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    where: str,
+    further: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "script.py").write_text("")
     (tmp_path / "settings.toml").write_text("resume = 3\n" if where == "file" else "epochs = 1\n")
     words = ["submit", "script.py", "--engine", "slurm", "--config", "settings.toml", "--dry-run"]
+    words += further.split()
     code, out, err = Command(capsys)(*words, *([] if where == "file" else ["--set", "resume=3"]))
     assert (code, out) == (2, "")
     assert "resume=3" in err

@@ -78,6 +78,11 @@ def test_an_engine_that_is_away_for_a_while_ends_no_wait(
     assert capsys.readouterr().err == f"{away}{away}job/run failed: why\n"
 
 
+@pytest.mark.parametrize(("code", "shown"), [(3, 3), (-9, 137), (-15, 143)])
+def test_a_run_that_a_signal_ended_has_the_code_that_a_shell_gives_it(code: int, shown: int) -> None:
+    assert wait(ScriptedBatch(RUNNING, BatchStatus("failed", code, "FAILED"))) == shown
+
+
 def test_an_engine_that_stays_away_is_given_up_and_the_run_is_not() -> None:
     engine = ScriptedBatch(RUNNING, AWAY)
     with pytest.raises(UnavailableError, match="cannot be reached") as told:

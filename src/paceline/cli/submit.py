@@ -87,7 +87,8 @@ def submit(
     check_script(script)
     check_settings(assignments or [], config)
     _check_time(time_limit, slurm or [])
-    folder = run_dir or folder_of_handed_over_run(assignments or [], config)
+    folder_of_file = folder_of_handed_over_run(assignments or [], config)
+    folder = run_dir or folder_of_file
     train_options = [part for text in assignments or [] for part in ("--set", text)]
     train_options += _option("--config", config)
     job = BatchSpec(

@@ -54,7 +54,7 @@ def follow(engine: BatchEngine, identifier: str, clock: Clock | None = None) -> 
         return 0
     if status.code:
         typer.echo(f"{identifier} {status.state}: {printable(status.reason)}", err=True)
-        return status.code
+        return status.code if status.code > 0 else 128 - status.code  # of a signal, as shells number it
     raise _without_code(engine, identifier, status, has_run)
 
 

@@ -43,7 +43,7 @@ class ApiServer:
     """Answers at every listening socket that it is given. `refuse` may be set by a test: a function that gets
     verb and resource and returns whether the user may do that."""
 
-    def __init__(self, store: ObjectStore, token: str, logs: Callable[[JsonObject], list[str]]) -> None:
+    def __init__(self, store: ObjectStore, token: str, logs: Callable[[JsonObject, bool], list[str]]) -> None:
         self.store, self.token, self.logs = store, token, logs
         self.namespaces = {"default", "ml"}
         self.kinds = dict(KINDS)
@@ -162,10 +162,13 @@ class ApiServer:
 
     def _log(self, pod: JsonObject, query: dict[str, str]) -> str:
         states = pod["status"].get("containerStatuses") or [{"state": {"waiting": {}}}]
-        if "waiting" in states[0]["state"]:
-            name = pod["metadata"]["name"]
+        name, of_previous = pod["metadata"]["name"], query.get("previous") == "true"
+        if of_previous and not states[0].get("lastState"):
+            told = f'previous terminated container "paceline" in pod "{name}" not found'
+            raise RefusalError(400, "BadRequest", told)
+        if not of_previous and "waiting" in states[0]["state"]:
             raise RefusalError(400, "BadRequest", f'container "paceline" in pod "{name}" is waiting to start')
-        lines = self.logs(pod)
+        lines = self.logs(pod, of_previous)
         if since := query.get("sinceTime"):
             lines = [line for line in lines if line[:19] >= since[:19]]
         if tail := query.get("tailLines"):

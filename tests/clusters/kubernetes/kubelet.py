@@ -82,14 +82,19 @@ class Kubelets:
                 return pid, one
         raise LookupError(f"no pod {hostname} runs")
 
-    def log_lines(self, pod: JsonObject) -> list[str]:
+    def log_lines(self, pod: JsonObject, of_previous: bool) -> list[str]:
         node = self._node(pod)
         if node is not None and not node.ready:
             # The API server asks the kubelet of the pod's node.
             told = f'Get "https://{node.name}:10250/containerLogs": dial tcp {node.name}:10250: i/o timeout'
             raise RefusalError(500, "InternalError", told)
-        path = self._log_path(pod)
+        path = self._log_path(pod, _restarts(pod) - of_previous)
         return path.read_text(errors="replace").splitlines() if path.exists() else []
+
+    def written(self, name: str) -> list[str]:
+        """Return all lines of pods with this name, also of those that are gone."""
+        texts = [path.read_text(errors="replace") for path in self._folder.glob(f"{name}.*.log")]
+        return [line.partition(" ")[2] for text in texts for line in text.splitlines()]
 
     def _schedule(self, pod: JsonObject) -> None:
         if pod["spec"].get("nodeName") or pod["status"]["phase"] != "Pending":
@@ -163,7 +168,7 @@ class Kubelets:
         process = self._hosts.start(
             node.host, command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=dict(os.environ)
         )
-        log = self._log_path(pod)
+        log = self._log_path(pod, self._restarts.get(pod["metadata"]["uid"], (0, {}))[0])
         reader = threading.Thread(target=_copy_lines, args=(process, log), daemon=True)
         reader.start()
         self.running[pod["metadata"]["uid"]] = RunningPod(pod, node, process, reader, log)
@@ -319,9 +324,15 @@ class Kubelets:
     def _node(self, pod: JsonObject) -> Node | None:
         return next((node for node in self.nodes if node.name == pod["spec"].get("nodeName")), None)
 
-    def _log_path(self, pod: JsonObject) -> Path:
-        restarts = self._restarts.get(pod["metadata"]["uid"], (0, {}))[0]
-        return self._folder / f"{pod['metadata']['uid']}.{restarts}.log"
+    def _log_path(self, pod: JsonObject, restarts: int) -> Path:
+        metadata = pod["metadata"]
+        return self._folder / f"{metadata['name']}.{metadata['uid']}.{restarts}.log"
+
+
+def _restarts(pod: JsonObject) -> int:
+    """Return the restarts of a pod's container by its status."""
+    statuses = pod["status"].get("containerStatuses") or [{"restartCount": 0}]
+    return int(statuses[0]["restartCount"])
 
 
 def _copy_lines(process: subprocess.Popen[bytes], log: Path) -> None:

@@ -29,6 +29,7 @@ pytestmark = [
     pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT or "containers work"),
 ]
 
+_OF_AN_AGENT = re.compile(r"\[run-[\w-]+\] ")
 # Steps are slow until the gate is open, on the volume of the pods or here: a test has time to take pods away.
 _SCRIPT = """
 import os, sys, time, torch, paceline
@@ -120,8 +121,12 @@ def test_a_run_is_handed_over_loses_its_pods_and_ends_as_if_nothing_was(
         wait_for(is_over, "the run ends", 100)
         assert engine.batch_status(f"{kind}/run").state == "succeeded"
         lines = list(engine.batch_logs(f"{kind}/run")(True))
-        if kind != "statefulset":  # that starts pod 0 again, which has a new log then
-            assert Counter(followed) == Counter(lines)
+        agents = [line for line in followed if _OF_AN_AGENT.match(line)]
+        if kind != "statefulset":  # that starts pod 0 again, which writes on
+            # The agents' pods go with the run, and their logs with them.
+            of_pod_0 = [line for line in lines if not _OF_AN_AGENT.match(line)]
+            assert Counter(followed) - Counter(agents) == Counter(of_pod_0)
+        assert Counter(agents) <= _written_by_agents(idle_cluster, agents)
         (said,) = {line for line in followed if line.startswith("hash ")}
         assert "['--lr', '0.1']" in said
         secret = idle_cluster.store.find("Secret", "ml", "run-token")
@@ -145,6 +150,12 @@ def test_a_run_is_handed_over_loses_its_pods_and_ends_as_if_nothing_was(
         timeout=100,
     )
     assert re.findall(r"hash (\w{64})", alone.stdout) == re.findall(r"hash (\w{64})", said), alone.stderr
+
+
+def _written_by_agents(cluster: Cluster, shown: list[str]) -> Counter[str]:
+    """Return what the pods wrote that are named in lines that were shown."""
+    pods = {line.partition("] ")[0].removeprefix("[") for line in shown}
+    return Counter(f"[{pod}] {line}" for pod in pods for line in cluster.kubelets.written(pod))
 
 
 def _pod(cluster: Cluster, hostname: str) -> JsonObject:

@@ -26,6 +26,7 @@ class ScriptedApi:
     def __init__(self) -> None:
         self.objects: Objects = {}
         self.logs: dict[str, list[str]] = {}
+        self.earlier_logs: dict[str, list[str]] = {}  # before a restart
         self.requests: list[tuple[str, str]] = []
         self.tokens: list[str] = []
         self.fault: Callable[[str, str], int | str | None] = lambda method, path: None
@@ -97,7 +98,8 @@ class ScriptedApi:
                 return 409, {"message": "already exists", "reason": "AlreadyExists"}
             return 201, self.put(path, given)
         if path.endswith("/log"):
-            return 200, "".join(f"{line}\n" for line in self.logs.get(path.split("/")[-2], ()))
+            logs = self.earlier_logs if query.get("previous") == "true" else self.logs
+            return 200, "".join(f"{line}\n" for line in logs.get(path.split("/")[-2], ()))
         if path in self.objects:
             found = self.objects[path]
             uid = given.get("preconditions", {}).get("uid", found["metadata"]["uid"])

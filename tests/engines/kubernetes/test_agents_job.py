@@ -72,6 +72,27 @@ def test_the_last_lines_of_a_run_are_those_of_all_pods_that_answer(api: Scripted
     assert list(fresh(True)) == []
 
 
+def test_what_a_container_wrote_before_it_was_started_again_is_read(api: ScriptedApi) -> None:
+    """A StatefulSet does so. Agents of a run in the foreground, and a run that is handed over."""
+    job, clock = submitted(api)
+    fresh = batch_job.logs(api.client(), "ml", "statefulset/train")
+    put_pods(api, {"running": {}})
+    job.poll()
+    assert ([line.text for line in job.logs()], fresh(False)) == (["hello from 0"], ["hello from 0"])
+    (status,) = api.objects[f"{PODS}/train-0"]["status"]["containerStatuses"]
+    status.update(restartCount=1, lastState={"terminated": {"exitCode": 0}})
+    api.earlier_logs["train-0"] = [*api.logs["train-0"], "2026-01-02T03:04:06Z done"]
+    api.logs["train-0"] = ["2026-01-02T03:04:07Z hello again"]
+    assert [*fresh(True), *fresh(True)] == ["done", "hello again"]
+    said: list[str] = []
+    for _ in range(2):
+        clock.advance(2.0)
+        job.poll()
+        said += [line.text for line in job.logs()]
+    assert said == ["done", "hello again"]
+    job.stop()
+
+
 def test_the_end_of_the_agents_is_asked_for_until_the_server_answers(
     api: ScriptedApi, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -18,10 +18,12 @@ from paceline.engines.kubernetes.pod_logs import PodLogs
 
 
 class LogServer:
-    """One container's log: lines with their times, from a whole second on, cut off after `limitBytes`."""
+    """One container's log: lines with their times, from a whole second on, cut off after `limitBytes`; and
+    the log before its last restart."""
 
     def __init__(self) -> None:
         self.lines: list[tuple[datetime, str]] = []  # with the second that each was written in
+        self.previous: list[tuple[datetime, str]] = []
         self.limits: list[int] = []
         state = self
 
@@ -43,12 +45,16 @@ class LogServer:
     def answer(self, query: dict[str, str]) -> bytes:
         self.limits.append(int(query["limitBytes"]))
         since = datetime.fromisoformat(query.get("sinceTime", "2000-01-01T00:00:00Z"))
-        text = "".join(f"{line}\n" for time, line in self.lines if time >= since)
+        lines = self.previous if query.get("previous") == "true" else self.lines
+        text = "".join(f"{line}\n" for time, line in lines if time >= since)
         return text.encode()[: self.limits[-1]]
 
     def write(self, second: int, fraction: str, line: str, zone: str = "Z") -> None:
         time = f"2026-01-02T03:04:{second:02}"
         self.lines.append((datetime.fromisoformat(time + zone), f"{time}{fraction}{zone} {line}"))
+
+    def restart(self) -> None:
+        self.previous, self.lines = self.lines, []
 
     def reader(self) -> PodLogs:
         address = f"http://127.0.0.1:{self.http.server_port}"
@@ -116,3 +122,43 @@ def test_a_second_that_is_larger_than_the_largest_answer_is_left_out_and_said(se
     assert [line[:10] for line in reader.new_lines("run-0")] == ["(more than"]
     assert reader.new_lines("run-0") == ["after"]
     assert reader.new_lines("run-0") == []
+
+
+def test_the_last_lines_before_a_restart_are_given(server: LogServer) -> None:
+    """More of them than one answer has."""
+    reader = server.reader()
+    server.write(5, ".1", "a")
+    assert reader.new_lines("run-0", 0) == ["a"]
+    before = [f"{number} " + "x" * 20 for number in range(9)]
+    for number, line in enumerate(before):
+        server.write(6 + number, "", line)
+    server.restart()
+    server.write(30, "", "begins again")
+    found: list[str] = []
+    while lines := reader.new_lines("run-0", 1):
+        found += lines
+    assert found == [*before, "begins again"]
+    server.restart()
+    server.write(40, "", "begins once more")
+    assert [reader.new_lines("run-0", 2) for _ in range(2)] == [["begins once more"], []]
+
+
+def test_a_log_that_is_read_after_a_restart_begins_before_it(server: LogServer) -> None:
+    server.write(5, "", "a")
+    server.restart()
+    server.write(6, "", "b")
+    reader = server.reader()
+    assert [reader.new_lines("run-0", 1) for _ in range(3)] == [["a"], ["b"], []]
+
+
+def test_a_pod_of_the_same_name_has_restarts_of_its_own(server: LogServer) -> None:
+    reader = server.reader()
+    server.write(5, "", "a")
+    assert reader.new_lines("run-0", 1) == ["a"]
+    server.lines, server.previous = [], []  # the pod was deleted, and there is a new one
+    server.write(6, "", "b")
+    assert reader.new_lines("run-0", 0) == ["b"]
+    server.write(7, "", "c")
+    server.restart()
+    server.write(8, "", "d")
+    assert [reader.new_lines("run-0", 1) for _ in range(2)] == [["c"], ["d"]]

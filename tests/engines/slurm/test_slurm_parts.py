@@ -21,8 +21,8 @@ from paceline.core.atomic_file import replace_file
 from paceline.engines.engine import LogLine
 from paceline.engines.slurm import batch_jobs, slurm_commands, step_tasks
 from paceline.engines.slurm.allocation import Allocation, StepTask
-from paceline.engines.slurm.job_agents import JobAgents, status_of
-from paceline.engines.slurm.shared_folder import SharedFolder, folder_for
+from paceline.engines.slurm.job_agents import end_abandoned, status_of
+from paceline.engines.slurm.shared_folder import SharedFolder, abandoned, folder_for
 from paceline.engines.slurm.slurm_commands import JobRecord
 from paceline.engines.slurm.step_command import explain_step
 from paceline.engines.slurm.step_tasks import first_task, sign_of_life, wait_for_first_task
@@ -154,7 +154,8 @@ def test_the_folder_above_goes_with_the_last_run(tmp_path):
 # Job 17 is of the first test process, job 18 of the next one.
 STAND_IN_QUEUE = """#!/bin/sh
 case "$0" in
-  */sbatch) cat > /dev/null; [ -e "$HERE/asked" ] && echo 18 || echo 17; touch "$HERE/asked";;
+  */sbatch) cat > /dev/null; case "$1" in --test-only) exit;; esac
+    [ -e "$HERE/asked" ] && echo 18 || echo 17; touch "$HERE/asked";;
   */squeue) echo "17|0|$STATE|||0|"; echo "17|1|COMPLETED|||0|";;
   */scancel) echo "$@" >> "$HERE/cancelled";;
 esac
@@ -168,24 +169,53 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-@pytest.mark.parametrize("state", ["PENDING", "RUNNING"])
-def test_what_a_killed_caller_left_in_the_queue_is_taken_off_by_the_next(tmp_path, monkeypatch, state):
-    """The queue is a stand-in here; tests/clusters/slurm has the real one."""
+def killed_after_asking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, left: Path) -> None:
+    """Have a caller killed whose job 17 has this state. The queue is a stand-in here; tests/clusters/slurm
+    has the real one."""
     for name in ("sbatch", "squeue", "scancel"):
         (tmp_path / name).write_text(STAND_IN_QUEUE)
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("HERE", str(tmp_path))
     monkeypatch.setenv("STATE", state)
-    left, lives, own = (Path(folder_for(str(tmp_path), name, ("n1", 1))) for name in ("left", "lives", "own"))
     killed = subprocess.run([sys.executable, "-c", ASKS_AND_IS_KILLED, str(left)], check=False)
     assert killed.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("state", ["PENDING", "RUNNING"])
+def test_what_a_killed_caller_left_in_the_queue_is_taken_off_by_the_next(tmp_path, monkeypatch, state):
+    left, lives, own = (Path(folder_for(str(tmp_path), name, ("n1", 1))) for name in ("left", "lives", "own"))
+    killed_after_asking(tmp_path, monkeypatch, state, left)
     SharedFolder(str(lives), b"s" * 32).note_jobs(["19"])
-    JobAgents("#!/bin/sh", SharedFolder(str(own), b"s" * 32), 1, 1.0)
+    paceline.Slurm().submit({"folder": str(own), "script": "#!/bin/sh", "nodes": 1}, b"s" * 32)
     assert [path.exists() for path in (left, lives, own)] == [state == "RUNNING", True, True]
     cancelled = tmp_path / "cancelled"
     # Agents that run save first.
     assert (cancelled.read_text() if cancelled.exists() else "") == ("17_0\n" if state == "PENDING" else "")
+
+
+@pytest.mark.parametrize("state", ["PENDING", "RUNNING", "COMPLETED"])
+def test_a_run_that_is_started_again_at_the_same_port_keeps_its_token(tmp_path, monkeypatch, state):
+    """Its folder is the one that the killed caller had."""
+    own = Path(folder_for(str(tmp_path), "own", ("n1", 1)))
+    killed_after_asking(tmp_path, monkeypatch, state, own)
+    paceline.Slurm().submit({"folder": str(own), "script": "#!/bin/sh", "nodes": 1}, b"\x02" * 32)
+    assert (own / "token").read_text().strip() == "02" * 32
+    assert stat.S_IMODE(own.stat().st_mode) == 0o700
+    assert list(abandoned(own.parent)) == []
+
+
+def test_a_folder_that_has_another_caller_once_slurm_answers_is_kept(tmp_path, monkeypatch):
+    own = Path(folder_for(str(tmp_path), "own", ("n1", 1)))
+    killed_after_asking(tmp_path, monkeypatch, "COMPLETED", own)
+
+    def takes_its_time(jobs: list[str]) -> list[JobRecord]:
+        SharedFolder(str(own), b"s" * 32)
+        return []
+
+    monkeypatch.setattr(slurm_commands, "records", takes_its_time)
+    end_abandoned(own.parent)
+    assert (own / "token").exists()
 
 
 def test_lines_of_logs_come_once_and_whole(tmp_path):

@@ -273,9 +273,10 @@ class AgentsJob:
     def _new_lines(self) -> list[LogLine]:
         if not self._states and not self._stopped:
             self._look()
-        numbers = {
-            state.name: number
+        begun = {
+            state.name: (number, state.restarts)
             for number, state in sorted(self._states.items())
             if state.state != "pending" and state.reason != _DELETED
         }
-        return [LogLine(numbers[pod], line) for pod, line in self._logs.of_all(numbers)]
+        restarts = {pod: count for pod, (_, count) in begun.items()}
+        return [LogLine(begun[pod][0], line) for pod, line in self._logs.of_all(restarts)]

@@ -99,7 +99,8 @@ def logs(client: ApiClient, namespace: str, identifier: str) -> NewLines:
         prefixes = {
             name: "" if _is_first(pod) else f"[{name}] " for name, pod in zip(names, pods, strict=True)
         }
-        return [prefixes[pod] + line for pod, line in reader.of_all(names, at_once=is_over)]
+        restarts = {name: pod_status.read_pod(pod).restarts for name, pod in zip(names, pods, strict=True)}
+        return [prefixes[pod] + line for pod, line in reader.of_all(restarts, at_once=is_over)]
 
     return fresh
 

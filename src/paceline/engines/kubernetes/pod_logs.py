@@ -2,13 +2,15 @@
 
 The API server gives lines with their times and takes a time to begin at, in whole seconds: lines of that
 second come again and are left out here. A node writes times in its own zone; here they are in UTC.
+
+A container that is started again has a new log, beside which the node keeps the one before.
 """
 
 from __future__ import annotations
 
 import http
 import re
-from collections.abc import Iterable
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Final, final
 
@@ -32,19 +34,21 @@ class PodLogs:
         self._client, self._namespace = client, namespace
         self._clock = clock or MonotonicClock()
         self._seen: dict[str, str] = {}  # pod -> time of its last line
+        self._restarts: dict[str, int] = {}  # pod -> restarts of its container before the log that is read
         self._ask_at: dict[str, float] = {}  # pods whose logs could not be had
         self._named: set[str] = set()  # pods whose last lines were said to be missing
 
-    def of_all(self, pods: Iterable[str], *, at_once: bool = False) -> list[tuple[str, str]]:
-        """Return the new lines of these pods, each with its pod. A pod whose node does not answer has none,
-        and is asked again after a while; one such pod ends the call, which may take as long as its request.
-        `at_once`: all are asked, for what they wrote last, and a pod that does not answer is named."""
+    def of_all(self, pods: Mapping[str, int], *, at_once: bool = False) -> list[tuple[str, str]]:
+        """Return the new lines of pods, of which the restarts are given, each line with its pod. A pod whose
+        node does not answer has none, and is asked again after a while; one such pod ends the call, which
+        may take as long as its request. `at_once`: all are asked, for what they wrote last, and a pod that
+        does not answer is named."""
         found: list[tuple[str, str]] = []
-        for pod in pods:
+        for pod, restarts in pods.items():
             if self._clock.now() < self._ask_at.get(pod, float("-inf")) and not at_once:
                 continue
             try:
-                found += [(pod, line) for line in self.new_lines(pod)]
+                found += [(pod, line) for line in self.new_lines(pod, restarts)]
             except UnavailableError as error:
                 # What was read of the others is noted as read: it is given. The API server asks the pod's
                 # node, and may be away itself.
@@ -56,12 +60,19 @@ class PodLogs:
                     found.append((pod, f"(its last lines cannot be had: {error.message})"))
         return found
 
-    def new_lines(self, pod: str) -> list[str]:
+    def new_lines(self, pod: str, restarts: int = 0) -> list[str]:
         """Return the lines of a pod since the last call, some 4 MiB of them at most; none while it has not
-        begun, or once it is gone."""
+        begun, or once it is gone. Where its container was started again since then, the rest of what that
+        wrote before comes first, and what it writes now with the next call."""
+        if restarts > self._restarts.get(pod, 0) and (rest := self._next_lines(pod, of_previous=True)):
+            return rest
+        self._restarts[pod] = restarts
+        return self._next_lines(pod)
+
+    def _next_lines(self, pod: str, *, of_previous: bool = False) -> list[str]:
         limit = _MOST_BYTES
         while True:
-            text, is_cut = self._answer(pod, limit)
+            text, is_cut = self._answer(pod, limit, of_previous)
             lines = self._unseen(pod, text, is_cut)
             if lines or not is_cut:
                 return lines
@@ -73,15 +84,18 @@ class PodLogs:
                 return [f"(more than {limit >> 20} MiB of one second are left out here)"]
             limit *= 2
 
-    def _answer(self, pod: str, limit: int) -> tuple[str, bool]:
+    def _answer(self, pod: str, limit: int, of_previous: bool) -> tuple[str, bool]:
         """Return a log from the second of the last line that was seen, and whether it was cut off."""
         query = {"container": CONTAINER, "timestamps": "true", "limitBytes": str(limit)}
+        if of_previous:
+            query["previous"] = "true"
         if last := self._seen.get(pod, ""):
             query["sinceTime"] = _first_second(last)
         try:
             text = self._client.text(f"/api/v1/namespaces/{self._namespace}/pods/{pod}/log", **query)
         except ApiError as error:
-            # 400: the container waits to start; it may be a new life of a pod that has written before.
+            # 400: the container waits to start, maybe in a new life of a pod that has written before, or the
+            # log of the life before is gone.
             if error.status in (http.HTTPStatus.NOT_FOUND, http.HTTPStatus.BAD_REQUEST):
                 return "", False
             raise

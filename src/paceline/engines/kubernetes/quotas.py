@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 from typing import Final
 
 from paceline.core.errors import PacelineError, ResourceError
@@ -10,7 +11,8 @@ from paceline.core.errors import PacelineError, ResourceError
 _EXCEEDED: Final = "exceeded quota"
 _UNBOUNDED: Final = "failed quota"  # it counts limits.cpu, say, and the pod names none
 _PER_POD: Final = "usage per"  # of a LimitRange
-_AMOUNT: Final = re.compile(r"(\d+(?:\.\d+)?)(m|[kMGTPE]i?|)")
+_AMOUNT: Final = re.compile(r"(\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)([num]|[kKMGTPE]i?|)")
+_SMALL: Final = {"m": 3, "u": 6, "n": 9}
 _POWERS: Final = " kMGTPE"
 
 
@@ -44,18 +46,19 @@ def quota_error(told: str, **facts: object) -> PacelineError:
     return ResourceError(f"the namespace's quota does not allow it: {told}", remedy=remedy, **facts)
 
 
-def _amounts(told: str, part: str) -> dict[str, float]:
+def _amounts(told: str, part: str) -> dict[str, Fraction]:
     """Read "requested: pods=1,requests.cpu=500m, used: ..."; what is no quantity is left out."""
     found = re.search(rf"{part}: (\S+)", told)
-    amounts: dict[str, float] = {}
+    amounts: dict[str, Fraction] = {}
     for pair in found[1].rstrip(",").split(",") if found else ():
         name, _, text = pair.partition("=")
         if match := _AMOUNT.fullmatch(text):
-            amounts[name] = float(match[1]) * _factor(match[2])
+            amounts[name] = Fraction(match[1]) * _factor(match[2])
     return amounts
 
 
-def _factor(unit: str) -> float:
-    if unit == "m":
-        return 1e-3
-    return (1024.0 if unit.endswith("i") else 1000.0) ** _POWERS.index(unit[:1] or " ")
+def _factor(unit: str) -> Fraction:
+    if unit in _SMALL:
+        return Fraction(1, 10 ** _SMALL[unit])
+    base = 1024 if unit.endswith("i") else 1000
+    return Fraction(base ** _POWERS.index(unit[:1].replace("K", "k") or " "))

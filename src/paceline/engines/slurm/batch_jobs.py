@@ -1,22 +1,74 @@
-"""A run that was handed over as a job of SLURM: what became of it, what it wrote, and how it is stopped."""
+"""A run that is handed over as a job of SLURM: how it is queued and stopped, what became of it, and what it
+wrote."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final
 
 from paceline.control.spool import STOPPED_EXIT_CODE
-from paceline.core.errors import UsageError
+from paceline.core.errors import (
+    CommTimeoutError,
+    PacelineError,
+    PlatformError,
+    UnavailableError,
+    UsageError,
+)
 from paceline.engines.batch import BatchState, BatchStatus
 from paceline.engines.slurm import slurm_commands as commands
 from paceline.engines.slurm.job_agents import LOST_STATES, PENDING_STATES, RUNNING_STATES
 from paceline.engines.slurm.slurm_commands import JobRecord
 
 _STOPPED: Final = ("CANCELLED", "PREEMPTED", "TIMEOUT", "DEADLINE")
+
+
+def submit(script: str, folder: str, options: Mapping[str, str]) -> str:
+    """Queue a script that is to run in `folder`; return the number of its job. `options`: what was asked for,
+    to name it in errors. Where SLURM's answer does not come, cancel what it may have queued."""
+    with _written(script) as path:
+        command = ["sbatch", "--parsable", f"--chdir={folder}", str(path)]
+        try:
+            return commands.call(command, options=options).strip().split(";")[0]
+        except (UnavailableError, CommTimeoutError) as error:
+            error.add_note(_cancel_unanswered(path))
+            raise
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(_cancel_unanswered(path)) from None
+
+
+@contextmanager
+def _written(script: str) -> Iterator[Path]:
+    """Write a script to a file whose path no other job has: SLURM shows it as the job's command."""
+    with ExitStack() as stack:
+        try:
+            folder = stack.enter_context(TemporaryDirectory(prefix="paceline-"))
+            path = Path(folder, "run.sh")
+            path.write_text(script)
+        except OSError as error:
+            raise PlatformError(
+                f"the batch script cannot be written: {error.strerror}",
+                remedy="make room in the folder for temporary files, or name another one with TMPDIR",
+            ) from error
+        yield path
+
+
+def _cancel_unanswered(path: Path) -> str:
+    """Cancel the job of a request that was not answered; return what is known of it."""
+    known = "it is not in the queue now"
+    try:
+        if jobs := commands.jobs_in(path.parent, "Command"):
+            for job in jobs:
+                commands.cancel(job)
+            return f"job {', '.join(jobs)} was queued all the same, and is cancelled"
+    except PacelineError:
+        known = "whether it is queued is not known"
+    look = f"squeue --me --format='%i %o' | grep {path.parent}"
+    return f"{known}; if it is later, `{look}` shows its number, and scancel ends it"
 
 
 def status(identifier: str) -> BatchStatus:
@@ -61,7 +113,8 @@ def _accounted(identifier: str) -> BatchStatus:
     with suppress(UsageError):
         for line in commands.call([*command, "--format=State,ExitCode"]).splitlines():
             state, code = line.split("|")[:2]
-            number = int(code.split(":")[0])
+            number, signal = (int(part) for part in code.split(":"))
+            number = number or -signal
             return BatchStatus(_ended(state.split()[0], number), number, state)
     return BatchStatus("lost", None, f"SLURM has no record of job {identifier} any more")
 

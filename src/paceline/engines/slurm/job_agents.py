@@ -13,7 +13,7 @@ from typing import Final, final
 from paceline.core.errors import CommTimeoutError, PacelineError, UnavailableError, UsageError
 from paceline.engines.engine import LogLine, NodeState, NodeStatus
 from paceline.engines.slurm import slurm_commands as commands
-from paceline.engines.slurm.shared_folder import SharedFolder, abandoned, remove_folder
+from paceline.engines.slurm.shared_folder import SharedFolder, abandoned, abandoned_jobs, remove_folder
 from paceline.engines.slurm.slurm_commands import JobRecord
 
 _log = logging.getLogger(__name__)
@@ -81,7 +81,6 @@ class JobAgents:
         self._is_unanswered = False  # whether SLURM may have taken a request whose answer did not come
         self._last_lines: list[LogLine] = []
         try:
-            _end_abandoned(folder.path.parent)
             self._ask(nodes)
         except BaseException:
             self._end_jobs()
@@ -110,7 +109,7 @@ class JobAgents:
         has its output in this folder."""
         if self._is_unanswered:
             known = {agent.job for agent in self._agents}
-            for job in commands.jobs_writing_to(str(self._folder.path)):
+            for job in commands.jobs_in(self._folder.path, "STDOUT"):
                 if job not in known:
                     commands.cancel(job)
             self._is_unanswered = False
@@ -196,16 +195,18 @@ class JobAgents:
             _log.warning("whether the agents' jobs have ended is not known: %s", error.message)
 
 
-def _end_abandoned(parent: Path) -> None:
+def end_abandoned(parent: Path) -> None:
     """Take jobs off the queue whose caller was killed, and remove their folder. Agents that run then end by
-    themselves once their run is saved."""
+    themselves once their run is saved. To be called before a run makes its own folder there."""
     for path, jobs in abandoned(parent):
         try:
             found = commands.records(jobs)
             for record in found:
                 if record.state in PENDING_STATES:
                     commands.cancel(f"{record.job}_{record.task}" if record.task else record.job)
-            if all(record.state in PENDING_STATES or _is_over(record) for record in found):
+            are_over = all(record.state in PENDING_STATES or _is_over(record) for record in found)
+            # SLURM took its time to answer: the folder may be that of a caller that lives by now.
+            if are_over and abandoned_jobs(path) == jobs:
                 remove_folder(path)
         except (PacelineError, OSError) as error:
             why = error.message if isinstance(error, PacelineError) else error.strerror

@@ -43,13 +43,20 @@ def abandoned(parent: Path) -> Iterator[tuple[Path, list[str]]]:
     except OSError:
         return  # there is none, or its file server is away
     for path in folders:
-        try:
-            caller = json.loads(read_regular(path / _CALLER))
-            on_this_host = caller["host"] == host_identity() and is_owned_by_user(path)
-            if on_this_host and start_time(int(caller["pid"])) != caller["started"]:
-                yield path, [str(int(job)) for job in caller["jobs"]]
-        except (OSError, ValueError, KeyError, TypeError):
-            continue  # no folder of agents, or one whose caller has asked for nothing yet
+        if (jobs := abandoned_jobs(path)) is not None:
+            yield path, jobs
+
+
+def abandoned_jobs(path: Path) -> list[str] | None:
+    """Return the jobs in a folder whose caller was killed on this host; None for any other folder."""
+    try:
+        caller = json.loads(read_regular(path / _CALLER))
+        on_this_host = caller["host"] == host_identity() and is_owned_by_user(path)
+        if on_this_host and start_time(int(caller["pid"])) != caller["started"]:
+            return [str(int(job)) for job in caller["jobs"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # no folder of agents, or one that is just being made or removed
+    return None
 
 
 def remove_folder(path: Path) -> None:
@@ -83,6 +90,8 @@ class SharedFolder:
                 f"{self.path} cannot be made: {error.strerror}",
                 remedy="start in a folder that you can write to and nodes share, or give Slurm(folder=...)",
             ) from error
+        # A caller that was killed may have had the same folder: from here on it is this one's.
+        self.note_jobs([])
         replace_file(self.path / TOKEN, secret.hex().encode() + b"\n", mode=0o600)
 
     def note_jobs(self, jobs: Sequence[str]) -> None:

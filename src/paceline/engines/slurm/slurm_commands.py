@@ -6,7 +6,8 @@ import os
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
-from typing import Final, NamedTuple
+from pathlib import Path
+from typing import Final, Literal, NamedTuple
 
 from paceline.core.errors import CommTimeoutError, PacelineError, UnavailableError, UsageError
 
@@ -71,6 +72,7 @@ _NO_CONTROLLER: Final = (
     "connect failure",
     "configuration source",
     "socket timed out",
+    "zero bytes were transmitted",
 )
 
 
@@ -90,17 +92,7 @@ def call(
 ) -> str:
     """Run a command of SLURM; return what it printed. `options`: what was asked for, to name it in errors."""
     try:
-        done = subprocess.run(
-            command,
-            input=stdin if stdin is not None else "",
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_SECONDS,
-            check=False,
-            env={**os.environ, "LC_ALL": "C"},
-            process_group=0,  # Ctrl-C is for the caller, which then has these commands end its jobs
-        )
+        code, printed, said = _run(command, stdin or "")
     except FileNotFoundError:
         raise UnavailableError(
             f"{command[0]} is not installed here, so SLURM cannot be asked",
@@ -111,9 +103,31 @@ def call(
             f"{command[0]} did not answer in {_SECONDS:g} s",
             remedy="see whether slurmctld is overloaded: `scontrol ping`, `sdiag`",
         ) from None
-    if done.returncode:
-        raise refusal(command[0], done.stderr.strip() or done.stdout.strip(), options or {})
-    return done.stdout
+    if code:
+        raise refusal(command[0], said.strip() or printed.strip(), options or {})
+    return printed
+
+
+def _run(command: Sequence[str], stdin: str) -> tuple[int, str, str]:
+    """Run a command; return its exit code, its output and its errors. Where this raises, it has ended."""
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env={**os.environ, "LC_ALL": "C"},
+        process_group=0,  # Ctrl-C is for the caller, which then has these commands end its jobs
+    ) as process:
+        try:
+            printed, said = process.communicate(stdin, timeout=_SECONDS)
+        except BaseException:
+            # `subprocess.run` does not wait after a Ctrl-C: sbatch could still queue its job.
+            process.kill()
+            process.wait()
+            raise
+    return process.returncode, printed, said
 
 
 def refusal(program: str, said: str, options: Mapping[str, str]) -> PacelineError:
@@ -179,12 +193,12 @@ def records(jobs: Sequence[str]) -> list[JobRecord]:
     return found
 
 
-def jobs_writing_to(folder: str) -> list[str]:
-    """Return this user's jobs whose output goes to a folder."""
-    form = "ArrayJobID:|,STDOUT:|"
+def jobs_in(folder: Path, file: Literal["Command", "STDOUT"]) -> list[str]:
+    """Return this user's jobs of which a file lies in a folder: the script, or the output."""
+    form = f"ArrayJobID:|,{file}:|"
     command = ["squeue", "--noheader", "--array", f"--user={os.geteuid()}", "--states=all", "-O", form]
     found = (line.split("|")[:2] for line in call(command).splitlines())
-    return sorted({job.strip() for job, file in found if file.strip().startswith(f"{folder}/")})
+    return sorted({job.strip() for job, path in found if path.strip().startswith(f"{folder}/")})
 
 
 def cancel(target: str, *, signal: str = "", batch: bool = False) -> None:

@@ -25,7 +25,7 @@ from paceline.engines.slurm import batch_jobs, directives, slurm_commands as com
 from paceline.engines.slurm.agent_script import agent_options, agent_script
 from paceline.engines.slurm.allocation import Allocation
 from paceline.engines.slurm.batch_script import batch_options, batch_script
-from paceline.engines.slurm.job_agents import JobAgents
+from paceline.engines.slurm.job_agents import JobAgents, end_abandoned
 from paceline.engines.slurm.shared_folder import SharedFolder, folder_for
 from paceline.engines.slurm.step_command import explain_step, step_command
 
@@ -147,6 +147,7 @@ class Slurm:
         self.check()
         if "commands" in request:
             return AgentCommands(request, secret, explain_step)
+        end_abandoned(Path(request["folder"]).parent)
         folder = SharedFolder(request["folder"], secret)
         return JobAgents(request["script"], folder, request["nodes"], self.poll_seconds)
 
@@ -168,9 +169,7 @@ class Slurm:
     def submit_batch(self, job: BatchSpec) -> str:
         table, script = self._batch(job)
         self._test(table)
-        folder = Path(job.folder or os.getcwd())
-        command = ["sbatch", "--parsable", f"--chdir={folder}"]
-        return commands.call(command, stdin=script, options=table).strip().split(";")[0]
+        return batch_jobs.submit(script, job.folder or os.getcwd(), table)
 
     def batch_status(self, identifier: str) -> BatchStatus:
         return batch_jobs.status(identifier)
