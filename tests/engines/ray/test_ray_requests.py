@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from paceline.core import engine_registry
-from paceline.core.errors import ConfigError, UsageError
+from paceline.core.errors import ConfigError, UnavailableError, UsageError
 from paceline.engines.batch import BatchEngine, BatchSpec, check_hand_over
 from paceline.engines.engine import AgentSpec
 from paceline.engines.ray import job_submission, requests
@@ -186,8 +189,42 @@ def test_settings_come_back_from_a_file() -> None:
     ],
 )
 def test_dashboard(settings: dict[str, Any], where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
     assert dashboard_of(Ray(**settings)) == where
+
+
+@pytest.mark.parametrize(
+    ("settings", "where"),
+    [
+        ({}, "http://api:8265"),
+        ({"address": "auto"}, "http://api:8265"),
+        ({"address": "local"}, "http://127.0.0.1:8265"),
+        ({"address": "ray://dev:10001"}, "http://dev:8265"),
+        ({"address": "ray://dev:10001", "dashboard": "http://dev:9000"}, "http://dev:9000"),
+    ],
+)
+def test_an_explicit_address_precedes_those_of_the_environment(
+    settings: dict[str, Any], where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray itself takes the environment's, whatever it is given."""
+    variables = {"RAY_API_SERVER_ADDRESS": "http://api:8265", "RAY_ADDRESS": "ray://prod:10001"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    seen: list[tuple[str, set[str]]] = []
+
+    def client(address: str) -> None:
+        seen.append((address, set(variables) & set(os.environ)))
+        raise ConnectionError("refused")
+
+    submission = ModuleType("ray.job_submission")
+    monkeypatch.setattr(submission, "JobSubmissionClient", client, raising=False)
+    monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
+    monkeypatch.setitem(sys.modules, "ray.job_submission", submission)
+    with pytest.raises(UnavailableError, match=f"no Ray dashboard answers at {where}"):
+        job_submission.check(Ray(**settings))
+    assert seen == [(where, set())]
+    assert {name: os.environ[name] for name in variables} == variables
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import urllib.parse
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 from paceline.control.spool import STOPPED_EXIT_CODE
@@ -11,9 +13,11 @@ from paceline.core.errors import UnavailableError, UsageError
 from paceline.engines.batch import BatchState, BatchStatus
 from paceline.engines.engine import EngineRequest
 from paceline.engines.ray import ray_connection as connection
-from paceline.engines.ray.ray_settings import RaySettings
+from paceline.engines.ray.ray_settings import LOCAL, RaySettings
 
 _DASHBOARD_PORT: Final = 8265
+# Of Ray, which takes the first of them that is set.
+_VARIABLES: Final = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
 _STATES: Final[dict[str, BatchState]] = {
     "PENDING": "pending",
     "RUNNING": "running",
@@ -27,10 +31,12 @@ def dashboard_of(settings: RaySettings) -> str:
     """Return where the head's dashboard is, which takes jobs."""
     if settings.dashboard:
         return settings.dashboard
-    address = settings.address or os.environ.get("RAY_ADDRESS", "")
+    address = settings.address
+    if address in (None, "auto"):
+        address = next((os.environ[name] for name in _VARIABLES if os.environ.get(name)), "auto")
     if address.startswith(("http://", "https://")):
         return address
-    if address in ("", "auto", "local"):
+    if address in ("auto", LOCAL):
         return f"http://127.0.0.1:{_DASHBOARD_PORT}"
     host = urllib.parse.urlsplit(address if "://" in address else f"ray://{address}").hostname or ""
     return f"http://{f'[{host}]' if ':' in host else host}:{_DASHBOARD_PORT}"
@@ -88,13 +94,24 @@ def _client(settings: RaySettings) -> Any:
     with connection.needing_ray():
         from ray.job_submission import JobSubmissionClient
     try:
-        return JobSubmissionClient(where)
+        with _without_variables():
+            return JobSubmissionClient(where)
     except Exception as error:
         raise UnavailableError(
             f"no Ray dashboard answers at {where}, which takes jobs: {_first_line(error)}",
             remedy="start the head with its dashboard (pip install 'paceline[ray]'; ray start --head), or "
             "give its address: Ray(dashboard='http://HEAD:8265')",
         ) from error
+
+
+@contextmanager
+def _without_variables() -> Iterator[None]:
+    """Hide the addresses in the environment, which Ray takes instead of the one that it is given."""
+    hidden = {name: os.environ.pop(name) for name in _VARIABLES if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
 
 
 def _first_line(error: Exception) -> str:
