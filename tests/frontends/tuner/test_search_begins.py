@@ -8,6 +8,7 @@ import sys
 import threading
 from pathlib import Path
 
+import optuna
 import pytest
 from tests.frontends.tuner import trial_functions
 from tests.frontends.tuner.inline_trials import InlineTrials, outcome, search
@@ -65,6 +66,51 @@ def test_a_study_of_others_stays_theirs(tmp_path):
         with pytest.raises(paceline.UsageError, match=r"there is a study in .* already"):
             again.tune(3)
     assert again.trials == []
+
+
+def _copied(folder: Path) -> None:
+    source = optuna.storages.InMemoryStorage()
+    optuna.create_study(storage=source, study_name="theirs").add_trial(optuna.trial.create_trial(value=1.0))
+    optuna.copy_study(from_study_name="theirs", from_storage=source, to_storage=_storage(folder))
+
+
+def _enqueued(folder: Path) -> None:
+    optuna.create_study(storage=_storage(folder)).enqueue_trial({"x": 1.0})
+
+
+def _without_trials(folder: Path) -> None:
+    optuna.create_study(storage=_storage(folder)).set_user_attr("their", "own")
+
+
+def _deleted(folder: Path) -> None:
+    optuna.create_study(storage=_storage(folder), study_name="theirs")
+    optuna.delete_study(study_name="theirs", storage=_storage(folder))
+
+
+def _storage(folder: Path) -> optuna.storages.JournalStorage:
+    backend = optuna.storages.journal.JournalFileBackend(str(folder / "study.log"))
+    return optuna.storages.JournalStorage(backend)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("write", [_copied, _enqueued, _without_trials, _deleted])
+def test_a_study_that_optuna_wrote_is_left_as_it_is(tmp_path, write, resume):
+    write(tmp_path)
+    file = tmp_path / "study.log"
+    before = file.read_bytes()
+    with pytest.raises(paceline.UsageError, match=r"study\.log is not the study of a search of Paceline"):
+        tuner(tmp_path, study=tmp_path).tune(2, resume=resume)
+    assert file.read_bytes() == before
+
+
+def test_a_trial_that_was_enqueued_is_no_study_to_begin_anew(tmp_path):
+    TuningStudy(tmp_path, SearchSpace.of(X), "max", None, resume=False).close()
+    optuna.load_study(study_name=None, storage=_storage(tmp_path)).enqueue_trial({"x": 1.0})
+    before = (tmp_path / "study.log").read_bytes()
+    for resume, said in ((False, "there is a study in .* already"), (True, "trial 0 .* was enqueued")):
+        with pytest.raises(paceline.UsageError, match=said):
+            tuner(tmp_path, study=tmp_path).tune(2, resume=resume)
+    assert (tmp_path / "study.log").read_bytes() == before
 
 
 @pytest.mark.parametrize(("sampler", "package"), [("cmaes", "cmaes"), ("gp", "scipy"), ("qmc", "scipy")])

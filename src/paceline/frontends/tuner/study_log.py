@@ -24,6 +24,8 @@ Operation = dict[str, Any]
 
 # In the first operation of a write: how many there are. Optuna leaves alone what it does not know.
 _TOGETHER = "paceline_together"
+# Optuna's number of the operation that makes a trial; those of what a trial has are larger.
+_CREATE_TRIAL = 4
 
 
 def read_operations(path: Path) -> tuple[list[Operation], int]:
@@ -124,8 +126,13 @@ class StudyLog(BaseJournalBackend):
 
     @property
     def has_trials(self) -> bool:
-        """Whether a trial was asked for: each has parameters, which name it."""
-        return any("trial_id" in one for one in self._written)
+        """Whether there is a trial."""
+        return any(one["op_code"] >= _CREATE_TRIAL for one in self._written)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is not even a study."""
+        return not self._written
 
     def clear(self) -> None:
         """Begin the file anew."""

@@ -99,6 +99,11 @@ class TuningStudy:
             self._closing.callback(self._log.close)
             self._name = folder.name
             self._was_stopped = False
+            if not (self._log.is_empty or self._is_ours()):
+                raise UsageError(
+                    f"{folder / LOG_FILE} is not the study of a search of Paceline, and is left as it is",
+                    remedy="give another name; optuna.load_study opens this one",
+                )
             if self._log.has_trials and not resume:
                 raise UsageError(
                     f"there is a study in {folder} already",
@@ -221,6 +226,10 @@ class TuningStudy:
     def _trials(self) -> list[FrozenTrial]:
         return self._storage.get_all_trials(self._study._study_id, deepcopy=False)
 
+    def _is_ours(self) -> bool:
+        studies = JournalStorage(self._log).get_all_studies()
+        return len(studies) == 1 and _SPACE in studies[0].user_attrs
+
     def _create(self, mode: str, metric: str | None) -> None:
         direction = (
             optuna.study.StudyDirection.MAXIMIZE if mode == "max" else optuna.study.StudyDirection.MINIMIZE
@@ -250,6 +259,12 @@ class TuningStudy:
                 f"the study {self.folder} has mode={before!r} and metric={attributes.get(_METRIC)!r}, not "
                 f"{mode!r} and {metric!r}",
                 remedy="resume it with its own, or begin another study",
+            )
+
+        if waiting := [trial.number for trial in self._trials if trial.state == TrialState.WAITING]:
+            raise UsageError(
+                f"trial {waiting[0]} of the study {self.folder} was enqueued by Optuna and not run yet",
+                remedy="have Optuna run it (study.optimize), and resume the search then",
             )
 
     def _save_state(self, number: int, before: dict[str, Any], after: dict[str, Any]) -> None:
