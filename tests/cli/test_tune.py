@@ -94,6 +94,7 @@ def test_resume(place):
         (["train.py", "--mode", "best"], "mode='best'"),
         (["train.py", "--sampler", "x"], "sampler is 'x'"),
         (["train.py", "--engine", "slurm"], "engine='slurm'"),
+        (["train.py", "--address", "ray://head:10001"], "--engine ray"),
         (["train.py", "--resume"], "--resume does not say which study"),
         (["train.py", "--study", "s"], "there is a study in studies/s already"),
         (["show", "other"], "there is no study in studies/other"),

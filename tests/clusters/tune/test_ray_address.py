@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 
 import paceline
+from paceline.engines.ray.ray_settings import RaySettings
+from paceline.frontends.tuner.ray_trials import open_ray
+from paceline.frontends.tuner.trial_engine import TrialCall
 from paceline.testing.ray_cluster import RayCluster
 
 ray = pytest.importorskip("ray", reason="make test-engines installs Ray")
@@ -69,6 +72,45 @@ def test_without_an_address_the_cluster_is_a_local_one(tmp_path, monkeypatch):
     search.tune(2)
     assert [trial.state for trial in search.trials] == ["complete"] * 2
     assert not ray.is_initialized()
+
+
+def test_a_cluster_without_cpus_is_waited_for_aloud():
+    said: list[str] = []
+    ray.init(num_cpus=0, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    try:
+        with open_ray(TrialCall(len, None, dict), RaySettings(), 2, 1, said.append) as (_, slots):
+            assert slots == 2
+    finally:
+        ray.shutdown()
+    assert "trials wait for a node to be added: each needs CPU 0.5" in said[-1]
+    assert "the Ray cluster's 1 node has CPU 0, at most 0 on one" in said[-1]
+
+
+@pytest.fixture
+def nodes_without_paceline(tmp_path, monkeypatch) -> str:
+    """Have local clusters that are started now not find Paceline; return the PYTHONPATH that has it."""
+    (tmp_path / "bare" / "paceline").mkdir(parents=True)
+    (tmp_path / "bare" / "paceline" / "__init__.py").write_text("raise ImportError('not on this node')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "bare"))
+    return os.pathsep.join([os.path.abspath("src"), os.path.abspath(".")])
+
+
+def test_the_runtime_env_brings_paceline(tmp_path, nodes_without_paceline):
+    engine = paceline.Ray(address="local", runtime_env={"env_vars": {"PYTHONPATH": nodes_without_paceline}})
+    search = tuner(tmp_path, engine=engine)
+    search.tune(2)
+    assert [trial.state for trial in search.trials] == ["complete"] * 2
+
+
+@pytest.mark.usefixtures("nodes_without_paceline")
+def test_nodes_without_paceline_end_the_search(tmp_path):
+    search = tuner(tmp_path, engine="ray")
+    with pytest.raises(
+        paceline.UnavailableError, match=r"actor .* cannot begin on .*not on this node"
+    ) as caught:
+        search.tune(2)
+    assert "install Paceline" in caught.value.remedy
+    assert {trial.state for trial in search.trials} <= {"running"}
 
 
 def test_the_command_line_on_a_cluster_that_was_started_elsewhere(tmp_path):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
+from pathlib import Path
 
 import pytest
 from tests.waiting import wait_for
@@ -28,18 +30,21 @@ X = {"x": paceline.tune.uniform(-3, 3)}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cluster():
-    """A cluster of one node with two CPUs and, as far as Ray knows, two GPUs."""
+def cluster(tmp_path_factory):
+    """A cluster of one node with two CPUs and, as far as Ray knows, two GPUs; its value is the folder in
+    which it began."""
     path = os.pathsep.join([os.path.abspath("src"), os.path.abspath(".")])
-    ray.init(
-        num_cpus=2,
-        num_gpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        runtime_env={"env_vars": {"PYTHONPATH": path}},
-    )
-    yield
+    with contextlib.chdir(tmp_path_factory.mktemp("node")):
+        ray.init(
+            num_cpus=2,
+            num_gpus=2,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+            runtime_env={"env_vars": {"PYTHONPATH": path}},
+        )
+        folder = Path.cwd()
+    yield folder
     ray.shutdown()
 
 
@@ -69,20 +74,39 @@ def test_the_same_trials_as_on_this_machine(tmp_path):
 
 
 def test_a_killed_worker_repeats_its_trial(tmp_path):
+    """And Ray ends what the trial had started."""
+    mark = tmp_path / "killed"
+
     def train(params):
-        mark = tmp_path / "killed"
         paceline.tune.report(0, 5.0 if mark.exists() else 1000.0)
         if paceline.tune.folder().name == "0001" and not mark.exists():
-            mark.touch()
+            mark.write_text(str(subprocess.Popen(["sleep", "1000"]).pid))
             os.kill(os.getpid(), signal.SIGKILL)
         return params["x"]
 
     search = tuner(train, tmp_path)
     search.tune(6)
-    assert (tmp_path / "killed").exists()
+    wait_for(lambda: has_ended(int(mark.read_text())), "the killed trial's child lives on")
     assert [trial.state for trial in search.trials] == ["complete"] * 6
     assert all(trial.value == trial.params["x"] for trial in search.trials)
     assert search.trials[1].reports == {0: 5.0}
+
+
+def test_nodes_without_the_searchs_folder_have_folders_of_their_own(tmp_path, monkeypatch, cluster):
+    def train(params):
+        paceline.tune.report(0, 1.0)
+        (tmp_path / "where").write_text(f"{paceline.tune.folder()} {Path.cwd()}")
+        return params["x"]
+
+    monkeypatch.chdir(tmp_path)
+    # The node is this machine: only a name is not there as well. In /proc root can make no folder either.
+    monkeypatch.setattr(os, "getcwd", lambda: "/proc/alice/project")
+    search = tuner(train, Path("studies"))
+    search.tune(1)
+    assert [trial.error for trial in search.trials] == [""]
+    folder = cluster / "studies" / "ray" / "trials" / "0000"
+    assert (tmp_path / "where").read_text() == f"{folder} {cluster}"
+    assert (folder / "output.log").exists()
 
 
 @pytest.mark.parametrize(
@@ -136,7 +160,8 @@ def test_a_function_that_no_worker_can_load_ends_it(tmp_path, monkeypatch):
     import known_here_alone  # type: ignore[import-not-found]
 
     with pytest.raises(
-        paceline.UnavailableError, match=r"cannot load train_fn: .*No module named 'known_here_alone'"
+        paceline.UnavailableError,
+        match=r"cannot load train_fn on [\d.]+: .*No module named 'known_here_alone'",
     ):
         tuner(known_here_alone.train, tmp_path).tune(4)
 

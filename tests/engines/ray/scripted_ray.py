@@ -29,6 +29,20 @@ class ActorUnavailableError(RayError): ...
 class RuntimeEnvSetupError(RayError): ...
 
 
+class RaySystemError(RayError): ...
+
+
+class TaskCancelledError(RayError): ...
+
+
+class RayTaskError(RayError):
+    """What a task raised, as `cause`; its text has the traceback."""
+
+    def __init__(self, cause: Exception, text: str) -> None:
+        super().__init__(text)
+        self.cause = cause
+
+
 class RayActorError(RayError):
     actor_init_failed = False
 
@@ -81,6 +95,9 @@ class ScriptedRay:
             ActorUnavailableError=ActorUnavailableError,
             RuntimeEnvSetupError=RuntimeEnvSetupError,
             RayActorError=RayActorError,
+            RaySystemError=RaySystemError,
+            RayTaskError=RayTaskError,
+            TaskCancelledError=TaskCancelledError,
             RayError=RayError,
         )
         client = SimpleNamespace(ray=SimpleNamespace(is_connected=lambda: False))

@@ -1,11 +1,27 @@
-"""What paceline.Ray(...) means for trials, and which share of the GPUs a trial asks of Ray. Needs no Ray."""
+"""What paceline.Ray(...) means for trials, which share of a node a trial asks of Ray, and what a failed task
+means. Needs no Ray."""
 
 from __future__ import annotations
 
 import pytest
+from tests.engines.ray.scripted_ray import (
+    RayActorError,
+    RayError,
+    RaySystemError,
+    RayTaskError,
+    RuntimeEnvSetupError,
+    ScriptedRay,
+    TaskCancelledError,
+)
 
 import paceline
-from paceline.frontends.tuner.ray_trials import cpu_share, gpu_share, settings_of
+from paceline.frontends.tuner.ray_trials import (
+    cpu_share,
+    describe_wait,
+    gpu_share,
+    settings_of,
+    why_not_begun,
+)
 
 
 def test_what_means_something_for_trials_is_kept():
@@ -47,3 +63,56 @@ def test_a_trial_has_the_cpus_of_a_slot_or_one_where_nodes_are_to_come():
     assert cpu_share(8, 16, autoscales=False) == {"num_cpus": 0.5}
     assert cpu_share(8, 2, autoscales=False) == {"num_cpus": 1.0}
     assert cpu_share(1, 8, autoscales=True) == {"num_cpus": 1.0}
+
+
+def test_an_address_that_no_engine_reads_is_refused():
+    with pytest.raises(
+        paceline.ConfigError, match=r"ray_address='ray://h:1' .* nothing to the engine 'local'"
+    ) as caught:
+        paceline.DistributedTuner(print, {"x": [1]}, ray_address="ray://h:1")
+    assert "(--engine ray)" in caught.value.remedy
+    for engine in ("ray", paceline.Ray()):
+        paceline.DistributedTuner(print, {"x": [1]}, ray_address="ray://h:1", engine=engine)
+
+
+@pytest.mark.parametrize(
+    ("cpus", "nodes", "said"),
+    [
+        (0.5, [{"CPU": 8.0}, {}], ""),
+        (1.0, [{"CPU": 1.0}], ""),
+        (
+            1.0,
+            [{"memory": 1e9}],
+            "each needs CPU 1, and the Ray cluster's 1 node has CPU 0, at most 0 on",
+        ),
+        (1.0, [{"CPU": 0.5}] * 4, "the Ray cluster's 4 nodes have CPU 2, at most 0.5 on one"),
+        (0.25, [], "the Ray cluster's 0 nodes have CPU 0"),
+    ],
+)
+def test_trials_that_wait_for_a_node_say_so(cpus, nodes, said):
+    found = describe_wait(cpus, nodes)
+    assert (said in found) if said else not found
+
+
+class ActorInitError(RayActorError):
+    actor_init_failed = True
+
+
+IMPORT = "ray::run_on_ray() (pid=7, ip=10.0.0.3)\nModuleNotFoundError: No module named 'paceline'"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RayTaskError(RuntimeError("failed to import"), IMPORT), "begin a trial on 10.0.0.3: ModuleNotFound"),
+        (RayTaskError(RaySystemError(), IMPORT), "cannot load train_fn on 10.0.0.3: ModuleNotFound"),
+        (RuntimeEnvSetupError("no pip"), "runtime_env cannot be set up: no pip"),
+        (RayTaskError(TaskCancelledError(), "KeyboardInterrupt"), ""),
+        (RayError("the worker died"), ""),
+        (RayActorError("the node of the actor died"), ""),
+        (ActorInitError(IMPORT), "actor for the search's reports cannot begin on 10.0.0.3: ModuleNotFound"),
+    ],
+)
+def test_a_node_that_can_run_no_trial_is_no_lost_process(error, said):
+    found = why_not_begun(error, ScriptedRay().exceptions)
+    assert (found is None) if not said else (found is not None and said in found.message)

@@ -115,6 +115,13 @@ class DistributedTuner:
                 remedy="trials run on the engines 'local' and 'ray'; a trial itself may use others",
                 key="engine",
             )
+        if self.ray_address is not None and self._engine_name != "ray":
+            raise ConfigError(
+                f"ray_address={self.ray_address!r} (--address) means nothing to the engine "
+                f"{self._engine_name!r}",
+                remedy='add engine="ray" (--engine ray), or leave it out',
+                key="ray_address",
+            )
         if self.num_gpus is not None:
             trial_slots.slots_at_once(self.num_gpus, self.trials_per_gpu)
 

@@ -9,6 +9,7 @@ anything: a task whose worker or node died is a lost trial. When this process en
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
@@ -83,6 +84,8 @@ def open_ray(
         else:
             share = cpu_share(cpus, slots, autoscales=settings.autoscales)
             say(f"no GPU in the Ray cluster: {counted(slots, 'trial')} at once on CPUs")
+            if sentence := describe_wait(share["num_cpus"], nodes):
+                say(sentence)
         trials = RayTrials(ray, call, share, settings.runtime_env)
         try:
             yield trials, slots
@@ -122,6 +125,19 @@ def gpu_share(
     return {"num_gpus": each}
 
 
+def describe_wait(cpus: float, nodes: Sequence[Mapping[str, float]]) -> str:
+    """Return the sentence about trials for which no present node, however idle, has the CPUs; "" where one
+    has. Nodes may come, with an autoscaler or without."""
+    most = max((node.get("CPU", 0.0) for node in nodes), default=0.0)
+    if cpus <= most:
+        return ""
+    total = sum(node.get("CPU", 0.0) for node in nodes)
+    return (
+        f"trials wait for a node to be added: each needs CPU {cpus:g}, and the Ray cluster's "
+        f"{counted(len(nodes), 'node', 'has', 'have')} CPU {total:g}, at most {most:g} on one"
+    )
+
+
 @final
 @dataclass(frozen=True)
 class _RayAnswer:
@@ -143,11 +159,14 @@ class RayTrials:
         self._searched_in = os.getcwd()
         # max_calls=1: a worker's globals, modules and CUDA context are of one trial. max_retries=0: a lost
         # trial is the search's to repeat.
-        options: dict[str, Any] = {"max_calls": 1, "max_retries": 0, "num_cpus": 0, **share}
+        task: dict[str, Any] = {"max_calls": 1, "max_retries": 0, "num_cpus": 0, **share}
+        actor: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 1000}
         if runtime_env:
-            options["runtime_env"] = dict(runtime_env)
+            # The mailbox is code of Paceline as well, which a node may have from there alone.
+            task["runtime_env"] = actor["runtime_env"] = dict(runtime_env)
         try:
-            self._task = ray.remote(**options)(run_on_ray)
+            self._task = ray.remote(**task)(run_on_ray)
+            self._mailbox = _beside_search(ray.remote(**actor)(Mailbox), ray).remote()
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"Ray refuses this runtime_env for trials: {first_line(error)}",
@@ -155,7 +174,6 @@ class RayTrials:
                 'ray.init(address=..., runtime_env={"working_dir": "."}) before tune()',
                 key="engine",
             ) from error
-        self._mailbox = _beside_search(ray.remote(num_cpus=0, max_concurrency=1000)(Mailbox), ray).remote()
         try:
             self._call = ray.put(call)
         except (TypeError, AttributeError) as error:
@@ -178,11 +196,11 @@ class RayTrials:
         ended = [task for task in ready if task in self._running]
         events: list[TrialEvent] = []
         if self._next in ready:
-            events += self._reports(self._ray.get(self._next))
+            events += self._reports(self._next)
             self._next = self._mailbox.reports_after.remote(self._known, True)
         if ended:
             # A trial's reports are in the mailbox before its end is known here.
-            events += self._reports(self._ray.get(self._mailbox.reports_after.remote(self._known, False)))
+            events += self._reports(self._mailbox.reports_after.remote(self._known, False))
         return [*events, *(self._end_of(task) for task in ended)]
 
     def close(self) -> None:
@@ -195,7 +213,16 @@ class RayTrials:
         self._running.clear()
         self._ray.kill(self._mailbox)
 
-    def _reports(self, found: list[MailedReport]) -> list[TrialEvent]:
+    def _reports(self, asked: Any) -> list[TrialEvent]:
+        errors = self._ray.exceptions
+        try:
+            found: list[MailedReport] = self._ray.get(asked)
+        except errors.RayError as error:
+            gone = UnavailableError(
+                f"the Ray actor with the search's reports cannot be reached: {first_line(error)}",
+                remedy="continue the study with resume=True (--resume)",
+            )
+            raise why_not_begun(error, errors) or gone from error
         # Others are of an attempt that is lost.
         running = dict(self._running.values())
         new = [one for one in found if one.ticket > self._known]
@@ -211,12 +238,9 @@ class RayTrials:
         errors = self._ray.exceptions
         try:
             result = self._ray.get(task)
-        except errors.RuntimeEnvSetupError as error:
-            return Raised(number, str(error), _unprepared("the trials' runtime_env cannot be set up", error))
         except errors.RayError as error:
-            # Of a task that began: a worker that cannot load the call, most often for want of a module.
-            if isinstance(getattr(error, "cause", None), errors.RaySystemError):
-                return Raised(number, str(error), _unprepared("a Ray worker cannot load train_fn", error))
+            if (ends_search := why_not_begun(error, errors)) is not None:
+                return Raised(number, str(error), ends_search)
             return LostTrial(number, f"its Ray task ended with {type(error).__name__}: {first_line(error)}")
         if "ends_search" in result:
             kind = {one.__name__: one for one in (TrialResultError, TrialSetupError)}[result["kind"]]
@@ -227,11 +251,31 @@ class RayTrials:
         return Pruned(number) if result["value"] is None else Returned(number, result["value"])
 
 
+def why_not_begun(error: Exception, errors: Any) -> UnavailableError | None:
+    """Return the error of a node that can run no trial, from Ray's; None: a process or a node was lost."""
+    if isinstance(error, errors.RuntimeEnvSetupError):
+        return _unprepared("the trials' runtime_env cannot be set up", error)
+    if isinstance(error, errors.RayActorError) and error.actor_init_failed:
+        return _unprepared("the Ray actor for the search's reports cannot begin", error)
+    if not isinstance(error, errors.RayTaskError):
+        return None
+    if isinstance(error.cause, errors.RaySystemError):
+        # Of a worker that cannot load the call, most often for want of a module.
+        return _unprepared("a Ray worker cannot load train_fn", error)
+    if isinstance(error.cause, errors.RayError):
+        return None  # such as a task that was cancelled
+    # What a trial raises is caught in it: the worker cannot load Paceline, or not run it.
+    return _unprepared("a Ray worker cannot begin a trial", error)
+
+
 def _unprepared(what: str, error: Exception) -> UnavailableError:
-    *_, reason = str(error).strip().splitlines()
+    text = str(error).strip()
+    *_, reason = text.splitlines() or [type(error).__name__]
+    where = re.search(r"\bip=([\w.:]+)", text)
     return UnavailableError(
-        f"{what}: {reason.strip()}",
-        remedy="install on all nodes what train_fn imports, or send it along: call "
+        f"{what}{f' on {where[1]}' if where else ''}: {reason.strip()}",
+        remedy="install Paceline and what train_fn imports on all nodes, or send it along: "
+        'engine=paceline.Ray(runtime_env={"pip": [...]}), or '
         'ray.init(address=..., runtime_env={"working_dir": "."}) before tune()',
     )
 

@@ -1,7 +1,7 @@
 """A trial in its Ray worker: call the user's function, report by way of the mailbox, leave a value.
 
 What the trial starts ends with it: here where the trial comes to its end; where the worker is killed, by Ray,
-which kills the process group that each of its workers leads.
+which since 2.57 kills the process group that each of its workers leads.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import os
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TextIO, final
 
+from paceline.core.host import host_name
 from paceline.engines.local import failure_report, linux
 from paceline.engines.local.fork_server import ForkedRanks
 from paceline.frontends.tuner.trial_engine import TrialCall, TrialStart
@@ -78,42 +79,59 @@ def run_on_ray(
     # None of what the trial starts can slip away, as below a fork server.
     linux.adopt_orphans()
     try:
-        _take_folder(searched_in)
-        return _run_with_output(call, start, attempt, mailbox)
-    except Exception as error:
+        return _run_here(call, start, attempt, mailbox, searched_in)
+    except (TrialResultError, TrialSetupError) as error:
+        return {"ends_search": error.message, "remedy": error.remedy, "kind": type(error).__name__}
+    except KeyboardInterrupt:
+        raise  # by which Ray cancels a task
+    except BaseException as error:
         return {"error": failure_report.describe(error).traceback_text}
     finally:
         ForkedRanks(()).kill_everything()
 
 
-def _take_folder(searched_in: str) -> None:
-    """Work in the search's folder, as on one machine, where this node has it; else in the copy that Ray
-    brought along, or where Ray was started."""
-    import ray
+def folders_below(here: Path, start: TrialStart, searched_in: str) -> TrialStart:
+    """Return a start whose folders, where they are below that of the search, are below `here` instead."""
 
-    if "working_dir" not in ray.get_runtime_context().runtime_env and os.path.isdir(searched_in):
-        os.chdir(searched_in)
+    def moved(folder: str) -> str:
+        below = os.path.relpath(folder, searched_in) if folder else os.pardir
+        return folder if below.split(os.sep)[0] == os.pardir else str(here / below)
+
+    return replace(start, folder=moved(start.folder), parent_folder=moved(start.parent_folder))
 
 
-def _run_with_output(call: TrialCall, start: TrialStart, attempt: int, mailbox: Any) -> dict[str, Any]:
+def _run_here(
+    call: TrialCall, start: TrialStart, attempt: int, mailbox: Any, searched_in: str
+) -> dict[str, Any]:
     import ray
 
     def send(step: int, value: float) -> bool:
         return bool(ray.get(mailbox.report.remote(attempt, step, value, call.waits_for_answers)))
 
-    # On a cluster without a shared file system the folder is the node's own.
-    folder = Path(start.folder)
+    try:
+        start = _take_folder(start, searched_in)
+        output = _open_output(Path(start.folder))
+    except OSError as error:
+        raise TrialSetupError(
+            f"trial {start.number} cannot have the folder {start.folder} on {host_name()}: {error.strerror}",
+            remedy="search in a folder that all nodes can write under the same path, or start Ray on the "
+            "nodes in a folder that its user can write",
+        ) from error
+    with output, redirect_stdout(output), redirect_stderr(output):
+        return {"value": run_trial(call, start, send)}
+
+
+def _take_folder(start: TrialStart, searched_in: str) -> TrialStart:
+    """Work in the search's folder, as on one machine, where this node has it; else in the copy that Ray
+    brought along, or where Ray was started, with the trial's folder below."""
+    import ray
+
+    is_here = os.path.isdir(searched_in) and os.access(searched_in, os.X_OK)
+    if is_here and "working_dir" not in ray.get_runtime_context().runtime_env:
+        os.chdir(searched_in)
+    return start if is_here else folders_below(Path.cwd(), start, searched_in)
+
+
+def _open_output(folder: Path) -> TextIO:
     folder.mkdir(parents=True, exist_ok=True)
-    with (
-        open(folder / OUTPUT, "a", encoding="utf-8") as output,
-        redirect_stdout(output),
-        redirect_stderr(output),
-    ):
-        try:
-            return {"value": run_trial(call, start, send)}
-        except (TrialResultError, TrialSetupError) as error:
-            return {"ends_search": error.message, "remedy": error.remedy, "kind": type(error).__name__}
-        except BaseException as error:
-            if isinstance(error, KeyboardInterrupt):
-                raise
-            return {"error": failure_report.describe(error).traceback_text}
+    return open(folder / OUTPUT, "a", encoding="utf-8")
