@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -55,7 +56,7 @@ def test_operations_under_way_complete_in_order():
 def different_calls(rank: int) -> Any:
     tensor = torch.ones(3 + rank)
     first = failure_of(lambda: dist.all_reduce(tensor))
-    again = failure_of(lambda: dist.barrier())
+    again = failure_of(lambda: dist.barrier()), failure_of(lambda: dist.monitored_barrier())
     return first, again
 
 
@@ -67,7 +68,7 @@ def test_different_calls_name_the_rank_and_the_line():
             assert re.search(
                 rf"rank {rank}: all_reduce\(SUM, float32\[{count}\], direct\) at \S+test_work.py:\d+", text
             )
-        assert again[0] == "GroupError from DisagreementError"
+        assert [kinds for kinds, _, _ in again] == ["GroupError from DisagreementError"] * 2
 
 
 def killed_peer(rank: int, told: Path) -> None:
@@ -146,11 +147,25 @@ def test_a_wait_that_timed_out_can_be_repeated():
     assert summed == [2.0, 2.0]
 
 
+def called_in_turn(rank: int, call: Callable[[], tuple[str, str, bool]]) -> tuple[str, str, bool]:
+    """Have rank 2 call, and rank 0 when rank 2 has given up: it has come in time then, by any clock."""
+    mark = torch.zeros(1)
+    if rank == 0:
+        dist.recv(mark, 2)
+    told = call()
+    if rank == 2:
+        dist.send(mark, 0)
+    return told
+
+
 def late_in_monitored_barrier(rank: int) -> Any:
     dist.monitored_barrier()
     told = None
     if rank != 1:
-        told = failure_of(lambda: dist.monitored_barrier(timeout=timedelta(seconds=0.5), wait_all_ranks=True))
+        seconds = timedelta(seconds=0.3)
+        told = called_in_turn(
+            rank, lambda: failure_of(lambda: dist.monitored_barrier(timeout=seconds, wait_all_ranks=True))
+        )
     dist.barrier()  # the group is still whole
     return told
 
@@ -168,9 +183,10 @@ def late_again_and_again(rank: int, late: int, wait_all: bool, first_seconds: fl
     for seconds in (first_seconds, 0.3):
         if rank == late:
             dist.barrier()
-        told.append(
-            failure_of(partial(dist.monitored_barrier, None, timedelta(seconds=seconds), wait_all))[1]
+        call = partial(
+            failure_of, partial(dist.monitored_barrier, None, timedelta(seconds=seconds), wait_all)
         )
+        told.append((call() if rank == late or late == 0 else called_in_turn(rank, call))[1])
         if rank != late:
             dist.barrier()
         dist.barrier()
@@ -365,14 +381,15 @@ def aborted(rank: int) -> Any:
     if rank == 0:
         work = dist.all_reduce(torch.ones(2), group=group, async_op=True)
         group.abort()
-        return failure_of(work.wait)
+        return failure_of(work.wait), failure_of(lambda: dist.monitored_barrier(group))
     return None
 
 
 def test_abort_ends_what_is_under_way():
-    kinds, _, for_torch = torch_ranks(aborted)[0]
-    assert kinds == "GroupError from GroupInterruptedError"
-    assert for_torch
+    ended, barrier = torch_ranks(aborted)[0]
+    for kinds, _, for_torch in (ended, barrier):
+        assert kinds == "GroupError from GroupInterruptedError"
+        assert for_torch
 
 
 def profiled(rank: int) -> list[Any]:

@@ -319,8 +319,11 @@ class PacelineProcessGroup(_TorchGroup):  # type: ignore[misc]
         """Return when all ranks have called it; within the timeout, or rank 0 names those that are late."""
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         seconds = self._queue.timeout if seconds is None else seconds
-        self._queue.check_open()
-        self._messages.monitored_barrier(seconds, wait_all_ranks)
+        try:
+            self._queue.check_open()
+            self._messages.monitored_barrier(seconds, wait_all_ranks)
+        except PacelineError as error:
+            raise_for_torch(error)
 
     # point to point
 
