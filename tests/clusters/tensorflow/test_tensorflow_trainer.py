@@ -162,7 +162,8 @@ def test_a_killed_worker_of_parameter_servers_leaves_the_others_training(tmp_pat
 def test_a_killed_server_or_only_worker_has_all_start_again(tmp_path: Path, victim: str) -> None:
     log, gate, folder = tmp_path / "log", tmp_path / "gate", tmp_path / "run"
     settings = {"strategy": "parameter_server", "waits": "0"}
-    with started(command(paceline_run(3), tmp_path, **settings), log) as job:
+    patient = [*paceline_run(3), "--shutdown-timeout", "150"]
+    with started(command(patient, tmp_path, **settings), log) as job:
         at_gate(gate, job, log, SECONDS)
         os.kill(int((tmp_path / f"pid-{victim}-0").read_text()), signal.SIGKILL)
         (tmp_path / "go").touch()
@@ -171,6 +172,8 @@ def test_a_killed_server_or_only_worker_has_all_start_again(tmp_path: Path, vict
     check_learned(found)
     assert f"rank {victim} of 3 failed first" in text
     assert events_of(folder, events.RunResumed)[0].step in (4, 8)
+    assert {one.rank for one in events_of(folder, events.Verdict)} == {int(victim)}
+    assert events_of(folder, events.Repaired)[0].seconds < 75.0  # the others end before they are made to
 
 
 def test_parameter_servers_serve_two_trainings(tmp_path: Path) -> None:
@@ -180,6 +183,15 @@ def test_parameter_servers_serve_two_trainings(tmp_path: Path) -> None:
     assert "start again" not in text
     assert found_in(text)[0]["steps"] == list(range(1, 9))
     assert len(list(tmp_path.glob("runs/*/journal.jsonl"))) == 2
+
+
+def test_parameter_servers_of_a_script_that_only_evaluates_end_well(tmp_path: Path) -> None:
+    log, settings = tmp_path / "log", {"strategy": "parameter_server", "only_evaluates": True}
+    with started(command(paceline_run(3), tmp_path, **settings), log) as job:
+        text = finished(job, log, SECONDS)
+    assert "start again" not in text
+    (found,) = found_in(text)
+    assert (found["rank"], found["loss"] > 0) == (0, True)
 
 
 def test_bad_input_is_one_message(tmp_path: Path) -> None:

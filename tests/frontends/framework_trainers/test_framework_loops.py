@@ -3,6 +3,8 @@ that, what becomes of a run whose ranks change, and what a second training start
 
 from __future__ import annotations
 
+import shutil
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +26,9 @@ from tests.frontends.framework_trainers.framework_stand_ins import (
 import paceline
 from paceline.checkpoint.store import CheckpointStore
 from paceline.core import events, journal
+from paceline.core.errors import PeerLostError, UsageError
+from paceline.frontends.framework_trainers.framework_ending import RunEnding
+from paceline.frontends.framework_trainers.horovod_state import HorovodProgress, HorovodState
 from paceline.train.stop_signals import Stopped
 
 EVERY_STEP = paceline.CheckpointConfig(every_steps=1)
@@ -44,7 +49,10 @@ LOOPS: dict[str, Train] = {
 
 def served_ranks(told: list[str]) -> Any:
     return SimpleNamespace(
-        fitting=lambda: told.append("fitting"), fitted=lambda: told.append("fitted"), take_lost=list
+        fitting=lambda: told.append("fitting"),
+        fitted=lambda: told.append("fitted"),
+        take_lost=list,
+        tell_when_over=lambda tell: None,
     )
 
 
@@ -115,6 +123,57 @@ def test_a_rank_goes_on_in_its_own_data_behind_what_it_has_trained_on(tmp_path: 
     assert history.steps[6].epoch == 1
     assert seen == [0, 1, 2, 3] * 2
     assert [record.samples for record in history.epochs] == [8, 8, 8]
+
+
+def test_a_version_that_does_not_count_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an earlier Paceline saved it: at an epoch's end nothing is missing, inside of one it is refused."""
+    made, folder = pairs(4), tmp_path / "run"
+    contents = HorovodState.contents
+
+    def without_batches(self: HorovodState, progress: HorovodProgress) -> Any:
+        tensors, state = contents(self, progress)
+        del state["batches"]
+        return tensors, state
+
+    def trained(max_steps: int, **saves: Any) -> list[int]:
+        config = run_config(folder, resume="auto", max_steps=max_steps, **saves)
+        history = horovod_loop(HorovodRanks(), horovod_state(), config, made).run()
+        return [record.step for record in history.steps]
+
+    with monkeypatch.context() as earlier:
+        earlier.setattr(HorovodState, "contents", without_batches)
+        assert trained(4) == [1, 2, 3, 4]
+        assert trained(6, checkpoint=EVERY_STEP) == [1, 2, 3, 4, 5, 6]
+    versions = CheckpointStore(folder / "checkpoints").manifests()
+    newest = versions[-1].version
+    with pytest.raises(UsageError, match=f"version {newest} is from inside epoch 1 and does not say"):
+        trained(8)
+    for one in versions:
+        if one.info.step > 4:
+            shutil.rmtree(folder / "checkpoints" / f"v{one.version:08}")
+    assert trained(8) == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_a_signal_while_a_failed_run_is_closed_leaves_its_record_whole(tmp_path: Path) -> None:
+    """A launcher asks the others to end when a rank is lost, which one may have noticed before."""
+    elsewhere, closed = list[int](), list[str]()
+
+    def close(error: BaseException) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        closed.append(str(error))
+
+    def train() -> paceline.History:
+        raise PeerLostError("the last worker was lost")
+
+    run: Any = SimpleNamespace(close=close)
+    before = signal.signal(signal.SIGTERM, lambda number, frame: elsewhere.append(number))
+    try:
+        with pytest.raises(PeerLostError):
+            RunEnding(run_config(tmp_path)).run(lambda: run, train)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert closed[0].startswith("the last worker was lost")
+    assert elsewhere == []
 
 
 def test_ranks_that_serve_are_told_of_every_training(tmp_path: Path) -> None:

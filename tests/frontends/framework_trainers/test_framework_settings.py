@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import json
-import socket
-import threading
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from tests.waiting import wait_for
 from torch import nn
 
 import paceline
-from paceline.core.errors import ConfigError, PeerLostError, UnavailableError, UsageError
+from paceline.core.errors import ConfigError, UnavailableError, UsageError
 from paceline.frontends import overrides
 from paceline.frontends.framework_trainers.framework_settings import FrameworkSettings, require_package
 from paceline.frontends.framework_trainers.horovod_job import device_of_rank, refuse_other_launchers
-from paceline.frontends.framework_trainers.server_ranks import ServedRanks, serve_until_done
 from paceline.frontends.framework_trainers.tensorflow_cluster import (
     met_by_ranks,
     named_by_environment,
@@ -229,69 +225,3 @@ def test_the_gpu_of_a_rank(
     )
     assert str(device_of_rank(hvd)) == expected
     assert ("Horovod was built without GPUs" in "".join(capsys.readouterr())) == (not is_built)
-
-
-class Served:
-    """A rank that serves a chief, in a thread."""
-
-    def __init__(self, meeting: tuple[str, int, str], rank: int) -> None:
-        self.error: BaseException | None = None
-        self._thread = threading.Thread(target=self._serve, args=(meeting, rank))
-        self._thread.start()
-
-    def _serve(self, meeting: tuple[str, int, str], rank: int) -> None:
-        try:
-            serve_until_done(meeting, rank)
-        except BaseException as error:
-            self.error = error
-
-    def end(self) -> BaseException | None:
-        self._thread.join(10.0)
-        assert not self._thread.is_alive()
-        return self.error
-
-
-def chief(ranks: int) -> tuple[ServedRanks, tuple[str, int, str]]:
-    listener = socket.create_server(("127.0.0.1", 0))
-    return ServedRanks(listener, "a" * 32, ranks), ("127.0.0.1", listener.getsockname()[1], "a" * 32)
-
-
-def test_served_ranks_end_with_their_chief() -> None:
-    served, meeting = chief(2)
-    ranks = [Served(meeting, 1), Served(meeting, 2)]
-    served.await_all()
-    served.fitted()
-    served.close()
-    assert [rank.end() for rank in ranks] == [None, None]
-
-
-def test_served_ranks_notice_that_their_chief_is_lost() -> None:
-    served, meeting = chief(1)
-    rank = Served(meeting, 1)
-    served.await_all()
-    served.close()
-    error = rank.end()
-    assert isinstance(error, PeerLostError)
-    assert "the chief, rank 0, was lost before its training was done" in str(error)
-
-
-def test_the_chief_notices_a_lost_rank_and_lets_no_stranger_in() -> None:
-    served, (host, port, token) = chief(1)
-    stranger = socket.create_connection((host, port))
-    stranger.sendall(b"b" * 32 + b" 1\n")
-    own = socket.create_connection((host, port))
-    own.sendall(f"{token} 3\n".encode())
-    served.await_all()
-    assert stranger.recv(1) == b""
-    assert served.take_lost() == []
-    own.close()
-    lost: list[int] = []
-
-    def is_lost() -> bool:
-        lost.extend(served.take_lost())
-        return bool(lost)
-
-    wait_for(is_lost)
-    assert lost == [3]
-    served.close()
-    stranger.close()

@@ -31,7 +31,7 @@ class RunEnding:
     def run(self, record: Callable[[], FrameworkRun | None], train: Callable[[], History]) -> History:
         """Return what `train` returns, or raise it with the signal that stopped the run; the record that this
         process has by then is closed. A signal to this process asks the run to stop meanwhile."""
-        with _closing(record), ask_to_stop(self._request):
+        with ask_to_stop(self._request), _closing(record):
             history = train()
         if self._request.reason is not None:
             raise ending(self._request.reason, history)

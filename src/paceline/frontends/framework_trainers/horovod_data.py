@@ -49,6 +49,11 @@ class RankBatches:
             raise self._empty()
 
     @property
+    def is_own(self) -> bool:
+        """Whether the batches are this rank's own, and no share of a dataset."""
+        return self._sampler is None
+
+    @property
     def steps(self) -> int | None:
         """Batches of a whole epoch; None where that is not known."""
         if self._sampler is not None:

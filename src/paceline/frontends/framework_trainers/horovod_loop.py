@@ -152,7 +152,7 @@ class HorovodLoop:
         if not known:
             progress.folder, progress.position = str(run.folder.path), run.position
             if run.resumed is not None:
-                self._state.load(run.resumed, progress)
+                self._state.load(run.resumed, progress, own_data=self._batches.is_own)
         here = {(one.host, one.pid) for one in self._workers}
         gone = [one for one in run.workers or before if (one.host, one.pid) not in here]
         run.lost(gone, _LOST, self._noticed)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.checkpoint.loader import Checkpoint
+from paceline.core.errors import UsageError
 from paceline.data.batch_plan import DataPosition
 from paceline.train.settings.learning_rate_scaling import scaling_factor
 from paceline.train.state import model_state, optimizers
@@ -96,15 +97,22 @@ class HorovodState:
             "batches": progress.batches,
         }
 
-    def load(self, found: Checkpoint, progress: HorovodProgress) -> None:
-        """Load a version, and what it says of the progress."""
+    def load(self, found: Checkpoint, progress: HorovodProgress, *, own_data: bool) -> None:
+        """Load a version, and what it says of the progress. In data of its own (`own_data`) a rank finds its
+        place by the number of batches, which versions of an earlier Paceline do not have."""
+        if own_data and progress.position.offset and "batches" not in found.state:
+            raise UsageError(
+                f"version {found.version} is from inside epoch {progress.position.epoch} and does not say "
+                "how many batches each rank had passed: an earlier Paceline saved it",
+                remedy="move the folder of that version away: the run then resumes from the one before it",
+            )
         tensors = model_state.from_pairs(found.tensors(), found.state["complex"])
         model_state.load_model(self.module, tensors)
         owner = self._owner()
         optimizers.load([owner], self.module, found.state["optimizers"], tensors, scheduled=True)
         self.distributed.load_state_dict(owner.state_dict())
         progress.scaled_for = int(found.state["scaled_for"])
-        progress.batches = int(found.state["batches"])
+        progress.batches = int(found.state.get("batches", 0))
 
     def hash(self) -> str:
         return model_state.state_hash(self.module)

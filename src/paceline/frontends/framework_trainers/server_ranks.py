@@ -11,6 +11,7 @@ import hmac
 import selectors
 import socket
 import threading
+from collections.abc import Callable
 from typing import final
 
 from paceline.core.errors import PeerLostError, RendezvousError
@@ -22,13 +23,17 @@ _FITTING, _FITTED = b"fitting\n", b"fitted\n"
 
 @final
 class ServedRanks:
-    """The chief's end. `lost` has the ranks whose connections ended, as they come."""
+    """The chief's end. Ranks from 1 on are `servers`, which hold the variables, and then `workers`: training
+    is over without one of the servers, and without any worker."""
 
-    def __init__(self, listener: socket.socket, token: str, ranks: int) -> None:
+    def __init__(self, listener: socket.socket, token: str, servers: int, workers: int) -> None:
         self._listener, self._token = listener, token.encode()
-        self._wanted = ranks
+        self._servers, self._wanted = servers, servers + workers
         self._links: dict[socket.socket, int] = {}
         self._lost: list[int] = []
+        self._workers = workers  # that are left
+        self._over: PeerLostError | None = None
+        self._tell_over: Callable[[PeerLostError], None] | None = None
         self._lock = threading.Lock()
         self._stop, self._stopped = socket.socketpair()
         self._thread: threading.Thread | None = None
@@ -58,10 +63,18 @@ class ServedRanks:
         self._thread.start()
 
     def take_lost(self) -> list[int]:
-        """Return the ranks that were lost since the last call."""
+        """Return the workers that were lost since the last call, and whose work the others do."""
         with self._lock:
             taken, self._lost = self._lost, []
         return taken
+
+    def tell_when_over(self, tell: Callable[[PeerLostError], None]) -> None:
+        """Call `tell`, in another thread perhaps, when a rank is lost without which no step can be made; now
+        where that is so already."""
+        with self._lock:
+            self._tell_over, over = tell, self._over
+        if over is not None:
+            tell(over)
 
     def fitting(self) -> None:
         """Tell all ranks that a training begins: the end of this process is a loss from now on."""
@@ -95,12 +108,23 @@ class ServedRanks:
                     if key.data is None:
                         return
                     selector.unregister(key.fileobj)  # a rank says nothing more: this is its end
-                    with self._lock:
-                        self._lost.append(key.data)
+                    self._lose(key.data)
+
+    def _lose(self, rank: int) -> None:
+        is_server = rank <= self._servers
+        with self._lock:
+            self._workers -= not is_server
+            if self._workers and not is_server:
+                self._lost.append(rank)
+                return
+            self._over = over = self._over or _without(rank, is_server)
+            tell = self._tell_over
+        if tell is not None:
+            tell(over)
 
 
 def serve_until_done(meeting: tuple[str, int, str], rank: int) -> None:
-    """Stand ready for the chief until it ends; PeerLostError where it ends before its training did."""
+    """Stand ready for the chief until it ends; PeerLostError where it ends in the middle of a training."""
     host, port, token = meeting
     with socket.create_connection((host, port), timeout=_READY_SECONDS) as link:
         link.sendall(f"{token} {rank}\n".encode())
@@ -109,8 +133,18 @@ def serve_until_done(meeting: tuple[str, int, str], rank: int) -> None:
         with contextlib.suppress(ConnectionError):
             while chunk := link.recv(len(_FITTED)):
                 told += chunk
-    if not told.endswith(_FITTED):
+    # A chief that only evaluates tells nothing; its own failure is its launcher's to see.
+    if told.endswith(_FITTING):
         raise PeerLostError("the chief, rank 0, was lost before its training was done", rank=0)
+
+
+def _without(rank: int, is_server: bool) -> PeerLostError:
+    what = "a parameter server, was lost with its variables" if is_server else "the last worker, was lost"
+    return PeerLostError(
+        f"rank {rank}, {what}",
+        rank=rank,
+        remedy="start the job again with resume_from_checkpoint=True; `paceline run` does so by itself",
+    )
 
 
 def _read_line(link: socket.socket) -> bytes:

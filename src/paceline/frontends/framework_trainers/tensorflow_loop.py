@@ -2,7 +2,8 @@
 
     in step     MirroredStrategy, MultiWorkerMirroredStrategy: every worker makes every step
     handed out  ParameterServerStrategy: the chief hands each batch to a worker that is free; a worker that is
-                lost has its batch handed to another, and the rest go on
+                lost has its batch handed to another, and the rest go on; the chief ends without a server,
+                and without any worker
 
 Under `paceline run` a job in step is started again when a worker is lost, from the newest version that
 verifies. A signal that asks to stop is a number beside the figures of a step: all workers end after that
@@ -12,7 +13,6 @@ step, and it is saved. Workers of parameter servers end with their chief.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Final, final
 
@@ -23,6 +23,7 @@ from paceline.frontends import launcher_link
 from paceline.frontends.framework_trainers.chief_decisions import decided_by_chief
 from paceline.frontends.framework_trainers.framework_ending import RunEnding
 from paceline.frontends.framework_trainers.framework_run import FrameworkRun, FrameworkWorker, WorkerLoss
+from paceline.frontends.framework_trainers.handed_out_steps import HandedOutSteps
 from paceline.frontends.framework_trainers.tensorflow_data import EpochDataset
 from paceline.frontends.framework_trainers.tensorflow_state import KerasState
 from paceline.frontends.framework_trainers.tensorflow_steps import KerasSteps
@@ -150,25 +151,24 @@ class TensorFlowLoop:
     def _handed_out(self, batches: Iterator[Any]) -> None:
         """Hand batches to workers; nothing is under way when a version is due, so that it holds whole
         steps."""
-        coordinator, ahead = self._job.coordinator, _AHEAD * max(1, self._job.replicas)
-        waiting: deque[Any] = deque()
-        every = self._config.checkpoint.every_steps
+        ahead, every = _AHEAD * max(1, self._job.replicas), self._config.checkpoint.every_steps
 
-        def fetch(left: int) -> None:
-            while len(waiting) > left:
-                self._record(waiting.popleft().fetch())
+        def record(left: int) -> None:
+            while len(under_way) > left:
+                self._record(under_way.take())
 
-        for batch in batches:
-            waiting.append(coordinator.schedule(self._steps.train, args=(batch, self._asked())))
-            made = self._position.step + len(waiting)
-            due = every is not None and made % every == 0
-            self._ending.agree(self._ending.asked())
-            over = self._ending.ends_after(made)
-            fetch(0 if due or over else ahead)
-            self._note_losses()
-            if over:
-                return
-        fetch(0)
+        with HandedOutSteps(self._job.coordinator, self._job.served) as under_way:
+            for batch in batches:
+                under_way.hand_out(self._steps.train, batch, self._asked())
+                made = self._position.step + len(under_way)
+                due = every is not None and made % every == 0
+                self._ending.agree(self._ending.asked())
+                over = self._ending.ends_after(made)
+                record(0 if due or over else ahead)
+                self._note_losses()
+                if over:
+                    return
+            record(0)
 
     def _asked(self) -> Any:
         return self._job.tf.constant(self._ending.asked(), self._job.tf.float64)

@@ -153,7 +153,10 @@ def _parameter_servers(tf: Any, cluster: TensorFlowCluster) -> TensorFlowJob:
         return TensorFlowJob(tf, None, StrategyGroup(tf, None, cluster.rank, 1), cluster, server=server)
     served = None
     if cluster.listener is not None and cluster.meeting is not None:
-        served = ServedRanks(cluster.listener, cluster.meeting[2], len(cluster.processes) - 1)
+        servers = len(cluster.jobs["ps"])
+        served = ServedRanks(
+            cluster.listener, cluster.meeting[2], servers, len(cluster.processes) - 1 - servers
+        )
     try:
         if served is not None:
             served.await_all()
