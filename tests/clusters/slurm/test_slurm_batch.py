@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -175,6 +176,39 @@ def test_a_run_is_handed_over_from_inside_of_an_allocation(cluster, tmp_path):
     queued = ["squeue", "--noheader", "--states=PENDING", "--format=%i %D"]
     assert cluster.run(queued).split() == [printed.strip(), "4"]
     cluster.run(["scancel", printed.strip()])
+    assert not SlurmLab(cluster, tmp_path).left_running()
+
+
+LOSES_THE_ANSWER = """#!/bin/sh
+case " $* " in *" --test-only "*) exec "$SBATCH" "$@";; esac
+"$SBATCH" "$@" > "$HERE/queued"
+echo 'sbatch: error: Batch job submission failed: Socket timed out on send/recv operation' >&2
+exit 1
+"""
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("options", [(), ("--slurm", "array=0-1")])
+def test_a_job_whose_number_is_lost_is_taken_off_the_queue(cluster, tmp_path, options):
+    (tmp_path / "sbatch").write_text(LOSES_THE_ANSWER)
+    (tmp_path / "sbatch").chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    environment = {**ENVIRONMENT, "PATH": path, "SBATCH": shutil.which("sbatch"), "HERE": str(tmp_path)}
+    other = cluster.run(["sbatch", "--parsable", "--hold", "--output=/dev/null", "--wrap=true"]).strip()
+    process = cluster.start(
+        [*PACELINE, "submit", SCRIPT, "--engine", "slurm", "--slurm", "hold=", *options, "gate"],
+        env=environment,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    printed, _ = process.communicate(timeout=60)
+    queued = (tmp_path / "queued").read_text().strip()
+    assert process.returncode == 1, printed
+    assert f"job {queued} was queued all the same, and is cancelled" in printed
+    assert cluster.run(["squeue", "--noheader", "--format=%i"]).split() == [other]
+    cluster.run(["scancel", other])
     assert not SlurmLab(cluster, tmp_path).left_running()
 
 

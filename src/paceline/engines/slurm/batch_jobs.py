@@ -68,7 +68,7 @@ def _cancel_unanswered(path: Path) -> str:
     except PacelineError:
         known = "whether it is queued is not known"
     look = f"squeue --me --format='%i %o' | grep {path.parent}"
-    return f"{known}; if it is later, `{look}` shows its number, and scancel ends it"
+    return f"{known}; `{look}` shows its number once it is, and scancel ends it"
 
 
 def status(identifier: str) -> BatchStatus:
