@@ -95,6 +95,19 @@ def test_in_force_for_the_time_of_a_block():
     assert not overrides.applied()
 
 
+def test_an_engine_is_known_without_being_used_and_says_how_many_workers_there_are(tmp_path):
+    file = tmp_path / "settings.toml"
+    file.write_text('[engine]\nname = "ssh"\nhosts = ["a", "b"]\nworkers_per_node = 3\n')
+    with overrides.in_force(Overrides(file=str(file))):
+        engine = overrides.current().engine
+        assert engine == paceline.Ssh(hosts=("a", "b"), workers_per_node=3)
+        assert not overrides.applied()
+        assert overrides.current().workers == 6
+    assert Overrides({"epochs": 2}).engine is None
+    assert Overrides({"epochs": 2}).workers is None
+    assert Overrides().engine is None
+
+
 def test_one_who_takes_the_place_of_training():
     seen = []
     assert overrides.current().replaces_fit is None

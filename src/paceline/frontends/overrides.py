@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 from paceline.core import config as core_config, type_conversion
+from paceline.core.engine_registry import EngineSettings
 from paceline.core.errors import ConfigError
 from paceline.engines.local import script_main
 from paceline.train.settings.train_config import TrainConfig
@@ -88,15 +89,27 @@ class Overrides:
 
     @property
     def workers(self) -> int | None:
-        """The number of workers that wins over a script's; None: the script decides."""
+        """The number of workers that wins over a script's: as it is set, or as the engine has them that is
+        set; None: the script decides."""
         texts = (*self.assigned_by_file(), *self._global)
         named = {*self.options, *(text.partition("=")[0].strip() for text in texts)}
-        return self.apply(TrainConfig()).workers if "workers" in named else None
+        wins = "workers" in named or self.engine is not None
+        return self.apply(TrainConfig()).workers if wins else None
+
+    @property
+    def engine(self) -> EngineSettings | None:
+        """The engine that wins over a script's; None: the script decides. Reading it is no use of it."""
+        found = self._merged(TrainConfig()).engine if self else None
+        return found if isinstance(found, EngineSettings) else None
 
     def apply(self, config: TrainConfig) -> TrainConfig:
         """Return the config with these settings in place of its own."""
         if not self:
             return config
+        _in_force.applied = _in_force.applied or self is _in_force.overrides
+        return self._merged(config)
+
+    def _merged(self, config: TrainConfig) -> TrainConfig:
         given: dict[str, Any] = {}
         for name, value in self.options.items():
             table = given
@@ -104,7 +117,6 @@ class Overrides:
             for part in above:
                 table = table.setdefault(part, {})
             table[last] = value
-        _in_force.applied = _in_force.applied or self is _in_force.overrides
         files = [] if self.file is None else [self.file]
         return core_config.load(TrainConfig, _as_tables(config), *files, given, overrides=self._global)
 
