@@ -96,7 +96,7 @@ def add(
     from paceline.frontends.run_queue.queue_folder import QueueFolder
 
     folder = QueueFolder.at(queue)
-    capacity = capacity_of(folder.read())
+    capacity = capacity_of(folder, folder.read())
     request = new_request(
         script,
         cast("tuple[str, ...]", ctx.meta[_ARGUMENTS]),
@@ -308,7 +308,13 @@ def change(
     Example: paceline queue set 7 --priority 10 --workers 2-4
     """
     from paceline.cli.queue_request import parse_size
-    from paceline.frontends.run_queue.queue_client import change_run, check_size, check_unit
+    from paceline.frontends.run_queue.queue_client import (
+        capacity_of,
+        change_run,
+        check_shards,
+        check_size,
+        check_unit,
+    )
     from paceline.frontends.run_queue.queue_folder import QueueFolder
     from paceline.frontends.run_queue.queued_run import ENDED, QueuedRun
 
@@ -317,7 +323,7 @@ def change(
     folder = QueueFolder.at(queue)
     size = None if workers is None else parse_size(workers)
     if size is not None:
-        check_size(*size, folder.read())
+        check_size(*size, capacity_of(folder, folder.read()))
 
     def changed(run: QueuedRun) -> QueuedRun:
         if run.state in ENDED:
@@ -325,6 +331,7 @@ def change(
         request = run.request if priority is None else replace(run.request, priority=priority)
         if size is not None:
             check_unit(*size, request.per_node)
+            check_shards(request.run_dir, size[0])
             request = replace(request, least=size[0], most=size[1])
         text = f"set to priority {request.priority}, workers {request.size}"
         return replace(run, request=request).noted(time.time(), text)

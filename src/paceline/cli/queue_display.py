@@ -57,7 +57,7 @@ def _command(run: QueuedRun) -> list[str]:
 def print_table(folder: QueueFolder, every: bool, as_json: bool) -> None:
     """Print the runs, in the order in which they get workers, then those that have ended."""
     content, now = folder.read(), time.time()
-    capacity = capacity_of(content)
+    capacity = capacity_of(folder, content)
     runs = [
         run for run in content.runs if every or run.state not in ENDED or now - run.since < _RECENT_SECONDS
     ]
@@ -108,7 +108,7 @@ def _print_rows(runs: list[QueuedRun], capacity: int, now: float) -> None:
 
 def print_run(run: QueuedRun, folder: QueueFolder, content: QueueContent, as_json: bool) -> None:
     """Print all that is known of a run."""
-    now, capacity = time.time(), capacity_of(content)
+    now, capacity = time.time(), capacity_of(folder, content)
     facts = plain(run, capacity, now)
     if as_json:
         notes = [{"time": note.time, "text": note.text} for note in run.notes]

@@ -102,10 +102,10 @@ def wait_until_free(folder: Path, seconds: float, on_wait: Callable[[list[int]],
         while not is_free(folder):
             waited = time.monotonic() - begun
             if waited > seconds:
-                return _holders(folder)
+                return holders(folder)
             if waited > _GRACE_SECONDS and not asked:
                 asked = True
-                on_wait(_holders(folder))
+                on_wait(holders(folder))
                 with contextlib.suppress(PacelineError):  # full disk: they leave without the request
                     replace_file(leave, b"")
             time.sleep(_POLL_SECONDS)
@@ -147,7 +147,7 @@ def is_free(folder: Path) -> bool:
         os.close(descriptor)
 
 
-def _holders(folder: Path) -> list[int]:
+def holders(folder: Path) -> list[int]:
     """Return the processes of this host that hold the lock, as far as /proc/locks shows them."""
     file = folder / LOCK_FILE
     try:

@@ -10,6 +10,7 @@ from typing import Any
 
 from tests.waiting import wait_for
 
+from paceline.core.clock import Clock
 from paceline.engines.local.linux import own_children
 from paceline.frontends.run_queue.queue_client import add_run
 from paceline.frontends.run_queue.queue_folder import QueueFolder
@@ -35,7 +36,8 @@ def request(folder: Path, /, **changes: Any) -> RunRequest:
 class Served:
     """A queue, and its server; `lines` are what the server told."""
 
-    def __init__(self, place: Path, capacity: int) -> None:
+    def __init__(self, place: Path, capacity: int, steady: Clock | None) -> None:
+        self.steady = steady
         self.place = place
         self.capacity = capacity
         self.folder = QueueFolder.at(str(place / "queue"))
@@ -46,7 +48,7 @@ class Served:
 
     def restart(self) -> None:
         """A new server, which knows what is on disk and nothing else."""
-        self.server = QueueServer(self.folder, self.capacity, self.lines.append)
+        self.server = QueueServer(self.folder, self.capacity, self.lines.append, steady=self.steady)
         self._servers.append(self.server)
 
     def add(self, program: str, name: str = "train", **changes: Any) -> int:
@@ -95,9 +97,9 @@ class Served:
 
 
 @contextmanager
-def served(place: Path, capacity: int = 2) -> Iterator[Served]:
+def served(place: Path, capacity: int = 2, steady: Clock | None = None) -> Iterator[Served]:
     """No process of the queue is left in the end."""
-    queue = Served(place, capacity)
+    queue = Served(place, capacity, steady)
     try:
         yield queue
     finally:

@@ -6,7 +6,11 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import subprocess
+import sys
+import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +18,12 @@ from tests.frontends.run_queue.queue_parts import Served, served
 from tests.virtual_clock import VirtualClock
 from tests.waiting import wait_for
 
+from paceline.control import liveness_lock
 from paceline.core import atomic_file
 from paceline.core.errors import UsageError
+from paceline.core.host import host_identity
 from paceline.frontends.run_queue import queue_client, run_observation
+from paceline.frontends.run_queue.queue_client import own_workers
 from paceline.frontends.run_queue.queue_folder import QueueFolder
 from paceline.frontends.run_queue.serving import serve
 
@@ -169,6 +176,97 @@ def test_a_higher_priority_preempts_and_gives_back(tmp_path):
         assert queue.run(high).attempt == 1
 
 
+def test_a_stop_that_comes_while_the_process_is_being_started_reaches_it(tmp_path):
+    with served(tmp_path) as queue:
+        number = queue.add("while [ ! -e go ]; do sleep 0.01; done")
+        queue.server.look()  # starts it
+        queue_client.want(queue.folder, str(number), "cancel")
+        queue.until_state(number, "cancelled")
+        assert not (tmp_path / "go").exists()
+
+
+def test_a_run_of_fixed_size_gives_way_to_a_higher_priority(tmp_path):
+    """It has no supervisor. What it was to shrink to before that was known is not what it has."""
+    clock = VirtualClock()
+    with served(tmp_path, capacity=4, steady=clock) as queue:
+        large = queue.add(READY, most=4)
+        queue.until(lambda: list(tmp_path.glob("ready-*")))
+        urgent = queue.add("exit 0", least=2, most=2, priority=5)
+        queue.server.look()
+        assert (queue.run(large).workers, queue.state(urgent)) == (2, "waiting")
+        clock.advance(61.0)
+        queue.until_state(urgent, "finished")
+        assert "stopping" in " ".join(note.text for note in queue.run(large).notes)
+
+
+def test_a_new_server_knows_with_what_a_run_of_fixed_size_began(tmp_path):
+    with served(tmp_path, capacity=4) as queue:
+        large = queue.add(READY, most=4)
+        queue.until_state(large, "running")
+        other = queue.add("exit 0", least=2, most=2)
+        queue.server.look()
+        assert queue.run(large).workers == 2
+        queue.restart()
+        queue.server.look()
+        assert queue.state(other) == "waiting"
+
+
+def test_the_shards_of_a_folder_are_known_before_the_first_start(tmp_path):
+    with served(tmp_path, capacity=8) as queue:
+        folder = tmp_path / "runs" / "1"
+        folder.mkdir(parents=True)
+        (folder / "config.toml").write_text("shards = 4\n")
+        number = queue.add('echo "$@" > words', most=8)
+        queue.until_state(number, "finished")
+        words = (tmp_path / "words").read_text()
+        assert words.startswith("--workers 4 --min-workers 1 --set fault_tolerance.max_workers=4 ")
+        (tmp_path / "runs" / "2").mkdir()
+        (tmp_path / "runs" / "2" / "config.toml").write_text("shards = 4\n")
+        with pytest.raises(UsageError, match=r"--workers: 6 and more, and the run in \S+ has 4 shards"):
+            queue.add("exit 0", least=6, most=8)
+
+
+def test_ended_runs_that_are_too_many_leave_the_queue_with_their_output(tmp_path, monkeypatch):
+    monkeypatch.setattr(queue_client, "KEPT_ENDED", 2)
+    with served(tmp_path) as queue:
+        numbers = [queue.add("echo here")]
+        for _ in range(4):
+            queue.until_state(numbers[-1], "finished")
+            numbers.append(queue.add("echo here"))
+        queue.until_state(numbers[-1], "finished")
+        assert [run.id for run in queue.folder.read().runs] == numbers[2:]
+        there = sorted(int(path.name) for path in (queue.folder.path / "runs").iterdir())
+        assert there == numbers[2:]
+
+
+def test_processes_on_another_machine_are_not_signalled(tmp_path, monkeypatch):
+    with served(tmp_path) as queue:
+        number = queue.add(READY)
+        queue.until(lambda: list(tmp_path.glob("ready-*")))
+        queue.folder.change(
+            lambda content: content.updated(number, lambda run: replace(run, host="elsewhere"))
+        )
+        queue_client.want(queue.folder, str(number), "cancel")
+        for _ in range(5):
+            queue.server.look()
+        run = queue.run(number)
+        assert (run.state, run.signalled) == ("stopping", 0)
+        assert sum("started on another machine" in note.text for note in run.notes) == 1
+        queue.folder.change(
+            lambda content: content.updated(number, lambda run: replace(run, host=host_identity()))
+        )
+        queue.until_state(number, "cancelled")
+
+
+def test_a_clock_that_is_set_back_holds_no_run_for_long(tmp_path):
+    with served(tmp_path) as queue:
+        number = queue.add("if [ ! -e seen ]; then touch seen; kill -9 $$; fi\n")
+        queue.folder.change(
+            lambda content: content.updated(number, lambda run: replace(run, not_before=time.time() + 3600))
+        )
+        queue.until_state(number, "finished")
+
+
 def test_a_run_that_is_stopping_gets_one_signal(tmp_path):
     """The second would end it at once, also if a new server has taken over."""
     program = "trap 'echo signal >> signals' TERM\nwhile [ ! -e go ]; do sleep 0.01; done\nexit 75\n"
@@ -213,6 +311,42 @@ def test_a_run_that_ignores_the_request_is_killed(tmp_path):
         queue.until_state(number, "stopping")
         queue_client.want(queue.folder, str(number), "kill")
         queue.until_state(number, "cancelled")
+
+
+def test_a_run_is_killed_with_what_outlives_its_process_to_save(tmp_path):
+    """Supervisor and workers have sessions of their own, and hold a lock in the run's folder."""
+    with served(tmp_path) as queue:
+        folder = tmp_path / "runs" / "1"
+        folder.mkdir(parents=True)
+        holder = (
+            "import signal, sys; from pathlib import Path; from paceline.control import liveness_lock\n"
+            "with liveness_lock.held(Path(sys.argv[1])):\n"
+            "    Path('held').touch(); signal.pause()\n"
+        )
+        (tmp_path / "holder.py").write_text(holder)
+        number = queue.add(f"setsid {sys.executable} holder.py {folder} &\n{READY}")
+        queue.until(lambda: (tmp_path / "held").exists() and list(tmp_path.glob("ready-*")))
+        queue_client.want(queue.folder, str(number), "kill")
+        queue.until_state(number, "cancelled")
+        assert not liveness_lock.holders(folder)
+
+
+def test_a_server_in_the_background_is_for_all_runs_and_says_how_many_workers_it_has(tmp_path):
+    """The shell that adds the first run may be bound to one GPU and one thread."""
+    with served(tmp_path) as queue:
+        number = queue.add('echo "${CUDA_VISIBLE_DEVICES-none} ${OMP_NUM_THREADS-none}" > words')
+        queue.folder.change(lambda content: replace(content, capacity=0))
+        program = (
+            "import sys; from paceline.frontends.run_queue.queue_folder import QueueFolder\n"
+            "from paceline.frontends.run_queue.serving import start_server\n"
+            "assert start_server(QueueFolder.at(sys.argv[1]))\n"
+        )
+        shell = {**os.environ, "CUDA_VISIBLE_DEVICES": "0", "OMP_NUM_THREADS": "1"}
+        subprocess.run([sys.executable, "-c", program, str(queue.folder.path)], env=shell, check=True)
+        wait_for(lambda: queue.state(number) == "finished", "the run ends")
+        assert (tmp_path / "words").read_text() == "none none\n"
+        wait_for(lambda: not queue.folder.is_served, "the server ends with the last run")
+        assert queue.folder.read().counted == own_workers()
 
 
 def test_a_run_that_was_stopped_by_hand_is_held(tmp_path):

@@ -50,6 +50,15 @@ def test_the_rest_goes_to_the_highest_priority():
     ]
 
 
+def test_a_run_that_cannot_shrink_has_what_it_began_with_whatever_was_granted_since():
+    fixed = replace(running(1, 4, 1, 4), is_fixed=True)
+    granted_less = replace(fixed, workers=2)
+    assert kinds(decide([granted_less, waiting(2, 2, 2, priority=5)], 4)) == [("StopRun", 1, 0)]
+    assert kinds(decide([granted_less, waiting(2, 1, 1)], 5)) == [("Resize", 1, 4), ("Start", 2, 1)]
+    granted_more = replace(fixed, workers=6)
+    assert kinds(decide([granted_more, waiting(2, 2, 2)], 6)) == [("Resize", 1, 4), ("Start", 2, 2)]
+
+
 def test_a_newcomer_waits_until_the_others_have_shrunk():
     before = [running(1, 4, 1, 4), waiting(2, 1, 4)]
     assert kinds(decide(before, 4)) == [("Resize", 1, 2)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 
 import optuna
@@ -159,6 +160,18 @@ def test_without_a_seed_a_resume_goes_on_with_the_generators(tmp_path, sampler, 
     again = shutil.copytree(begun, tmp_path / "again")
     first, second = (search(one, bowl, 14, space=SPACE, sampler=sampler, seed=None) for one in (begun, again))
     assert outcome(first) == outcome(second)
+
+
+@pytest.mark.parametrize("left", ["", "[]", "{}", "old"])
+def test_generators_that_a_power_cut_took_draw_no_trial_again(tmp_path, left):
+    again = partial(search, tmp_path, bowl, space=SPACE, sampler="random", seed=7)
+    again(2)
+    state = tmp_path / "sampler.json"
+    old = state.read_text()
+    again(4)
+    state.write_text(old if left == "old" else left)
+    trials = again(8)
+    assert len({str(trial.params) for trial in trials}) == 8
 
 
 def test_population_goes_on_after_a_kill(tmp_path):

@@ -59,6 +59,16 @@ def test_generators_of_a_search_without_trials_are_for_its_resume(tmp_path):
         assert state.exists() == resume
 
 
+def test_generators_that_are_lost_are_mentioned(tmp_path, capsys):
+    tuner(tmp_path).tune(1)
+    (tmp_path / "study" / "sampler.json").unlink()
+    tuner(tmp_path, verbose=True).tune(2, resume=True)
+    said = "sampler.json is not that of trial 1: the sampler continues with random numbers of its own"
+    assert said in capsys.readouterr().err
+    tuner(tmp_path, verbose=True).tune(3, resume=True)
+    assert "sampler.json" not in capsys.readouterr().err
+
+
 def test_a_study_of_others_stays_theirs(tmp_path):
     tuner(tmp_path).tune(2)
     again = tuner(tmp_path)

@@ -27,13 +27,21 @@ KEPT_VARIABLES: Final = (
 # By which this machine reaches an engine's nodes. The server may have been started in another login, whose
 # ssh agent and tickets are gone by now.
 _ENGINE_VARIABLES: Final = ("SSH_AUTH_SOCK", "KRB5CCNAME", "KUBECONFIG", "RAY_ADDRESS", "SLURM_CONF")
+KEPT_ENDED: Final = 1000
+"""Runs that have ended and stay in the queue; with more the oldest leave it."""
 _ENGINE_PREFIXES: Final = ("OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_")  # settings of mpirun
 
 
-def capacity_of(content: QueueContent) -> int:
-    """Return the workers of a queue: those that a server was told to use, else the GPUs of this machine, and
-    without any its cores."""
-    return content.capacity or visible_gpus() or cores()
+def capacity_of(folder: QueueFolder, content: QueueContent) -> int:
+    """Return the workers of a queue: those that a server was told to use, else those that the one which
+    serves has counted, else the GPUs of this machine, and without any its cores."""
+    counted = content.counted if folder.is_served else 0
+    return content.capacity or counted or own_workers()
+
+
+def own_workers() -> int:
+    """Return the workers of this machine, as this process sees it."""
+    return visible_gpus() or cores()
 
 
 def kept_environment(
@@ -58,9 +66,11 @@ def add_run(folder: QueueFolder, request: RunRequest, clock: Clock | None = None
     of the folder in which it is started."""
     now = (clock or WallClock()).now()
     added: list[QueuedRun] = []
+    oldest: set[int] = set()
 
     def change(content: QueueContent) -> QueueContent:
-        check_size(request.least, request.most, content)
+        check_size(request.least, request.most, capacity_of(folder, content))
+        check_shards(request.run_dir, request.least)
         taken = {run.request.run_dir: run for run in content.runs if run.state not in ENDED}
         run_dir = request.run_dir or _fresh(request, now, taken)
         if run_dir in taken:
@@ -72,14 +82,23 @@ def add_run(folder: QueueFolder, request: RunRequest, clock: Clock | None = None
             id=content.next_id, request=replace(request, run_dir=run_dir), added=now, since=now
         ).noted(now, "added")
         added.append(run)
-        return content.with_run(run)
+        # Each change writes all runs that there are.
+        oldest.update([run.id for run in content.runs if run.state in ENDED][:-KEPT_ENDED])
+        kept = tuple(run for run in content.runs if run.id not in oldest)
+        return replace(content, runs=kept).with_run(run)
 
     folder.change(change)
+    _remove_output(folder, oldest)
     folder.wake()
     return added[-1]
 
 
-def check_size(least: int, most: int, content: QueueContent) -> None:
+def _remove_output(folder: QueueFolder, runs: Iterable[int]) -> None:
+    for number in runs:
+        shutil.rmtree(folder.folder_of(number), ignore_errors=True)
+
+
+def check_size(least: int, most: int, capacity: int) -> None:
     """Refuse a number of workers that this queue can never give."""
     if not 1 <= least <= most:
         raise UsageError(
@@ -87,11 +106,22 @@ def check_size(least: int, most: int, content: QueueContent) -> None:
             + ("a run needs a worker" if least < 1 else f"{least} is more than {most}"),
             remedy="give the fewest and the most workers, such as 1-4, or one number",
         )
-    if most > (capacity := capacity_of(content)):
+    if most > capacity:
         raise UsageError(
             f"--workers {least}-{most}: this queue has {counted(capacity, 'worker')}",
             remedy=f"give at most {capacity}, or serve the queue with more: paceline queue serve "
             f"--workers {most}",
+        )
+
+
+def check_shards(run_dir: str, least: int) -> None:
+    """Refuse more workers than the run in a folder can have."""
+    known = run_observation.limits(Path(run_dir)) if run_dir else None
+    if known is not None and known.most is not None and least > known.most:
+        raise UsageError(
+            f"--workers: {least} and more, and the run in {run_dir} has {counted(known.most, 'shard')}, of "
+            "which each worker computes at least one",
+            remedy=f"ask for at most {known.most}, or begin another run (another --run-dir)",
         )
 
 
@@ -187,8 +217,7 @@ def forget(folder: QueueFolder, content_filter: Callable[[QueuedRun], bool]) -> 
         return replace(content, runs=tuple(run for run in content.runs if run not in gone))
 
     folder.change(change)
-    for run in gone:
-        shutil.rmtree(folder.folder_of(run.id), ignore_errors=True)
+    _remove_output(folder, [run.id for run in gone])
     return gone
 
 

@@ -36,6 +36,7 @@ from paceline.train.state import run_lock
 
 VARIABLE: Final = "PACELINE_QUEUE"
 _FORMAT: Final = 1
+_MOST_BYTES: Final = 1 << 30
 _LOCK_SECONDS: Final = 30.0
 _LOCK_PAUSE: Final = 0.01
 
@@ -52,6 +53,7 @@ class QueueFolder:
         self.server_log = path / "server.log"
         self.wake_pipe = path / "wake"
         self._clock = clock or MonotonicClock()
+        self._known: tuple[tuple[int, int, int], QueueContent] | None = None  # a version, and what it holds
 
     @staticmethod
     def at(given: str | None) -> QueueFolder:
@@ -90,16 +92,25 @@ class QueueFolder:
     def read(self) -> QueueContent:
         """Return the queue as it is now; no run where it is new."""
         try:
-            body = decode_document(untrusted.read_regular(self.file))
-            if body.pop("format", None) != _FORMAT:
-                raise BrokenDocument("has a format that this version of Paceline does not know")
-            return msgspec.convert(body, QueueContent)
+            found = os.stat(self.file)
+            # Each change makes a new file.
+            version = (found.st_ino, found.st_mtime_ns, found.st_size)
+            if self._known is None or self._known[0] != version:
+                self._known = (version, self._decoded())
+            return self._known[1]
         except FileNotFoundError:
             return QueueContent()
         except OSError as error:
             raise PlatformError(
                 f"{self.file} cannot be read: {error.strerror}", remedy="check its permissions and its disk"
             ) from error
+
+    def _decoded(self) -> QueueContent:
+        try:
+            body = decode_document(untrusted.read_regular(self.file, _MOST_BYTES))
+            if body.pop("format", None) != _FORMAT:
+                raise BrokenDocument("has a format that this version of Paceline does not know")
+            return msgspec.convert(body, QueueContent)
         except (BrokenDocument, msgspec.ValidationError) as error:
             raise PlatformError(
                 f"the queue's file {self.file} {error}",

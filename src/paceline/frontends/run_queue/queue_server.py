@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import Final, final
 
 from paceline.core.claims import GPU_CLAIMS_VARIABLE
-from paceline.core.clock import Clock, WallClock
+from paceline.core.clock import Clock, MonotonicClock, WallClock
 from paceline.core.errors import PacelineError
 from paceline.core.host import host_identity
 from paceline.core.wording import counted
 from paceline.frontends.run_queue import run_host, run_observation
 from paceline.frontends.run_queue.queue_folder import QueueFolder
 from paceline.frontends.run_queue.queued_run import ACTIVE, QueueContent, QueuedRun
-from paceline.frontends.run_queue.run_endings import after_end
+from paceline.frontends.run_queue.run_endings import LONGEST_PAUSE, after_end
 from paceline.frontends.run_queue.run_observation import SizeLimits
 from paceline.frontends.run_queue.train_command import train_command
 from paceline.frontends.run_queue.worker_allocation import Candidate, Resize, Start, StopRun, decide
@@ -41,9 +41,22 @@ _MISTAKES: Final = (errno.ENOENT, errno.ENOTDIR, errno.EACCES)
 _ANSWER_SECONDS: Final = 10.0  # for a supervisor to agree to a stop; then the run's group is signalled
 
 
+_ELSEWHERE: Final = (
+    "it was started on another machine, or in another container: its processes cannot be signalled from "
+    "here; serve the queue there"
+)
+
+
+def _is_pausing(run: QueuedRun, now: float) -> bool:
+    """Return whether a waiting run is to wait after a crash. Nothing waits longer than the longest pause: a
+    clock that was ahead has been set back."""
+    return run.state == "waiting" and 0 < run.not_before - now <= LONGEST_PAUSE
+
+
 @dataclass
 class _RunWatch:
-    """What the server remembers of one start of a run; a new server begins without."""
+    """What the server remembers of one start of a run; a new server begins without. Times are those of a
+    clock that no person sets."""
 
     attempt: int
     begun: float
@@ -53,22 +66,29 @@ class _RunWatch:
     checked: float = 0.0
     stop_since: float = 0.0
     stop_agreed: bool = False
+    is_remote_noted: bool = False
 
 
 @final
 class QueueServer:
     """Serves one queue; `look` is one round. Hold `folder.serving()` around it.
 
-    `tell` gets a line for everything that happens.
+    `tell` gets a line for everything that happens; `clock` is the wall's, `steady` one that is never set.
     """
 
     def __init__(
-        self, folder: QueueFolder, capacity: int, tell: Callable[[str], None], clock: Clock | None = None
+        self,
+        folder: QueueFolder,
+        capacity: int,
+        tell: Callable[[str], None],
+        clock: Clock | None = None,
+        steady: Clock | None = None,
     ) -> None:
         self._folder = folder
         self._capacity = capacity
         self._tell = tell
         self._clock = clock or WallClock()
+        self._steady = steady or MonotonicClock()
         self._watched: dict[int, _RunWatch] = {}
         self._children: list[subprocess.Popen[bytes]] = []
         self._problem = ""
@@ -97,14 +117,14 @@ class QueueServer:
     # observe
 
     def _observe(self, content: QueueContent) -> None:
-        now = self._clock.now()
+        now = self._steady.now()
         active = {run.id: run for run in content.runs if run.state in ACTIVE}
         self._watched = {number: watch for number, watch in self._watched.items() if number in active}
         for run in active.values():
             watch = self._watched.get(run.id)
             run_dir = Path(run.request.run_dir)
             if watch is None or watch.attempt != run.attempt:
-                watch = self._watched[run.id] = _RunWatch(run.attempt, now, run.workers)
+                watch = self._watched[run.id] = _RunWatch(run.attempt, now, run.begun_with or run.workers)
                 if run_observation.has_supervisor(run_dir):
                     # Of an earlier server, which may have been killed before the run had shrunk.
                     watch.reserved = max(run.workers, run.request.most)
@@ -113,8 +133,8 @@ class QueueServer:
                 self._count_workers(run, watch, run_dir)
 
     def _count_workers(self, run: QueuedRun, watch: _RunWatch, run_dir: Path) -> None:
-        late = self._clock.now() - watch.checked > _CHECK_SECONDS
-        watch.checked = self._clock.now()
+        late = self._steady.now() - watch.checked > _CHECK_SECONDS
+        watch.checked = self._steady.now()
         found = run_observation.workers_now(run_dir)
         if found is None:
             return
@@ -182,8 +202,8 @@ class QueueServer:
             least = max(request.least, run.floor if run.state in ACTIVE else 0)
             most = max(least, request.most if limits.most is None else min(request.most, limits.most))
             if run.state in ACTIVE:
-                held = run.workers if watch is None else max(run.workers, watch.reserved)
-            elif run.state != "waiting" or run.not_before > now or least > self._capacity:
+                held = run.workers if watch is None else watch.reserved
+            elif run.state != "waiting" or _is_pausing(run, now) or least > self._capacity:
                 continue
             else:
                 held = 0
@@ -196,7 +216,7 @@ class QueueServer:
                     unit=request.per_node or 1,
                     workers=run.workers,
                     reserved=held,
-                    is_fixed=watch is not None and self._is_fixed(run, watch, limits, now),
+                    is_fixed=watch is not None and self._is_fixed(run, watch, limits),
                     is_leaving=run.state == "stopping" or (run.state == "running" and run.intent != "run"),
                 )
             )
@@ -207,13 +227,13 @@ class QueueServer:
         the same from start to start count: the shards."""
         if watch is not None and watch.limits is not None:
             return watch.limits
-        known = run_observation.limits(Path(run.request.run_dir)) if run.attempt else None
+        known = run_observation.limits(Path(run.request.run_dir))
         return SizeLimits() if known is None else SizeLimits(most=known.most)
 
-    def _is_fixed(self, run: QueuedRun, watch: _RunWatch, limits: SizeLimits, now: float) -> bool:
+    def _is_fixed(self, run: QueuedRun, watch: _RunWatch, limits: SizeLimits) -> bool:
         if watch.limits is not None and not limits.is_elastic:
             return True
-        late = now - watch.begun > _SUPERVISOR_SECONDS
+        late = self._steady.now() - watch.begun > _SUPERVISOR_SECONDS
         return late and not run_observation.has_supervisor(Path(run.request.run_dir))
 
     # act
@@ -295,10 +315,16 @@ class QueueServer:
         return run_observation.has_supervisor(run_dir) and run_observation.ask_to_scale(run_dir, run.workers)
 
     def _stop(self, run: QueuedRun, watch: _RunWatch, run_dir: Path) -> None:
-        now = self._clock.now()
+        now = self._steady.now()
         watch.stop_since = watch.stop_since or now
+        if not run_observation.is_here(run) and not watch.is_remote_noted:
+            watch.is_remote_noted = True
+            self._update(run.id, lambda run: run.noted(self._clock.now(), _ELSEWHERE))
         if run.intent == "kill":
             self._signal(run, signal.SIGKILL)
+            for process in run_observation.processes(run):
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(process, signal.SIGKILL)
             return
         if watch.stop_agreed:
             return
@@ -306,17 +332,19 @@ class QueueServer:
             watch.stop_agreed = run_observation.ask_to_stop(run_dir, f"paceline queue: {run.reason}")
             if watch.stop_agreed or now - watch.stop_since < _ANSWER_SECONDS:
                 return
-        if run.signalled != run.attempt:
-            # Noted afterwards: a server that is killed in between sends it twice rather than never.
-            self._signal(run, signal.SIGTERM)
+        # Noted afterwards: a server that is killed in between sends it twice rather than never. A run whose
+        # process is just being started is signalled at a later look.
+        if run.signalled != run.attempt and self._signal(run, signal.SIGTERM):
             self._update(run.id, lambda run: replace(run, signalled=run.attempt))
 
-    def _signal(self, run: QueuedRun, number: signal.Signals) -> None:
-        """Signal the processes of a run that still lives."""
+    def _signal(self, run: QueuedRun, number: signal.Signals) -> bool:
+        """Signal the process group of a run that lives; return whether there was one."""
         group = run_observation.process_group(self._folder, run)
-        if group is not None:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(group, number)
+        if group is None:
+            return False
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(group, number)
+        return True
 
     # tell
 
@@ -338,7 +366,7 @@ class QueueServer:
         quick = any(
             run.state == "stopping"
             or (run.state == "running" and self._is_unsettled(run))
-            or (run.state == "waiting" and 0 < run.not_before - now < IDLE_SECONDS)
+            or (_is_pausing(run, now) and run.not_before - now < IDLE_SECONDS)
             for run in content.runs
         )
         return QUICK_SECONDS if quick else IDLE_SECONDS
@@ -347,5 +375,5 @@ class QueueServer:
         watch = self._watched.get(run.id)
         if watch is None or watch.reserved > run.workers:
             return True
-        is_young = self._clock.now() - watch.begun < _SUPERVISOR_SECONDS
+        is_young = self._steady.now() - watch.begun < _SUPERVISOR_SECONDS
         return watch.agreed != run.workers and is_young

@@ -65,6 +65,7 @@ class QueuedRun:
 
     since      wall-clock time at which it came into its state
     workers    granted to it; 0 unless it runs or is stopping
+    begun_with workers of its last start
     attempt    how often it was started
     floor      fewest workers that this start accepts
     host       on which it was started, with the time of that machine's start (core.host)
@@ -81,6 +82,7 @@ class QueuedRun:
     state: QueueState = "waiting"
     intent: Intent = "run"
     workers: int = 0
+    begun_with: int = 0
     attempt: int = 0
     floor: int = 0
     host: str = ""
@@ -112,6 +114,7 @@ class QueuedRun:
         begun = replace(
             self,
             workers=workers,
+            begun_with=workers,
             attempt=self.attempt + 1,
             floor=self.request.least,
             host=host,
@@ -127,12 +130,13 @@ class QueuedRun:
 @final
 @dataclass(frozen=True, kw_only=True)
 class QueueContent:
-    """All of the queue. `capacity`: the workers that a server was told to use; 0: those of its
-    machine."""
+    """All of the queue. `capacity`: the workers that a server was told to use; 0: those of its machine, of
+    which the server that serves now has counted `counted`."""
 
     runs: tuple[QueuedRun, ...] = ()
     next_id: int = 1
     capacity: int = 0
+    counted: int = 0
 
     def with_run(self, run: QueuedRun) -> QueueContent:
         """Return the queue with this run in the place of the one of its number, or at the end."""

@@ -18,6 +18,7 @@ from typing import Final
 _WIDTH: Final = 24
 _RUNNING: Final = "running"
 NOT_STARTED: Final = 127
+_SIGNALS: Final = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1}
 
 
 def written(code: int | None) -> bytes:
@@ -40,21 +41,33 @@ def read_group(text: bytes) -> int | None:
     return None
 
 
+def _unblock_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+
+
 def main(exit_file: str, wake_pipe: str, lock: str, *command: str) -> int:
     """Run the command to its end."""
     # Handlers, and not SIG_IGN, which the run would inherit: what is sent to the whole group reaches the run,
     # and its parent stays to see the end.
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+    for number in _SIGNALS:
         signal.signal(number, lambda number, frame: None)
+    # From the next line on the server knows whom to signal. A signal that comes before there is a run waits.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     descriptor = os.open(exit_file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     os.pwrite(descriptor, written(None), 0)
     os.fsync(descriptor)
     try:
-        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(int(lock),))
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, pass_fds=(int(lock),), preexec_fn=_unblock_signals
+        )
     except OSError as error:
         print(f"{command[0]} cannot be started: {error.strerror}", file=sys.stderr, flush=True)
         code = NOT_STARTED
     else:
+        # Sent before the run was there, or to both: a run takes the second for the first.
+        for number in signal.sigpending() & _SIGNALS:
+            child.send_signal(number)
+        _unblock_signals()
         code = child.wait()
     os.pwrite(descriptor, written(code), 0)
     os.fsync(descriptor)

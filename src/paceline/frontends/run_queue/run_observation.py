@@ -50,10 +50,21 @@ def exit_code(folder: QueueFolder, run: QueuedRun) -> int | None:
 
 
 def process_group(folder: QueueFolder, run: QueuedRun) -> int | None:
-    """Return the process group of a run whose process lives. The number cannot be used for another one while
-    the lock is held."""
-    held = run_lock.is_held(folder.alive_file_of(run.id, run.attempt))
+    """Return the process group of a run whose process lives here. The number cannot be used for another one
+    while the lock is held."""
+    held = is_here(run) and run_lock.is_held(folder.alive_file_of(run.id, run.attempt))
     return read_group(_exit_file(folder, run)) if held else None
+
+
+def is_here(run: QueuedRun) -> bool:
+    """Return whether the numbers of a run's processes mean the same to this process: locks of a file system
+    that several machines share say that a run lives, and not where."""
+    return run.host in ("", host_identity())
+
+
+def processes(run: QueuedRun) -> list[int]:
+    """Return the supervisor and the workers of a run here, which outlive its process to save."""
+    return liveness_lock.holders(Path(run.request.run_dir)) if is_here(run) else []
 
 
 def _exit_file(folder: QueueFolder, run: QueuedRun) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,12 +13,14 @@ from typing import Final
 from paceline.core.clock import Clock, MonotonicClock
 from paceline.core.errors import PacelineError, PlatformError
 from paceline.core.wording import counted
-from paceline.frontends.run_queue.queue_client import capacity_of
+from paceline.frontends.run_queue.queue_client import own_workers
 from paceline.frontends.run_queue.queue_folder import QueueFolder, WakeUps
 from paceline.frontends.run_queue.queue_server import QueueServer
 
 _SERVER_SECONDS: Final = 20.0
 _PAUSE: Final = 0.02
+# The shell that adds the first run has them for that run, which keeps them; the server is for all runs.
+_OF_A_RUN: Final = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
 
 
 def serve(
@@ -33,8 +36,9 @@ def serve(
         closing.enter_context(folder.serving())
         if capacity is not None:
             folder.change(lambda content: replace(content, capacity=capacity))
-        content = folder.read()
-        size = capacity_of(content)
+        size = folder.read().capacity or own_workers()
+        # Commands have another environment than this process, and would count otherwise.
+        folder.change(lambda content: replace(content, counted=size))
         tell(f"serving the queue {folder.path} with {counted(size, 'worker')}")
         wakes = WakeUps(folder)
         closing.callback(wakes.close)
@@ -81,7 +85,13 @@ def start_server(folder: QueueFolder, clock: Clock | None = None) -> bool:
         with open(folder.server_log, "ab") as log:
             start = log.tell()
             child = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd="/"
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                cwd="/",
+                env={name: value for name, value in os.environ.items() if name not in _OF_A_RUN},
             )
     except OSError as error:
         raise PlatformError(

@@ -19,9 +19,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TypeAlias, final
+from typing import Final, TypeAlias, final
 
 from paceline.core.wording import counted
+
+_FIXED: Final = "its size cannot change"
 
 
 @final
@@ -33,7 +35,7 @@ class Candidate:
                 multiples of it
     workers     granted to it; 0: it does not run
     reserved    that it may have right now: more than `workers` until a shrink is done
-    is_fixed    it runs, and its size cannot change
+    is_fixed    it runs, and its size cannot change: it has what is reserved, whatever was granted since
     is_leaving  it was told to stop, and is not done yet
     """
 
@@ -50,7 +52,12 @@ class Candidate:
     @property
     def floor(self) -> int:
         """The fewest workers with which it can go on as it is."""
-        return self.workers if self.is_fixed and self.workers else self.least
+        return self.held if self.is_fixed and self.workers else self.least
+
+    @property
+    def held(self) -> int:
+        """The workers that no other run can have now."""
+        return self.reserved if self.is_fixed and self.reserved else max(self.workers, self.reserved)
 
 
 @final
@@ -92,21 +99,21 @@ def decide(candidates: Iterable[Candidate], capacity: int) -> list[QueueAction]:
         if not size:
             actions.append(StopRun(one.id, why))
         elif size < one.workers:
-            actions.append(Resize(one.id, size, why))
-    free = capacity - sum(max(one.workers, one.reserved) for one in ordered)
+            actions.append(Resize(one.id, size, _FIXED if one.is_fixed else why))
+    free = capacity - sum(one.held for one in ordered)
     for one in ordered:
         size = sizes.get(one.id, 0)
         if one.is_leaving or size <= one.workers:
             continue
-        held = max(one.workers, one.reserved)
-        possible = min(size, held + max(0, free)) // one.unit * one.unit
+        possible = min(size, one.held + max(0, free)) // one.unit * one.unit
         if not one.workers and possible >= one.least:
             actions.append(Start(one.id, possible))
         elif one.workers and possible > one.workers:
-            actions.append(Resize(one.id, possible, f"{counted(free, 'worker', 'is', 'are')} free"))
+            why = _FIXED if one.is_fixed else f"{counted(free, 'worker', 'is', 'are')} free"
+            actions.append(Resize(one.id, possible, why))
         else:
             continue
-        free -= max(0, possible - held)
+        free -= max(0, possible - one.held)
     return actions
 
 

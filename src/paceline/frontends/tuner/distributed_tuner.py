@@ -210,7 +210,8 @@ class DistributedTuner:
     def _search(self, study: TuningStudy, sampler: BaseSampler, pruner: BasePruner, total: int) -> None:
         from paceline.frontends.tuner import sampler_choice
 
-        study.use(sampler, pruner)
+        if lost := study.use(sampler, pruner):
+            self._say(lost)
         in_order = self.seed is not None if self.in_order is None else self.in_order
         answers = sampler_choice.prunes(pruner)
         call = TrialCall(self.train_fn, self.metric, study.space.decode, answers)

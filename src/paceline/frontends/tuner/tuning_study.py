@@ -127,13 +127,13 @@ class TuningStudy:
     def close(self) -> None:
         self._closing.close()
 
-    def use(self, sampler: BaseSampler, pruner: optuna.pruners.BasePruner) -> None:
+    def use(self, sampler: BaseSampler, pruner: optuna.pruners.BasePruner) -> str:
         """Sample and prune with these. The sampler's generators are set to where the study's last process
-        left them, where it used the same kind of sampler."""
+        left them, where it used the same kind of sampler; return what is to be said where that is lost."""
         self._sampler, self._pruner = sampler, pruner
-        if state := self._saved_state(len(self._trials)):
-            sampler_state.restore(sampler, state)
+        lost = self._continue_generators(len(self._trials))
         self._load()
+        return lost
 
     @property
     def is_exhausted(self) -> bool:
@@ -271,19 +271,26 @@ class TuningStudy:
         state = {"sampler": _kind(self._sampler), "trial": number, "before": before, "after": after}
         atomic_file.replace_file(self.folder / _SAMPLER_FILE, json.dumps(state).encode())
 
-    def _saved_state(self, number: int) -> dict[str, Any] | None:
-        """Return the generators' state in which trial `number` is to be asked for."""
+    def _continue_generators(self, number: int) -> str:
+        """Set the generators to the state in which trial `number` is to be asked for."""
         try:
-            state = json.loads((self.folder / _SAMPLER_FILE).read_bytes())
-        except (OSError, ValueError):
-            return None
-        if state["sampler"] != _kind(self._sampler):
-            return None
-        found: dict[int, dict[str, Any]] = {
-            state["trial"]: state["before"],
-            state["trial"] + 1: state["after"],
-        }
-        return found.get(number)
+            saved = json.loads((self.folder / _SAMPLER_FILE).read_bytes())
+            if saved["sampler"] != _kind(self._sampler):
+                return ""  # another sampler begins
+            states = {saved["trial"]: saved["before"], saved["trial"] + 1: saved["after"]}
+        except (OSError, ValueError, TypeError, KeyError):
+            states = {}
+        if number in states:
+            sampler_state.restore(self._sampler, states[number])
+        elif number:
+            # A power cut may take the file, which is not flushed for each trial. From its seed the sampler
+            # would ask for the first trials again.
+            self._sampler.reseed_rng()
+            return (
+                f"{self.folder / _SAMPLER_FILE} is not that of trial {number}: the sampler continues with "
+                "random numbers of its own, and not with those of the seed"
+            )
+        return ""
 
 
 @final
