@@ -8,9 +8,12 @@ import os
 import stat
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
+import paceline
+from paceline.core import config as core_config
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.storage.open_storage import open_storage
 from paceline.core.untrusted import REDACTED, redact_credentials, redact_secrets
@@ -71,6 +74,16 @@ def test_recorded_settings_have_no_password_and_others_are_as_they_were():
     assert "hunter2" not in text
     assert "bob" not in text
     assert "ftp://***@host/runs" in text
+
+
+def test_recorded_settings_have_the_size_of_an_engine_alone():
+    engine = paceline.Ray(nodes=2, runtime_env={"env_vars": {"WANDB_API_KEY": "hunter2"}})
+    config = TrainConfig(engine=engine).resolved(1)
+    text = recorded_toml(config)
+    assert "hunter2" not in text
+    assert text.startswith("# engine ray: 2 nodes with 1 worker each\nworkers = 2\n")
+    assert core_config.load(TrainConfig, tomllib.loads(text)) == dataclasses.replace(config, engine=None)
+    assert "hunter2" in to_toml(config)  # which writes a file that reads back to an equal object
 
 
 def test_messages_about_a_storage_have_no_password():

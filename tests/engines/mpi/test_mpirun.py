@@ -50,7 +50,7 @@ def test_the_ranks_are_the_workers_and_all_have_the_result(tmp_path: Path) -> No
     expected = small_run.fit(alone).state_hash
     assert [words[1:3] for words in lines] == [["0", expected], ["1", expected]]
     assert lines[0][3] == lines[1][3]  # the weights of the caller's own model
-    assert 'name = "mpi"' in (tmp_path / "run" / "config.toml").read_text()
+    assert "# engine mpi: 2 nodes with 1 worker each" in (tmp_path / "run" / "config.toml").read_text()
 
 
 def test_what_ends_rank_0_ends_all(tmp_path: Path) -> None:

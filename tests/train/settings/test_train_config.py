@@ -14,6 +14,7 @@ import pytest
 import yaml
 from hypothesis import given, settings, strategies as st
 
+import paceline
 from paceline.core import config as core_config
 from paceline.core.errors import ConfigError
 from paceline.train.settings.fault_tolerance import FaultTolerance
@@ -141,6 +142,16 @@ def test_a_function_is_written_as_its_name_and_refused_when_read(tmp_path):
 
 def test_a_function_can_be_given_in_a_mapping():
     assert core_config.load(TrainConfig, {"schedule": warm}).schedule is warm
+
+
+@pytest.mark.parametrize(
+    "engine", [paceline.Ray, paceline.Ssh, paceline.Slurm, paceline.Kubernetes, paceline.Mpi]
+)
+def test_the_class_of_an_engine_is_no_engine(engine):
+    name = engine.__name__
+    with pytest.raises(ConfigError, match=f"engine is the class {name}, and not an engine") as caught:
+        TrainConfig(engine=engine)
+    assert caught.value.remedy == f"write engine=paceline.{name}(...)"
 
 
 @pytest.mark.parametrize(

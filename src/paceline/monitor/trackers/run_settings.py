@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.atomic_file import replace_file
+from paceline.core.engine_registry import EngineSettings
+from paceline.core.untrusted import redact_credentials
 from paceline.train.callbacks import RunInfo
 
 _LONGEST = 500  # characters of a value: what the oldest servers take
+_OF_ENGINE = ("name", "nodes", "workers_per_node")  # the others may hold secrets
 
 
 def parameters(run: RunInfo) -> dict[str, str]:
-    """Return the settings by dotted name; those that are not set are left out."""
+    """Return the settings by dotted name; those that are not set are left out, and so are secrets."""
     found = dict(_flat(run.config, ""))
     found |= {"workers": str(run.workers), "device": run.device}
     if run.samples is not None:
@@ -26,10 +29,12 @@ def _flat(settings: Any, prefix: str) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
-        if dataclasses.is_dataclass(value):
+        if isinstance(value, EngineSettings):
+            found += [(f"{prefix}{field.name}.{name}", str(getattr(value, name))) for name in _OF_ENGINE]
+        elif dataclasses.is_dataclass(value):
             found += _flat(value, f"{prefix}{field.name}.")
         elif value is not None:
-            found.append((f"{prefix}{field.name}", str(value)[:_LONGEST]))
+            found.append((f"{prefix}{field.name}", redact_credentials(str(value))[:_LONGEST]))
     return found
 
 

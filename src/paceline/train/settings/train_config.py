@@ -16,7 +16,7 @@ from paceline.core import config as core_config
 from paceline.core.engine_registry import EngineSettings
 from paceline.core.untrusted import redact_credentials
 from paceline.train.settings.dynamic_batch import DynamicBatch as DynamicBatch
-from paceline.train.settings.engine_choice import chosen_engine, workers_of
+from paceline.train.settings.engine_choice import chosen_engine, in_a_comment, workers_of
 from paceline.train.settings.fault_tolerance import FaultTolerance as FaultTolerance
 from paceline.train.settings.keyword_hints import OF_CHECKPOINTS, OF_PARTS, explained
 from paceline.train.settings.run_length import asked_for
@@ -373,12 +373,11 @@ def to_toml(config: TrainConfig) -> str:
 
 def recorded_toml(config: TrainConfig) -> str:
     """Return the settings as they are written to config.toml and into every checkpoint, which people publish:
-    without user, password and keys in `checkpoint.url`. A run that resumes gets them from its script."""
+    without user, password and keys in `checkpoint.url`, and with the size of the engine alone, any setting of
+    which may be a secret. A run that resumes gets them from its script."""
     url = config.checkpoint.url
-    if url is None or url == redact_credentials(url):
-        return to_toml(config)
-    place = dataclasses.replace(config.checkpoint, url=redact_credentials(url))
-    return to_toml(dataclasses.replace(config, checkpoint=place))
+    place = dataclasses.replace(config.checkpoint, url=None if url is None else redact_credentials(url))
+    return in_a_comment(config.engine) + to_toml(dataclasses.replace(config, engine=None, checkpoint=place))
 
 
 def _schedule_text(schedule: object) -> str:
