@@ -17,7 +17,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 import paceline
 from paceline.comm.context import DistributedContext
 from paceline.core.errors import ConfigError
+from paceline.frontends.dry_run import dry_settings
 from paceline.frontends.spawn import spawn
+from paceline.testing.process_engine import ProcessEngine
 from paceline.train.callbacks import Modifier, Observer
 from paceline.train.history import StepRecord
 
@@ -95,6 +97,20 @@ def test_traces_of_a_real_run_stay_and_none_are_written(tmp_path: Path) -> None:
 def test_a_run_of_one_epoch_is_tried_for_one_step() -> None:
     history = trainer(build(), epochs=1, warmup_steps=1).fit((X, Y), (X[:20], Y[:20]))
     assert [len(history.steps), len(history.epochs), len(history.evaluations)] == [1, 1, 1]
+
+
+def test_on_an_engine_whose_nodes_do_not_see_the_temporary_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    url = paceline.CheckpointConfig(url="s3://bucket/run")
+    given = config(dry_run=True, engine=ProcessEngine(nodes=2), checkpoint=url)
+    settled = dry_settings(given)
+    assert (settled.run_dir, settled.checkpoint.enabled) == (False, False)
+    assert dry_settings(config(dry_run=True, checkpoint=url)).checkpoint.enabled
+    history = trainer(build(), engine=given.engine, checkpoint=url).fit((X, Y), (X[:20], Y[:20]))
+    assert (len(history.steps), history.workers) == (2, 2)
+    assert os.listdir(tmp_path) == []
 
 
 def in_a_job(context: DistributedContext, folder: str) -> list[Any]:

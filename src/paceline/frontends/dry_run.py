@@ -16,7 +16,10 @@ from paceline.train.settings.train_config import CheckpointConfig, TrainConfig
 
 
 def dry_settings(config: TrainConfig) -> TrainConfig:
-    """Return the settings of a dry run without a folder and a past; those of any other run as they are."""
+    """Return the settings of a dry run without a folder and a past; those of any other run as they are.
+
+    On an engine it writes no checkpoint: its folder is a temporary one, which no node sees.
+    """
     if not config.dry_run:
         return config
     saved = config.checkpoint
@@ -26,7 +29,10 @@ def dry_settings(config: TrainConfig) -> TrainConfig:
         resume=None,
         profile=None,
         checkpoint=CheckpointConfig(
-            every_epochs=1, metric=saved.metric, mode=saved.mode, enabled=saved.enabled
+            every_epochs=1,
+            metric=saved.metric,
+            mode=saved.mode,
+            enabled=saved.enabled and config.engine is None,
         ),
         fault_tolerance=dataclasses.replace(config.fault_tolerance, chaos=None),
     )

@@ -27,6 +27,8 @@ from paceline.comm.context import DistributedContext
 from paceline.core.errors import ConfigError, UsageError
 from paceline.core.wording import with_article
 from paceline.data.sources import as_source
+from paceline.frontends import overrides
+from paceline.frontends.engine_refusals import refuse_engine
 from paceline.frontends.error_folding import folding_context
 from paceline.frontends.run_preparation import (
     check_scheduler,
@@ -210,6 +212,8 @@ class TrainingSession:
 
 def _check(model: nn.Module, config: TrainConfig) -> None:
     """Refuse settings that only `Trainer` can carry out, instead of ignoring them."""
+    for engine in (config.engine, overrides.current().engine):
+        refuse_engine(engine, "in a session, which trains in the ranks that exist already")
     process_setup.check_initialised(model)
     refuse_wrapped(model)
     if config.micro_batch == "auto":

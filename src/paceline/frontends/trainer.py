@@ -15,10 +15,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, final
 
+from paceline.core.available_resources import cores
+from paceline.core.engine_registry import EngineSettings
 from paceline.core.errors import ConfigError, UsageError
 from paceline.core.wording import counted
 from paceline.frontends import fit_drivers, joint_calls, overrides
 from paceline.frontends.dry_run import dry_callbacks, dry_settings
+from paceline.frontends.engine_refusals import check_search, refuse_engine_on_ranks
 from paceline.frontends.error_folding import folding_errors
 from paceline.frontends.recomputation import record_command, replay_fit
 from paceline.frontends.run_preparation import (
@@ -204,6 +207,7 @@ class Trainer:
 
         def fits(config: TrainConfig) -> None:
             conflicts.check(config, samples=source.size, validation=bool(validated))
+            check_search(config)
             check_shuffled(source, config.shuffle)
             check_length(self.scheduler, config, source.size)
 
@@ -325,11 +329,15 @@ class Trainer:
 
     def _running_job(self, what: str) -> DistributedContext | None:
         """Return the group that this process belongs to; None also for a rank that computes for the others of
-        its launcher, and where an engine has the workers: a batch script of SLURM looks like a rank."""
+        its launcher, and where an engine has the workers, which is refused on the ranks of a job."""
         refuse_inside(what)
-        if overrides.current().apply(self.config).engine is not None:
+        if self._joint_link() is not None:
             return None
-        return None if self._joint_link() is not None else running_job(what)
+        engine = overrides.current().apply(self.config).engine
+        if isinstance(engine, EngineSettings):
+            refuse_engine_on_ranks(engine)
+            return None
+        return running_job(what)
 
     def _pass_over(self, function: Callable[[DistributedContext, TrainJob], T], data: Any) -> T:
         from paceline.data.sources import as_source, refuse_order
@@ -340,12 +348,15 @@ class Trainer:
         refuse_order(source)
         group = context or self._joint_link()
         workers = self.config.workers if group is None else group.world_size
-        config = dataclasses.replace(self._settled or as_recorded(self.config), workers=workers)
+        config = self._settled or as_recorded(self.config)
+        if context is None and overrides.current().apply(self.config).engine is not None:
+            # Workers of this machine, which may have room for fewer than the nodes have.
+            workers = min(workers, config.chosen_shards, cores())
         job = TrainJob(
             self.model,
             self.objective,
             None,
-            config,
+            dataclasses.replace(config, engine=None, workers=workers),
             source,
             info=self._reached,
             evaluation=self.evaluation,

@@ -17,6 +17,7 @@ from paceline.core.errors import ConfigError, UnavailableError, UsageError
 from paceline.core.wording import counted, with_article
 from paceline.frontends import overrides
 from paceline.frontends.ddp_trainer.distributed_config import DistributedConfig, loaded, under_overrides
+from paceline.frontends.engine_refusals import refuse_engine
 from paceline.monitor.trackers.tracker import Tracker
 from paceline.monitor.trackers.tracker_choice import chosen_trackers
 from paceline.train.callbacks import Observer
@@ -42,6 +43,7 @@ class FrameworkSettings:
                 f"resume_from_checkpoint is {with_article(resume)}: it is True or False",
                 remedy="name the place with checkpoint_dir=..., and set resume_from_checkpoint=True",
             )
+        refuse_engine(overrides.current().engine, f"for a trainer on {backend}, which has its own workers")
         config = under_overrides(loaded(given))
         if config.backend not in (backend, "pytorch-ddp"):  # the second is what a config has that names none
             raise ConfigError(

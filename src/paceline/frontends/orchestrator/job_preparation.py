@@ -24,6 +24,7 @@ from paceline.core.wording import with_article
 from paceline.data.sources import as_source
 from paceline.frontends import overrides
 from paceline.frontends.announcements import announce
+from paceline.frontends.engine_refusals import refuse_engine
 from paceline.frontends.orchestrator import mpi_training, synthetic_task
 from paceline.frontends.orchestrator.orchestrator_config import ALGORITHMS, TrainingConfig, check_keys
 from paceline.frontends.orchestrator.sync_job import SyncJob
@@ -79,6 +80,13 @@ def refuse_inside_a_job() -> None:
             "this process is a rank of a job already, and the orchestrator starts workers itself",
             remedy="use the orchestrator in a plain program, or paceline.Trainer here, which joins the job",
         )
+
+
+def refuse_engine_of_options() -> None:
+    """Refuse an engine of the command line or its file; under mpirun the ranks are the nodes."""
+    if mpi_training.own_ranks() is None:
+        why = "for the orchestrator, whose workers are processes of this machine"
+        refuse_engine(overrides.current().engine, why)
 
 
 def read_data(data: Mapping[str, Any] | None) -> tuple[int | None, float | None]:

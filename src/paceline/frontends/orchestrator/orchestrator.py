@@ -72,6 +72,7 @@ class DistributedTrainingOrchestrator:
 
     @folding_errors
     def __init__(self, num_workers: int = 4) -> None:
+        job_preparation.refuse_engine_of_options()
         chosen = overrides.current().workers  # of `paceline train --num-gpus`
         self.num_workers = worker_count("num_workers", num_workers if chosen is None else chosen)
         self._phase = OrchestratorState.NEW
