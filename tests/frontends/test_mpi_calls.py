@@ -14,11 +14,15 @@ import pytest
 from tests.train import small_run
 from tests.waiting import wait_for
 
-from paceline.core.errors import ResourceError
+import paceline
+from paceline.core.errors import ResourceError, UsageError
 from paceline.elastic.supervisor.agent import Agent
 from paceline.engines.engine import NodeStatus
+from paceline.frontends import overrides
 from paceline.frontends.mpi_calls import MpiRanks
 from paceline.frontends.mpi_meeting import LeadingRank, MeetingPlace
+from paceline.frontends.overrides import Overrides
+from paceline.train.settings.train_config import TrainConfig
 
 
 class Unreadable:
@@ -81,3 +85,80 @@ def test_an_agent_without_room_is_no_loss_of_the_leading_rank(
     (status,) = ends
     assert status.code == 1
     assert status.reason == "rank 1: its agent cannot run: [Errno 28] No space left on device"
+
+
+def leading_rank(tmp_path: Path, ranks: int, lost: set[int]) -> MpiRanks:
+    """Rank 0 of an mpirun, the others of which are gone or do not come."""
+    environment = {"PMIX_SERVER_TMPDIR": str(tmp_path)}
+    return MpiRanks(MeetingPlace(0, ranks, True, "job@1", environment, lost=lost), leads=True)
+
+
+def settings_of_a_call(ranks: MpiRanks, config: TrainConfig, chosen: Overrides) -> TrainConfig:
+    """Return the settings with which a call of all ranks trains under options of `paceline train`."""
+    with overrides.in_force(chosen):
+        return ranks.call_together(config, lambda: overrides.current().apply(config))
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        Overrides({"workers": 3}),
+        Overrides({}, ("workers=3",)),
+        Overrides({"workers": 3, "engine": paceline.Mpi(nodes=3)}),
+        Overrides({}, ("engine=mpi",)),
+        Overrides({"workers": 3, "global_batch": 24, "shards": 3}),
+    ],
+)
+def test_the_ranks_that_live_are_the_workers_whatever_the_options_say(
+    tmp_path: Path, chosen: Overrides
+) -> None:
+    ranks = leading_rank(tmp_path, 3, {1, 2})
+    found = settings_of_a_call(ranks, TrainConfig(), chosen)
+    assert (found.workers, found.engine) == (1, paceline.Mpi(nodes=1))
+    assert found.shards == chosen.options.get("shards", 4)
+
+
+def test_a_rank_that_succeeds_another_goes_on_with_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Agent, "run", lambda agent: agent.selector.close() or 0)
+    environment = {"PMIX_SERVER_TMPDIR": str(tmp_path)}
+    first, second = (MeetingPlace(rank, 2, True, "job@1", environment) for rank in range(2))
+    chosen = Overrides({"resume": 3, "run_dir": "given"}, ("resume=4", "run_dir=set", "epochs=2"))
+
+    def die() -> None:
+        with LeadingRank(first, 1) as leading:
+            leading.folder = "begun"
+            leading.call_agents(("127.0.0.1", 9), bytes(32))
+            wait_for(lambda: leading.statuses()[0].state == "ended", "rank 1 is no agent any more")
+
+    thread = threading.Thread(target=die)
+    thread.start()
+    try:
+        found = settings_of_a_call(MpiRanks(second, leads=False), TrainConfig(), chosen)
+    finally:
+        thread.join()
+    assert (found.run_dir, found.resume, found.epochs) == ("begun", "auto", 2)
+    assert (found.workers, found.engine) == (1, paceline.Mpi(nodes=1))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "said"),
+    [
+        (Overrides({"workers": 2}), "workers=2 under mpirun with 3 ranks"),
+        (Overrides({}, ("workers=4",)), "workers=4 under mpirun with 3 ranks"),
+        (Overrides({"workers": 3, "engine": paceline.Slurm(nodes=3)}), "engine=slurm under mpirun"),
+        (Overrides({}, ("engine=slurm",)), "engine=slurm under mpirun"),
+    ],
+)
+def test_options_that_mpirun_contradicts_are_refused(tmp_path: Path, chosen: Overrides, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        settings_of_a_call(leading_rank(tmp_path, 3, {1, 2}), TrainConfig(), chosen)
+
+
+def test_a_file_asks_for_no_number_of_ranks(tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text("workers = 2\nshards = 6\n")
+    ranks = leading_rank(tmp_path, 3, {1, 2})
+    found = settings_of_a_call(ranks, TrainConfig(), Overrides(file=str(file)))
+    assert (found.workers, found.shards) == (1, 6)

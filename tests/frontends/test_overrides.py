@@ -76,6 +76,46 @@ def test_unknown_names_are_refused_at_once_with_those_that_there_are(name, shown
         assert shown in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["file", "assignment"])
+def test_another_engine_replaces_the_scripts_whole(tmp_path, name):
+    file = tmp_path / "settings.toml"
+    file.write_text('[engine]\nname = "slurm"\nnodes = 3\n')
+    chosen = Overrides(file=str(file))
+    if name == "assignment":  # as a file is recorded
+        chosen = Overrides({}, chosen.assigned_by_file())
+    ray = paceline.Ray(nodes=2, address="auto")
+    for config in (TrainConfig(engine=ray), TrainConfig(workers=4), TrainConfig()):
+        changed = chosen.apply(config)
+        assert (changed.engine, changed.workers) == (paceline.Slurm(nodes=3), 3)
+    file.write_text('engine = "slurm"\n')
+    changed = Overrides(file=str(file)).apply(TrainConfig(engine=ray))
+    assert (changed.engine, changed.workers) == (paceline.Slurm(), 1)
+
+
+def test_settings_of_the_scripts_own_engine_win_one_by_one(tmp_path):
+    file = tmp_path / "settings.toml"
+    config = TrainConfig(engine=paceline.Ray(nodes=2, address="auto"))
+    for table in ("nodes = 5\n", 'name = "ray"\nnodes = 5\n'):
+        file.write_text(f"[engine]\n{table}")
+        changed = Overrides(file=str(file)).apply(config)
+        assert (changed.engine, changed.workers) == (paceline.Ray(nodes=5, address="auto"), 5)
+    file.write_text('workers = 4\n[engine]\nname = "slurm"\nnodes = 3\n')
+    with pytest.raises(ConfigError, match="workers=4 on slurm"):
+        Overrides(file=str(file)).apply(config)
+    alone = Overrides({}, ("engine=none",)).apply(config)
+    assert (alone.engine, alone.workers) == (None, 2)
+
+
+def test_final_settings_win_over_all_others_of_their_name():
+    given = Overrides(
+        {"workers": 8, "resume": 3, "checkpoint.keep_last": 9},
+        ("workers=3", " resume = 4", "epochs=2", "per_gpu.num_gpus=3"),
+    )
+    changed = given.with_final({"workers": 5, "resume": "auto"})
+    assert changed.options == {"checkpoint.keep_last": 9, "workers": 5, "resume": "auto"}
+    assert changed.assignments == ("epochs=2", "per_gpu.num_gpus=3")
+
+
 def test_values_that_do_not_fit_are_refused_when_they_are_applied():
     with pytest.raises(ConfigError, match="--set workers=many"):
         Overrides({}, ("workers=many",)).apply(CONFIG)

@@ -24,6 +24,7 @@ from paceline.comm.rendezvous.launcher_policies import why_survivors_end
 from paceline.core.errors import PacelineError, UsageError
 from paceline.core.host import host_name
 from paceline.core.listen_address import ListenAddress
+from paceline.core.wording import counted
 from paceline.engines.engine import Engine
 from paceline.engines.mpi import own_ranks
 from paceline.engines.mpi.mpi_engine import Mpi
@@ -37,6 +38,7 @@ from paceline.frontends.mpi_meeting import (
     own_trouble,
     read_outcome,
 )
+from paceline.frontends.overrides import Overrides
 from paceline.frontends.portable_errors import portable
 from paceline.train.settings.train_config import TrainConfig, shards_on_ranks
 from paceline.train.stop_signals import listening
@@ -109,9 +111,20 @@ class MpiRanks:
 
     def _computed(self, config: TrainConfig, compute: Callable[[], T]) -> T:
         now = overrides.current()
-        settings = {**_settings(config, self.world_size, self.folder), **now.options}
-        with overrides.in_force(replace(now, options=settings)):
+        settings = _settings(now.apply(config), self.world_size, self.folder)
+        self._check_size(now)
+        with overrides.in_force(now.with_final(settings)):
             return compute()
+
+    def _check_size(self, chosen: Overrides) -> None:
+        """Refuse options that ask for another number of workers than mpirun has started ranks. A file of
+        settings may: the size of an engine wins over it."""
+        workers, ranks = replace(chosen, file=None).workers, self.place.world_size
+        if workers not in (None, ranks, self.world_size):
+            raise UsageError(
+                f"workers={workers} under mpirun with {counted(ranks, 'rank')}: each rank has one worker",
+                remedy=f"leave --workers, --num-gpus and --nodes out, or start mpirun -n {workers}",
+            )
 
     def _follow(self) -> tuple[bool, Any]:
         """Return the result of the leading rank's call, or False and its error."""
@@ -185,8 +198,8 @@ def _find(environment: Mapping[str, str]) -> MpiRanks | None:
 
 
 def _settings(config: TrainConfig, ranks: int, folder: str) -> dict[str, Any]:
-    """Return the settings that win over the script's own. `folder`: of the run that a rank has begun which is
-    gone; empty for none."""
+    """Return the settings that win over the script's own and those of the command line. `folder`: of the run
+    that a rank has begun which is gone; empty for none."""
     name = config.engine.name if isinstance(config.engine, Engine) else "mpi"
     if name != "mpi":
         raise UsageError(

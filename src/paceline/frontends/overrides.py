@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+import tomllib
 import traceback
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -110,7 +111,7 @@ class Overrides:
         return self._merged(config)
 
     def _merged(self, config: TrainConfig) -> TrainConfig:
-        given: dict[str, Any] = {}
+        tables, given = self._replaced(config), dict[str, Any]()
         for name, value in self.options.items():
             table = given
             *above, last = name.split(".")
@@ -118,7 +119,32 @@ class Overrides:
                 table = table.setdefault(part, {})
             table[last] = value
         files = [] if self.file is None else [self.file]
-        return core_config.load(TrainConfig, _as_tables(config), *files, given, overrides=self._global)
+        return core_config.load(TrainConfig, tables, *files, given, overrides=self._global)
+
+    def with_final(self, settings: Mapping[str, Any]) -> Overrides:
+        """Return the same with settings in place of all that is said here about these names."""
+
+        def stays(name: str) -> bool:
+            return name.partition("=")[0].strip().partition(".")[0] not in settings
+
+        options = {name: value for name, value in self.options.items() if stays(name)}
+        texts = tuple(text for text in self.assignments if stays(text))
+        return dataclasses.replace(self, options={**options, **settings}, assignments=texts)
+
+    def _replaced(self, config: TrainConfig) -> dict[str, Any]:
+        """Return a config as tables, without the engine in place of which another one is chosen here, and
+        without the workers in place of which an engine says how many there are."""
+        tables = _as_tables(config)
+        engines = [
+            _engine_name(text)
+            for text in (*self.assigned_by_file(), *self._global)
+            if text.partition("=")[0].strip() == "engine"
+        ]
+        if engines and engines[-1].lower() not in ("none", "null"):
+            if any(name not in ("", getattr(config.engine, "name", None)) for name in engines):
+                tables["engine"] = None
+            tables["workers"] = TrainConfig.workers
+        return tables
 
 
 @final
@@ -181,6 +207,16 @@ def traceback_of_script(error: BaseException, path: str) -> str:
     while trace is not None and trace.tb_frame.f_code.co_filename != os.path.abspath(path):
         trace = trace.tb_next
     return "".join(traceback.format_exception(type(error), error, trace))
+
+
+def _engine_name(assignment: str) -> str:
+    """Return the name in `engine=slurm` or `engine={name="slurm", nodes=2}`; empty for a table without."""
+    value = assignment.partition("=")[2].strip()
+    try:
+        plain = tomllib.loads(f"engine = {value}")["engine"]
+    except tomllib.TOMLDecodeError:
+        plain = value
+    return str(plain.get("name", "") if isinstance(plain, dict) else plain)
 
 
 def _as_tables(settings: object) -> dict[str, Any]:
