@@ -97,6 +97,72 @@ def test_one_machine_and_the_own_engine_may_be_named(tmp_path):
     assert json.loads(done.stdout)["workers"] == 2
 
 
+OF_FILE = """
+import json
+from paceline.frontends import overrides
+from paceline.train.settings.train_config import TrainConfig
+
+now = overrides.current()
+config = now.apply(TrainConfig())
+engine = config.engine
+print(json.dumps({
+    "workers": config.workers, "shards": config.shards, "global_batch": config.global_batch,
+    "engine": engine and [engine.name, engine.nodes, getattr(engine, "share_nodes", None)],
+    "per_gpu": now.per_gpu(),
+}))
+"""
+UNDER_MPIRUN = {
+    "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+}  # fmt: skip
+
+
+def of_file(folder: Path, settings: dict[str, object], *options: str) -> dict[str, object]:
+    (folder / "config.json").write_text(json.dumps(settings))
+    done = run(folder, "script.py", "--config", "config.json", *options, script=OF_FILE)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, object] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("more", "options"),
+    [({}, []), ({"num_gpus": 2}, []), ({"num_nodes": 2, "gpus_per_node": 3}, []), ({}, ["--engine", "mpi"])],
+)
+def test_counts_per_gpu_are_those_of_the_ranks_of_mpirun(tmp_path, monkeypatch, more, options):
+    for name, value in UNDER_MPIRUN.items():
+        monkeypatch.setenv(name, value)
+    found = of_file(tmp_path, {"batch_size": 32, "epochs": 3, "learning_rate": 0.001, **more}, *options)
+    assert (found["workers"], found["shards"], found["global_batch"]) == (4, 4, 128)
+    assert found["engine"] == (["mpi", 4, None] if options else None)
+
+
+RAY_FILE = {"backend": "ray", "num_gpus": 4, "batch_size": 8}
+
+
+@pytest.mark.parametrize(
+    ("options", "engine", "workers"),
+    [
+        ([], ["ray", 4, True], 4),
+        (["--engine", "ray"], ["ray", 4, True], 4),
+        (["--backend", "ray", "--num-gpus", "2"], ["ray", 2, True], 2),
+        (["--nodes", "3"], ["ray", 3, False], 3),
+        (["--engine", "slurm", "--nodes", "2"], ["slurm", 2, None], 2),
+        (["--backend", "pytorch-ddp"], None, 4),
+    ],
+)
+def test_a_file_with_backend_ray_is_engine_ray(tmp_path, options, engine, workers):
+    found = of_file(tmp_path, RAY_FILE, *options)
+    assert (found["engine"], found["workers"], found["global_batch"]) == (engine, workers, 8 * workers)
+    assert found["per_gpu"] == ["num_gpus=4", "batch_size=8"]
+
+
+def test_backend_ray_wins_over_the_framework_of_a_file(tmp_path):
+    found = of_file(tmp_path, {**RAY_FILE, "backend": "horovod"}, "--backend", "ray", "--nodes", "2")
+    assert (found["engine"], found["global_batch"]) == (["ray", 2, False], 16)
+    assert found["per_gpu"] == ["num_gpus=4", "batch_size=8"]
+
+
 def test_python_m_paceline_cli_is_the_program(tmp_path):
     for module in ("paceline", "paceline.cli"):
         done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True)

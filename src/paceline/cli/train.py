@@ -87,37 +87,31 @@ def train(
 
     Example: paceline train script.py --workers 4 --chaos "kill rank=2 step=20" --set checkpoint.keep_last=5
     """
+    from paceline.cli import train_layout
     from paceline.cli.setting_checks import checked_assignments
-    from paceline.cli.train_layout import backend_settings, number_of_workers, settings_of_file
     from paceline.core.chaos_spec import Chaos
+    from paceline.frontends.ddp_trainer.config_file import PerGpuFile
     from paceline.frontends.overrides import Overrides
 
     file, rest = _chosen_script(script, script_file, arguments or [])
-    if backend == "ray":
-        engine, backend = one_of(engine, "ray", "--engine", "--backend"), None
+    found = None if config is None else PerGpuFile.read(config)
+    is_for_ray = found is not None and found.config.backend == "ray" and backend in (None, "ray")
+    if backend == "ray" or (is_for_ray and engine is None):
+        engine, backend = one_of(engine, "ray", "--engine", "--backend"), "pytorch-ddp"
     if (task := _slurm_task()) is not None:
         engine = engine or "slurm"
-    chosen = EngineOptions(
-        engine,
-        one_of(nodes, num_nodes, "--nodes", "--num-nodes") if engine else nodes,
-        workers_per_node,
-        gpus_per_node if engine else None,
-        address if engine else None,
-        image,
-        engine_settings or [],
-        slurm or [],
-    ).chosen()
+    if engine is not None:
+        nodes = one_of(nodes, num_nodes, "--nodes", "--num-nodes")
+    of_engine = (gpus_per_node, address) if engine else (None, None)
+    lists = (engine_settings or [], slurm or [])
+    options = EngineOptions(engine, nodes, workers_per_node, *of_engine, image, *lists)
+    chosen = train_layout.sized(options, found if is_for_ray else None, workers or num_gpus).chosen()
     if chosen is not None:
         check_size_and_backend(chosen, workers, num_gpus, backend)
         address = num_nodes = num_gpus = gpus_per_node = None
         workers = chosen.nodes * chosen.workers_per_node
     texts, layout = checked_assignments(assignments or []), (workers, num_gpus, num_nodes, gpus_per_node)
-    of_file: dict[str, Any] = {}
-    if config is None:
-        number = number_of_workers(*layout, address, backend)
-    else:
-        number, of_file, per_gpu = settings_of_file(config, layout, address, backend)
-        texts, config = (*per_gpu, *texts), None if per_gpu else config
+    number, of_file, per_gpu = train_layout.settings_of_file(found, layout, address, backend)
     given: dict[str, Any] = {
         "engine": chosen,
         "workers": number,
@@ -127,8 +121,9 @@ def train(
         "fault_tolerance.chaos": None if chaos is None else str(Chaos(chaos)),
         "fault_tolerance.min_workers": min_workers,
     }
-    options = {**of_file, **{name: value for name, value in given.items() if value is not None}}
-    asked = Overrides(options, (*texts, *backend_settings(backend)), file=config and os.path.abspath(config))
+    settings = {**of_file, **{name: value for name, value in given.items() if value is not None}}
+    texts = (*per_gpu, *texts, *train_layout.backend_settings(backend))
+    asked = Overrides(settings, texts, file=os.path.abspath(config) if config and found is None else None)
     if dry_run:
         _print_request(chosen, asked)
     else:

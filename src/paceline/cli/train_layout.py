@@ -3,9 +3,11 @@ by name of what one start of a script cannot do. Imports no torch."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Any, Final
 
+from paceline.cli.engine_options import EngineOptions
 from paceline.core.available_resources import visible_gpus
 from paceline.core.errors import UsageError
 from paceline.frontends.announcements import announce
@@ -64,30 +66,69 @@ def _engine_for(address: str | None, nodes: int) -> str:
     return f"add --engine with --nodes {max(2, nodes)} where a cluster has them; or "
 
 
+def sized(options: EngineOptions, found: PerGpuFile | None, workers: int | None) -> EngineOptions:
+    """Return the options of an engine with the size that it has where they give none: that of the ranks of
+    this process's mpirun, or what a file with backend = "ray" means to RayTrainer. `found`: such a file;
+    `workers`: those of the other options, which win over it."""
+    if (options.nodes, options.workers_per_node) != (None, None):
+        return options
+    if options.engine == "mpi":
+        return dataclasses.replace(options, nodes=launched_ranks())
+    if options.engine != "ray" or found is None:
+        return options
+    config = found.config
+    in_file = config.num_gpus or config.num_nodes * (config.gpus_per_node or 1)
+    has_gpus = config.communication_backend == "nccl" or visible_gpus() > 0
+    return dataclasses.replace(
+        options,
+        nodes=workers or in_file,
+        gpus_per_node=int(has_gpus) if options.gpus_per_node is None else options.gpus_per_node,
+        settings=["share_nodes=true", *options.settings],
+    )
+
+
+def launched_ranks() -> int | None:
+    """Return how many ranks this process's mpirun has started, each of which is a node with one worker; None
+    outside of one."""
+    if "OMPI_COMM_WORLD_SIZE" not in os.environ:
+        return None
+    from paceline.frontends import mpi_calls
+
+    ranks = mpi_calls.current()
+    return None if ranks is None else ranks.place.world_size
+
+
 def settings_of_file(
-    path: str,
+    found: PerGpuFile | None,
     asked: tuple[int | None, int | None, int | None, int | None],
     address: str | None,
     backend: str | None,
 ) -> tuple[int | None, dict[str, Any], tuple[str, ...]]:
     """Return what a file of DistributedConfig asks for: the workers, the settings of TrainConfig, and the
     assignments for PyTorchDDPTrainer. `asked`: workers, GPUs, nodes and GPUs per node of the options, which
-    win."""
-    found = PerGpuFile.read(path)
+    win, as the ranks of an mpirun do."""
     if found is None:
         return number_of_workers(*asked, address, backend), {}, ()
     workers, num_gpus, num_nodes, each = asked
+    if backend is None:  # Ray is an engine by now, or another engine was chosen in its place
+        backend = "pytorch-ddp" if found.config.backend == "ray" else found.config.backend
+    texts = tuple(
+        f"{PER_GPU}{text}"
+        for text in found.texts
+        if backend == found.config.backend or not text.startswith("backend=")
+    )
+    if (workers, num_gpus, each) == (None, None, None):
+        workers = None if backend in FRAMEWORKS else launched_ranks()
     if (workers, num_gpus, each) == (None, None, None):
         num_gpus, each = found.config.num_gpus, found.config.gpus_per_node
         num_nodes = found.config.num_nodes if num_nodes is None else num_nodes
-    backend = backend or found.config.backend
     number = number_of_workers(workers, num_gpus, num_nodes, each, address, backend)
     if backend in FRAMEWORKS:  # whose trainers read the file's settings as they are
-        return number, {}, tuple(f"{PER_GPU}{text}" for text in found.texts)
+        return number, {}, texts
     settings = found.global_settings(number)
     if sentence := found.arithmetic(settings):
         announce(sentence)
-    return number, settings, tuple(f"{PER_GPU}{text}" for text in found.texts)
+    return number, settings, texts
 
 
 def _check_engine(backend: str | None) -> None:

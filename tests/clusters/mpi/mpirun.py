@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, final
@@ -42,19 +42,28 @@ def find_mpirun(version: str) -> str:
 class MpiRun:
     """A run on the ranks of an mpirun: what it does is in its journal, what it says in its log."""
 
-    def __init__(self, folder: Path, mpirun: str, *options: str, ranks: int, resume: str = "") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        mpirun: str,
+        *options: str,
+        ranks: int,
+        resume: str = "",
+        program: Sequence[str] = (),
+    ) -> None:
         self._mark, self._log = uuid.uuid4().hex, folder / "log"
         self._gate = gate = folder / "gate"
         settings = folder / "engine"
         gate.unlink(missing_ok=True)
         settings.write_bytes(pickle.dumps(Mpi()))
         arguments = [str(folder / "run"), str(gate), str(settings), *([resume] if resume else [])]
+        self._program = list(program) or [*_PROGRAM, *arguments]
         command = [mpirun, "--allow-run-as-root", "--oversubscribe", *options, "-n", str(ranks)]
         environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", MARK: self._mark}
         self._printed = folder / "printed"
         with self._log.open("w") as log, self._printed.open("w") as printed:
             self.process = subprocess.Popen(
-                [*command, *_PROGRAM, *arguments],
+                [*command, *self._program],
                 env=environment, cwd=ROOT, stdout=printed, stderr=log, text=True,
             )  # fmt: skip
         self.events = ContractRun(self.process, folder / "run", gate)
@@ -81,7 +90,7 @@ class MpiRun:
             process
             for process in self.processes()
             if process.environ().get("OMPI_COMM_WORLD_RANK") == str(rank)
-            and "paceline.testing.engine_contract.run" in process.cmdline()
+            and process.cmdline()[1:] == self._program[1:]
         )
         process.send_signal(signal.SIGKILL)
 
@@ -101,9 +110,12 @@ class MpiRun:
 
 
 @contextmanager
-def mpi_run(folder: Path, mpirun: str, *options: str, ranks: int, resume: str = "") -> Iterator[MpiRun]:
-    """Start a run; end what is left of it, and see that it is gone."""
-    run = MpiRun(folder, mpirun, *options, ranks=ranks, resume=resume)
+def mpi_run(
+    folder: Path, mpirun: str, *options: str, ranks: int, resume: str = "", program: Sequence[str] = ()
+) -> Iterator[MpiRun]:
+    """Start a run; end what is left of it, and see that it is gone. `program`: in place of the contract's
+    own, which gets `resume`."""
+    run = MpiRun(folder, mpirun, *options, ranks=ranks, resume=resume, program=program)
     try:
         yield run
     except BaseException as error:

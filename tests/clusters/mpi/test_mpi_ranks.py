@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.clusters.mpi import front_doors
@@ -17,7 +19,8 @@ from tests.clusters.mpi.mpirun import ROOT, find_mpirun, mpi_run
 from tests.train import small_run
 
 import paceline
-from paceline.core import events
+from paceline.core import events, journal
+from paceline.testing.engine_contract import run as contract
 from paceline.testing.engine_contract.cases import undisturbed_hash
 
 _SCRIPT = """
@@ -64,23 +67,36 @@ def test_the_front_doors(tmp_path: Path) -> None:
     assert "start it with mpirun --" in done.stderr  # what lets the others live
 
 
-def test_the_command_with_a_config_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("given", "options", "meant"),
+    [
+        ({"max_steps": 7}, [], {"max_steps": 7}),
+        # Counts per GPU are counts per rank.
+        ({"batch_size": 4, "learning_rate": 0.001}, ["--engine", "mpi"], {"shards": 2, "global_batch": 8}),
+        ({"batch_size": 4, "num_gpus": 3}, ["--workers", "2"], {"shards": 2, "global_batch": 8}),
+        ({"batch_size": 4, "epochs": 1}, [], {"shards": 2, "global_batch": 8}),
+    ],
+)
+def test_the_command_with_a_config_file(
+    tmp_path: Path, given: dict[str, Any], options: list[str], meant: dict[str, Any]
+) -> None:
     """`mpirun -n 2 paceline train script.py --config config.json`."""
     script, config = tmp_path / "script.py", tmp_path / "config.json"
     script.write_text(_SCRIPT)
-    config.write_text(json.dumps({"run_dir": str(tmp_path / "run"), "max_steps": 7}))
+    place = "run_dir" if "max_steps" in given else "checkpoint_dir"
+    config.write_text(json.dumps({place: str(tmp_path / "run"), **given}))
     command = [_ANY, "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, "-m", "paceline"]
     done = subprocess.run(
-        [*command, "train", str(script), "--config", str(config)],
+        [*command, "train", str(script), "--config", str(config), *options],
         env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
         cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    settings = small_run.settings(
-        tmp_path / "alone", 1, fault_tolerance=small_run.UNATTENDED, max_steps=7, epochs=None
-    )
-    trained = small_run.fit(settings).state_hash
-    assert re.findall("hash ([0-9a-f]{64}) ([0-9]+) steps", done.stdout) == [(trained, "7")] * 2
+    usual = {"fault_tolerance": small_run.UNATTENDED, "max_steps": 3, "epochs": None}
+    history = small_run.fit(small_run.settings(tmp_path / "alone", 1, **{**usual, **meant}))
+    found = re.findall("hash ([0-9a-f]{64}) ([0-9]+) steps", done.stdout)
+    assert found == [(history.state_hash, str(len(history.steps)))] * 2
+    assert (tmp_path / "run" / "journal.jsonl").exists()
 
 
 async def _orchestrated(folder: Path) -> str:
@@ -115,6 +131,32 @@ def test_a_killed_rank_is_repaired_in_place(tmp_path: Path, undisturbed: str, ra
     assert taken_over == (rank == 0)
     # Survivors of another rank repaired the step; those of rank 0 went on from what its workers saved.
     assert bool(run.events.of(events.RunResumed)) == (rank == 0)
+
+
+@_needs_ulfm
+def test_options_do_not_send_a_rank_that_takes_over_back(tmp_path: Path, undisturbed: str) -> None:
+    config, gate = contract.config_of(tmp_path / "run"), tmp_path / "gate"
+    gate.touch()
+    contract.fit(dataclasses.replace(config, max_steps=11, fault_tolerance=small_run.UNATTENDED), gate)
+    written = journal.read(tmp_path / "run" / "journal.jsonl").events
+    first = next(event for event in written if isinstance(event, events.CheckpointSaved))
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from pathlib import Path\nfrom paceline.testing.engine_contract import run\n"
+        'if __name__ == "__main__":\n'
+        f'    config = run.config_of(Path("{tmp_path}/run"))\n'
+        f'    print("hash", run.fit(config, Path("{gate}")), flush=True)\n'
+    )
+    options = ["--workers", "3", "--resume", str(first.version)]
+    program = [sys.executable, "-m", "paceline", "train", str(script), *options]
+    with mpi_run(tmp_path, _ULFM, "--with-ft", "ulfm", ranks=3, program=program) as run:
+        run.events.until(lambda: run.events.last_step >= 14, "steps that the version does not have")
+        run.kill_rank(0)
+        run.events.until(lambda: len(run.events.of(events.RunResumed)) == 2, "another rank leads")
+        assert run.finish() == [undisturbed] * 2
+        resumed = [event.step for event in run.events.of(events.RunResumed)]
+        run.events.check_once()
+    assert (resumed[0], resumed[1] >= 14) == (10, True), resumed
 
 
 def test_without_ulfm_all_ranks_end_and_the_run_can_be_resumed(tmp_path: Path, undisturbed: str) -> None:

@@ -38,6 +38,17 @@ def test_what_save_writes_is_read_in_its_global_meaning(tmp_path: Path, suffix: 
     assert found.global_settings(4)["global_batch"] == 4 * 8 * 3  # an option's workers win
 
 
+@pytest.mark.parametrize("backend", ["ray", "horovod", "tensorflow"])
+def test_a_backend_does_not_change_what_the_counts_mean(tmp_path: Path, backend: str) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(f'backend = "{backend}"\nbatch_size = 8\n')
+    found = PerGpuFile.read(str(path))
+    assert found is not None
+    settings = found.global_settings(4)
+    assert settings == {"workers": 4, "shards": 4, "global_batch": 32}
+    assert "global batch 32" in found.arithmetic(settings)
+
+
 def test_only_what_the_file_names_wins(tmp_path: Path) -> None:
     path = tmp_path / "some.toml"
     path.write_text('learning_rate = 0.5\ncheckpoint_dir = "here"\n')

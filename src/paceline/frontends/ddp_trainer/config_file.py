@@ -38,10 +38,7 @@ class PerGpuFile:
         """Return the file's settings by their names in TrainConfig; `workers`: that win over the file's."""
         each = self.config.gpus_per_node
         number = workers or self.config.num_gpus or (each and each * self.config.num_nodes)
-        alone = dataclasses.replace(
-            self.config, num_gpus=number or max(1, visible_gpus()), num_nodes=1, gpus_per_node=None
-        )
-        meant = alone.to_train_config()
+        meant = self._on_one_node(number or max(1, visible_gpus())).to_train_config()
         by_name: dict[str, dict[str, Any]] = {
             "num_gpus": {"workers": meant.workers},
             "gpus_per_node": {"workers": meant.workers},
@@ -68,9 +65,13 @@ class PerGpuFile:
         """Return how the global batch comes about, in a sentence; empty where the file does not set it."""
         if "global_batch" not in settings:
             return ""
+        return self._on_one_node(settings["workers"]).arithmetic
+
+    def _on_one_node(self, workers: int) -> DistributedConfig:
+        """Return the settings of that many workers, for Paceline's own trainer."""
         return dataclasses.replace(
-            self.config, num_gpus=settings["workers"], num_nodes=1, gpus_per_node=None
-        ).arithmetic
+            self.config, num_gpus=workers, num_nodes=1, gpus_per_node=None, backend="pytorch-ddp"
+        )
 
 
 def _is_per_gpu(given: Mapping[str, Any]) -> bool:
