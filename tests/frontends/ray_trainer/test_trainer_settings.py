@@ -51,6 +51,21 @@ def test_mistakes(config: dict[str, Any], key: str) -> None:
     assert caught.value.facts["key"] == key
 
 
+@pytest.mark.parametrize(
+    ("config", "instead"),
+    [
+        ({"workers": 4}, "give num_workers"),
+        ({"global_batch": 64}, "give batch_size"),
+        ({"engine": paceline.Ray(nodes=2)}, "RayTrainer(..., engine="),
+    ],
+)
+def test_settings_that_have_another_name_here_are_refused(config: dict[str, Any], instead: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(config)
+    assert instead in caught.value.remedy
+    assert [caught.value.facts["key"]] == [*config]
+
+
 def test_a_config_that_is_no_dict() -> None:
     with pytest.raises(ConfigError, match="config is list"):
         read([("lr", 1)])  # type: ignore[arg-type]

@@ -43,8 +43,9 @@ class RayTrainer:
 
     model      a module, a function that builds one, or a function of the settings that does: build(config)
     config     lr, weight_decay, batch_size (samples of one step, of all workers together; None: the train
-               loader's), epochs, num_workers, cpus_per_worker, use_gpu, address, any setting of TrainConfig
-               (seed, max_steps, run_dir, ...), and anything else that the model wants to read
+               loader's), epochs, num_workers, cpus_per_worker, use_gpu, address, any other setting of
+               TrainConfig (seed, max_steps, run_dir, ...) but workers, global_batch and engine, which are
+               refused, and anything else that the model wants to read
     optimizer  a function from parameters to an optimizer, or of (parameters, config); None: AdamW with lr
     loss_fn    a loss of (output, target), or an objective (model, batch); None: chosen by the targets
     scheduler  a function from the optimizer to a torch scheduler

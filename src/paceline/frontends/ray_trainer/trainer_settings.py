@@ -16,10 +16,14 @@ from paceline.core.errors import ConfigError
 from paceline.engines.ray.ray_engine import Ray
 from paceline.train.settings.train_config import TrainConfig
 
+_OTHERWISE: Final = {
+    "workers": "give num_workers: how many workers train",
+    "global_batch": "give batch_size: the samples of one step, of all workers together",
+    "engine": "give it to the trainer: RayTrainer(..., engine=paceline.Ray(...))",
+}
+"""Settings of `TrainConfig` that are said in another way here."""
 _RUN: Final = frozenset(
-    field.name
-    for field in dataclasses.fields(TrainConfig)
-    if field.name not in ("workers", "global_batch", "epochs", "engine")
+    field.name for field in dataclasses.fields(TrainConfig) if field.name not in (*_OTHERWISE, "epochs")
 )
 
 
@@ -57,6 +61,9 @@ def read(config: Mapping[str, Any]) -> TrainerSettings:
             f"config is {type(config).__name__}",
             remedy='pass a dict such as {"lr": 1e-3, "batch_size": 64, "epochs": 3}',
         )
+    for name, remedy in _OTHERWISE.items():
+        if name in config:
+            raise ConfigError(f"config has {name}, which RayTrainer does not read", remedy=remedy, key=name)
     for one, other in (("lr", "learning_rate"), ("epochs", "num_epochs")):
         if one in config and other in config and config[one] != config[other]:
             raise ConfigError(
