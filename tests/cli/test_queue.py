@@ -134,6 +134,16 @@ def test_a_run_on_an_engine_keeps_how_this_login_reaches_its_nodes(place, paceli
     assert submitted.request.environment["WANDB_MODE"] == "offline"
 
 
+def test_a_file_whose_backend_is_ray_is_a_run_on_ray(place, paceline, monkeypatch):
+    monkeypatch.setenv("SSH_AUTH_SOCK", "/run/agent.2")
+    (place / "c.json").write_text(json.dumps({"backend": "ray", "batch_size": 8}))
+    add(paceline, "script.py", "--config", "c.json", "--workers", "2-4")
+    request = only(place).request
+    assert (request.per_node, request.size) == (1, "2-4")
+    assert request.environment["SSH_AUTH_SOCK"] == "/run/agent.2"
+    assert "--nodes" in train_command(request, 4)
+
+
 def test_a_run_on_an_engine_has_whole_nodes(place, paceline):
     add(paceline, "script.py", "--engine", "ray", "--workers-per-node", "2", "--workers", "2-4")
     request = only(place).request

@@ -102,15 +102,25 @@ def _workers_per_node(given: dict[str, Any]) -> int:
     from paceline.cli.engine_options import EngineOptions
 
     engine = EngineOptions(
-        engine=given["engine"] or ("ray" if given["backend"] == "ray" else None),
+        engine=given["engine"] or ("ray" if _backend(given) == "ray" else None),
         workers_per_node=given["workers_per_node"],
         gpus_per_node=given["gpus_per_node"] if given["engine"] else None,
-        address=given["address"] if given["engine"] or given["backend"] == "ray" else None,
+        address=given["address"] if given["engine"] or _backend(given) == "ray" else None,
         image=given["image"],
         settings=given["engine_settings"] or [],
         slurm=given["slurm"] or [],
     ).chosen()
     return 0 if engine is None else engine.workers_per_node
+
+
+def _backend(given: dict[str, Any]) -> str | None:
+    """Return the backend of the options, else that of a file of DistributedConfig."""
+    from paceline.frontends.ddp_trainer.config_file import PerGpuFile
+
+    if given["backend"] is not None or given["config"] is None:
+        return None if given["backend"] is None else str(given["backend"])
+    found = PerGpuFile.read(given["config"])
+    return None if found is None else found.config.backend
 
 
 def _check(given: dict[str, Any]) -> None:
@@ -124,7 +134,7 @@ def _check(given: dict[str, Any]) -> None:
         option = f"--{name.replace('_', '-')}" if is_option else f"--set {name}"
         if is_option or name in assigned:
             raise UsageError(f"{option}: the queue decides about it", remedy=f"use {instead}")
-    if given["engine"] is None and given["backend"] != "ray":
+    if given["engine"] is None and _backend(given) != "ray":
         number_of_workers(None, None, None, given["gpus_per_node"], given["address"], given["backend"])
     if given["chaos"] is not None:
         Chaos(given["chaos"])

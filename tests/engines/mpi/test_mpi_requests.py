@@ -12,6 +12,8 @@ from paceline.core.version import VERSION
 from paceline.engines.engine import AgentSpec
 from paceline.engines.mpi.mpi_engine import Mpi
 from paceline.engines.mpi.mpirun_errors import explain_end
+from paceline.frontends.overrides import Overrides
+from paceline.train.settings.train_config import TrainConfig
 
 _AGENTS = AgentSpec(
     run="digits", address=("10.0.0.5", 41000), nodes=1, workers_per_node=2, folder="/shared/work",
@@ -41,6 +43,16 @@ def test_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     assert "--allow-run-as-root" in engine.request(_AGENTS)["commands"][0]["command"]
+
+
+def test_a_script_under_mpirun_has_the_size_of_its_ranks_before_they_meet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "3")
+    assert TrainConfig(engine=Mpi()).workers == 3
+    # What `paceline train --workers 3`, or a file of counts per GPU, adds to it.
+    assert Overrides({"workers": 3}, ()).apply(TrainConfig(engine=Mpi())).workers == 3
+    assert Mpi(nodes=2).nodes == 2
 
 
 def test_hosts_of_a_file_of_mpirun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

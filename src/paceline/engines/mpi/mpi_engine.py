@@ -27,6 +27,7 @@ from paceline.engines.mpi.mpirun_errors import explain_end
 from paceline.engines.mpi.own_ranks import RankJob
 
 _RANK_VARIABLE: Final = "OMPI_COMM_WORLD_RANK"
+_SIZE_VARIABLE: Final = "OMPI_COMM_WORLD_SIZE"
 _LOCAL: Final = "localhost"
 
 
@@ -71,7 +72,9 @@ class Mpi:
         if ranks is not None:
             object.__setattr__(self, "nodes", ranks.world_size)
         elif self.nodes == 0:
-            object.__setattr__(self, "nodes", len(self.host_lines()))
+            # Made by a script before its ranks meet: the ranks will be the nodes.
+            ranks_here = int(os.environ.get(_SIZE_VARIABLE, "0"))
+            object.__setattr__(self, "nodes", ranks_here or len(self.host_lines()))
 
     def host_lines(self) -> tuple[HostLine, ...]:
         """Return the hosts, spare ones included."""
