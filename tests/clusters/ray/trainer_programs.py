@@ -110,16 +110,17 @@ def served(address: str, folder: str, port: str) -> dict[str, Any]:
     serve.start(http_options={"port": int(port), "location": "HeadOnly"})
     handle = serve.run(paceline.RayTrainer.serve(exported), name="model")
     by_handle = handle.predict.remote(inputs.tolist()).result(timeout_s=60)
+    whole = [[1, 0, 2, 0, 1, 3]]
     request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/", json.dumps({"inputs": inputs.tolist()}).encode(), method="POST"
+        f"http://127.0.0.1:{port}/", json.dumps({"inputs": whole}).encode(), method="POST"
     )
     with urllib.request.urlopen(request, timeout=60) as reply:
         by_http = json.loads(reply.read())["outputs"]
     serve.shutdown()
     assert isinstance(trainer.model, nn.Module)
-    expected = trainer.model.eval()(inputs).tolist()
+    expected = [trainer.model.eval()(one).tolist() for one in (inputs, torch.tensor(whole).float())]
     return {
-        "same": [by_handle == expected, by_http == expected],
+        "same": [one == other for one, other in zip((by_handle, by_http), expected, strict=True)],
         "accuracy": trainer.best_accuracy,
         "hash": str(paceline.state_hash(trainer.model)),
     }

@@ -76,6 +76,7 @@ class RayTrainer:
         self._loss, self._scheduler, self._engine = loss_fn, scheduler, engine
         self._callbacks = as_list(callbacks)
         self._trainer: Trainer | None = None
+        self._input_dtype: str | None = None
 
     @property
     def best_accuracy(self) -> float | None:
@@ -89,6 +90,7 @@ class RayTrainer:
         from paceline.frontends.loss_inference import first_targets
 
         source, trial = as_source(train_loader), current_trial()
+        self._input_dtype = model_export.dtype_of_inputs(source)
         report = TuneReport(holds_last=True)
         self._trainer = Trainer(
             self.model,
@@ -122,7 +124,11 @@ class RayTrainer:
 
         module = self._after_fit("export").model
         assert isinstance(module, nn.Module)
-        about = {"config": self.config, "best_accuracy": self.best_accuracy}
+        about = {
+            model_export.INPUT_DTYPE: self._input_dtype,
+            "config": self.config,
+            "best_accuracy": self.best_accuracy,
+        }
         return model_export.write(Path(folder), module, about)
 
     @staticmethod
