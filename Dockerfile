@@ -1,5 +1,5 @@
 # An image for `paceline submit --engine kubernetes` and `paceline train --engine kubernetes`: Paceline, torch for
-# the CPU, and the scripts in the folder `app` of the build context.
+# the CPU, and the scripts in the folder `examples` of the build context: name your own in `COPY examples /app`.
 #
 #   docker build -t REGISTRY/train:1 .
 #   docker build -t REGISTRY/train:1 --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu128 .     for GPUs

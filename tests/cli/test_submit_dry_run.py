@@ -96,3 +96,29 @@ def test_a_version_to_continue_from_is_refused(
     assert (code, out) == (2, "")
     assert "resume=3" in err
     assert err.count("try:") == 1
+
+
+@pytest.mark.parametrize("where", ["file", "assignments"])
+@pytest.mark.parametrize("kind", ["job", "statefulset", "jobset"])
+def test_agents_of_a_run_with_tls_have_certificates(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    where: str,
+    kind: str,
+) -> None:
+    """Agents read neither the settings nor the script. The paths are those of the pods."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").write_text("")
+    files = {"certificate": "/runs/own.pem", "key": "/runs/own.key", "authority": "/runs/authority.pem"}
+    words = f"submit script.py --engine kubernetes --nodes 2 --image a --kind {kind} --dry-run".split()
+    if where == "file":
+        lines = [f"{name} = '{path}'" for name, path in files.items()]
+        (tmp_path / "settings.toml").write_text("\n".join(["[fault_tolerance]", *lines, ""]))
+        words += ["--config", "settings.toml"]
+    else:
+        words += [f"--set=fault_tolerance.{name}={path}" for name, path in files.items()]
+    code, out, err = Command(capsys)(*words)
+    assert (code, err) == (0, "")
+    _, _, join = " ".join(out.split()).partition(" -m paceline join ")
+    assert " ".join(f"--{name} {path}" for name, path in files.items()) in join

@@ -95,6 +95,7 @@ def submit(
         script=script,
         arguments=tuple(arguments or []),
         options=(*train_options, *_option("--run-dir", folder)),
+        agent_options=_tls_of_agents(assignments or [], config),
         name=name or Path(script).stem,
         nodes=chosen.nodes,
         workers_per_node=chosen.workers_per_node,
@@ -106,6 +107,20 @@ def submit(
     )
     queue = None if isinstance(chosen, BatchEngine) else _local_queue(options, job, train_options, folder)
     _hand_over(chosen, queue, job, dry_run=dry_run, wait=wait)
+
+
+def _tls_of_agents(assignments: list[str], config: str | None) -> tuple[str, ...]:
+    """Return the options of agents that a run with these settings accepts over TLS; the files are nodes'."""
+    from paceline.frontends.ddp_trainer.config_file import PerGpuFile
+    from paceline.frontends.overrides import PER_GPU, Overrides
+    from paceline.train.settings.train_config import TrainConfig
+
+    texts = tuple(text for text in assignments if not text.startswith(PER_GPU))
+    # A file of settings per GPU has none of TLS.
+    file = None if config is None or PerGpuFile.read(config) is not None else config
+    care = Overrides({}, texts, file=file).apply(TrainConfig()).fault_tolerance
+    given = {"--certificate": care.certificate, "--key": care.key, "--authority": care.authority}
+    return tuple(word for name, value in given.items() for word in _option(name, value))
 
 
 def _check_time(text: str, slurm: list[str]) -> None:

@@ -20,11 +20,14 @@ BatchState: TypeAlias = Literal["pending", "running", "succeeded", "failed", "st
 @dataclass(frozen=True, kw_only=True)
 class BatchSpec:
     """A run to hand over. `arguments`: the script's; `options`: those of `paceline train` that were given,
-    e.g. ["--epochs", "3"]; `time`: as a person writes it ("2:00:00"), empty: the engine's own limit."""
+    e.g. ["--epochs", "3"]; `agent_options`: those of `paceline join` that the settings call for, where the
+    engine starts agents by itself; `time`: as a person writes it ("2:00:00"), empty: the engine's own limit.
+    """
 
     script: str
     arguments: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
+    agent_options: tuple[str, ...] = ()
     name: str = "train"
     nodes: int = 1
     workers_per_node: int = 1

@@ -20,6 +20,7 @@ from typing import Any
 
 from tests.clusters.kubernetes import sandbox
 from tests.clusters.kubernetes.admission import RefusalError
+from tests.clusters.kubernetes.expansion import expanded
 from tests.clusters.kubernetes.object_store import JsonObject, ObjectStore, now
 from tests.clusters.kubernetes.sandbox import ROOT, Container
 
@@ -187,16 +188,19 @@ class Kubelets:
         environment["KUBERNETES_SERVICE_HOST"] = self._hosts.addresses[0]
         # The image's own variables, which the manifest's win over.
         environment |= {"PYTHONPATH": f"{ROOT}/src:{ROOT}"}
+        known: dict[str, str] = {}
         for variable in one["env"]:
             source = variable.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
-            environment[variable["name"]] = address if source == "status.podIP" else variable.get("value", "")
+            value = address if source == "status.podIP" else expanded(variable.get("value", ""), known)
+            known[variable["name"]] = value
+        environment |= known
         names = folder / "hosts"
         names.touch()
         names.write_text(f"127.0.0.1 localhost\n{address} {spec['hostname']}\n")
         system, _ = sandbox.system_parts()
         folders = [*system, *sandbox.image_folders(), str(ROOT)]
         made = Container(
-            one["command"],
+            [expanded(word, known) for word in one["command"]],
             environment,
             hostname=spec["hostname"],
             user=security["runAsUser"],

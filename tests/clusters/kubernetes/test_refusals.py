@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from tests.clusters.kubernetes import cluster as fake
 from tests.clusters.kubernetes.admission import Quota
+from tests.clusters.kubernetes.certificates import certificates
 from tests.clusters.kubernetes.cluster import IMAGE, USER, Cluster
 from tests.clusters.kubernetes.sandbox import ROOT
 from tests.waiting import wait_for
@@ -155,7 +156,7 @@ def test_a_server_that_does_not_answer_or_is_none(idle_cluster: Cluster, tmp_pat
     with pytest.raises(UnavailableError, match="cannot be reached"):
         engine(idle_cluster, kubeconfig=str(config)).check()
     # Another authority's certificate: whoever answers is not the cluster.
-    stranger, _ = fake.certificates(["127.0.0.1"], tmp_path)
+    stranger, _ = certificates(["127.0.0.1"], tmp_path)
     idle_cluster.write_kubeconfig(config, idle_cluster.server, stranger)
     with pytest.raises(UnavailableError, match="CERTIFICATE_VERIFY_FAILED"):
         engine(idle_cluster, kubeconfig=str(config)).check()

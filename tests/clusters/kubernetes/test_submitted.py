@@ -44,7 +44,10 @@ class Gate(Modifier):
 
 torch.manual_seed(1)
 x = torch.randn(96, 8, generator=torch.Generator().manual_seed(0))
+# Handed over, and all the same named in the script: pods start no engine.
+engine = paceline.Kubernetes(image="another", nodes=5) if "--lr" in sys.argv else None
 config = paceline.TrainConfig(
+    engine=engine,
     global_batch=16, max_steps=200, shards=4, threads=1, progress=False, seed=3,
     checkpoint=paceline.CheckpointConfig(every_steps=5),
 )
@@ -85,7 +88,7 @@ def test_a_run_is_handed_over_loses_its_pods_and_ends_as_if_nothing_was(
     (tmp_path / "train.py").symlink_to(folder / "train.py")
     options += ["--engine-set", "folder=/runs"]
     done = subprocess.run(
-        [*command(Path("train.py"), *options), "--", "--lr", "0.1"],
+        [*command(Path("train.py"), *options), "--", "--lr", "0.1", "$(POD_IP)$$"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -128,7 +131,7 @@ def test_a_run_is_handed_over_loses_its_pods_and_ends_as_if_nothing_was(
             assert Counter(followed) - Counter(agents) == Counter(of_pod_0)
         assert Counter(agents) <= _written_by_agents(idle_cluster, agents)
         (said,) = {line for line in followed if line.startswith("hash ")}
-        assert "['--lr', '0.1']" in said
+        assert "['--lr', '0.1', '$(POD_IP)$$']" in said
         secret = idle_cluster.store.find("Secret", "ml", "run-token")
         assert secret is not None
         written = secret["data"]["token"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import ssl
 import threading
 import urllib.parse
 from collections.abc import Callable, Iterator
@@ -20,15 +21,17 @@ Objects = dict[str, dict[str, Any]]
 
 class ScriptedApi:
     """Objects by their paths. `fault` may be set by a test: a function of method and path that returns None,
-    or what goes wrong: a number of HTTP; "cut": the request is carried out and not answered; "drop": neither.
+    or what goes wrong: a number of HTTP; "cut": the request is carried out and not answered; "drop": neither;
+    an address: a redirect to it. It answers as a proxy too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         self.objects: Objects = {}
         self.logs: dict[str, list[str]] = {}
         self.earlier_logs: dict[str, list[str]] = {}  # before a restart
         self.requests: list[tuple[str, str]] = []
         self.tokens: list[str] = []
+        self.headers: list[list[tuple[str, str]]] = []
         self.fault: Callable[[str, str], int | str | None] = lambda method, path: None
         self._uids = iter(range(1, 10**6))
         api = self
@@ -44,11 +47,16 @@ class ScriptedApi:
 
         self._http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._http.daemon_threads = False
+        if tls is not None:
+            self._http.socket = tls.wrap_socket(self._http.socket, server_side=True)
+        self.address = f"{'https' if tls else 'http'}://127.0.0.1:{self._http.server_port}"
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,))
 
-    def client(self, user: dict[str, Any] | None = None) -> ApiClient:
-        address = f"http://127.0.0.1:{self._http.server_port}"
-        return ApiClient(ClusterAccess(address, "ml", "the test", {}, user or {}, Path()))
+    def client(
+        self, user: dict[str, Any] | None = None, cluster: dict[str, Any] | None = None, server: str = ""
+    ) -> ApiClient:
+        address = server or self.address
+        return ApiClient(ClusterAccess(address, "ml", "the test", cluster or {}, user or {}, Path()))
 
     @contextmanager
     def serving(self) -> Iterator[ScriptedApi]:
@@ -76,6 +84,7 @@ class ScriptedApi:
         method, path = request.command, url.path
         self.requests.append((method, path))
         self.tokens.append(request.headers.get("Authorization", ""))
+        self.headers.append(request.headers.items())
         fault = self.fault(method, path)
         if fault == "drop":
             request.close_connection = True
@@ -87,7 +96,8 @@ class ScriptedApi:
         if fault == "cut":
             request.close_connection = True
             return
-        self._send(request, code, answer)
+        to = fault if isinstance(fault, str) else ""
+        self._send(request, 302 if to else code, answer, to)
 
     def _carry_out(self, method: str, path: str, query: dict[str, str], body: bytes) -> tuple[int, Any]:
         given = json.loads(body) if body else {}
@@ -117,9 +127,11 @@ class ScriptedApi:
         return 404, {"message": f"{path} not found", "reason": "NotFound"}
 
     @staticmethod
-    def _send(request: http.server.BaseHTTPRequestHandler, code: int, answer: Any) -> None:
+    def _send(request: http.server.BaseHTTPRequestHandler, code: int, answer: Any, to: str = "") -> None:
         data = (answer if isinstance(answer, str) else json.dumps(answer)).encode()
         request.send_response(code)
+        if to:
+            request.send_header("Location", to)
         request.send_header("Content-Length", str(len(data)))
         request.end_headers()
         request.wfile.write(data)

@@ -16,8 +16,9 @@ NAMESPACE = "/api/v1/namespaces/ml"
 def test_a_role_inside_a_namespace_is_enough(api: ScriptedApi) -> None:
     """Its users may not read the Namespace itself."""
     api.put("", VERSION)
-    with pytest.raises(UsageError, match="no namespace 'ml'"):
+    with pytest.raises(UsageError, match="no namespace 'ml'") as told:
         check(api.client(), "ml", "job")
+    assert "--engine-set namespace=NAME" in told.value.remedy
     api.fault = lambda method, path: 403 if path == NAMESPACE else None
     check(api.client(), "ml", "job")
     api.fault = lambda method, path: 401 if path == NAMESPACE else None

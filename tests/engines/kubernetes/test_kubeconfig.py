@@ -96,6 +96,16 @@ def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         find_cluster(str(tmp_path / "config"))
 
 
+def test_a_proxy_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    path = written(tmp_path / "config", {})
+    content = yaml.safe_load(path.read_text())
+    content["clusters"][0]["cluster"]["proxy-url"] = "socks5://me:hunter2@127.0.0.1:1080"
+    path.write_text(yaml.safe_dump(content))
+    with pytest.raises(UsageError, match=r"proxy-url of context 'here' .* of the kind 'socks5'") as told:
+        find_cluster(str(path))
+    assert "hunter2" not in str(told.value)
+
+
 def test_in_a_pod_the_service_account_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kubeconfig, "IN_CLUSTER", tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -104,6 +114,7 @@ def test_in_a_pod_the_service_account_is_used(tmp_path: Path, monkeypatch: pytes
     found = find_cluster(environment={"KUBERNETES_SERVICE_HOST": "fd00::1", "KUBERNETES_SERVICE_PORT": "443"})
     assert (found.server, found.namespace) == ("https://[fd00::1]:443", "ml")
     assert found.headers() == {"Authorization": "Bearer pod"}
+    assert found.is_in_pod
 
 
 def test_the_address_on_the_way_to_the_server() -> None:

@@ -3,17 +3,21 @@
 
 from __future__ import annotations
 
+import itertools
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from tests.clusters.kubernetes.expansion import expanded
 
 import paceline
 from paceline.core.errors import ConfigError, UsageError
 from paceline.engines.batch import BatchSpec
 from paceline.engines.engine import AgentSpec
 from paceline.engines.kubernetes import manifests
+from paceline.frontends.overrides import Overrides
 
 FOLDER = Path(__file__).parent
 KINDS = ("job", "statefulset", "jobset")
@@ -131,11 +135,50 @@ def test_another_name_is_the_objects_own_and_what_the_user_chose_stays(kind: str
         ({"memory": "much"}, "no quantity"),
         ({"namespace": "My_Space"}, "no name of Kubernetes"),
         ({"volumes": {"runs": "claim"}}, "no folder of a pod"),
+        ({"volumes": {"/runs": "data..v1"}}, "no name of Kubernetes"),
+        ({"volumes": {"/runs": "d" * 254}}, "no name of Kubernetes"),
+        ({"port": 0}, "port=0"),
+        ({"port": 65536}, "port=65536"),
     ],
 )
 def test_settings_that_cannot_be(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         settings(**changes)
+
+
+def test_names_of_claims_may_have_dots() -> None:
+    assert settings(volumes={"/runs": "data.v1"}).volumes == {"/runs": "data.v1"}
+
+
+@pytest.mark.parametrize("text", ["$$", "$$$", "$(POD_IP)", "a$(b)$$(c)$", "$$1", "$HOME ${HOME}", "$(", "$"])
+def test_texts_of_a_user_are_not_replaced(text: str) -> None:
+    job = BatchSpec(script="train.py", arguments=(text,), environment={"TEXT": text})
+    for kind in ("job", "statefulset"):
+        _, owner = yaml.safe_load_all(settings(kind=kind).batch_text(job))
+        container = owner["spec"]["template"]["spec"]["containers"][0]
+        script = expanded(container["command"][-1], {"POD_IP": "10.0.0.1"})
+        assert f"-- {shlex.quote(text)};;" in script
+        assert '"fault_tolerance.bind=$POD_IP"' in script
+        (given,) = [one["value"] for one in container["env"] if one["name"] == "TEXT"]
+        assert expanded(given, {"POD_IP": "10.0.0.1"}) == text
+
+
+def _script_of_pod_0(kind: str) -> str:
+    *_, owner = yaml.safe_load_all(printed(kind))
+    if kind == "jobset":
+        owner = owner["spec"]["replicatedJobs"][0]["template"]
+    return str(owner["spec"]["template"]["spec"]["containers"][0]["command"][-1])
+
+
+def test_pod_0_starts_no_engine() -> None:
+    """The script, or its file of settings, may name the one that it was handed over to."""
+    own = paceline.TrainConfig(engine=settings(nodes=3, workers_per_node=4))
+    for kind in KINDS:
+        words = shlex.split(_script_of_pod_0(kind))
+        texts = [text for name, text in itertools.pairwise(words) if name == "--set"]
+        assert texts[-2:] == ["engine=none", "fault_tolerance.bind=$POD_IP"]
+        applied = Overrides({"workers": 6}, tuple(texts)).apply(own)
+        assert (applied.engine, applied.workers) == (None, 6)
 
 
 def test_a_job_set_that_has_ended_is_not_kept_for_ever() -> None:

@@ -53,7 +53,7 @@ class Agent:
     """One host's part in a job. `run` returns an exit code: 0 the job is over or this host left, 1 this
     host is refused, 76 the supervisor is gone. `first_wait`: seconds to wait for a job that does not listen
     yet; `until_finished`: 75 in place of 0 where the job ends, or this host leaves it, before its training
-    has come to its end."""
+    has come to its end, and 76 where no job listened within `first_wait`."""
 
     address: tuple[str, int]
     secret: bytes
@@ -93,7 +93,8 @@ class Agent:
             # Takes longer than all else before the first worker: while this agent connects, or waits for a
             # job that does not listen yet.
             launch.import_ahead(WORKER_PRELOAD)
-            self._connect_first()
+            if code := self._connect_first():
+                return code
             has_told = False
             while self._end is None:
                 if self._leaving and not has_told:
@@ -127,16 +128,22 @@ class Agent:
         for process in self._workers.values():
             process.signal(signal.SIGTERM)
 
-    def _connect_first(self) -> None:
-        """Connect; a job that does not listen yet is waited for."""
+    def _connect_first(self) -> int:
+        """Connect; a job that does not listen yet is waited for. Return 0, or with `until_finished` the exit
+        code of an agent that found none."""
         deadline = self.clock.now() + self.first_wait
         while True:
             try:
                 self._connect(_CONNECT_SECONDS)
-                return
+                return 0
             except RendezvousError as error:
-                if self._leaving or self.clock.now() >= deadline or not error.facts.get("absent"):
-                    raise
+                is_absent = bool(error.facts.get("absent"))
+                if self._leaving or self.clock.now() >= deadline or not is_absent:
+                    if not (is_absent and self.until_finished):
+                        raise
+                    self.say(error.message)
+                    # 1 would tell the engine that this agent failed, and too many such end the run.
+                    return STOPPED_EXIT_CODE if self._leaving else SUPERVISOR_LOST_EXIT_CODE
             self.clock.sleep(_PAUSE_SECONDS)
 
     def _connect(self, seconds: float) -> None:

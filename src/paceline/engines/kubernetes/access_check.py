@@ -34,7 +34,7 @@ def check(client: ApiClient, namespace: str, kind: str) -> None:
     if not _may_exist(client, place):
         raise UsageError(
             f"there is no namespace {place!r} in the cluster of {client.access.source}",
-            remedy=f"kubectl create namespace {place}, or give another --namespace",
+            remedy=f"kubectl create namespace {place}, or name another one: --engine-set namespace=NAME",
         )
     if kind == "jobset" and client.find(JOBSET_API) is None:
         raise UnavailableError(

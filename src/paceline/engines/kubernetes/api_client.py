@@ -5,19 +5,16 @@ from __future__ import annotations
 import http.client
 import json
 import ssl
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Mapping
 from typing import Any, Final, final
 
 from paceline.core.errors import PacelineError, PlatformError, UnavailableError
 from paceline.core.untrusted import printable
+from paceline.engines.kubernetes.api_connection import ApiAnswer, exchange
 from paceline.engines.kubernetes.kubeconfig import ClusterAccess
 from paceline.engines.kubernetes.quotas import is_quota, quota_error
 
-_SECONDS: Final = 15.0
-_MOST_BYTES: Final = 64 << 20
 _MERGE_PATCH: Final = "application/merge-patch+json"
 _REMEDY_OF_ACCESS: Final = (
     "`kubectl auth can-i create jobs` must answer yes: ask the cluster's administrator for a role, or give "
@@ -120,24 +117,21 @@ class ApiClient:
     def _answer(
         self, method: str, path: str, query: Mapping[str, str], data: bytes | None, content: str
     ) -> bytes:
-        url = self.access.server + path + ("?" + urllib.parse.urlencode(query) if query else "")
-        headers = {"Accept": "application/json", **self.access.headers()}
-        if data is not None:
-            headers["Content-Type"] = content
-        request = urllib.request.Request(url, data, headers, method=method)
+        target = path + ("?" + urllib.parse.urlencode(query) if query else "")
+        own = {"Accept": "application/json", **({} if data is None else {"Content-Type": content})}
+        headers = [*own.items(), *self.access.headers().items(), *self.access.impersonation()]
+        tls = self._context()
         try:
-            with urllib.request.urlopen(request, timeout=_SECONDS, context=self._context()) as answer:
-                return bytes(answer.read(_MOST_BYTES))
-        except urllib.error.HTTPError as error:
-            with error:
-                raise _refusal(method, path, error.code, error.read(_MOST_BYTES), self.access) from None
+            answer = exchange(self.access, tls, method, target, headers, data)
         except (OSError, http.client.HTTPException, ValueError) as error:
-            why = getattr(error, "reason", "") or error
             raise UnavailableError(
-                f"the Kubernetes API server {self.access.server} cannot be reached: {why}",
+                f"the Kubernetes API server {self.access.server} cannot be reached: {error}",
                 remedy=f"it is the server of {self.access.source}: `kubectl cluster-info` must work here "
                 "(is a VPN or a proxy missing, is the cluster switched off?)",
             ) from error
+        if answer.status >= http.HTTPStatus.MULTIPLE_CHOICES:
+            raise _refusal(method, path, answer, self.access)
+        return answer.body
 
     def _context(self) -> ssl.SSLContext | None:
         """Return the connection's settings; a plugin's new answer may have another certificate."""
@@ -147,12 +141,15 @@ class ApiClient:
         return self._tls
 
 
-def _refusal(method: str, path: str, code: int, body: bytes, access: ClusterAccess) -> PacelineError:
+def _refusal(method: str, path: str, answer: ApiAnswer, access: ClusterAccess) -> PacelineError:
+    code = answer.status
+    if code < http.HTTPStatus.BAD_REQUEST:
+        return _redirection(answer, access)
     try:
-        status = json.loads(body)
+        status = json.loads(answer.body)
         told, reason = str(status["message"]), str(status.get("reason", ""))
     except (ValueError, KeyError, TypeError):
-        told, reason = body[:500].decode("utf-8", "replace").strip(), ""
+        told, reason = answer.body[:500].decode("utf-8", "replace").strip(), ""
     told = printable(told)
     if code >= http.HTTPStatus.INTERNAL_SERVER_ERROR or code == http.HTTPStatus.TOO_MANY_REQUESTS:
         return UnavailableError(
@@ -185,3 +182,17 @@ def _refusal(method: str, path: str, code: int, body: bytes, access: ClusterAcce
             remedy="look at it with --dry-run; Kubernetes 1.31 or later is needed",
         )
     return ApiError(f"{method} {path}: {code} {told}", status=code, reason=reason)
+
+
+def _redirection(answer: ApiAnswer, access: ClusterAccess) -> ApiError:
+    """Return the error of a server that sends its callers elsewhere, as portals with a login do."""
+    try:
+        host = urllib.parse.urlsplit(answer.location).hostname
+    except ValueError:  # no address
+        host = None
+    return ApiError(
+        f"{access.server} is no API server: it redirects to {printable(host or 'another page')} "
+        f"({answer.status}), and no credentials are sent there",
+        status=answer.status,
+        remedy=f"log in to the cluster again, or correct the server's address in {access.source}",
+    )

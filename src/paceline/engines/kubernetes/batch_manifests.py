@@ -94,14 +94,15 @@ def supervisor_command(settings: PodSettings, job: BatchSpec) -> list[str]:
         care["joining_workers"] = (job.nodes - 1) * job.workers_per_node
     for name, value in care.items():
         command += ["--set", f"fault_tolerance.{name}={value}"]
-    return command
+    # The script and the file of settings may name the engine that they were handed over to.
+    return [*command, "--set", "engine=none"]
 
 
 def join_command(settings: PodSettings, job: BatchSpec, supervisor: str) -> list[str]:
     """Return the command of the other pods."""
     command = [settings.python, "-m", "paceline", "join", f"{supervisor}:{settings.port}"]
     command += ["--token-file", TOKEN_FILE, "--workers", str(job.workers_per_node)]
-    return [*command, "--wait", str(_WAIT_SECONDS), "--until-finished"]
+    return [*command, *job.agent_options, "--wait", str(_WAIT_SECONDS), "--until-finished"]
 
 
 def _by_index(settings: PodSettings, job: BatchSpec, name: str) -> str:

@@ -12,6 +12,7 @@ import json
 import os
 import ssl
 import tempfile
+import urllib.parse
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,15 +39,31 @@ class ClusterAccess:
     cluster: Mapping[str, Any]
     user: Mapping[str, Any]
     folder: Path
+    is_in_pod: bool = False
+    """Whether this process runs in the cluster: no proxy of the environment is on the way to the server."""
+
+    @property
+    def tls_name(self) -> str:
+        """Return the name that the server's certificate has in place of its address; mostly empty."""
+        return str(self.cluster.get("tls-server-name") or "")
+
+    @property
+    def proxy(self) -> str:
+        """Return the proxy that the file names; mostly empty."""
+        return str(self.cluster.get("proxy-url") or "")
 
     def tls(self) -> ssl.SSLContext | None:
         """Return the settings of the connection, with the user's certificate; None for plain HTTP."""
-        if not self.server.startswith("https:"):
+        if not self.server.lower().startswith("https:"):
             return None
         try:
-            context = ssl.create_default_context(cafile=self._path(self.cluster, "certificate-authority"))
-            if data := self.cluster.get("certificate-authority-data"):
-                context.load_verify_locations(cadata=base64.b64decode(data).decode())
+            data = base64.b64decode(self.cluster.get("certificate-authority-data") or "").decode()
+            # With neither these are the system's authorities.
+            file = None if data else self._path(self.cluster, "certificate-authority")
+            context = ssl.create_default_context(cafile=file, cadata=data or None)
+            # On since Python 3.13. Authorities of clusters (EKS, older GKE, MicroK8s) lack extensions that it
+            # wants, and kubectl does without.
+            context.verify_flags &= ~ssl.VERIFY_X509_STRICT
             if self.cluster.get("insecure-skip-tls-verify"):
                 context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
             self._load_certificate(context)
@@ -64,6 +81,15 @@ class ClusterAccess:
             return {"Authorization": f"Basic {base64.b64encode(pair.encode()).decode()}"}
         token = self._token()
         return {"Authorization": f"Bearer {token}"} if token else {}
+
+    def impersonation(self) -> list[tuple[str, str]]:
+        """Return the headers with which this user acts as another one; a name may stand several times."""
+        user = self.user
+        found = [("User", user.get("as")), ("Uid", user.get("as-uid"))]
+        found += [("Group", group) for group in user.get("as-groups") or ()]
+        for key, values in (user.get("as-user-extra") or {}).items():
+            found += [(f"Extra-{urllib.parse.quote(key, safe='')}", value) for value in values]
+        return [(f"Impersonate-{name}", str(value)) for name, value in found if value]
 
     def _token(self) -> str:
         if path := self._path(self.user, "tokenFile"):
@@ -160,6 +186,7 @@ def _from_pod(variables: Mapping[str, str]) -> ClusterAccess:
         {"certificate-authority": "ca.crt"},
         {"tokenFile": "token"},
         IN_CLUSTER,
+        is_in_pod=True,
     )
 
 
@@ -187,6 +214,14 @@ def _from_files(paths: list[Path], context: str) -> ClusterAccess:
     if not cluster.get("server"):
         raise UsageError(
             f"{source} names no server for context {wanted!r}", remedy="kubectl config set-cluster ..."
+        )
+    kind = str(cluster.get("proxy-url") or "http").partition(":")[0]
+    if kind != "http":
+        raise UsageError(
+            f"proxy-url of context {wanted!r} of {source} is a proxy of the kind {kind!r}, which Paceline "
+            "cannot use",
+            remedy="give a proxy like http://HOST:PORT, or a server that is reached without one",
+            key="proxy-url",
         )
     own = {name: str(user_folder / value) for name, value in user.items() if _is_file(name, value)}
     return ClusterAccess(

@@ -78,12 +78,15 @@ def pod_template(
         # The root file system is read-only: what libraries keep in a home folder goes to /tmp.
         {"name": "HOME", "value": "/tmp"},
         {"name": "PYTHONUNBUFFERED", "value": "1"},
-        *({"name": key, "value": value} for key, value in {**settings.environment, **environment}.items()),
+        *(
+            {"name": key, "value": literal(str(value))}
+            for key, value in {**settings.environment, **environment}.items()
+        ),
     ]
     one: Manifest = {
         "name": CONTAINER,
         "image": image,
-        "command": list(command),
+        "command": [literal(word) for word in command],
         "env": variables,
         "readinessProbe": readiness(port),
         "securityContext": {
@@ -138,6 +141,11 @@ def pod_template(
     if settings.node_selector:
         spec["nodeSelector"] = dict(settings.node_selector)
     return {"metadata": {"labels": {RUN_LABEL: name, **settings.labels}}, "spec": spec}
+
+
+def literal(text: str) -> str:
+    """Return what Kubernetes reads as this text: it replaces $(NAME) and $$ in commands and variables."""
+    return re.sub(r"\$(?=[$(])", "$$", text)
 
 
 def _volumes(settings: PodSettings, name: str) -> tuple[list[Manifest], list[Manifest]]:

@@ -12,6 +12,10 @@ from paceline.core.errors import ConfigError
 SUPERVISOR_PORT: Final = 29577
 _QUANTITY: Final = re.compile(r"\d+(\.\d+)?(m|[kKMGTPE]i?)?")
 _LABEL: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+_SUBDOMAIN: Final = re.compile(
+    r"(?=.{1,253}\Z)[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*"
+)
+_PORTS: Final = range(1, 65536)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +66,11 @@ class PodSettings:
                 raise ConfigError(
                     f"{name}={value!r} is no quantity of Kubernetes", remedy='write "4" or "16Gi"', key=name
                 )
-        for name, value in (("namespace", self.namespace), *(("volumes", v) for v in self.volumes.values())):
-            if value and not _LABEL.fullmatch(value):
+        if self.port not in _PORTS:
+            raise ConfigError(f"port={self.port}", remedy="give a port from 1 to 65535", key="port")
+        claims = [("volumes", claim, _SUBDOMAIN) for claim in self.volumes.values()]
+        for name, value, form in (("namespace", self.namespace, _LABEL), *claims):
+            if value and not form.fullmatch(value):
                 raise ConfigError(
                     f"{name}: {value!r} is no name of Kubernetes",
                     remedy="use lower-case letters, digits and dashes",
