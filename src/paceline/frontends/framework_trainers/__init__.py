@@ -4,6 +4,7 @@
                           verdicts, history
     framework_checkpoints  its verified checkpoints
     framework_settings    the run's settings, from DistributedConfig, arguments and `paceline train`
+    framework_overrides   which settings of `paceline train` such a run has
     horovod_*             HorovodTrainer, under horovodrun
     tensorflow_*          TensorFlowDistributedTrainer, under a strategy of tf.distribute
 

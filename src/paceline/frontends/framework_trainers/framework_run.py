@@ -101,7 +101,7 @@ class FrameworkRun:
         self._repairs = 0
         self._versions: FrameworkCheckpoints | None = None
         self._journal: journal.PatientJournal | None = None
-        self._recorder = Recorder(callbacks, self._tell, _CPU)
+        self._recorder = Recorder(callbacks, self._tell, _CPU, at_nonfinite="")
 
     # -- beginning
 

@@ -18,6 +18,7 @@ from paceline.core.wording import counted, with_article
 from paceline.frontends import overrides
 from paceline.frontends.ddp_trainer.distributed_config import DistributedConfig, loaded, under_overrides
 from paceline.frontends.engine_refusals import refuse_engine
+from paceline.frontends.framework_trainers.framework_overrides import overridden
 from paceline.monitor.trackers.tracker import Tracker
 from paceline.monitor.trackers.tracker_choice import chosen_trackers
 from paceline.train.callbacks import Observer
@@ -54,6 +55,7 @@ class FrameworkSettings:
         place = config.checkpoint_dir if checkpoint_dir is None else os.fspath(checkpoint_dir)
         self.config = dataclasses.replace(config, backend="pytorch-ddp", checkpoint_dir=place)
         self.backend, self._resume = backend, resume
+        self._otherwise: Mapping[str, str] = {}
 
     def train_config(self, workers: int, batch: int, epochs: int | None) -> TrainConfig:
         """Return the settings of a run of `workers` workers with `batch` samples each in a step."""
@@ -85,14 +87,15 @@ class FrameworkSettings:
             name=self.backend,
             resume="auto" if self._resume else None,
         )
-        return overrides.current().apply(made)
+        return overridden(made, self.backend, self._otherwise)
 
     def trackers(self) -> list[Tracker]:
-        return settings_trackers(self.config)
+        every = _set_by_command(TrainConfig(log_every=self.config.log_every_n_steps)).log_every
+        return settings_trackers(dataclasses.replace(self.config, log_every_n_steps=every))
 
     def refuse(self, names: Mapping[str, str]) -> None:
         """Refuse settings that this framework has in another way: name -> what to do instead."""
-        usual = DistributedConfig()
+        usual, self._otherwise = DistributedConfig(), names
         for name, remedy in names.items():
             value = getattr(self.config, name)
             if value != getattr(usual, name):
@@ -117,13 +120,18 @@ def require_package(module: str, remedy: str) -> Any:
 @contextmanager
 def progress_shown(wanted: bool) -> Iterator[tuple[Observer, ...]]:
     """Show progress on this process's terminal, where that is wanted: the observers of it."""
-    if not wanted:
+    if not wanted or not _set_by_command(TrainConfig()).progress:
         yield ()
         return
     from paceline.monitor.progress_factory import progress_display
 
     with progress_display() as display:
         yield (display,)
+
+
+def _set_by_command(config: TrainConfig) -> TrainConfig:
+    """Return the settings with what `paceline train` sets in their place."""
+    return overrides.current().apply(config)
 
 
 def settings_trackers(config: DistributedConfig) -> list[Tracker]:

@@ -31,6 +31,7 @@ _MOST_REMEMBERED = 8192  # and of those that the journal may lack
 # From a step to its line in the journal: far longer than that takes while a supervisor writes it.
 _JOURNAL_LAG_SECONDS = 2.0
 _BEHIND = 2  # steps whose numbers may still be on their way from a GPU
+_AT_NONFINITE = '; TrainConfig(nonfinite="stop") ends a run there, and "skip" leaves such steps out'
 
 
 @final
@@ -121,7 +122,8 @@ class Recorder:
 
     `acked_at`: when the journal was last known to have what had been sent, on `clock`; None: at once. What is
     newer goes into checkpoints, so that nothing is missing in the journal when all are killed.
-    `take_times` returns what the time since its last call was spent on.
+    `take_times` returns what the time since its last call was spent on. `at_nonfinite` goes on after the
+    warning about a loss that is not finite: what can be done.
     """
 
     def __init__(
@@ -133,8 +135,9 @@ class Recorder:
         acked_at: Callable[[], float] | None = None,
         clock: Clock | None = None,
         take_times: Callable[[], StepTimes | None] = lambda: None,
+        at_nonfinite: str = _AT_NONFINITE,
     ) -> None:
-        self._take_times = take_times
+        self._take_times, self._at_nonfinite = take_times, at_nonfinite
         self._clock: Clock = clock or MonotonicClock()
         self._callbacks = callbacks
         self._tell = tell or (lambda event: None)  # a run without a folder has no journal
@@ -263,8 +266,7 @@ class Recorder:
             _log.warning(
                 "the loss of step %d is %s: the step changed no weight"
                 if record.skipped
-                else "the loss of step %d is %s: this and what follows may be of no use; "
-                'TrainConfig(nonfinite="stop") ends a run there, and "skip" leaves such steps out',
+                else f"the loss of step %d is %s: this and what follows may be of no use{self._at_nonfinite}",
                 record.step,
                 record.loss,
             )
