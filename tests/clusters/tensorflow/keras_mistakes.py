@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 import paceline
+from paceline.frontends import overrides
 
 folder = Path(sys.argv[1])
 
@@ -52,6 +53,14 @@ def other_model() -> None:
     again.fit(data(8), epochs=2)
 
 
+def endless_with_max_steps() -> None:
+    with overrides.in_force(overrides.Overrides({"max_steps": 3})):
+        history = paceline.TensorFlowDistributedTrainer(
+            model_fn, verbose=False, checkpoint_dir=folder / "endless"
+        ).fit(data(8).repeat(), epochs=2)
+    assert [record.step for record in history.steps] == [1, 2, 3]
+
+
 def too_many_ranks() -> None:
     os.environ |= {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     try:
@@ -74,6 +83,10 @@ mistakes: dict[str, Callable[[], object]] = {
     "other model": other_model,
     "ranks": too_many_ranks,
     "alone": lambda: trainer(strategy="multiworker"),
+    "endless": lambda: trainer().fit(data(8).repeat(), epochs=2),
+    "endless validation": lambda: trainer().fit(data(8), validation_data=data(8).repeat()),
+    "endless evaluation": lambda: trainer().evaluate(data(8).repeat()),
+    "endless with max_steps": endless_with_max_steps,
     "late": lambda: trainer(strategy=tf.distribute.get_strategy()).fit(data(8), epochs=1),
 }
 for name, mistake in mistakes.items():

@@ -51,7 +51,8 @@ def model_fn() -> Any:
     ]
     model = keras.Sequential([keras.layers.Input((4,)), *layers])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.Adam(0.01), loss=loss, metrics=["accuracy"])
+    accuracy = keras.metrics.SparseCategoricalAccuracy() if settings.get("metric_object") else "accuracy"
+    model.compile(keras.optimizers.Adam(0.01), loss=loss, metrics=[accuracy])
     return model
 
 
@@ -91,7 +92,8 @@ if settings.get("only_evaluates"):
         "FOUND " + json.dumps({"rank": int(rank), **trainer.evaluate(validation)}) + "\n", end="", flush=True
     )
     sys.exit()
-history = trainer.fit(epoch_data, epochs=settings.get("epochs", 4), validation_data=validation)
+here = validation if settings.get("validates", rank) == rank else None
+history = trainer.fit(epoch_data, epochs=settings.get("epochs", 4), validation_data=here)
 if settings.get("again"):
     history = trainer.fit(epoch_data, epochs=2, validation_data=validation)
 found = {

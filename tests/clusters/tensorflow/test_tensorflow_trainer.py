@@ -194,6 +194,24 @@ def test_parameter_servers_of_a_script_that_only_evaluates_end_well(tmp_path: Pa
     assert (found["rank"], found["loss"] > 0) == (0, True)
 
 
+def test_workers_that_do_not_all_validate_are_refused(tmp_path: Path) -> None:
+    """On all of them: the others would wait for ever."""
+    log = tmp_path / "log"
+    once = [*paceline_run(2), "--max-restarts", "0"]
+    with started(command(once, tmp_path, validates="1"), log) as job:
+        assert job.wait(SECONDS) == 1, log.read_text()
+    said = "the number of datasets for validation is 0 on worker 0 and 1 on worker 1"
+    assert said in log.read_text()
+    assert not (tmp_path / "run" / "journal.jsonl").exists()
+
+
+def test_a_metric_object_is_the_accuracy_too(tmp_path: Path) -> None:
+    found = alone(tmp_path, strategy="mirrored", metric_object=True, epochs=2)
+    measured = found["last_evaluation"]
+    assert set(measured) == {"loss", "accuracy", "sparse_categorical_accuracy"}
+    assert found["accuracy"] >= measured["accuracy"] == measured["sparse_categorical_accuracy"]
+
+
 def test_bad_input_is_one_message(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with started([str(BIN / "python"), MISTAKES, str(tmp_path)], log) as job:
@@ -212,6 +230,10 @@ def test_bad_input_is_one_message(tmp_path: Path) -> None:
         "other model": "model/sequential",
         "ranks": 'strategy="mirrored" in rank 0 of 2: each of them would train alone',
         "alone": 'strategy="multiworker" needs 2 processes at least, and this job has 1',
+        "endless": "the training data repeats without end",
+        "endless validation": "the validation data repeats without end",
+        "endless evaluation": "the data repeats without end",
+        "endless with max_steps": "accepted",
         "late": "accepted",
     }
     assert {name: said.get(name, "")[: len(start)] for name, start in expected.items()} == expected

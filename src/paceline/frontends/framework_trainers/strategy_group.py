@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+from collections.abc import Mapping
 from typing import Any, final
 
 import numpy as np
@@ -48,12 +49,6 @@ class StrategyGroup:
         """Return the chief's plain data on every worker."""
         return json.loads(self.broadcast(json.dumps(data).encode() if self.is_chief else b""))
 
-    def gather(self, number: int) -> list[int]:
-        """Return every worker's number, on all of them."""
-        row = np.zeros(self.size, np.int64)
-        row[self.rank] = number
-        return [int(one) for one in self._sum(row)]
-
     def processes(self) -> tuple[FrameworkWorker, ...]:
         """Return every worker's process, on all of them."""
         name = socket.gethostname().encode()[: _NAME_BYTES - 4]
@@ -66,16 +61,22 @@ class StrategyGroup:
             for rank, one in enumerate(every)
         )
 
-    def agree(self, what: str, number: int) -> None:
-        """Refuse workers whose numbers differ, on all of them: their collectives would not match."""
-        found = self.gather(number)
-        for rank, one in enumerate(found):
-            if one != found[0]:
-                raise UsageError(
-                    f"{what} is {found[0]} on worker 0 and {one} on worker {rank}: every worker must make "
-                    "the same steps",
-                    remedy="give all workers the same model, and datasets of the same length",
-                )
+    def agree(self, numbers: Mapping[str, int | None]) -> None:
+        """Refuse workers whose numbers differ, on all of them: their collectives would not match. Every
+        worker has the same names; no number is negative."""
+        rows = np.zeros((self.size, len(numbers)), np.int64)
+        rows[self.rank] = [-1 if one is None else one for one in numbers.values()]
+        every = self._sum(rows).tolist()
+        for place, what in enumerate(numbers):
+            for rank, row in enumerate(every):
+                first, here = (None if found[place] < 0 else found[place] for found in (every[0], row))
+                if here != first:
+                    raise UsageError(
+                        f"{what} is {first} on worker 0 and {here} on worker {rank}: every worker must make "
+                        "the same steps",
+                        remedy="give all workers the same model and settings, validation data to all of them "
+                        "or to none, and datasets of the same length",
+                    )
 
     def _sum(self, mine: NDArray[Any]) -> NDArray[Any]:
         if self.size == 1:

@@ -28,6 +28,7 @@ class EpochDataset:
         first = self._dataset(0)
         number = int(first.cardinality())
         self.steps = number if number >= 0 else None
+        self._is_endless = number == job.tf.data.INFINITE_CARDINALITY
         self.first = next(iter(first), None)
         if self.first is None:
             raise UsageError(f"{what} is empty: it has no batch", remedy="give data with a sample or more")
@@ -43,6 +44,14 @@ class EpochDataset:
                 f"{what} has batches of {counted(self.batch, 'sample')}, and the strategy has {self._cut} "
                 "replicas: some would have none",
                 remedy=f"use batches of {self._cut} samples or more: a batch is that of all replicas",
+            )
+
+    def refuse_endless(self, otherwise: str = "") -> None:
+        """Refuse data of which a pass has no end."""
+        if self._is_endless:
+            raise UsageError(
+                f"{self._what} repeats without end: a pass over it would never be over",
+                remedy=f"use dataset.take(BATCHES), or leave repeat() out{otherwise}",
             )
 
     @property
@@ -67,3 +76,12 @@ class EpochDataset:
         if not isinstance(made, kind):
             raise UsageError(f"{self._what} is {with_article(made)}", remedy=_GIVE)
         return made
+
+
+def sizes_of(data: EpochDataset | None, what: str) -> dict[str, int | None]:
+    """Return what workers that train in step agree on before they pass over data together."""
+    return {
+        f"the number of datasets for {what}": int(data is not None),
+        f"the size of a batch for {what}": None if data is None else data.batch,
+        f"the number of batches for {what}": None if data is None else data.steps,
+    }

@@ -24,7 +24,7 @@ from paceline.frontends.framework_trainers.chief_decisions import decided_by_chi
 from paceline.frontends.framework_trainers.framework_ending import RunEnding
 from paceline.frontends.framework_trainers.framework_run import FrameworkRun, FrameworkWorker, WorkerLoss
 from paceline.frontends.framework_trainers.handed_out_steps import HandedOutSteps
-from paceline.frontends.framework_trainers.tensorflow_data import EpochDataset
+from paceline.frontends.framework_trainers.tensorflow_data import EpochDataset, sizes_of
 from paceline.frontends.framework_trainers.tensorflow_state import KerasState
 from paceline.frontends.framework_trainers.tensorflow_steps import KerasSteps
 from paceline.frontends.framework_trainers.tensorflow_strategy import TensorFlowJob
@@ -78,9 +78,15 @@ class TensorFlowLoop:
 
     def _meet(self) -> None:
         job, group = self._job, self._job.group
-        group.agree("the number of batches", -1 if self._data.steps is None else self._data.steps)
-        group.agree("the size of a batch", self._data.batch)
-        group.agree("the number of weights", self._state.weights)
+        group.agree(
+            {
+                "epochs": self._config.epochs,
+                "max_steps": self._config.max_steps,
+                "the number of weights": self._state.weights,
+                **sizes_of(self._data, "training"),
+                **sizes_of(self._validation, "validation"),
+            }
+        )
         processes = group.processes() if job.coordinator is None else self._served_processes()
         found = decided_by_chief(lambda: self._open(processes), group.is_chief, group.broadcast_plain)
         if job.served is not None:
@@ -230,4 +236,11 @@ def measured(job: TensorFlowJob, steps: KerasSteps, data: EpochDataset) -> tuple
     for batch in data.of_epoch(0, 0):
         total = total + np.asarray(score(batch).numpy())
     loss, samples = float(total[0]), int(total[1])
-    return {"loss": loss / samples if samples else 0.0, **steps.metrics()}, samples
+    return {"loss": loss / samples if samples else 0.0, **with_accuracy(steps.metrics())}, samples
+
+
+def with_accuracy(metrics: dict[str, float]) -> dict[str, float]:
+    """Return the metrics with the only accuracy among them as "accuracy" too, which the history's best one is
+    of. A metric object, and one of several outputs, has a longer name."""
+    named = [name for name in metrics if name == "acc" or (name.endswith("accuracy") and "top_k" not in name)]
+    return metrics if len(named) != 1 else {**metrics, "accuracy": metrics[named[0]]}

@@ -141,8 +141,12 @@ class TensorFlowDistributedTrainer:
         validation = (
             None if validation_data is None else EpochDataset(job, validation_data, "the validation data")
         )
-        build_variables(job.tf, job.strategy, self.model, data.first)
+        if validation is not None:
+            validation.refuse_endless()
         config = self._settings.train_config(job.replicas, data.batch // max(1, job.replicas), epochs)
+        if config.max_steps is None:
+            data.refuse_endless("; or use `paceline train --set max_steps=N`")
+        build_variables(job.tf, job.strategy, self.model, data.first)
         with progress_shown(self._verbose and job.is_chief) as shown:
             observers = (*self._callbacks, *self._settings.trackers(), *shown)
             loop = TensorFlowLoop(
@@ -155,11 +159,13 @@ class TensorFlowDistributedTrainer:
     def evaluate(self, dataset: Any) -> dict[str, float]:
         """Return loss and metrics of the model over a dataset, every worker on its share."""
         self._serve()
-        from paceline.frontends.framework_trainers.tensorflow_data import EpochDataset
+        from paceline.frontends.framework_trainers.tensorflow_data import EpochDataset, sizes_of
         from paceline.frontends.framework_trainers.tensorflow_loop import measured
         from paceline.frontends.framework_trainers.tensorflow_steps import build_variables
 
         data = EpochDataset(self._job, dataset, "the data")
+        data.refuse_endless()
+        self._job.group.agree(sizes_of(data, "evaluation"))
         build_variables(self._job.tf, self._job.strategy, self.model, data.first)
         return measured(self._job, self._steps, data)[0]
 
