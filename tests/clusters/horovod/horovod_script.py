@@ -29,10 +29,16 @@ data = TensorDataset(inputs, (inputs.sum(1) > 0).long())
 shuffled = settings.get("shuffle", settings.get("samples") != 0)
 loader = DataLoader(data, batch_size=8, shuffle=shuffled)
 model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
-if settings.get("other_model") and os.environ.get("HOROVOD_RANK") == "1":
+second = os.environ.get("HOROVOD_RANK") == "1"
+if settings.get("other_model") and second:
     model = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
-if settings.get("other_length") and os.environ.get("HOROVOD_RANK") == "1":
+if settings.get("other_length") and second:
     loader = DataLoader(TensorDataset(inputs[:32], (inputs[:32].sum(1) > 0).long()), batch_size=8)
+validation = None if settings.get("other_validation") and second else loader
+if settings.get("other_passes") and second:
+    settings["config"] = {"gradient_accumulation_steps": 2}
+if settings.get("again") == "thawed":
+    model[0].requires_grad_(False)
 loss, calls = nn.CrossEntropyLoss(), [0]
 
 
@@ -91,8 +97,11 @@ else:
     given["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 make: Any = paceline.make_trainer if settings.get("made") else paceline.HorovodTrainer
 trainer = make(model, **given)
-history = trainer.fit(loader, epochs=settings.get("epochs", 2), val_loader=loader)
+history = trainer.fit(loader, epochs=settings.get("epochs", 2), val_loader=validation)
 if settings.get("again"):
+    model.requires_grad_(True)
+    if settings["again"] == "trainer":
+        trainer = make(model, **given)
     history = trainer.fit(loader, epochs=settings.get("epochs", 2), val_loader=loader)
 found = {
     "rank": trainer.rank,

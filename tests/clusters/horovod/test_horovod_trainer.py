@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -150,29 +152,47 @@ def test_a_rank_that_joins_trains_with_the_others(tmp_path: Path) -> None:
     assert CheckpointStore(folder / "checkpoints").verify() == []
 
 
-def test_accumulation_clipping_and_a_second_training(tmp_path: Path) -> None:
-    """A step of two ranks with two passes of 8 samples is one of 32 samples."""
-    config = {"gradient_accumulation_steps": 2, "gradient_clipping": 0.05, "tensorboard": True}
-    chosen: dict[str, Any] = {"lr_rule": "sqrt", "compression": "none", "verbose": True, "shuffle": False}
-    found = trained(tmp_path, 2, epochs=1, again=True, config=config, **chosen)
+def in_one_process(steps: list[int], rate: float, clipping: float, *, thawed: bool = False) -> list[float]:
+    """Return the weights after two trainings with these steps, each given by the end of its samples.
+    `thawed`: the first layer is not trained in the first training."""
     torch.manual_seed(0)
     inputs = torch.randn(128, 8)
     targets = (inputs.sum(1) > 0).long()
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
-    rate = 0.05 * 2**0.5
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
-    for first in (0, 32, 64, 96) * 2:  # two trainings of one epoch
-        batch = slice(first, first + 32)
-        optimizer.zero_grad()
-        nn.CrossEntropyLoss()(model(inputs[batch]), targets[batch]).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        optimizer.step()
-    expected = [value for one in model.parameters() for value in one.flatten().tolist()]
+    for trains_all in (not thawed, True):
+        model[0].requires_grad_(trains_all)
+        for first, end in pairwise([0, *steps]):
+            optimizer.zero_grad()
+            nn.CrossEntropyLoss()(model(inputs[first:end]), targets[first:end]).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), clipping)
+            optimizer.step()
+    return [value for one in model.parameters() for value in one.flatten().tolist()]
+
+
+def test_accumulation_clipping_and_a_second_training(tmp_path: Path) -> None:
+    """A step of two ranks with two passes of 8 samples is one of 32 samples."""
+    config = {"gradient_accumulation_steps": 2, "gradient_clipping": 0.05, "tensorboard": True}
+    chosen: dict[str, Any] = {"lr_rule": "sqrt", "compression": "none", "verbose": True, "shuffle": False}
+    found = trained(tmp_path, 2, epochs=1, again="fit", config=config, **chosen)
+    rate = 0.05 * 2**0.5
+    expected = in_one_process([32, 64, 96, 128], rate, 0.05)
     for one in found:
         assert one["weights"] == pytest.approx(expected, rel=1e-4, abs=1e-6)
         assert one["rates"] == pytest.approx([rate, rate])
         assert one["steps"] == [1, 2, 3, 4]
     assert len(list(tmp_path.glob("runs/*/tensorboard/events.*"))) == 2
+
+
+@pytest.mark.parametrize("again", ["thawed", "trainer"])
+def test_a_second_training_of_other_weights_or_by_another_trainer(tmp_path: Path, again: str) -> None:
+    """Every gradient is summed once: also of weights that were not trained before, and by one optimizer where
+    two trainers have had the model."""
+    first, second = trained(tmp_path, 2, epochs=1, again=again, shuffle=False)
+    expected = in_one_process([*range(16, 129, 16)], 0.1, math.inf, thawed=again == "thawed")
+    assert first["own_hash"] == second["own_hash"]
+    assert first["weights"] == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert first["rates"] == [0.1, 0.1]  # the optimizer that both trainers have is scaled once
 
 
 @pytest.mark.parametrize("whole_job", [True, False])
@@ -228,6 +248,8 @@ def test_compression_may_be_one_of_horovods_own(tmp_path: Path) -> None:
     [
         (2, {"other_length": True}, "samples is 128 on rank 0 and 32 on rank 1"),
         (2, {"other_model": True}, "model is '4 parameters"),
+        (2, {"other_validation": True}, "validation data is 'given' on rank 0 and 'none' on rank 1"),
+        (2, {"other_passes": True}, "gradient_accumulation_steps is 1 on rank 0 and 2 on rank 1"),
         (1, {"samples": 0}, "the training data has no batch on this rank"),
         (1, {"compression": "zip"}, "compression='zip' is unknown"),
     ],

@@ -68,7 +68,8 @@ class HorovodRanks:
         self._lost_in = lost_in
         self.size = len(self._groups[0])
         self.framework, self.is_chief, self.is_elastic = "horovod 0", True, elastic
-        self.device = torch.device("cpu")
+        self.device, self.rank = torch.device("cpu"), 0
+        self.agreed: dict[str, Any] = {}
         self.hvd = SimpleNamespace(
             Sum="sum",
             Min="min",
@@ -95,7 +96,7 @@ class HorovodRanks:
         return list(group)
 
     def agree(self, what: Any) -> None:
-        pass
+        self.agreed = dict(what)
 
     def decided_by_chief(self, decide: Callable[[], Any]) -> Any:
         return decide()

@@ -3,6 +3,7 @@ that, what becomes of a run whose ranks change, and what a second training start
 
 from __future__ import annotations
 
+import random
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from tests.frontends.framework_trainers.framework_stand_ins import (
     HERE,
     THERE,
@@ -22,6 +24,8 @@ from tests.frontends.framework_trainers.framework_stand_ins import (
     run_config,
     tensorflow_loop,
 )
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 import paceline
 from paceline.checkpoint.store import CheckpointStore
@@ -181,6 +185,95 @@ def test_ranks_that_serve_are_told_of_every_training(tmp_path: Path) -> None:
     for name in ("first", "second"):
         tensorflow_loop(run_config(tmp_path / name, epochs=1), 2, served_ranks(told)).run()
     assert told == ["fitting", "fitted"] * 2
+
+
+def drawing_state() -> HorovodState:
+    """The same weights each time; what Dropout draws, and the noise of the data, is not seeded here."""
+    model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+    with torch.no_grad():
+        for number, one in enumerate(model.parameters()):
+            one.copy_(torch.linspace(-1, 1, one.numel()).view_as(one) + 0.1 * number)
+    return HorovodState(model, torch.optim.SGD(model.parameters(), 0.001), "linear")
+
+
+class NoisyRows(Dataset[Any]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, number: int) -> Any:
+        return torch.full((3,), float(number)) + random.random() + torch.rand(3), torch.zeros(1)
+
+
+class NoisyOrder:
+    """Data of a rank's own, whose order is drawn with its first batch."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in torch.randperm(4):
+            yield torch.full((2, 3), float(number)) + torch.rand(2, 3), torch.zeros(2, 1)
+
+
+@pytest.mark.parametrize("make", [lambda: DataLoader(NoisyRows(), batch_size=2), NoisyOrder])
+@pytest.mark.parametrize("max_steps", [4, 5, 6, 8])
+def test_a_resumed_run_draws_what_the_undisturbed_one_drew(
+    tmp_path: Path, make: Callable[[], Any], max_steps: int
+) -> None:
+    torch.manual_seed(1)
+    whole = horovod_loop(
+        HorovodRanks(), drawing_state(), run_config(tmp_path / "whole"), make(), make()
+    ).run()
+    torch.manual_seed(1)
+    begun = run_config(tmp_path / "run", max_steps=max_steps, checkpoint=EVERY_STEP)
+    horovod_loop(HorovodRanks(), drawing_state(), begun, make(), make()).run()
+    torch.manual_seed(2)
+    rest = run_config(tmp_path / "run", resume="auto")
+    resumed = horovod_loop(HorovodRanks(), drawing_state(), rest, make(), make()).run()
+    assert resumed.state_hash == whole.state_hash
+    assert [one.metrics for one in resumed.evaluations] == [one.metrics for one in whole.evaluations]
+
+
+def test_ranks_and_trainings_draw_other_numbers(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    hashes = set()
+    for number, rank in enumerate([0, 1, 1]):
+        job = HorovodRanks()
+        job.rank = rank
+        config = run_config(tmp_path / str(number), epochs=1)
+        history = horovod_loop(job, drawing_state(), config, pairs(4)).run()
+        hashes.add(history.state_hash)
+    assert len(hashes) == 3
+
+
+def test_a_version_without_a_seed_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an earlier Paceline saved it."""
+    contents = HorovodState.contents
+
+    def without_seed(self: HorovodState, progress: HorovodProgress) -> Any:
+        tensors, state = contents(self, progress)
+        del state["seed"]
+        return tensors, state
+
+    with monkeypatch.context() as earlier:
+        earlier.setattr(HorovodState, "contents", without_seed)
+        begun = run_config(tmp_path / "run", max_steps=4)
+        horovod_loop(HorovodRanks(), horovod_state(), begun, pairs(4)).run()
+    rest = run_config(tmp_path / "run", resume="auto")
+    assert len(horovod_loop(HorovodRanks(), horovod_state(), rest, pairs(4)).run().steps) == 12
+
+
+@pytest.mark.parametrize(
+    ("validation", "kind"),
+    [(None, "none"), (pairs(1), "given"), (Unsized(pairs(1)), "given, of unknown length")],
+)
+def test_ranks_agree_on_all_that_their_collectives_depend_on(
+    tmp_path: Path, validation: Any, kind: str
+) -> None:
+    job = HorovodRanks()
+    horovod_loop(job, horovod_state(), run_config(tmp_path, epochs=1), pairs(4), validation).run()
+    assert job.agreed["validation data"] == kind
+    assert job.agreed["optimizer"] == "SGD"
+    assert {"gradient_accumulation_steps", "gradient_clipping", "commit_steps", "lr_rule", "compression"} <= {
+        *job.agreed
+    }
 
 
 @pytest.mark.parametrize("resume", [None, "auto"])

@@ -11,7 +11,6 @@ perhaps, and the first of them is the chief from then on.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,9 +20,10 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from paceline.data.seeding import seed_everything, set_aside
 from paceline.frontends.framework_trainers.framework_ending import RunEnding
 from paceline.frontends.framework_trainers.framework_run import FrameworkRun, FrameworkWorker, WorkerLoss
-from paceline.frontends.framework_trainers.horovod_data import RankBatches, size_of
+from paceline.frontends.framework_trainers.horovod_data import RankBatches
 from paceline.frontends.framework_trainers.horovod_job import HorovodJob
 from paceline.frontends.framework_trainers.horovod_state import (
     HorovodProgress,
@@ -43,6 +43,10 @@ _LOST = WorkerLoss(
     waiting="the other ranks waited for its gradients",
     action="Horovod goes on with the ranks that are left, from the last commit",
 )
+
+
+# What draws: the beginning of an epoch (seeds of a loader's workers), reading, computing, evaluating.
+_OPENING, _READING, _COMPUTING, _EVALUATING = range(4)
 
 
 @final
@@ -82,9 +86,10 @@ class HorovodLoop:
     def run(self) -> History:
         """Train to the end, through losses of ranks where Horovod is elastic; every rank returns the chief's
         history, or raises it with the signal that stopped the run."""
-        return self._ending.run(
-            lambda: self._run, self._train_elastic if self._job.is_elastic else self._train
-        )
+        self._progress.seed = int(torch.empty((), dtype=torch.int64).random_())  # the chief's counts
+        train = self._train_elastic if self._job.is_elastic else self._train
+        with set_aside():
+            return self._ending.run(lambda: self._run, train)
 
     def _train_elastic(self) -> History:
         hvd = self._job.hvd
@@ -124,7 +129,11 @@ class HorovodLoop:
                 "samples": self._batches.samples,
                 "batches": self._batches.steps,
                 "batch size": self._batches.batch,
-                "model": _shape_of(self._state.module),
+                "validation data": _kind_of(self._validation),
+                "gradient_accumulation_steps": self._settings.passes,
+                "gradient_clipping": self._settings.clipping,
+                "commit_steps": self._settings.commit_steps,
+                **self._state.terms(),
             }
         )
         job.decided_by_chief(lambda: self._open(before))
@@ -195,25 +204,35 @@ class HorovodLoop:
             chief.stopped = ending.reason(self._progress.position)
         return self._finish()
 
-    def _groups(self, epoch: int) -> Iterator[list[Any]]:
-        """Yield the batches of each step: as many as it has forward passes."""
+    def _groups(self, epoch: int) -> Iterator[list[tuple[Any, int]]]:
+        """Yield the batches of each step, as many as it has forward passes, and their samples."""
         progress = self._progress
+        self._seed(_OPENING, epoch)
         batches = self._batches.of_epoch(epoch, progress.position.offset, progress.batches)
-        while group := list(itertools.islice(batches, self._settings.passes)):
+        while True:
+            self._seed(_READING, progress.position.step)
+            group = list(itertools.islice(batches, self._settings.passes))
+            if not group:
+                return
             yield group
 
-    def _step(self, group: Sequence[Any]) -> None:
+    def _seed(self, what: int, number: int) -> None:
+        """Seed the generators with what is done next: a run that resumes there draws the same numbers."""
+        seed_everything(self._progress.seed, what, number, self._job.rank)
+
+    def _step(self, group: Sequence[tuple[Any, int]]) -> None:
         hvd, optimizer, module = self._job.hvd, self._state.distributed, self._state.module
         position = self._progress.position
         info = StepInfo(step=position.step, epoch=position.epoch)
+        self._seed(_COMPUTING, position.step)
         module.train()
         optimizer.zero_grad()
         figures: list[tuple[int, Tensor, dict[str, float]]] = []
-        for batch in group:
+        for batch, count in group:
             scored = self._objective.score(module, batch, info)
             (scored.loss / len(group)).backward()  # type: ignore[no-untyped-call]
             numbers = {name: float(value) for name, value in scored.metrics.items()}
-            figures.append((size_of(batch), scored.loss.detach(), numbers))
+            figures.append((count, scored.loss.detach(), numbers))
         asked = torch.tensor([self._ending.asked()], dtype=torch.float64)
         sums = torch.cat([asked, _summed(figures)])
         handle = hvd.allreduce_async_(sums, name="paceline.step", op=hvd.Sum)
@@ -244,12 +263,13 @@ class HorovodLoop:
         position = self._progress.position
         info = StepInfo(step=position.step, epoch=position.epoch)
         figures: list[tuple[int, Tensor, dict[str, float]]] = []
+        self._seed(_EVALUATING, position.step)
         module.eval()
         with torch.no_grad():
-            for batch in self._validation.of_epoch(0, 0):
+            for batch, count in self._validation.of_epoch(0, 0):
                 scored = self._objective.evaluate(module, batch, info)
                 numbers = {name: float(value) for name, value in scored.metrics.items()}
-                figures.append((size_of(batch), scored.loss.detach(), numbers))
+                figures.append((count, scored.loss.detach(), numbers))
         hvd = self._job.hvd
         total = hvd.allreduce(_summed(figures), name="paceline.evaluation", op=hvd.Sum).tolist()
         samples, loss, *rest = total
@@ -277,11 +297,8 @@ def _summed(figures: Sequence[tuple[int, Tensor, dict[str, float]]]) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64).sum(0)
 
 
-def _shape_of(module: nn.Module) -> str:
-    """Return a short text that differs for models with other parameters."""
-    shapes = [
-        f"{name} {tuple(one.shape)} {one.dtype} {one.requires_grad}"
-        for name, one in module.named_parameters()
-    ]
-    digest = hashlib.sha256("\n".join(shapes).encode()).hexdigest()[:8]
-    return f"{len(shapes)} parameters ({digest})"
+def _kind_of(validation: RankBatches | None) -> str:
+    """Return how the ranks evaluate: those that do not know the number of their batches count as they go."""
+    if validation is None:
+        return "none"
+    return "given" if validation.steps is not None else "given, of unknown length"

@@ -7,9 +7,12 @@ scales it again, by the ratio.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, final
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -22,6 +25,9 @@ from paceline.train.state import model_state, optimizers
 
 RateRule = Literal["none", "linear", "sqrt"]
 
+# Of optimizers that were trained with: another trainer may be given one of them.
+_scaled_for: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+
 
 @final
 @dataclass
@@ -31,12 +37,14 @@ class HorovodProgress:
     batches     of this epoch that each rank has trained on: where it is in data of its own
     folder      of the run; empty before the chief has made it
     scaled_for  the number of ranks that the learning rate is scaled for
+    seed        of what the steps draw, such as Dropout
     """
 
     position: DataPosition = field(default_factory=DataPosition)
     batches: int = 0
     folder: str = ""
     scaled_for: int = 1
+    seed: int = 0
 
     def pass_batches(self, batches: int, samples: int) -> None:
         """Count a step: the batches of one rank, and the samples of all."""
@@ -50,21 +58,55 @@ class HorovodProgress:
 @final
 class HorovodState:
     """Model and optimizer of this rank, through all of its trainings. `distributed`: the optimizer whose step
-    sums over the ranks; `scaled_for`: the number of ranks that its learning rate is scaled for."""
+    sums over the ranks, in a training; `scaled_for`: the number of ranks that its learning rate is for."""
 
     def __init__(self, module: nn.Module, optimizer: Optimizer, rule: RateRule) -> None:
         self.module, self._plain, self._rule = module, optimizer, rule
         self.distributed: Any = optimizer
-        self.scaled_for = 1
+        self.scaled_for = _scaled_for.get(optimizer, 1)
+        self._compression = "none"
 
-    def distribute(self, hvd: Any, compression: Any, passes: int) -> None:
-        """Make the optimizer one of Horovod's."""
-        self.distributed = hvd.DistributedOptimizer(
-            self._plain,
-            named_parameters=self.module.named_parameters(),
-            compression=compression,
-            backward_passes_per_step=passes,
-        )
+    @contextmanager
+    def summing(self, hvd: Any, compression: Any, passes: int, *, elastic: bool) -> Iterator[None]:
+        """Have gradients summed over the ranks in a training, by an optimizer of Horovod's that begins with
+        the state of the caller's, and leaves its own there.
+
+        It is made anew for every training, of the weights that are trained then. Horovod does not give back
+        the hooks that it registers, with which a second optimizer would sum each gradient twice: it is made
+        while no weight is trained, which registers none, and the hooks are registered here.
+        """
+        optimizers.build(self._plain, self.module)
+        self._compression = getattr(compression, "__name__", type(compression).__name__)
+        trained = [one for group in self._plain.param_groups for one in group["params"] if one.requires_grad]
+        hooks = []
+        try:
+            with _frozen(trained):
+                self.distributed = hvd.DistributedOptimizer(
+                    self._plain,
+                    named_parameters=self.module.named_parameters(),
+                    compression=compression,
+                    backward_passes_per_step=passes,
+                )
+            if hvd.size() > 1 or elastic:
+                self.distributed._requires_update.update(trained)
+                for one in trained:
+                    hooks.append(one.register_post_accumulate_grad_hook(self.distributed._make_hook(one)))
+            self.distributed.load_state_dict(self._plain.state_dict())
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            self.distributed = self._owner()
+            _scaled_for[self._plain] = self.scaled_for
+
+    def terms(self) -> dict[str, str]:
+        """Return what must be the same on all ranks, by name."""
+        return {
+            "model": _shape_of(self.module),
+            "optimizer": type(self._plain).__name__,
+            "lr_rule": self._rule,
+            "compression": self._compression,
+        }
 
     def scale(self, progress: HorovodProgress, size: int) -> None:
         """Scale the learning rate from the ranks that it was scaled for to `size` ranks."""
@@ -95,6 +137,7 @@ class HorovodState:
             "complex": pairs,
             "scaled_for": progress.scaled_for,
             "batches": progress.batches,
+            "seed": progress.seed,
         }
 
     def load(self, found: Checkpoint, progress: HorovodProgress, *, own_data: bool) -> None:
@@ -113,6 +156,7 @@ class HorovodState:
         self.distributed.load_state_dict(owner.state_dict())
         progress.scaled_for = int(found.state["scaled_for"])
         progress.batches = int(found.state.get("batches", 0))
+        progress.seed = int(found.state.get("seed", progress.seed))
 
     def hash(self) -> str:
         return model_state.state_hash(self.module)
@@ -121,6 +165,27 @@ class HorovodState:
         """Return the caller's optimizer with the state of Horovod's, whose own attributes are no state."""
         self._plain.load_state_dict(self.distributed.state_dict())
         return self._plain
+
+
+@contextmanager
+def _frozen(parameters: Sequence[Tensor]) -> Iterator[None]:
+    for one in parameters:
+        one.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for one in parameters:
+            one.requires_grad_(True)
+
+
+def _shape_of(module: nn.Module) -> str:
+    """Return a short text that differs for models with other parameters."""
+    shapes = [
+        f"{name} {tuple(one.shape)} {one.dtype} {one.requires_grad}"
+        for name, one in module.named_parameters()
+    ]
+    digest = hashlib.sha256("\n".join(shapes).encode()).hexdigest()[:8]
+    return f"{len(shapes)} parameters ({digest})"
 
 
 def plain(progress: HorovodProgress) -> dict[str, Any]:

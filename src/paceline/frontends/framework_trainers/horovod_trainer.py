@@ -163,13 +163,12 @@ class HorovodTrainer:
             passes = distributed.gradient_accumulation_steps
             config = self._settings.train_config(job.size, batches.batch, epochs)
             objective = self._objective(batches)
-            # One for all trainings: its optimizer's rate is scaled, and Horovod's hooks stay on the weights.
             if self._state is None:
                 self._state = HorovodState(self.model, self._made_optimizer(), self._rule)
-                self._state.distribute(job.hvd, self._compression, passes)
             if self._rule != "none" and job.size > 1:
                 announce(f"the learning rate is scaled by Horovod's {job.size} ranks: {self._rule}")
-        with self._traced(), progress_shown(self._verbose) as shown:
+            summing = self._state.summing(job.hvd, self._compression, passes, elastic=job.is_elastic)
+        with summing, self._traced(), progress_shown(self._verbose) as shown:
             callbacks = (*self._callbacks, *self._settings.trackers(), *shown)
             settings = LoopSettings(config, self._commit_steps, passes, config.clip_norm, callbacks)
             loop = HorovodLoop(job, self._state, objective, batches, validation, settings)
