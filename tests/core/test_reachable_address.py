@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import UsageError
-from paceline.core.reachable_address import address_for_hosts, address_towards, is_this_machine
+from paceline.core.reachable_address import address_for_hosts, address_towards, is_known, is_this_machine
 from paceline.testing import netns
 from paceline.testing.netns import Hosts
 
@@ -78,6 +78,7 @@ def test_a_name_that_nobody_knows() -> None:
     with pytest.raises(UsageError, match=r"no address is known for the host 'node7.invalid'"):
         address_towards("node7.invalid")
     assert not is_this_machine("node7.invalid")
+    assert (is_known("node7.invalid"), is_known("localhost")) == (False, True)
     with pytest.raises(UsageError, match="no host to reach was given"):
         address_for_hosts([])
 

@@ -120,6 +120,14 @@ def own_address(interface: str = "") -> str:
     )
 
 
+def is_known(host: str) -> bool:
+    """Return whether the name of a host stands for an address on this machine."""
+    try:
+        return bool(_resolve(host))
+    except UsageError:
+        return False
+
+
 def is_this_machine(host: str) -> bool:
     """Return whether a name or an address is this machine's own."""
     name = socket.gethostname()

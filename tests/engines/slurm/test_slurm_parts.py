@@ -119,6 +119,7 @@ def test_a_limit_of_an_account_is_explained():
         (0, "srun: error: Node failure on n4", "lost", "SLURM does not reach it"),
         (1, "srun: error: Task launch failed: Communication connection failure", "lost", "does not reach"),
         (1, "srun: error: Requested node configuration is not available", "lost", "any more"),
+        (1, "srun: error: Unable to create step: Invalid generic resource (gres)", "ended", "not the GPUs"),
         (137, "srun: error: n3: task 0: Killed", "ended", "signal 9"),
         (137, "slurmstepd: error: *** STEP 2.1 ON n3 CANCELLED AT ... ***", "ended", "cancelled"),
         (1, "python: No module named paceline", "ended", "no Paceline"),
@@ -155,16 +156,18 @@ def test_the_folder_above_goes_with_the_last_run(tmp_path):
 STAND_IN_QUEUE = """#!/bin/sh
 case "$0" in
   */sbatch) cat > /dev/null; case "$1" in --test-only) exit;; esac
+    echo "$@" > "$HERE/arguments"
     [ -e "$HERE/asked" ] && echo 18 || echo 17; touch "$HERE/asked";;
   */squeue) echo "17|0|$STATE|||0|"; echo "17|1|COMPLETED|||0|";;
   */scancel) echo "$@" >> "$HERE/cancelled";;
 esac
 """
+REQUEST = {"script": "#!/bin/sh", "options": {"partition": "gpu", "exclusive": ""}, "nodes": 1}
 ASKS_AND_IS_KILLED = """
 import os, signal, sys
 from paceline.engines.slurm.job_agents import JobAgents
 from paceline.engines.slurm.shared_folder import SharedFolder
-JobAgents("#!/bin/sh", SharedFolder(sys.argv[1], b"s" * 32), 2, 1.0)
+JobAgents("#!/bin/sh", {}, SharedFolder(sys.argv[1], b"s" * 32), 2, 1.0)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -187,9 +190,11 @@ def test_what_a_killed_caller_left_in_the_queue_is_taken_off_by_the_next(tmp_pat
     left, lives, own = (Path(folder_for(str(tmp_path), name, ("n1", 1))) for name in ("left", "lives", "own"))
     killed_after_asking(tmp_path, monkeypatch, state, left)
     SharedFolder(str(lives), b"s" * 32).note_jobs(["19"])
-    paceline.Slurm().submit({"folder": str(own), "script": "#!/bin/sh", "nodes": 1}, b"s" * 32)
+    paceline.Slurm().submit({**REQUEST, "folder": str(own)}, b"s" * 32)
     assert [path.exists() for path in (left, lives, own)] == [state == "RUNNING", True, True]
     cancelled = tmp_path / "cancelled"
+    # As arguments too, which variables of the user's shell (SBATCH_PARTITION) do not change.
+    assert (tmp_path / "arguments").read_text() == "--parsable --partition=gpu --exclusive --array=0-0\n"
     # Agents that run save first.
     assert (cancelled.read_text() if cancelled.exists() else "") == ("17_0\n" if state == "PENDING" else "")
 
@@ -199,7 +204,7 @@ def test_a_run_that_is_started_again_at_the_same_port_keeps_its_token(tmp_path, 
     """Its folder is the one that the killed caller had."""
     own = Path(folder_for(str(tmp_path), "own", ("n1", 1)))
     killed_after_asking(tmp_path, monkeypatch, state, own)
-    paceline.Slurm().submit({"folder": str(own), "script": "#!/bin/sh", "nodes": 1}, b"\x02" * 32)
+    paceline.Slurm().submit({**REQUEST, "folder": str(own)}, b"\x02" * 32)
     assert (own / "token").read_text().strip() == "02" * 32
     assert stat.S_IMODE(own.stat().st_mode) == 0o700
     assert list(abandoned(own.parent)) == []
@@ -312,7 +317,8 @@ def test_a_first_task_that_was_killed_is_noticed(tmp_path):
 
 STAND_IN = """#!/bin/sh
 case "$0" in
-  */srun) trap 'exit 143' TERM; echo $$ > "$HERE/step.pid"; while :; do sleep 0.05; done;;
+  */srun) env > "$HERE/environment"
+    trap 'exit 143' TERM; echo $$ > "$HERE/step.pid"; while :; do sleep 0.05; done;;
   *) echo "$@" >> "$HERE/asked"; exit 1;;
 esac
 """
@@ -369,6 +375,7 @@ def test_only_a_job_that_slurm_signalled_is_queued_again(tmp_path, via):
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "HERE": str(tmp_path),
         "SLURM_ARRAY_JOB_ID": "17",
+        "SLURM_GPUS": "8",  # of all nodes of the job: no step on one of them gets so many
     }
     main = subprocess.Popen(
         [sys.executable, "-m", "paceline.engines.slurm.requeue_on_signal", sys.executable, "-c", SAVES,
@@ -388,6 +395,7 @@ def test_only_a_job_that_slurm_signalled_is_queued_again(tmp_path, via):
         main.send_signal(signal.Signals[via])
     _, said = main.communicate(timeout=30)
     assert main.returncode == 75
+    assert "SLURM_GPUS" not in (tmp_path / "environment").read_text()
     asked = tmp_path / "asked"
     assert (asked.read_text() if asked.exists() else "") == ("" if via == "person" else "requeue 17_3\n")
     assert ("is not queued again" in said) == (via != "person")

@@ -150,6 +150,15 @@ def test_each_task_of_an_array_has_its_own_run_and_log():
     assert '--run-dir runs/digits-"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" ' in text
 
 
+@pytest.mark.parametrize(
+    ("options", "name"), [({}, "exp-lr=0.1-j-%j"), ({"array": "0-1"}, "exp-lr=0.1-j-%A_%a")]
+)
+def test_the_log_is_in_the_folder_of_the_run(options, name):
+    """SLURM ends a job without a word whose output would be in a folder that does not exist."""
+    text = paceline.Slurm(options=options).batch_text(dataclasses.replace(RUN, name="exp/lr=0.1%\\j"))
+    assert f"#SBATCH --output={name}.log\n" in text
+
+
 def test_a_folder_and_a_version_that_were_given_are_kept():
     given = dataclasses.replace(RUN, options=("--run-dir", "here", "--resume", "3"))
     text = paceline.Slurm().batch_text(given)
@@ -172,15 +181,16 @@ def test_a_step_keeps_an_agent_on_a_host():
     command = step_command(AGENTS, "17", "n3", 8, "digits")
     where = command.index("srun")
     assert command[where:] == [
-        "srun", "--jobid=17", "--overlap", "--nodes=1", "--ntasks=1", "--nodelist=n3", "--cpus-per-task=8",
+        "srun", "--overlap", "--nodes=1", "--ntasks=1", "--jobid=17", "--nodelist=n3", "--cpus-per-task=8",
         "--job-name=agent-digits", "--unbuffered", "--no-kill", "--gres=gpu:2", "--chdir=/home/ada/digits",
         "env", "NOTE=two words", "OMP_NUM_THREADS=1",
         "/opt/py/bin/python", "-m", "paceline.engines.remote_agent", VERSION,
         "/opt/py/bin/python", "-m", "paceline", "join", "10.0.0.5:41000", "--token-file", "/dev/stdin",
         "--workers", "2",
     ]  # fmt: skip
-    # srun would take options from the step that the caller is in.
+    # srun would take options from the job, and from the step that the caller is in.
     assert set(command[1:where:2]) == {"-u"}
+    assert {"SLURM_CPUS_PER_TASK", "SLURM_GPUS", "SLURM_GRES", "SLURM_EXPORT_ENV"} <= {*command[2:where:2]}
 
 
 @pytest.mark.parametrize(

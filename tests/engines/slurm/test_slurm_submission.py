@@ -11,13 +11,13 @@ import pytest
 import paceline
 from paceline.core.errors import PlatformError, UnavailableError, UsageError
 from paceline.engines.batch import BatchSpec
-from paceline.engines.slurm import batch_jobs
 
 # "$HERE/answer" is what sbatch does once it has queued job 17; the queue also has a job of another run.
 STAND_IN = """#!/bin/sh
 case "$0" in
   */sbatch)
     [ "$1" = --test-only ] && exit
+    echo "$@" > "$HERE/arguments"
     for script; do :; done
     cp "$script" "$HERE/script"; echo "$script" > "$HERE/path"
     . "$HERE/answer";;
@@ -26,7 +26,6 @@ case "$0" in
     echo "16|/home/ada/run.sh|"
     [ ! -e "$HERE/path" ] || echo "17|$(cat "$HERE/path")|";;
   */scancel) echo "$@" >> "$HERE/cancelled";;
-  */sacct) cat "$HERE/accounted";;
 esac
 """
 LOST = "echo 'sbatch: error: Batch job submission failed: {}' >&2; exit 1"
@@ -35,7 +34,7 @@ RUN = BatchSpec(script="train.py", name="night")
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in ("sbatch", "squeue", "scancel", "sacct"):
+    for name in ("sbatch", "squeue", "scancel"):
         (tmp_path / name).write_text(STAND_IN)
         (tmp_path / name).chmod(0o755)
     (tmp_path / "temporary").mkdir()
@@ -53,6 +52,9 @@ def test_the_number_of_the_job_is_that_of_the_script_that_was_queued(here: Path)
     (here / "answer").write_text("echo '17;cluster'")
     assert paceline.Slurm().submit_batch(RUN) == "17"
     assert (here / "script").read_text() == paceline.Slurm().batch_text(RUN)
+    # Else variables of the user's shell would win over the script: SBATCH_PARTITION, SBATCH_SIGNAL.
+    given = (here / "arguments").read_text().split()
+    assert {"--job-name=night", "--signal=B:TERM@60", "--output=night-%j.log", "--requeue"} <= {*given}
     assert (list((here / "temporary").iterdir()), cancelled(here)) == ([], "")
 
 
@@ -104,23 +106,3 @@ def test_a_script_that_cannot_be_written_is_one_message(here: Path) -> None:
     (here / "temporary").rmdir()
     with pytest.raises(PlatformError, match="the batch script cannot be written: No such file"):
         paceline.Slurm().submit_batch(RUN)
-
-
-@pytest.mark.parametrize(
-    ("line", "state", "code"),
-    [
-        ("COMPLETED|0:0", "succeeded", 0),
-        ("FAILED|3:0", "failed", 3),
-        ("FAILED|0:9", "failed", -9),
-        ("CANCELLED by 1000|0:15", "stopped", -15),
-    ],
-)
-def test_a_job_that_the_controller_has_forgotten_is_in_the_accounting(
-    here: Path, line: str, state: str, code: int
-) -> None:
-    (here / "squeue").write_text(
-        "#!/bin/sh\necho 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
-    )
-    (here / "accounted").write_text(f"{line}\n")
-    found = batch_jobs.status("17")
-    assert (found.state, found.code) == (state, code)

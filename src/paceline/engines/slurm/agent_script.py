@@ -31,12 +31,17 @@ def agent_options(
     return directives.merged({**table, **settings}, given)
 
 
-def agent_script(agents: AgentSpec, folder: str, table: Mapping[str, str]) -> str:
-    """Return the script; `folder` holds the token and gets the agents' output."""
+def options_in(agents: AgentSpec, folder: str, table: Mapping[str, str]) -> dict[str, str]:
+    """Return the options with those of the places where agents run and write: `folder` gets their output."""
     where = {"output": f"{folder}/agent-%A_%a.log", "open-mode": "append"}
     if agents.folder:
         where["chdir"] = agents.folder
-    lines = ["#!/bin/bash", *directives.lines({**table, **where}), ""]
+    return {**table, **where}
+
+
+def agent_script(agents: AgentSpec, folder: str, table: Mapping[str, str]) -> str:
+    """Return the script; `folder` holds the token."""
+    lines = ["#!/bin/bash", *directives.lines(table), ""]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in agents.environment.items()]
     # In the shell's place: a signal to the job reaches the agent.
     lines += [f"exec {agents.shell_command(f'{folder}/token')}", ""]

@@ -20,7 +20,7 @@ from paceline.core.errors import (
     UsageError,
 )
 from paceline.engines.batch import BatchState, BatchStatus
-from paceline.engines.slurm import slurm_commands as commands
+from paceline.engines.slurm import directives, slurm_commands as commands
 from paceline.engines.slurm.job_agents import LOST_STATES, PENDING_STATES, RUNNING_STATES
 from paceline.engines.slurm.slurm_commands import JobRecord
 
@@ -28,10 +28,11 @@ _STOPPED: Final = ("CANCELLED", "PREEMPTED", "TIMEOUT", "DEADLINE")
 
 
 def submit(script: str, folder: str, options: Mapping[str, str]) -> str:
-    """Queue a script that is to run in `folder`; return the number of its job. `options`: what was asked for,
-    to name it in errors. Where SLURM's answer does not come, cancel what it may have queued."""
+    """Queue a script that is to run in `folder`; return the number of its job. `options`: those that it has.
+    Where SLURM's answer does not come, cancel what it may have queued."""
     with _written(script) as path:
-        command = ["sbatch", "--parsable", f"--chdir={folder}", str(path)]
+        # As arguments too: SBATCH_PARTITION and the like win over the lines of a script.
+        command = ["sbatch", "--parsable", *directives.arguments(options), f"--chdir={folder}", str(path)]
         try:
             return commands.call(command, options=options).strip().split(";")[0]
         except (UnavailableError, CommTimeoutError) as error:
@@ -71,14 +72,6 @@ def _cancel_unanswered(path: Path) -> str:
     return f"{known}; `{look}` shows its number once it is, and scancel ends it"
 
 
-def status(identifier: str) -> BatchStatus:
-    """Return what became of a job; of an array, the least finished of its tasks counts."""
-    found = commands.records([identifier])
-    if not found:
-        return _accounted(identifier)
-    return combined([status_of(record) for record in found])
-
-
 def status_of(record: JobRecord) -> BatchStatus:
     """Return what became of one job, or of one task of an array."""
     reason = "" if record.reason == "None" else record.reason
@@ -105,18 +98,6 @@ def combined(found: Sequence[BatchStatus]) -> BatchStatus:
             if one.state == state:
                 return one
     return found[0]
-
-
-def _accounted(identifier: str) -> BatchStatus:
-    """Return what the accounting says of a job that the controller has forgotten."""
-    command = ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={identifier}"]
-    with suppress(UsageError):
-        for line in commands.call([*command, "--format=State,ExitCode"]).splitlines():
-            state, code = line.split("|")[:2]
-            number, signal = (int(part) for part in code.split(":"))
-            number = number or -signal
-            return BatchStatus(_ended(state.split()[0], number), number, state)
-    return BatchStatus("lost", None, f"SLURM has no record of job {identifier} any more")
 
 
 def log_reader(identifier: str) -> Callable[[], dict[str, str]]:

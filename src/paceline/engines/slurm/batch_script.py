@@ -19,7 +19,9 @@ _LEAVE_SECONDS: Final = 60  # before the time limit, to save
 
 
 def log_name(name: str, is_array: bool) -> str:
-    """Return the name of the file with the run's output."""
+    """Return the name of the file with the run's output. SLURM ends a job whose output would be in a folder
+    that does not exist, and takes % and \\ for its own."""
+    name = re.sub(r"[/%\\]+", "-", name)
     return f"{name}-%A_%a.log" if is_array else f"{name}-%j.log"
 
 

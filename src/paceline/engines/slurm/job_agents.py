@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
 
 from paceline.core.errors import CommTimeoutError, PacelineError, UnavailableError, UsageError
 from paceline.engines.engine import LogLine, NodeState, NodeStatus
-from paceline.engines.slurm import slurm_commands as commands
+from paceline.engines.slurm import directives, slurm_commands as commands
 from paceline.engines.slurm.shared_folder import SharedFolder, abandoned, abandoned_jobs, remove_folder
 from paceline.engines.slurm.slurm_commands import JobRecord
 
@@ -70,10 +70,13 @@ class _AgentJob:
 
 @final
 class JobAgents:
-    """Agents that sbatch was asked for (engine.EngineJob)."""
+    """Agents that sbatch was asked for (engine.EngineJob). `options`: those that the script has."""
 
-    def __init__(self, script: str, folder: SharedFolder, nodes: int, poll_seconds: float) -> None:
-        self._script, self._folder, self._poll_seconds = script, folder, poll_seconds
+    def __init__(
+        self, script: str, options: Mapping[str, str], folder: SharedFolder, nodes: int, poll_seconds: float
+    ) -> None:
+        self._script, self._options, self._folder = script, options, folder
+        self._poll_seconds = poll_seconds
         self._agents: list[_AgentJob] = []
         self._asked_at = 0.0
         self._trouble = ""
@@ -89,7 +92,8 @@ class JobAgents:
 
     def _ask(self, count: int) -> None:
         self._cancel_unanswered()
-        command = ["sbatch", "--parsable", f"--array=0-{count - 1}"]
+        # As arguments too: SBATCH_PARTITION and the like win over the lines of a script.
+        command = ["sbatch", "--parsable", *directives.arguments(self._options), f"--array=0-{count - 1}"]
         self._is_unanswered = True
         try:
             job = commands.call(command, stdin=self._script).strip().split(";")[0]

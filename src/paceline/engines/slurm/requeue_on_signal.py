@@ -22,6 +22,7 @@ from typing import Final, final
 from paceline.control.spool import STOPPED_EXIT_CODE
 from paceline.core.errors import PacelineError
 from paceline.engines.slurm import slurm_commands as commands
+from paceline.engines.slurm.step_command import SRUN
 
 SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT)
 _LOOK_SECONDS: Final = 0.1
@@ -72,7 +73,8 @@ def run(command: list[str]) -> int:
 def _waiting_step() -> subprocess.Popen[bytes]:
     """Start a step on this node that does nothing, and that a signal of SLURM to the job's steps ends."""
     where = [f"--nodelist={name}"] if (name := os.environ.get("SLURMD_NODENAME", "")) else []
-    command = ["srun", "--quiet", "--overlap", "--nodes=1", "--ntasks=1", *where, "--input=none"]
+    # Without `--gres=none` SLURM asks this node for the GPUs of the whole job.
+    command = [*SRUN, "--quiet", *where, "--gres=none", "--input=none"]
     # One process, without a shell around it: a child of the task would outlive it and keep srun waiting.
     command += ["--job-name=paceline-signals", "sleep", "infinity"]
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -67,6 +67,10 @@ _REFUSALS: Final = (
         "see `man sbatch`; write --slurm key=value without dashes before the key",
     ),
 )  # fmt: skip
+# The ends of variables of users that say which clusters and partitions a command looks at.
+_PLACES: Final = ("_ALL", "_FEDERATION", "_LOCAL", "_SIBLING")
+# sbatch would wait for the end of its job, and write errors to a file that is not the log.
+_NOT_FOR_SBATCH: Final = ("SBATCH_ERROR", "SBATCH_WAIT")
 _NO_CONTROLLER: Final = (
     "unable to contact slurm",
     "connect failure",
@@ -117,7 +121,7 @@ def _run(command: Sequence[str], stdin: str) -> tuple[int, str, str]:
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        env={**os.environ, "LC_ALL": "C"},
+        env=_environment(command[0]),
         process_group=0,  # Ctrl-C is for the caller, which then has these commands end its jobs
     ) as process:
         try:
@@ -128,6 +132,17 @@ def _run(command: Sequence[str], stdin: str) -> tuple[int, str, str]:
             process.wait()
             raise
     return process.returncode, printed, said
+
+
+def _environment(program: str) -> dict[str, str]:
+    """Return the environment of a command of SLURM; that of sbatch is also the environment of its job."""
+    kept = {**os.environ, "LC_ALL": "C"}
+    if program == "sbatch":
+        return {name: value for name, value in kept.items() if name not in _NOT_FOR_SBATCH}
+    # SQUEUE_PARTITION leaves jobs out of answers, SQUEUE_FORMAT changes their form, SCANCEL_INTERACTIVE asks.
+    own = f"{program.upper()}_"
+    kept = {name: value for name, value in kept.items() if not name.startswith(own) or name.endswith(_PLACES)}
+    return {**kept, "SLURM_BITSTR_LEN": "0"}  # the tasks of an array are told in full
 
 
 def refusal(program: str, said: str, options: Mapping[str, str]) -> PacelineError:
@@ -165,6 +180,12 @@ class _AskedOptions(dict[str, str]):
             )
         except PacelineError:
             return "those that `sinfo` lists"
+
+
+def default_partition() -> str:
+    """Return the partition of jobs that name none; empty where the cluster has no default."""
+    names = call(["sinfo", "--noheader", "--format=%P"]).split()
+    return next((name[:-1] for name in names if name.endswith("*")), "")
 
 
 def expand(hosts: str) -> list[str]:

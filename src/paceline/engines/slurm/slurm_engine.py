@@ -12,22 +12,24 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Final, Literal, final
 
 from paceline.core import config as core_config
 from paceline.core.errors import ConfigError, UsageError
-from paceline.core.reachable_address import address_for_hosts
+from paceline.core.reachable_address import address_for_hosts, is_known, own_address
 from paceline.engines.agent_commands import AgentCommands
 from paceline.engines.batch import BatchSpec, BatchStatus, NewLines, new_lines
 from paceline.engines.engine import AgentSpec, EngineJob, EngineRequest
 from paceline.engines.slurm import batch_jobs, directives, slurm_commands as commands
-from paceline.engines.slurm.agent_script import agent_options, agent_script
+from paceline.engines.slurm.agent_script import agent_options, agent_script, options_in
 from paceline.engines.slurm.allocation import Allocation
 from paceline.engines.slurm.batch_script import batch_options, batch_script
 from paceline.engines.slurm.job_agents import JobAgents, end_abandoned
 from paceline.engines.slurm.shared_folder import SharedFolder, folder_for
 from paceline.engines.slurm.step_command import explain_step, step_command
+from paceline.engines.slurm.task_history import TaskHistory
 
 _NOTHING: Final = "#!/bin/bash\ntrue\n"
 
@@ -120,12 +122,21 @@ class Slurm:
         command = ["sinfo", "--noheader", "--Node", "--format=%o"]
         if allocation is not None:
             command.append(f"--nodes={allocation.nodes}")
-        elif partition := self.options.get("partition", self.partition):
+        elif partition := self._partition():
             command.append(f"--partition={partition}")
         addresses = sorted(set(commands.call(command).split()))
         if not addresses:
             raise UsageError("the partition has no nodes", remedy="choose one that has: `sinfo`")
-        return address_for_hosts(addresses, interface=self.interface)
+        # A node that is down, or is started on demand, may have no address yet.
+        known = [address for address in addresses if is_known(address)]
+        if not known and not self.interface:
+            return own_address()
+        return address_for_hosts(known or addresses, interface=self.interface)
+
+    def _partition(self) -> str:
+        """Return the partition that sbatch would take; empty where the cluster has no default."""
+        given = directives.merged({"partition": self.partition}, self.options).get("partition")
+        return given or os.environ.get("SBATCH_PARTITION") or commands.default_partition()
 
     def request(self, agents: AgentSpec) -> EngineRequest:
         plain = {"engine": self.name, "run": agents.run, "nodes": agents.nodes}
@@ -139,9 +150,8 @@ class Slurm:
             pairs = zip(hosts, steps, strict=True)
             return {**plain, "commands": [{"host": host, "command": step} for host, step in pairs]}
         folder = folder_for(self.folder or agents.folder or os.getcwd(), agents.run, agents.address)
-        table = agent_options(agents, self._settings, self.options)
-        script = agent_script(agents, folder, table)
-        return {**plain, "folder": folder, "script": script}
+        table = options_in(agents, folder, agent_options(agents, self._settings, self.options))
+        return {**plain, "folder": folder, "options": table, "script": agent_script(agents, folder, table)}
 
     def submit(self, request: EngineRequest, secret: bytes) -> EngineJob:
         self.check()
@@ -149,7 +159,7 @@ class Slurm:
             return AgentCommands(request, secret, explain_step)
         end_abandoned(Path(request["folder"]).parent)
         folder = SharedFolder(request["folder"], secret)
-        return JobAgents(request["script"], folder, request["nodes"], self.poll_seconds)
+        return JobAgents(request["script"], request["options"], folder, request["nodes"], self.poll_seconds)
 
     # a run that is handed over
 
@@ -171,8 +181,12 @@ class Slurm:
         self._test(table)
         return batch_jobs.submit(script, job.folder or os.getcwd(), table)
 
+    @cached_property
+    def _history(self) -> TaskHistory:
+        return TaskHistory()
+
     def batch_status(self, identifier: str) -> BatchStatus:
-        return batch_jobs.status(identifier)
+        return self._history.status(identifier)
 
     def batch_logs(self, identifier: str) -> NewLines:
         return new_lines(batch_jobs.log_reader(identifier))

@@ -10,17 +10,36 @@ from paceline.engines import remote_agent
 from paceline.engines.agent_commands import CommandEnd, watched_command
 from paceline.engines.engine import AgentSpec
 
-# Of the step that the caller may be in; srun would take its own options from them.
+# Of the job, and of the step that the caller may be in; srun would take its own options from them.
 _UNSET: Final = (
     "SLURM_CPU_BIND",
+    "SLURM_CPUS_PER_GPU",
     "SLURM_CPUS_PER_TASK",
     "SLURM_DISTRIBUTION",
+    "SLURM_EXPORT_ENV",
+    "SLURM_GPUS",
+    "SLURM_GPUS_PER_NODE",
+    "SLURM_GPUS_PER_SOCKET",
+    "SLURM_GPUS_PER_TASK",
+    "SLURM_GRES",
+    "SLURM_HINT",
     "SLURM_MEM_PER_CPU",
     "SLURM_MEM_PER_GPU",
     "SLURM_MEM_PER_NODE",
+    "SLURM_NTASKS_PER_GPU",
     "SLURM_NTASKS_PER_NODE",
+    "SLURM_STEP_GRES",
     "SLURM_TASKS_PER_NODE",
+    "SLURM_THREADS_PER_CORE",
     "SLURM_TRES_PER_TASK",
+)
+SRUN: Final = (
+    "env",
+    *(word for name in _UNSET for word in ("-u", name)),
+    "srun",
+    "--overlap",
+    "--nodes=1",
+    "--ntasks=1",
 )
 _UNUSABLE: Final = (
     r"node configuration is not available|Invalid node name|not in the allocation",
@@ -35,9 +54,7 @@ _LOST: Final = (
 
 def step_command(agents: AgentSpec, job: str, host: str, cpus: int, run: str) -> list[str]:
     """Return the srun that keeps an agent on a host; its standard input carries the secret."""
-    command = ["env", *(word for name in _UNSET for word in ("-u", name))]
-    # The agent shares the node with the step of the supervisor, which only waits.
-    command += ["srun", f"--jobid={job}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}"]
+    command = [*SRUN, f"--jobid={job}", f"--nodelist={host}"]
     if cpus:
         command += [f"--cpus-per-task={cpus}"]
     command += [f"--job-name=agent-{run}", "--unbuffered", "--no-kill"]
@@ -58,6 +75,10 @@ def explain_step(host: str, code: int, lines: Sequence[str], was_running: bool) 
         return CommandEnd("lost", f"{host}: {_UNUSABLE[1]}", True)
     if re.search(_LOST[0], text):
         return CommandEnd("lost", f"{host}: {_LOST[1]}")
+    if "Invalid generic resource" in text:
+        # Of a job with --gpus=8: SLURM asks the node of a step that names none for all eight.
+        remedy = "say with --gpus-per-node how many of the job's GPUs each node has"
+        return CommandEnd("ended", f"{host}: SLURM has not the GPUs for its step{quoted}", True, remedy)
     if code == remote_agent.OTHER_VERSION_CODE:
         return CommandEnd("ended", f"{host}: it has another version of Paceline{quoted}", True)
     if not was_running and re.search(r"No module named '?paceline", text):
