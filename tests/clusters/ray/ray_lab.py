@@ -83,6 +83,13 @@ class RayLab(EngineLab):
         pids = self.cluster.pids(node)
         return [pid for pid in pids if process_file(pid, "cmdline").startswith(b"ray::AgentActor")]
 
+    def client_servers(self) -> list[int]:
+        """Return the head's processes that are the drivers of Ray clients: one for each."""
+        mark = f"RAY_TMPDIR={self.cluster.environment['RAY_TMPDIR']}".encode()
+        pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
+        own = [pid for pid in pids if mark in process_file(pid, "environ").split(b"\0")]
+        return [pid for pid in own if b"\0--mode=specific-server" in process_file(pid, "cmdline")]
+
     def have_three_nodes(self) -> None:
         while len(self.cluster.nodes) < 3:
             self.add_node()

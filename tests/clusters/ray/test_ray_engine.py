@@ -87,6 +87,24 @@ def test_a_killed_actor_is_replaced(lab: RayLab, tmp_path: Path) -> None:
     assert not lab.left_running(), lab.left_running()
 
 
+def test_a_run_whose_client_connection_is_lost_ends_and_starts_no_ray_here(
+    lab: RayLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Of the caller, which is the one process that is started from here on.
+    monkeypatch.setitem(lab.cluster.environment, "RAY_CLIENT_RECONNECT_GRACE_PERIOD", "2")
+    engine = Ray(address=lab.cluster.client_address, nodes=2)
+    earlier = set(lab.client_servers())  # they outlive their clients for a while
+    with ContractRun.started(lab, tmp_path / "run", engine) as run:
+        run.until_size(2)
+        (driver,) = set(lab.client_servers()) - earlier
+        os.kill(driver, signal.SIGKILL)
+        assert run.process.wait(timeout=60.0) != 0
+    assert f"the connection to Ray at {lab.cluster.client_address} is lost" in run.output
+    assert 'try: start the run again with resume="auto"' in run.output
+    assert "Started a local Ray instance" not in run.output
+    assert not lab.left_running(), lab.left_running()
+
+
 def test_bad_settings_have_one_clear_message_and_leave_nothing(lab: RayLab) -> None:
     printed = lab.run("bad_settings", lab.cluster.address, lab.cluster.client_address)
     found = json.loads(printed.splitlines()[-1])

@@ -85,9 +85,17 @@ class Actor:
 
 
 class ScriptedRay:
-    """Counts the groups that are reserved; a function in `broken` raises what it says, each time."""
+    """Counts the groups that are reserved; a function in `broken` raises what it says, each time.
+
+    `is_client`: the connection is one of Ray client. `lost_in`: the function during which the connection is
+    lost. `started`: the functions that were called without one, each of which starts a Ray on the caller's
+    machine.
+    """
 
     def __init__(self) -> None:
+        self.is_connected, self.lost_in = True, ""
+        self.is_client = False
+        self.started: list[str] = []
         self.actors: list[Actor] = []
         self.groups: list[Any] = []
         self.broken: dict[str, BaseException] = {}
@@ -100,7 +108,11 @@ class ScriptedRay:
             TaskCancelledError=TaskCancelledError,
             RayError=RayError,
         )
-        client = SimpleNamespace(ray=SimpleNamespace(is_connected=lambda: False))
+        self.client = SimpleNamespace(data_client=SimpleNamespace(_in_shutdown=False))
+        context = SimpleNamespace(client_worker=self.client)
+        client = SimpleNamespace(
+            ray=SimpleNamespace(is_connected=lambda: self.is_client, get_context=lambda: context)
+        )
         self.util = SimpleNamespace(
             client=client,
             placement_group=self._group,
@@ -110,15 +122,26 @@ class ScriptedRay:
         )
 
     def is_initialized(self) -> bool:
-        return True
+        return self.is_connected
+
+    def lose_channel(self) -> None:
+        """Have the head refuse the channel of a client, which stays connected."""
+        self.client.data_client = SimpleNamespace(_in_shutdown=True)
+
+    def lose(self) -> None:
+        """Lose the connection: Ray ends what its driver had."""
+        self.is_connected = False
+        self.groups.clear()
 
     def _group(self, bundles: Any, strategy: str, bundle_label_selector: Any) -> Any:
+        self._break("placement_group")
         [named] = bundle_label_selector or [{"ray.io/node-id": ""}]
         self.groups.append(SimpleNamespace(selector=named["ray.io/node-id"]))
         return self.groups[-1]
 
     def _remove(self, group: Any) -> None:
-        self.groups.remove(group)
+        if self.is_connected:
+            self.groups.remove(group)
         self._break("remove_placement_group")
 
     def remote(self, _: type) -> Any:
@@ -137,6 +160,7 @@ class ScriptedRay:
         return [one for one in calls if one.answer is not None], [one for one in calls if one.answer is None]
 
     def get(self, call: Call) -> Any:
+        self._break("get")
         if isinstance(call.answer, Exception):
             raise call.answer
         return call.answer
@@ -146,9 +170,15 @@ class ScriptedRay:
         actor.is_killed = True
         self._break("kill")
 
-    def shutdown(self) -> None: ...
+    def shutdown(self) -> None:
+        self.is_connected = False
 
     def _break(self, name: str) -> None:
+        if not self.is_connected:
+            self.started.append(name)
+        if name == self.lost_in:
+            self.lose()
+            raise ConnectionError("Client is shutting down.")
         if name in self.broken:
             raise self.broken[name]
 

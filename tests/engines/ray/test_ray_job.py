@@ -8,7 +8,7 @@ import pytest
 from tests.engines.ray.scripted_ray import SECRET, RayActorError, ScriptedRay, agents_of
 from tests.virtual_clock import VirtualClock
 
-from paceline.core.errors import UnavailableError
+from paceline.core.errors import PeerLostError, UnavailableError
 from paceline.engines.agent_fleet import AgentFleet
 from paceline.engines.engine import AgentSpec
 from paceline.engines.ray import ray_connection, ray_job
@@ -179,6 +179,76 @@ def test_a_connection_is_given_up_where_the_job_cannot_be_made(monkeypatch: pyte
     with pytest.raises(ConnectionError):
         ray_job.submit(engine, engine.request(SPEC), SECRET)
     assert connected.users == 0
+
+
+@pytest.mark.parametrize("seconds", [0.3, 30.0], ids=["new", "stayed"])
+@pytest.mark.parametrize("lost_in", ["", "wait", "get"])
+def test_a_run_whose_connection_is_lost_ends_at_once_and_starts_no_ray_here(
+    seconds: float, lost_in: str
+) -> None:
+    with agents_of(Ray(nodes=2)) as it:
+        clock, said = VirtualClock(), list[str]()
+        fleet = AgentFleet(Ray(nodes=2), SPEC, SECRET, said.append, clock)
+        for number, actor in enumerate(it.ray.actors):
+            actor.runs_on(f"node{number}")
+        fleet.turn(it.job)
+        clock.advance(seconds)
+        fleet.turn(it.job)
+        it.ray.lost_in = lost_in
+        if not lost_in:
+            it.ray.lose()
+        for actor in it.ray.actors:
+            actor.runs_on("news")
+        begun = clock.now()
+        while fleet.failure is None and clock.now() - begun < 5.0:
+            fleet.turn(it.job)
+            clock.advance(0.25)
+        lost = "the connection to Ray at head:6379 is lost"
+        assert isinstance(fleet.failure, PeerLostError)
+        assert fleet.failure.message == lost
+        assert fleet.failure.remedy == 'start the run again with resume="auto"'
+        assert said[2:] == [f"agent {number} on node{number} is lost: {lost}" for number in range(2)]
+        it.job.stop()
+        assert it.connected.users == 0
+        it.ray.is_connected = True  # by the user, elsewhere
+        with pytest.raises(PeerLostError):
+            it.job.scale(2)
+        assert it.ray.started == []
+
+
+@pytest.mark.parametrize("lost_in", ["placement_group", "actor", "kill", "remove_placement_group"])
+def test_a_connection_that_is_lost_meanwhile_starts_no_ray_here(lost_in: str) -> None:
+    with agents_of(Ray(nodes=3)) as it:
+        it.ray.actors[0].runs_on("abc")
+        assert it.states == ["running", "pending", "pending"]
+        it.ray.lost_in = lost_in
+        it.ray.actors[1].answer({"node_id": "abc", "taken": True})  # is asked for again
+        it.ray.actors[2].answer({"node_id": "abc", "taken": True})
+        assert it.states == ["lost"] * 3
+        assert it.ray.started == []
+
+
+@pytest.mark.parametrize("lost_in", ["", "wait", "kill"])
+def test_stop_is_quiet_where_the_connection_is_lost(lost_in: str) -> None:
+    with agents_of(Ray(nodes=2)) as it:
+        it.ray.actors[0].runs_on("abc")
+        assert it.states == ["running", "pending"]
+        it.ray.lost_in = lost_in
+        if not lost_in:
+            it.ray.lose()
+        it.job.stop()
+        assert it.connected.users == 0
+        assert it.ray.started == []
+
+
+def test_stop_raises_what_ray_raised_before_it_was_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+    with agents_of(Ray(nodes=1)) as it:
+        it.connected.is_ours = True
+        monkeypatch.setattr(ray_connection, "_current", it.connected)
+        it.ray.broken["kill"] = ConnectionError("the head is gone")
+        with pytest.raises(ConnectionError, match="the head is gone"):
+            it.job.stop()
+        assert not it.ray.is_connected
 
 
 def connection_to(monkeypatch: pytest.MonkeyPatch) -> tuple[ScriptedRay, RayConnection]:

@@ -21,6 +21,7 @@ from paceline.engines.ray.ray_settings import LOCAL, RaySettings
 _CLIENT: Final = "ray://"
 _REACH_SECONDS: Final = 5.0
 _ATTEMPTS: Final = 3
+_TAKES_PROXY: Final = "RAY_grpc_enable_http_proxy"  # the variable, in Ray's spelling
 # Of a head whose process for this client did not start in time, or ended while the head looked at it.
 _BUSY_HEAD: Final = ("Starting Ray client server failed", "Initialization failure from server")
 
@@ -61,6 +62,19 @@ class RayConnection:
     def is_local(self) -> bool:
         """Whether this process started the cluster, by this module or by the user's own ray.init()."""
         return self.address == LOCAL
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether this process is not connected any more. Ray is not asked: most calls without a connection
+        start another cluster on this machine."""
+        if not self.ray.is_initialized():
+            return True
+        client = self.ray.util.client.ray
+        if not client.is_connected():
+            return False
+        # A head that has no process for this client any more refuses the channel of its calls, for good. To
+        # Ray the client is connected all the same, and there is no public word for the channel.
+        return bool(client.get_context().client_worker.data_client._in_shutdown)
 
     def living_nodes(self) -> list[dict[str, Any]]:
         return [node for node in self.ray.nodes() if node["Alive"]]
@@ -151,7 +165,7 @@ def _made(ray: Any, settings: RaySettings) -> RayConnection:
             own = {name: amount * many for name, amount in settings.resources.items() if name != "memory"}
             options["resources"] = own
     elif address != "auto":
-        _check_reachable(address)
+        check_head(address)
     for attempt in range(1, _ATTEMPTS + 1):
         try:
             with _handlers_kept():
@@ -192,7 +206,7 @@ def _explained(address: str, error: Exception) -> Exception:
     )
 
 
-def _check_reachable(address: str) -> None:
+def check_head(address: str) -> None:
     """Raise UnavailableError where nothing answers like Ray: its own attempts take most of a minute."""
     target = address.removeprefix(_CLIENT)
     kind = "a Ray client server" if address.startswith(_CLIENT) else "a Ray head"
@@ -200,7 +214,9 @@ def _check_reachable(address: str) -> None:
         return  # its own certificates are needed to ask
     with needing_ray():
         import grpc
-    with grpc.insecure_channel(target) as channel:
+    # Ray's own connections go past the proxy of http_proxy.
+    takes_proxy = os.environ.get(_TAKES_PROXY, "0").lower() in ("1", "true")
+    with grpc.insecure_channel(target, [("grpc.enable_http_proxy", int(takes_proxy))]) as channel:
         try:
             grpc.channel_ready_future(channel).result(timeout=_REACH_SECONDS)
         except grpc.FutureTimeoutError:

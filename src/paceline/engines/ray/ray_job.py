@@ -11,11 +11,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, final
 
 from paceline.core.clock import Clock, MonotonicClock
-from paceline.core.errors import PacelineError, UnavailableError
+from paceline.core.errors import PacelineError, PeerLostError, UnavailableError
 from paceline.core.wording import counted
 from paceline.engines.engine import EngineRequest, LogLine, NodeState, NodeStatus
 from paceline.engines.ray import ray_connection as connection
@@ -32,6 +32,7 @@ _CLAIMED_NODE_SECONDS: Final = 1.0  # until the agent that was faster there has 
 _LEAVE_SECONDS: Final = 2.0
 _LONGEST_REASON: Final = 300
 _NODE_LABEL: Final = "ray.io/node-id"
+_RESUME: Final = 'start the run again with resume="auto"'
 
 
 @dataclasses.dataclass
@@ -49,6 +50,7 @@ class _AskedAgent:
     bundle_index: int | None = None
     code: int | None = None
     reason: str = ""
+    remedy: str = ""
     next_line: int = 0
     is_leaving: bool = False
     unreachable_since: float | None = None
@@ -58,7 +60,7 @@ class _AskedAgent:
         return self.state in ("ended", "lost")
 
     def status(self) -> NodeStatus:
-        return NodeStatus(self.number, self.state, self.host, self.code, self.reason)
+        return NodeStatus(self.number, self.state, self.host, self.code, self.reason, self.remedy)
 
 
 def submit(settings: RaySettings, request: EngineRequest, secret: bytes) -> RayJob:
@@ -104,21 +106,15 @@ class RayJob:
         self._lines: list[LogLine] = []
         self._avoided_nodes = AvoidedNodes(self._clock)
         self._is_stopped = False
+        self._is_lost = False  # the connection to Ray
 
     def poll(self) -> Sequence[NodeStatus]:
-        waiting = {agent.news: agent for agent in self._agents if not agent.is_over}
-        if waiting:
-            ready, _ = self._ray.wait(list(waiting), num_returns=len(waiting), timeout=0)
-            for news in ready:
-                self._take(waiting[news])
-        taken = self._taken_nodes()
-        for agent in self._agents:
-            if agent.state == "pending" and agent.avoided - taken:
-                # A node that the agent avoids is free again.
-                self._ask_again(agent)
+        with self._unless_lost():
+            self._look()
         return [agent.status() for agent in self._agents]
 
     def scale(self, nodes: int) -> None:
+        self._check_connected()
         nodes = min(nodes, self._request["max_nodes"] or nodes)
         there = [agent for agent in self._agents if not agent.is_over and not agent.is_leaving]
         for _ in range(nodes - len(there)):
@@ -141,8 +137,8 @@ class RayJob:
         if self._is_stopped:
             return
         self._is_stopped = True
-        with contextlib.ExitStack() as at_the_end:
-            at_the_end.callback(self._connected.close)
+        with contextlib.closing(self._connected), self._unless_lost(), contextlib.ExitStack() as at_the_end:
+            self._check_connected()
             at_the_end.callback(self._end_all, "running")
             # First: what waits for a node would be asked for again while the last lines are fetched.
             self._end_all("pending")
@@ -153,15 +149,57 @@ class RayJob:
 
     # inside
 
+    @property
+    def _loss(self) -> str:
+        return f"the connection to Ray at {self._connected.address} is lost"
+
+    def _notice_loss(self) -> bool:
+        """Return whether the connection to Ray is lost, and count all agents as lost then: Ray ends them with
+        their driver. What is lost stays lost, also where the user connects again."""
+        self._is_lost |= self._connected.is_lost
+        if self._is_lost:
+            for agent in self._agents:
+                if not agent.is_over:
+                    agent.state, agent.reason, agent.remedy = "lost", self._loss, _RESUME
+        return self._is_lost
+
+    def _check_connected(self) -> None:
+        if self._notice_loss():
+            raise PeerLostError(self._loss, remedy=_RESUME)
+
+    @contextlib.contextmanager
+    def _unless_lost(self) -> Iterator[None]:
+        """Suppress errors where the connection to Ray is lost: the agents are lost then, and say so."""
+        try:
+            yield
+        except Exception:
+            if not self._notice_loss():
+                raise
+
+    def _look(self) -> None:
+        """Take the news of all agents."""
+        self._check_connected()
+        waiting = {agent.news: agent for agent in self._agents if not agent.is_over}
+        if waiting:
+            ready, _ = self._ray.wait(list(waiting), num_returns=len(waiting), timeout=0)
+            for news in ready:
+                self._check_connected()
+                self._take(waiting[news])
+        taken = self._taken_nodes()
+        for agent in self._agents:
+            if agent.state == "pending" and agent.avoided - taken:
+                # A node that the agent avoids is free again.
+                self._ask_again(agent)
+
     def _asked(self, number: int) -> _AskedAgent:
         """Ask Ray for an agent: a group, an actor in it, and the call that waits for its news."""
+        self._check_connected()
         taken = self._taken_nodes()
         group, index = self._group(taken)
         try:
             actor = self._actor(self._trial_group if group is None else group, index or 0)
         except BaseException:
-            if group is not None:
-                self._ray.util.remove_placement_group(group)
+            self._remove(group)
             raise
         # A trial's own groups say where their bundles are: nothing is avoided.
         avoided = taken if group is not None else frozenset[str]()
@@ -274,10 +312,14 @@ class RayJob:
     def _release(self, agent: _AskedAgent) -> None:
         """Give back what Ray holds for an agent."""
         try:
-            self._ray.kill(agent.actor, no_restart=True)
+            if not self._notice_loss():
+                self._ray.kill(agent.actor, no_restart=True)
         finally:
-            if agent.group is not None:
-                self._ray.util.remove_placement_group(agent.group)
+            self._remove(agent.group)
+
+    def _remove(self, group: Any) -> None:
+        if group is not None and not self._notice_loss():
+            self._ray.util.remove_placement_group(group)
 
 
 def _last_line(error: Exception) -> str:
