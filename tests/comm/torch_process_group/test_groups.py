@@ -207,6 +207,27 @@ def test_what_torch_asks_of_backends_is_answered(tmp_path):
     assert torch_ranks(what_torch_asks, str(tmp_path / "other")) == [[-1, False, 2.0, False]] * 2
 
 
+def split(_: int) -> list[Any]:
+    group: Any = dist.group.WORLD
+    told = [
+        failure_of(lambda: group.split_group([0])),
+        failure_of(lambda: group.merge_remote_group(group.get_group_store(), 2)),
+    ]
+    summed = torch.ones(1)
+    dist.all_reduce(summed)
+    return [*told, summed.item()]
+
+
+def test_a_group_is_not_split_and_says_what_to_use():
+    for *told, summed in torch_ranks(split):
+        for name, (kinds, text, for_torch) in zip(("split_group", "merge_remote_group"), told, strict=True):
+            assert kinds == "NotSupportedError from NoneType"
+            assert for_torch
+            assert f"ProcessGroup.{name} of the backend 'paceline'" in text
+            assert "use torch.distributed.new_group" in text
+        assert summed == 2.0
+
+
 def device_map(rank: int, store: str) -> Any:
     from torch.testing._internal.distributed import fake_pg  # noqa: F401
 

@@ -149,6 +149,26 @@ def movements(rank: int) -> None:
 
     compare(uneven, gloo)
 
+    def equal_on_some(group: Any, count: int) -> list[Tensor]:
+        # Rank 0 says how its rows are cut, equally as well, the others do not.
+        rows = [count] * size if rank == 0 else None
+        out = torch.zeros(count * size)
+        dist.all_to_all_single(out, values(rank, count * size), rows, rows, group=group)
+        return [out]
+
+    for count in (1, SMALL, LARGE):
+        compare(partial(equal_on_some, count=count), gloo)
+
+    def uneven_on_some(group: Any) -> list[Tensor]:
+        # Ranks 1 and 2 exchange a row more than the others do, and rank 0 has equal parts.
+        more = [int({rank, peer} == {1, 2}) for peer in range(size)]
+        rows = [3 + extra for extra in more] if any(more) else None
+        out = torch.zeros(3 * size + sum(more), 1000)
+        dist.all_to_all_single(out, values(rank, out.numel()).view(-1, 1000), rows, rows, group=group)
+        return [out]
+
+    compare(uneven_on_some, gloo)
+
     def coalesced(group: Any) -> list[Tensor]:
         outs = [[torch.zeros(3), torch.zeros(2, 2)] for _ in range(size)]
         dist.all_gather_coalesced(outs, [values(rank, 3), values(rank, 4).view(2, 2)], group=group)

@@ -196,6 +196,10 @@ class CallQueue:
         else:
             self.transport.close(error)
 
+    def fail(self, error: PacelineError) -> None:
+        """Break the group because of an error of this rank's, which its peers then report."""
+        self._break(error)
+
     def _break(self, error: BaseException) -> None:
         # A collective that ends early leaves ranks at different points: the group cannot continue.
         # A copy has no traceback, which would hold this object, and with it the group's memory, in a circle.

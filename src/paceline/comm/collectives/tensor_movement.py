@@ -77,22 +77,28 @@ def all_to_all(
     transport.exchange(call, sends, [(peer, outs[peer]) for peer in peers_of(transport)], deadline)
 
 
-def all_to_all_even(
-    transport: Transport, call: CollectiveCall, mine: Tensor, out: Tensor, deadline: float
+def all_to_all_parts(
+    transport: Transport, call: CollectiveCall, ins: Sequence[Tensor], outs: Sequence[Tensor], deadline: float
 ) -> None:
-    """Exchange the equal parts of one tensor, by rank."""
+    """Exchange the parts of one tensor, which lie one behind the other in it: by reads, if all parts of all
+    ranks are equally large."""
     rank, size, window = transport.rank, transport.world_size, transport.window
-    ins, outs = mine.chunk(size), out.chunk(size)
-    if window is None or not mine.numel() or not can_read(window, call, deadline):
+    if window is None or not can_read(window, call, deadline):
+        all_to_all(transport, call, ins, outs, deadline)
+        return
+    count = ins[0].numel()
+    even = all(part.numel() == count for part in (*ins, *outs))
+    window.wait(window.signal(call, ins[0].data_ptr() if even else 0, count), call, deadline)
+    addresses, counts = window.locations(call, deadline)
+    if not all(addresses) or len(set(counts)) > 1:
         all_to_all(transport, call, ins, outs, deadline)
         return
     _copy(outs[rank], ins[rank])
-    count = mine.numel() // size
-    with published(window, call, mine, deadline) as addresses:
-        for step in range(1, size):
-            peer = (rank + step) % size
-            window.read(peer, addresses[peer] + rank * count, outs[peer], call, deadline)
-    _count(transport, mine.numel() - count, out.numel() - count)
+    for step in range(1, size):
+        peer = (rank + step) % size
+        window.read(peer, addresses[peer] + rank * count, outs[peer], call, deadline)
+    window.wait(window.signal(), call, deadline)
+    _count(transport, count * (size - 1), count * (size - 1))
 
 
 def gather(

@@ -19,6 +19,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from paceline.comm.call_status import signature_of
 from paceline.comm.rendezvous.round import RendezvousRound
 from paceline.comm.rendezvous.transport_setup import meet_in_store
+from paceline.comm.torch_process_group import callback_order
 from paceline.comm.torch_process_group.paceline_group import PacelineProcessGroup
 from paceline.comm.torch_process_group.work import raise_for_torch
 from paceline.core.errors import PacelineError
@@ -42,6 +43,7 @@ def create(options: Any) -> PacelineProcessGroup:
         raise_for_torch(error)
     group = PacelineProcessGroup(transport, links, store, options.timeout, name)
     _groups[group] = os.getpid()
+    callback_order.install()
     # A script that reduces gradients frees and allocates them in every step.
     keep_freed_memory()
     return group

@@ -22,14 +22,20 @@ from paceline.comm.collectives.call_queue import CallQueue
 from paceline.comm.collectives.reduction import Reducer
 from paceline.comm.cost import LinkCosts
 from paceline.comm.torch_process_group import NAME, device_map, tensor_calls
-from paceline.comm.torch_process_group.background_threads import BackgroundAction, BackgroundThreads
+from paceline.comm.torch_process_group.background_threads import BackgroundThreads
+from paceline.comm.torch_process_group.callback_order import CallOrder
 from paceline.comm.torch_process_group.device_map import OtherDevices
 from paceline.comm.torch_process_group.tensor_messages import TensorMessages
-from paceline.comm.torch_process_group.work import PacelineWork, profiled, profiler_runs, raise_for_torch
-from paceline.comm.transport.base import ANY_SOURCE, Transport
-from paceline.core.errors import GroupInterruptedError, PacelineError
+from paceline.comm.torch_process_group.work import (
+    NotSupportedError,
+    PacelineWork,
+    profiled,
+    profiler_runs,
+    raise_for_torch,
+)
+from paceline.comm.transport.base import ANY_SOURCE, Transport, labels_of
+from paceline.core.errors import DisagreementError, GroupInterruptedError, PacelineError
 
-_COLLECTIVES = "collectives"
 _CLOSE_SECONDS = 5.0
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -41,6 +47,13 @@ def _tensor_in(argument: Any) -> Tensor | None:
             return None
         argument = argument[0]
     return argument if isinstance(argument, Tensor) else None
+
+
+def _no_split(call: str) -> NotSupportedError:
+    return NotSupportedError(
+        f"ProcessGroup.{call} of the backend {NAME!r}: groups are not made of others",
+        remedy="use torch.distributed.new_group",
+    )
 
 
 def _by_device(method: Method) -> Method:
@@ -78,6 +91,7 @@ class PacelineProcessGroup(_TorchGroup):  # type: ignore[misc]
         self._queue = CallQueue(transport, timeout.total_seconds())
         self._reducer = Reducer(transport, links)
         self._threads = BackgroundThreads("paceline-torch")
+        self._order = CallOrder(self._threads, labels_of(transport)[transport.rank])
         queue = self._queue  # not through the group, which would hold itself
         self._messages = TensorMessages(transport, self._threads, lambda: queue.timeout)
         self._others = OtherDevices(store, transport.rank, transport.world_size, timeout)
@@ -148,6 +162,12 @@ class PacelineProcessGroup(_TorchGroup):  # type: ignore[misc]
 
     def eager_connect_single_device(self, device: torch.device) -> None:
         """Do nothing: the ranks have connected when the group was made."""
+
+    def split_group(self, *args: Any, **kwargs: Any) -> Any:
+        raise _no_split("split_group")
+
+    def merge_remote_group(self, *args: Any, **kwargs: Any) -> Any:
+        raise _no_split("merge_remote_group")
 
     def other_group(self, device: torch.device) -> Any:
         """Return the group of torch's for a device other than the CPU."""
@@ -371,7 +391,7 @@ class PacelineProcessGroup(_TorchGroup):  # type: ignore[misc]
         timeout = seconds if seconds > 0 else None
         # The profiler knows a collective by its end in another thread.
         here = opts is not None and not opts.asyncOp and not profiler_runs()
-        if here and not self._threads.is_busy(_COLLECTIVES):
+        if here and self._order.begin_here():
             try:
                 self._queue.run(planned, timeout)
             except PacelineError as error:
@@ -404,16 +424,10 @@ class PacelineProcessGroup(_TorchGroup):  # type: ignore[misc]
                 else:
                     work.finish()
 
-        if self._threads.serves(_COLLECTIVES):
-            # A callback of the call that has just ended, as in PowerSGD's hook. Here is its place in the
-            # order, the same on all ranks; behind what is queued, nothing would come before its end.
-            later()
-        else:
-            self._submit(later)
-        return work
-
-    def _submit(self, action: BackgroundAction) -> None:
         try:
-            self._threads.submit(_COLLECTIVES, action)
+            work.issued = self._order.submit(later, f"{planned.text} at {line}")
         except PacelineError as error:
+            if isinstance(error, DisagreementError):
+                self._queue.fail(error)
             raise_for_torch(error)
+        return work

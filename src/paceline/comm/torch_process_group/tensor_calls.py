@@ -7,7 +7,6 @@ of them: operation, dtype, number of elements, root. Shapes may differ, as in Gl
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import reduce as fold
 from typing import Any
 
@@ -19,8 +18,8 @@ from paceline.comm.call_status import CollectiveCall, PlannedCall
 from paceline.comm.collectives import tensor_movement
 from paceline.comm.collectives.data_movement import await_all_ranks
 from paceline.comm.collectives.reduction import Reducer, plan_reduce
-from paceline.comm.collectives.reduction_input import check_dense, flatten, holds_values, to_flat
 from paceline.comm.ops import ReduceOp, check_op, dtype_name
+from paceline.comm.torch_process_group.flat_memory import FlatMemory, describe
 from paceline.comm.torch_process_group.sparse_sum import plan_sparse_sum
 from paceline.comm.transport.base import Transport, labels_of
 from paceline.core.errors import UsageError
@@ -40,51 +39,6 @@ _BITWISE: dict[Any, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
 }
 
 CallBody = Callable[[CollectiveCall, float], None]
-
-
-@dataclass(slots=True)
-class FlatMemory:
-    """A tensor's values as flat memory: its own where they lie in order, else a copy of them."""
-
-    tensor: Tensor
-    flat: Tensor
-
-    @classmethod
-    def of(cls, tensor: Tensor, what: str, *, values: bool = True) -> FlatMemory:
-        """Open a tensor; without `values`, only to write to it."""
-        if tensor.layout is not torch.strided or tensor.is_quantized:
-            check_dense(tensor, what)
-        if tensor.device.type != "cpu":
-            raise UsageError(
-                f"{what}: a tensor on {tensor.device} beside tensors on the CPU",
-                remedy="pass tensors of one device",
-            )
-        # `data` and not `detach()`: what a collective writes is no in-place change for autograd, as in Gloo.
-        plain = tensor.data
-        if plain.is_contiguous() and holds_values(plain):
-            return cls(plain, flatten(_writable_anywhere(plain) if plain.is_inference() else plain))
-        with torch.inference_mode(False):
-            if values:
-                return cls(plain, to_flat(plain))
-            return cls(plain, torch.empty(plain.numel(), dtype=plain.dtype, device="cpu"))
-
-    @property
-    def bytes(self) -> Tensor:
-        return self.flat.view(torch.uint8)
-
-    def check_writable(self, what: str) -> None:
-        """Refuse a result with one place in memory for several elements, as `expand` makes it."""
-        if torch._debug_has_internal_overlap(self.tensor) == 1:  # torch's "yes"
-            raise UsageError(
-                f"{what}: several elements of {describe(self.tensor)}, into which the result goes, share one "
-                "place in memory",
-                remedy="pass tensor.contiguous()",
-            )
-
-    def write_back(self) -> None:
-        if self.flat.data_ptr() != self.tensor.data_ptr():
-            with torch.inference_mode(self.tensor.is_inference()):
-                self.tensor.copy_(self.flat.view(self.tensor.shape))
 
 
 def plan_all_reduce(
@@ -255,17 +209,12 @@ def plan_all_to_all_single(
             f"itself and expects {outs[rank].numel()}",
             remedy="the split sizes of input and output have to agree for this rank's own part",
         )
-    even = not in_rows and not out_rows
 
     def run(call: CollectiveCall, deadline: float) -> None:
-        if even:
-            tensor_movement.all_to_all_even(transport, call, given.bytes, target.bytes, deadline)
-        else:
-            tensor_movement.all_to_all(transport, call, ins, outs, deadline)
+        tensor_movement.all_to_all_parts(transport, call, ins, outs, deadline)
 
-    # With split sizes, the numbers of elements differ from rank to rank.
-    what = describe(mine) if even else dtype_name(mine.dtype)
-    return _planned("all_to_all", f"all_to_all_single({what})", run, (target,))
+    # With split sizes, which some ranks may give and others not, the numbers of elements differ.
+    return _planned("all_to_all", f"all_to_all_single({dtype_name(mine.dtype)})", run, (target,))
 
 
 def plan_gather(transport: Transport, outputs: Sequence[Tensor], mine: Tensor, root: int) -> PlannedCall[Any]:
@@ -317,18 +266,6 @@ def plan_all(operation: str, plans: Sequence[PlannedCall[Any]]) -> PlannedCall[A
             planned.work(call, deadline)
 
     return _planned(operation, " + ".join(planned.text for planned in plans), run)
-
-
-def _writable_anywhere(tensor: Tensor) -> Tensor:
-    """View an inference tensor's memory as an ordinary tensor: torch lets inference tensors be written in
-    inference mode alone, while Gloo, which knows only the memory, reduces them outside of it too."""
-    with torch.inference_mode(False):
-        view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return view.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
-
-
-def describe(tensor: Tensor) -> str:
-    return f"{dtype_name(tensor.dtype)}[{tensor.numel()}]"
 
 
 def torch_op(op: Any) -> Any:

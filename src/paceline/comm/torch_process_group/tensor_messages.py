@@ -19,7 +19,7 @@ from torch import Tensor
 from paceline.comm.call_status import call_site, on_behalf_of
 from paceline.comm.collectives.arguments import check_rank
 from paceline.comm.torch_process_group.background_threads import BackgroundThreads
-from paceline.comm.torch_process_group.tensor_calls import FlatMemory, describe
+from paceline.comm.torch_process_group.flat_memory import FlatMemory, describe
 from paceline.comm.torch_process_group.work import GroupError, PacelineWork, profiled
 from paceline.comm.transport.base import (
     ANY_SOURCE,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import DistBackendError, Work
 
+from paceline.comm.torch_process_group.callback_order import Issued, is_of, then_at_once, wait_allowed
 from paceline.core.errors import CommTimeoutError, PacelineError, UsageError
 
 
@@ -22,6 +23,10 @@ class GroupError(PacelineError, DistBackendError):
     """A collective or a message of a torch.distributed group on Paceline failed; `__cause__` says why."""
 
     fault = "peer"
+
+
+class NotSupportedError(UsageError, NotImplementedError):
+    """Torch has a call that the group cannot serve; torch tells this by a RuntimeError."""
 
 
 def torch_error(error: BaseException) -> BaseException:
@@ -79,6 +84,7 @@ class PacelineWork(Work):
         self._lock = threading.Lock()
         self._ended: threading.Event | None = None
         self._done = done
+        self.issued: Issued | None = None  # of a collective
         self._completion: torch.futures.Future[Any] | None = None
         self._future: torch.futures.Future[Any] | None = None
 
@@ -101,6 +107,7 @@ class PacelineWork(Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return True when the operation is complete; raise its error. A timeout of 0 is none."""
         if not self._done:
+            wait_allowed(self.issued)
             ended = self._event()
             seconds = timeout.total_seconds() if timeout is not None else 0.0
             if not ended.wait(seconds if seconds > 0 else None):
@@ -150,7 +157,8 @@ class PacelineWork(Work):
                 # The error of a future is readable for C++ (DDP's reducer waits there) only if a callback
                 # raised it: `set_exception` hands C++ the exception object as if it were the result.
                 self._completion = torch.futures.Future()
-                self._future = self._completion.then(self._outcome)
+                self._future = then_at_once(self._completion, self._outcome)
+                is_of(self._future, self.issued)
                 done = self._done
             else:
                 done = False
