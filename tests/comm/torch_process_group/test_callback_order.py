@@ -190,6 +190,28 @@ def test_a_callback_of_a_message_and_a_collective_holds_no_other_call_up():
     assert torch_ranks(of_a_message_and_a_collective, timeout=20.0) == [1.0, 2.0]
 
 
+def chain_of_callbacks(rank: int) -> int:
+    """Each callback begins a call and attaches the next callback to it."""
+    ran, ended = 0, threading.Event()
+
+    def again(_: Any) -> None:
+        nonlocal ran
+        ran += 1
+        if ran == 500:
+            ended.set()
+        else:
+            reduced(1.0)[1].get_future().then(again)
+
+    reduced(1.0)[1].get_future().then(again)
+    assert ended.wait(60)
+    dist.barrier()
+    return ran
+
+
+def test_a_chain_of_callbacks_has_no_depth():
+    assert torch_ranks(chain_of_callbacks) == [500, 500]
+
+
 def after_waiting_for_a_later_one(rank: int) -> Any:
     gloo = gloo_group()
     if rank == 1:

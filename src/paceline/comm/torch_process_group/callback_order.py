@@ -30,8 +30,9 @@ from paceline.core.errors import DisagreementError
 
 _COLLECTIVES = "collectives"
 _moments = itertools.count(1)  # when calls were issued and callbacks attached, across the groups of a process
-_of_this_thread = threading.local()  # `callback`: the one that runs
+_of_this_thread = threading.local()  # `callback`: the one that runs; `nested`: how many in one another
 _installing = threading.Lock()
+_MOST_NESTED = 10  # callbacks in one another's calls, where each begins a call and attaches the next
 
 
 @dataclass(eq=False, slots=True)
@@ -94,8 +95,10 @@ class CallOrder:
             self._last, self._last_by = moment, callback
             if place is None:
                 self._threads.submit(_COLLECTIVES, action)
-        if place is not None and not self._threads.run_here(_COLLECTIVES, action, place):
-            self._threads.submit(_COLLECTIVES, action, place)
+        if place is not None:
+            here = getattr(_of_this_thread, "nested", 0) < _MOST_NESTED
+            if not (here and self._threads.run_here(_COLLECTIVES, action, place)):
+                self._threads.submit(_COLLECTIVES, action, place)
         return Issued(self, moment, callback)
 
     def keep_place(self, callback: _AttachedCallback) -> None:
@@ -166,7 +169,12 @@ def _attach(
     """Attach a callback that keeps its place; return what torch does, and which call that is of."""
     issued = _issued.get(future)
     if future.done():
-        return attach(future, function), issued
+        nested = getattr(_of_this_thread, "nested", 0)
+        _of_this_thread.nested = nested + 1
+        try:
+            return attach(future, function), issued
+        finally:
+            _of_this_thread.nested = nested
     callback = _AttachedCallback(next(_moments), _running())
     callback.forget_ended()
     if issued is not None:
