@@ -16,7 +16,7 @@ from tests.virtual_clock import VirtualClock
 from tests.waiting import wait_for
 
 from paceline.core.clock import Clock
-from paceline.core.errors import UsageError
+from paceline.core.errors import PlatformError
 from paceline.core.version import VERSION
 from paceline.engines.agent_commands import AgentCommands
 from paceline.engines.agent_fleet import AgentFleet
@@ -62,7 +62,7 @@ def test_a_shell_that_ends_with_0_before_the_agent_is_there_is_no_agent_that_lef
         assert (status.state, status.code) == ("ended", None)
         assert status.reason == "host0: its shell ended before the agent was started"
         assert "~/.bashrc" in status.remedy
-        with pytest.raises(UsageError, match="no host can be used: host0: its shell ended") as error:
+        with pytest.raises(PlatformError, match="no host can be used: host0: its shell ended") as error:
             job.scale(1)
         assert error.value.remedy == status.remedy
         assert len(job.poll()) == 1

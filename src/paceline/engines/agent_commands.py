@@ -21,7 +21,7 @@ from typing import Final, final
 
 from paceline.core.backoff import doubled
 from paceline.core.clock import Clock, MonotonicClock
-from paceline.core.errors import PacelineError, UsageError
+from paceline.core.errors import PacelineError, PlatformError, UsageError
 from paceline.core.version import VERSION
 from paceline.engines import remote_agent
 from paceline.engines.engine import STAY_SECONDS, AgentSpec, EngineRequest, LogLine, NodeState, NodeStatus
@@ -192,7 +192,7 @@ class AgentCommands:
     def _check_hopeless(self) -> None:
         ends = [host.unusable for host in self._hosts if host.unusable is not None]
         if len(ends) == len(self._hosts):
-            raise UsageError(
+            raise PlatformError(
                 f"no host can be used: {'; '.join(end.reason for end in ends[:_NAMED_HOSTS])}"
                 + (f"; and {len(ends) - _NAMED_HOSTS} more" if len(ends) > _NAMED_HOSTS else ""),
                 remedy=next((end.remedy for end in ends if end.remedy), "see what the agents wrote"),
