@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -73,8 +74,13 @@ def test_a_job_that_is_interrupted_is_stopped_and_named(
 ) -> None:
     """Also where the second request is interrupted too."""
     head.answers |= {SUBMIT: (-1, ""), STOP: stop}
-    with pytest.raises(KeyboardInterrupt, match=known) as told:
-        job_submission.submit(Ray(dashboard=head.url), RUN)
+    # A process in the background of a shell, as under nohup, begins with SIGINT ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt, match=known) as told:
+            job_submission.submit(Ray(dashboard=head.url), RUN)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert identifier_of(head) in str(told.value)
 
 
