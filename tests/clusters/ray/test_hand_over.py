@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 
 import pytest
+from tests import ctrl_c
 from tests.clusters.ray.ray_lab import why_not
 from tests.clusters.ray.scripted_dashboard import Dashboard, dashboard
 
@@ -74,13 +74,8 @@ def test_a_job_that_is_interrupted_is_stopped_and_named(
 ) -> None:
     """Also where the second request is interrupted too."""
     head.answers |= {SUBMIT: (-1, ""), STOP: stop}
-    # A process in the background of a shell, as under nohup, begins with SIGINT ignored.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt, match=known) as told:
-            job_submission.submit(Ray(dashboard=head.url), RUN)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with ctrl_c.heard(), pytest.raises(KeyboardInterrupt, match=known) as told:
+        job_submission.submit(Ray(dashboard=head.url), RUN)
     assert identifier_of(head) in str(told.value)
 
 

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from tests import ctrl_c
 
 import paceline
 from paceline.core.errors import PlatformError, UnavailableError, UsageError
@@ -73,7 +74,10 @@ def test_a_job_whose_number_is_lost_is_cancelled(here: Path, said: str) -> None:
 
 def test_ctrl_c_cancels_a_job_whose_number_has_not_come(here: Path) -> None:
     (here / "answer").write_text("kill -INT $PPID; exec tail -f /dev/null")
-    with pytest.raises(KeyboardInterrupt, match="job 17 was queued all the same, and is cancelled"):
+    with (
+        ctrl_c.heard(),
+        pytest.raises(KeyboardInterrupt, match="job 17 was queued all the same, and is cancelled"),
+    ):
         paceline.Slurm().submit_batch(RUN)
     assert cancelled(here) == "17\n"
 
